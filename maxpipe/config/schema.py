@@ -1,0 +1,279 @@
+"""The declaration of every config key: its type, its default and its meaning.
+
+Each field is followed by a string that documents it: `maxpipe config explain`,
+`docs/config.md`, the JSON schema and error messages are rendered from these
+strings. The classes hold values only; rules live in `check.py`. Nothing here
+imports jax, so that `maxpipe --help` stays fast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16"]
+ScheduleName = Literal["gpipe", "circular", "1f1b", "interleaved", "breadth_first"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Which run this is, and where its files go."""
+
+    name: str = "run"
+    """Name of the run's folder below `run.dir`. Letters, digits, `.`, `_` and `-`."""
+    dir: str = "runs"
+    """Folder that holds all runs. Starting a run whose folder has a checkpoint resumes it."""
+    seed: int = 0
+    """Seed of parameters, data order and dropout. The same seed gives the same loss curve
+    under every mesh, schedule and number of processes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The decoder: a Llama-type stack of identical layers."""
+
+    num_layers: int
+    """Number of decoder layers. Needs not be a multiple of stages x repeats."""
+    d_model: int
+    """Width of the residual stream."""
+    num_heads: int
+    """Number of query heads."""
+    num_kv_heads: int
+    """Number of key/value heads. Query heads share them evenly."""
+    head_size: int
+    """Size of one attention head. Even, because rotary embedding turns pairs."""
+    d_mlp: int
+    """Hidden width of the gated MLP."""
+    vocab_size: int
+    """Number of token ids. At least the tokenizer's vocabulary."""
+    tied_embeddings: bool = False
+    """Use the embedding table as the output projection as well."""
+    rope_theta: float = 10000.0
+    """Base of the rotary embedding's wave lengths."""
+    rope_scaling: float = 1.0
+    """Factor by which long wave lengths are stretched (Llama 3.1). 1 leaves them alone."""
+    rope_original_tokens: int = 8192
+    """Context length that the unscaled wave lengths were made for. Read when
+    `model.rope_scaling` is not 1."""
+    norm_epsilon: float = 1e-5
+    """Added to the mean square in RMS normalisation."""
+    dropout: float = 0.0
+    """Fraction of each residual branch's outputs set to zero in training."""
+    attention: Literal["xla", "cudnn"] = "xla"
+    """Implementation of attention: `xla` runs everywhere, `cudnn` on NVIDIA GPUs."""
+    compute_dtype: Dtype = "bfloat16"
+    """Type of activations and of weights inside a matmul."""
+    param_dtype: Dtype = "float32"
+    """Type of stored parameters and of the optimizer's state."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshConfig:
+    """Sizes of the mesh axes: `ici_*` inside one slice, `dcn_*` across slices.
+
+    An axis' total size is ici x dcn. At most one `ici_*` and one `dcn_*` may be
+    -1, which means "the devices that are left".
+    """
+
+    ici_data: int = 1
+    """Replicas of the parameters inside a slice; each sees its own part of the batch."""
+    ici_fsdp: int = 1
+    """Shards of the parameters inside a slice; each sees its own part of the batch."""
+    ici_stage: int = 1
+    """Pipeline stages inside a slice."""
+    ici_tensor: int = 1
+    """Shards of heads and MLP inside a slice."""
+    ici_context: int = 1
+    """Shards of the sequence inside a slice."""
+    ici_expert: int = 1
+    """Shards of the experts inside a slice."""
+    dcn_data: int = 1
+    """Replicas of the parameters across slices."""
+    dcn_fsdp: int = 1
+    """Shards of the parameters across slices."""
+    dcn_stage: int = 1
+    """Pipeline stages across slices."""
+    dcn_tensor: int = 1
+    """Shards of heads and MLP across slices."""
+    dcn_context: int = 1
+    """Shards of the sequence across slices."""
+    dcn_expert: int = 1
+    """Shards of the experts across slices."""
+    cpu_devices: int = 1
+    """Number of virtual devices when running on CPU. Ignored on TPU and GPU."""
+    axis_rules: dict[str, list[str]] = field(default_factory=dict)
+    """Changes to the table from logical axis to mesh axes, e.g. `{mlp: [tensor]}`.
+    The default table is printed by `maxpipe config explain mesh.axis_rules`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineConfig:
+    """How the layer stack is cut and in which order its pieces run."""
+
+    schedule: ScheduleName = "interleaved"
+    """Order of forward and backward work. `interleaved` and `1f1b` keep memory independent
+    of the number of microbatches; `maxpipe schedule` draws each one."""
+    microbatches: int = 1
+    """Number of pieces the batch is cut into. On one stage this is gradient accumulation."""
+    repeats: int = 1
+    """Visits of a microbatch to each stage. More repeats shrink the bubble and add messages."""
+    group: int = 0
+    """Microbatches that a stage runs back to back before it turns to the next repeat. Read by
+    `interleaved`. 0 means the number of stages, the least memory."""
+    weight_gather: Literal["iteration", "step"] = "iteration"
+    """When weights sharded over fsdp are gathered: `iteration` for every layer of every forward
+    and backward (least memory), `step` once per step (least traffic)."""
+    remat: Literal["full"] = "full"
+    """What is kept for the backward pass: `full` keeps each layer's input and replays the
+    layer once."""
+    idle: Literal["skip", "compute"] = "skip"
+    """What a stage does in an empty slot: `skip` branches around the work, `compute` runs it on
+    zeros and discards the result (no control flow that differs between stages)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Length of the run and shape of a step."""
+
+    steps: int = 0
+    """Number of optimizer steps. 0 takes the length from `train.tokens`."""
+    tokens: int = 0
+    """Number of tokens to train on, rounded up to whole steps. Read when `train.steps` is 0."""
+    batch_size: int = 8
+    """Sequences per step over all devices."""
+    sequence_length: int = 1024
+    """Tokens per sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """AdamW and its learning-rate schedule."""
+
+    learning_rate: float = 3e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape after the warm-up: down to `optim.final_fraction` along a cosine or a line over the
+    whole run, no change, or `wsd`: stable, then linear over the last `optim.decay_fraction`."""
+    warmup_steps: int = 0
+    """Steps over which the rate rises from 0 to its peak."""
+    decay_fraction: float = 0.2
+    """Share of the run, at its end, in which `wsd` decays."""
+    final_fraction: float = 0.1
+    """Learning rate at the end as a fraction of the peak. Not read by `constant`."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay. Normalisation scales are not decayed."""
+    clip_norm: float = 1.0
+    """Largest norm of the whole gradient, over all stages. 0 turns clipping off."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where text comes from."""
+
+    source: Literal["corpus", "text", "jsonl", "arrayrecord", "tfds", "synthetic"] = "corpus"
+    """`corpus`: the source files of Python's standard library, on every machine. `text`: files,
+    one document each. `jsonl`: one JSON object per line. `arrayrecord`: files of UTF-8 or JSON
+    records. `tfds`: a dataset prepared as ArrayRecord. `synthetic`: random tokens."""
+    path: str = ""
+    """File, folder or glob pattern; for `tfds` the name of the dataset, e.g. `c4/en:3.1.0`."""
+    tfds_dir: str = ""
+    """Folder in which `tfds` datasets were prepared. Empty means the tfds default."""
+    field: str = "text"
+    """Name of the text field in `jsonl`, JSON `arrayrecord` and `tfds` records."""
+    validation_fraction: float = 0.05
+    """Share of the documents, drawn by the seed, that is only used for evaluation."""
+    prefetch_batches: int = 4
+    """Batches made ready ahead of the step that needs them."""
+    threads: int = 2
+    """Threads that read and pack."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerConfig:
+    """How text becomes token ids."""
+
+    kind: Literal["bytes", "huggingface"] = "bytes"
+    """`bytes`: the 256 bytes and three control ids, built in. `huggingface`: a `tokenizer.json`
+    file, read with the `tokenizers` package."""
+    path: str = ""
+    """The `tokenizer.json` file of a `huggingface` tokenizer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When state is saved and what a new run starts from."""
+
+    every: int = 1000
+    """Steps between checkpoints. The last step is always saved. 0 saves only then."""
+    keep: int = 3
+    """Number of newest checkpoints to keep."""
+    restore_from: str = ""
+    """Folder of another run whose newest checkpoint starts this one: parameters, optimizer state,
+    step and data position. Not read when this run already has a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """Loss on the validation documents."""
+
+    every: int = 0
+    """Steps between evaluations. 0 evaluates only after the last step."""
+    batches: int = 8
+    """Batches of `train.batch_size` sequences per evaluation. 0 turns evaluation off."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogConfig:
+    """What is written while training."""
+
+    every: int = 10
+    """Steps between records in `metrics.jsonl`, TensorBoard and the console."""
+    progress: Literal["auto", "live", "plain"] = "auto"
+    """Console output: a `live` view, or `plain` lines. `auto` picks by whether it is a terminal."""
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuntimeConfig:
+    """How processes start."""
+
+    platform: Literal["auto", "cpu", "tpu", "cuda"] = "auto"
+    """Kind of device. `auto` takes the best that jax finds."""
+    num_processes: int = 1
+    """Number of processes of the run. 0 lets jax find processes, ids and coordinator from the
+    cluster (Cloud TPU, SLURM, Open MPI)."""
+    process_id: int = 0
+    """Rank of this process, from 0 to `runtime.num_processes` - 1."""
+    coordinator: str = ""
+    """`host:port` of process 0. Read when `runtime.num_processes` is more than 1."""
+    init_timeout_seconds: int = 300
+    """How long a process waits for the others at the start."""
+    heartbeat_timeout_seconds: int = 100
+    """How long a process may stay silent before the others give it up."""
+    compilation_cache: str = "~/.cache/maxpipe/compiled"
+    """Folder in which compiled programs are kept between runs. Empty turns the cache off."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """A whole run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)

@@ -1,0 +1,70 @@
+"""Errors a user can cause, and the exit code each one ends the process with.
+
+A message has four parts: where, what was given, the rule with its numbers, and
+one action that works. `assert` is for our own mistakes; everything a user can
+get wrong raises a `MaxpipeError`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class ExitCode(enum.IntEnum):
+    """What a cluster's restart rule can rely on."""
+
+    DONE = 0
+    CONFIG = 2
+    BUG = 70
+    HANG = 71
+    STORAGE = 74
+    PREEMPTED = 75
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake: `where` names file (or override) and full key."""
+
+    where: str
+    given: str
+    rule: str
+    action: str
+
+    def __str__(self) -> str:
+        given = f" = {self.given}" if self.given else ""
+        return f"{self.where}{given}\n  {self.rule}\n  {self.action}"
+
+
+class MaxpipeError(Exception):
+    """A failure that is explained to the user without a traceback."""
+
+    exit_code = ExitCode.BUG
+
+
+class ConfigError(MaxpipeError):
+    """Everything wrong with a config or a command line, reported together."""
+
+    exit_code = ExitCode.CONFIG
+
+    def __init__(self, problems: Sequence[Problem]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    @classmethod
+    def one(cls, where: str, given: object, rule: str, action: str) -> ConfigError:
+        """The common case of a single mistake."""
+        return cls([Problem(where, "" if given is None else str(given), rule, action)])
+
+
+class StorageError(MaxpipeError):
+    """A run folder or checkpoint that cannot be read or written."""
+
+    exit_code = ExitCode.STORAGE
+
+
+class Preempted(MaxpipeError):
+    """The run was asked to stop, has saved its state, and can be restarted."""
+
+    exit_code = ExitCode.PREEMPTED

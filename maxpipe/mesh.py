@@ -1,0 +1,92 @@
+"""The device mesh: axis names, sizes, and devices placed with their links in mind.
+
+Owns the names of the mesh axes. Devices of one slice are joined by fast links
+(ici), slices by the data-centre network (dcn); an axis' size is ici x dcn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from maxpipe.config.schema import MeshConfig
+from maxpipe.errors import ConfigError
+
+STAGE, DATA, FSDP = "stage", "data", "fsdp"
+EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
+AXES = (STAGE, DATA, FSDP, EXPERT, CONTEXT, TENSOR)
+"""Outermost first: neighbours on the last axis are closest."""
+
+MANUAL_AXES = (STAGE, DATA, FSDP)
+"""Axes over which the pipeline's program is written per device; the others are automatic."""
+
+BATCH_AXES = (DATA, FSDP)
+"""Axes that each see their own part of the batch."""
+
+
+def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh over all devices with the axes of `AXES`.
+
+    Raises:
+        ConfigError: the sizes do not multiply to the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    slices = _num_slices(devices)
+    dcn = _fill("dcn", config, slices if slices > 1 else 1)
+    ici = _fill("ici", config, len(devices) // math.prod(dcn))
+    if math.prod(ici) * math.prod(dcn) != len(devices):
+        wanted = " x ".join(f"{axis} {i * d}" for axis, i, d in zip(AXES, ici, dcn, strict=True))
+        kind = devices[0].platform
+        action = (
+            f"Set mesh.cpu_devices={math.prod(ici) * math.prod(dcn)}, or mesh.ici_data=-1."
+            if kind == "cpu"
+            else "Set mesh.ici_data=-1 to use what is left, or change an ici_* or dcn_* size."
+        )
+        raise ConfigError.one(
+            "mesh",
+            wanted,
+            f"must multiply to the number of devices ({len(devices)} of kind {kind}); "
+            f"it is {math.prod(ici) * math.prod(dcn)}.",
+            action,
+        )
+    return Mesh(_arrange(devices, ici, dcn), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _num_slices(devices: Sequence[jax.Device]) -> int:
+    return len({getattr(device, "slice_index", 0) for device in devices})
+
+
+def _fill(kind: str, config: MeshConfig, available: int) -> list[int]:
+    """Sizes of one kind in the order of `AXES`, the -1 replaced by what is left."""
+    sizes = [getattr(config, f"{kind}_{axis}") for axis in AXES]
+    if -1 in sizes:
+        rest = math.prod(size for size in sizes if size != -1)
+        sizes[sizes.index(-1)] = max(1, available // rest)
+    return sizes
+
+
+def _arrange(devices: list[jax.Device], ici: list[int], dcn: list[int]) -> np.ndarray:
+    if math.prod(dcn) == 1:
+        return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+    processes = {device.process_index for device in devices}
+    by_process = _num_slices(devices) == 1 and len(processes) == math.prod(dcn)
+    if _num_slices(devices) > 1 or by_process:
+        return mesh_utils.create_hybrid_device_mesh(
+            ici, dcn, devices, process_is_granule=by_process, allow_split_physical_axes=True
+        )
+    # One process without slices (virtual devices): let consecutive devices stand for a slice.
+    grid = np.asarray(devices).reshape(*dcn, *ici)
+    order = [dim for pair in zip(range(len(AXES)), range(len(AXES), 2 * len(AXES)), strict=True)
+             for dim in pair]
+    return grid.transpose(order).reshape([i * d for i, d in zip(ici, dcn, strict=True)])
+
+
+def describe(mesh: Mesh) -> str:
+    """Axes larger than one, e.g. `stage 4 x fsdp 2`."""
+    sizes = [f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1]
+    return " x ".join(sizes) or "one device"

@@ -1,0 +1,81 @@
+"""Building blocks of the decoder: parameters with logical axes, norm, MLP, dropout.
+
+A parameter states its logical axes where it is made; only `maxpipe.sharding` knows
+what they mean on a mesh. Nothing here knows about stages or schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxpipe.config.schema import ModelConfig
+from maxpipe.sharding import AxisRules, constrain
+
+
+def weight(
+    rngs: nnx.Rngs,
+    shape: Sequence[int],
+    axes: Sequence[str],
+    *,
+    fan_in: int,
+    dtype: str,
+    gain: float = 1.0,
+) -> nnx.Param:
+    """A matrix drawn from a truncated normal of variance `gain**2 / fan_in`."""
+    draw = jax.nn.initializers.truncated_normal(stddev=gain * fan_in**-0.5)
+    return nnx.Param(draw(rngs.params(), tuple(shape), jnp.dtype(dtype)), axes=tuple(axes))
+
+
+def residual_gain(config: ModelConfig) -> float:
+    """Gain of projections that write to the residual stream: keeps its variance near one."""
+    return (2 * config.num_layers) ** -0.5
+
+
+class RMSNorm(nnx.Module):
+    """Scales by the root mean square, in float32 (arXiv:1910.07467)."""
+
+    def __init__(self, config: ModelConfig):
+        self.scale = nnx.Param(
+            jnp.ones((config.d_model,), jnp.dtype(config.param_dtype)), axes=("norm",)
+        )
+        self.epsilon = config.norm_epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[..., D] -> [..., D]`, same dtype."""
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        normed = wide * jax.lax.rsqrt(mean_square + self.epsilon)
+        return normed.astype(x.dtype) * self.scale[...].astype(x.dtype)
+
+
+class GatedMLP(nnx.Module):
+    """SwiGLU (arXiv:2002.05202): `(silu(x W_gate) * (x W_up)) W_down`."""
+
+    def __init__(self, config: ModelConfig, rules: AxisRules, rngs: nnx.Rngs):
+        d, f, dtype = config.d_model, config.d_mlp, config.param_dtype
+        self.gate = weight(rngs, (d, f), ("embed", "mlp"), fan_in=d, dtype=dtype)
+        self.up = weight(rngs, (d, f), ("embed", "mlp"), fan_in=d, dtype=dtype)
+        self.down = weight(
+            rngs, (f, d), ("mlp", "embed"), fan_in=f, dtype=dtype, gain=residual_gain(config)
+        )
+        self.rules = rules
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[B, T, D] -> [B, T, D]`."""
+        gate = jnp.einsum("btd,df->btf", x, self.gate[...].astype(x.dtype))
+        up = jnp.einsum("btd,df->btf", x, self.up[...].astype(x.dtype))
+        hidden = constrain(jax.nn.silu(gate) * up, (None, None, "mlp"), self.rules)
+        return jnp.einsum("btf,fd->btd", hidden, self.down[...].astype(x.dtype))
+
+
+def dropout(x: jax.Array, rate: float, keys: jax.Array) -> jax.Array:
+    """Zeros a fraction `rate` of `x [B, T, D]`, with one key per example `[B]`.
+
+    A key per example makes the mask independent of how the batch is cut or sharded.
+    """
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, x.shape[1:]))(keys)
+    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)

@@ -1,0 +1,101 @@
+"""Weights sharded over fsdp: when they are gathered, when gradients are reduced.
+
+Everything here runs inside the per-device program and is explicit: no collective
+is left to automatic differentiation. Gathers happen in the compute dtype; gradients
+accumulate in float32 and stay unreduced over `data` until the step's end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from maxpipe.mesh import DATA, FSDP
+from maxpipe.sharding import vary
+
+Tree = Any
+NOT_SHARDED = -1
+"""Stands for "no dim is sharded over fsdp" in trees of dims."""
+
+
+def gather(shard: jax.Array, dim: int, dtype: jnp.dtype) -> jax.Array:
+    """The whole weight in the compute dtype, from this device's shard."""
+    shard = shard.astype(dtype)
+    if dim == NOT_SHARDED:
+        return vary(shard)
+    return vary(lax.all_gather(shard, FSDP, axis=dim, tiled=True))
+
+
+def scatter(gradient: jax.Array, dim: int) -> jax.Array:
+    """This device's shard of the gradient, summed over fsdp; unsharded ones stay unsummed."""
+    if dim == NOT_SHARDED:
+        return gradient
+    return vary(lax.psum_scatter(gradient, FSDP, scatter_dimension=dim, tiled=True))
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Access to one stage's layers, stacked `[R * L, ...]`, under a gather mode.
+
+    `iteration` holds shards and gathers one layer when it is used; `step` holds whole weights.
+    Gradient accumulators have the form of what is held.
+    """
+
+    mode: Literal["iteration", "step"]
+    dims: Tree
+    """For each leaf the dim of one layer's weight that is sharded over fsdp."""
+    dtype: jnp.dtype
+
+    def hold(self, shards: Tree) -> Tree:
+        """What the tick loop carries weights as."""
+        if self.mode == "iteration":
+            return vary(shards)
+        return jax.tree.map(
+            lambda shard, dim: gather(shard, _stacked(dim), self.dtype), shards, self.dims
+        )
+
+    def layer(self, held: Tree, index: jax.Array) -> Tree:
+        """One layer's whole weights."""
+        picked = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, False), held)
+        if self.mode == "step":
+            return picked
+        return jax.tree.map(lambda leaf, dim: gather(leaf, dim, self.dtype), picked, self.dims)
+
+    def zeros(self, held: Tree) -> Tree:
+        """Empty float32 accumulators."""
+        return jax.tree.map(lambda leaf: vary(jnp.zeros(leaf.shape, jnp.float32)), held)
+
+    def accumulate(self, totals: Tree, index: jax.Array, gradient: Tree) -> Tree:
+        """Adds one layer's gradient in place."""
+
+        def add(total: jax.Array, part: jax.Array, dim: int) -> jax.Array:
+            part = part.astype(jnp.float32)
+            if self.mode == "iteration":
+                part = scatter(part, dim)
+            old = lax.dynamic_index_in_dim(total, index, 0, False)
+            return lax.dynamic_update_index_in_dim(total, old + part, index, 0)
+
+        return jax.tree.map(add, totals, gradient, self.dims)
+
+    def finish(self, totals: Tree) -> Tree:
+        """Summed over data and fsdp, in the form of the stored shards."""
+
+        def reduce(total: jax.Array, dim: int) -> jax.Array:
+            if self.mode == "step":
+                total = scatter(total, _stacked(dim))
+            return sum_over_batch(total, dim)
+
+        return jax.tree.map(reduce, totals, self.dims)
+
+
+def sum_over_batch(gradient: jax.Array, dim: int) -> jax.Array:
+    """Sums over the batch axes that `scatter` has not summed over."""
+    return lax.psum(gradient, DATA if dim != NOT_SHARDED else (DATA, FSDP))
+
+
+def _stacked(dim: int) -> int:
+    return dim if dim == NOT_SHARDED else dim + 1

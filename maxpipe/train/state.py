@@ -1,0 +1,137 @@
+"""The train state, and its two forms: stacked on the mesh, and in network order.
+
+On the mesh layers are stacked `[R, P, L]` and the vocabulary is padded to divide its
+shards; in checkpoints everything is in network order without padding. `Partition` is
+the only place that converts, and it knows the sharding of both forms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxpipe.mesh import STAGE, TENSOR
+from maxpipe.model.decoder import Decoder
+from maxpipe.pipeline.layout import Layout, pad_vocabulary, padded_vocabulary
+from maxpipe.sharding import STACK
+
+Tree = Any
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes. Data position and randomness follow from `step`."""
+
+    step: jax.Array
+    """int32: optimizer steps done."""
+    params: Tree
+    optimizer: optax.OptState
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A decoder's parameters, and trees that contain copies of them, on a mesh."""
+
+    decoder: Decoder
+    layout: Layout
+    mesh: Mesh
+
+    @cached_property
+    def specs(self) -> Tree:
+        """PartitionSpec of each stacked parameter."""
+        axes = self.decoder.axes()
+        rules = self.decoder.rules
+        return {
+            name: jax.tree_util.tree_map_with_path(
+                lambda path, leaf, name=name: rules.spec(
+                    (*STACK, *leaf) if name == "layers" else leaf,
+                    where=name + jax.tree_util.keystr(path, simple=True, separator="."),
+                ),
+                subtree,
+                is_leaf=_is_axes,
+            )
+            for name, subtree in axes.items()
+        }
+
+    @cached_property
+    def network_specs(self) -> Tree:
+        """PartitionSpec of each parameter in network order; layers are split over stages."""
+        per_layer = self.layout.num_layers % self.mesh.shape[STAGE] == 0
+        stage = STAGE if per_layer else None
+        size = self.mesh.shape
+
+        def unpadded(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+            divides = self.decoder.config.vocab_size % (size[STAGE] * size[TENSOR]) == 0
+            drop = "vocab" in axes and not divides
+            return PartitionSpec(
+                *(
+                    None if drop and axis == "vocab" else entry
+                    for axis, entry in zip(axes, spec, strict=True)
+                )
+            )
+
+        specs = {
+            name: jax.tree.map(
+                lambda axes, spec: unpadded(spec, axes), subtree, self.specs[name], is_leaf=_is_axes
+            )
+            for name, subtree in self.decoder.axes().items()
+            if name != "layers"
+        }
+        specs["layers"] = jax.tree.map(
+            lambda spec: PartitionSpec(stage, *spec[3:]), self.specs["layers"], is_leaf=_is_spec
+        )
+        return specs
+
+    def shardings(self, specs: Tree) -> Tree:
+        """The specs on this mesh."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=_is_spec)
+
+    def init(self, key: jax.Array) -> Tree:
+        """Stacked parameters; each layer's values depend on key and layer index alone."""
+        layers = jnp.asarray(self.layout.layer_at)
+        drawn = self.decoder.init_layers(key, jnp.maximum(layers, 0))
+
+        def stack(leaf: jax.Array) -> jax.Array:
+            used = (layers >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
+            return jnp.where(used, leaf, 0).reshape(*self.layout.shape, *leaf.shape[1:])
+
+        outer = self._pad_vocabulary(self.decoder.init_outer(key))
+        return outer | {"layers": jax.tree.map(stack, drawn)}
+
+    def stack(self, params: Tree) -> Tree:
+        """Network order -> the stacked, padded form."""
+        stacked = self._pad_vocabulary(params)
+        return stacked | {"layers": jax.tree.map(self.layout.stack, params["layers"])}
+
+    def unstack(self, params: Tree) -> Tree:
+        """The stacked form -> network order without padding."""
+        size = self.decoder.config.vocab_size
+        plain = {name: leaf for name, leaf in params.items() if name != "layers"}
+        plain["embedding"] = plain["embedding"][:size]
+        if "head" in plain:
+            plain["head"] = plain["head"][:, :size]
+        return plain | {"layers": jax.tree.map(self.layout.unstack, params["layers"])}
+
+    def _pad_vocabulary(self, params: Tree) -> Tree:
+        shape = self.mesh.shape
+        size = padded_vocabulary(
+            self.decoder.config.vocab_size, shape[STAGE] * shape[TENSOR]
+        )
+        padded = dict(params)
+        padded["embedding"] = pad_vocabulary(params["embedding"], 0, size)
+        if "head" in params:
+            padded["head"] = pad_vocabulary(params["head"], 1, size)
+        return padded
+
+
+def _is_axes(node: object) -> bool:
+    return isinstance(node, tuple) and all(isinstance(axis, str) for axis in node)
+
+
+def _is_spec(node: object) -> bool:
+    return isinstance(node, PartitionSpec)
