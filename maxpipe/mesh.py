@@ -6,6 +6,7 @@ Owns the names of the mesh axes. Devices of one slice are joined by fast links
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -29,6 +30,33 @@ BATCH_AXES = (DATA, FSDP)
 """Axes that each see their own part of the batch."""
 
 
+def resolve(config: MeshConfig, devices: Sequence[jax.Device]) -> MeshConfig:
+    """The config with each -1 replaced by the devices that are left.
+
+    Raises:
+        ConfigError: the sizes do not multiply to the number of devices.
+    """
+    slices = _num_slices(devices)
+    dcn = _fill("dcn", config, slices)
+    ici = _fill("ici", config, len(devices) // math.prod(dcn))
+    total = math.prod(ici) * math.prod(dcn)
+    if total != len(devices):
+        wanted = " x ".join(f"{axis} {i * d}" for axis, i, d in zip(AXES, ici, dcn, strict=True))
+        kind = devices[0].platform
+        raise ConfigError.one(
+            "mesh",
+            wanted,
+            f"must multiply to the number of devices: it is {total}, and there are "
+            f"{len(devices)} of kind {kind}.",
+            f"Set mesh.cpu_devices={total}, or another size for an axis."
+            if kind == "cpu"
+            else "Set mesh.ici_data=-1 to use what is left, or another size for an axis.",
+        )
+    sizes = {f"ici_{axis}": size for axis, size in zip(AXES, ici, strict=True)}
+    sizes |= {f"dcn_{axis}": size for axis, size in zip(AXES, dcn, strict=True)}
+    return dataclasses.replace(config, **sizes)
+
+
 def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh over all devices with the axes of `AXES`.
 
@@ -36,24 +64,9 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) 
         ConfigError: the sizes do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    slices = _num_slices(devices)
-    dcn = _fill("dcn", config, slices if slices > 1 else 1)
-    ici = _fill("ici", config, len(devices) // math.prod(dcn))
-    if math.prod(ici) * math.prod(dcn) != len(devices):
-        wanted = " x ".join(f"{axis} {i * d}" for axis, i, d in zip(AXES, ici, dcn, strict=True))
-        kind = devices[0].platform
-        action = (
-            f"Set mesh.cpu_devices={math.prod(ici) * math.prod(dcn)}, or mesh.ici_data=-1."
-            if kind == "cpu"
-            else "Set mesh.ici_data=-1 to use what is left, or change an ici_* or dcn_* size."
-        )
-        raise ConfigError.one(
-            "mesh",
-            wanted,
-            f"must multiply to the number of devices ({len(devices)} of kind {kind}); "
-            f"it is {math.prod(ici) * math.prod(dcn)}.",
-            action,
-        )
+    config = resolve(config, devices)
+    ici = [getattr(config, f"ici_{axis}") for axis in AXES]
+    dcn = [getattr(config, f"dcn_{axis}") for axis in AXES]
     return Mesh(_arrange(devices, ici, dcn), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.config.check import DEFAULT_AXIS_RULES
@@ -78,13 +79,29 @@ def fsdp_dim(spec: PartitionSpec) -> int | None:
     return next((dim for dim, entry in enumerate(spec) if FSDP in _axes_of(entry)), None)
 
 
-def named(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
-    """A spec on a mesh."""
-    return NamedSharding(mesh, spec)
-
-
 BATCH_SPEC = PartitionSpec(BATCH_AXES)
 """Of every array of a batch: rows over the batch axes, the same for all stages."""
+
+
+def local_rows(sharding: NamedSharding, num_rows: int) -> np.ndarray:
+    """Numbers of the rows of a batch that this process' devices hold, ascending."""
+    indices = sharding.addressable_devices_indices_map((num_rows,)).values()
+    return np.unique(np.concatenate([np.arange(num_rows)[index] for index in indices]))
+
+
+def place_rows(
+    host: Mapping[str, np.ndarray], rows: np.ndarray, num_rows: int, sharding: NamedSharding
+) -> dict[str, jax.Array]:
+    """Global arrays `[num_rows, ...]` from the rows that this process holds."""
+
+    def place(array: np.ndarray) -> jax.Array:
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            wanted = np.arange(num_rows)[index[0]]
+            return array[np.searchsorted(rows, wanted)]
+
+        return jax.make_array_from_callback((num_rows, *array.shape[1:]), sharding, part)
+
+    return {name: place(array) for name, array in host.items()}
 
 
 def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> jax.Array:

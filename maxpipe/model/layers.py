@@ -25,9 +25,22 @@ def weight(
     dtype: str,
     gain: float = 1.0,
 ) -> nnx.Param:
-    """A matrix drawn from a truncated normal of variance `gain**2 / fan_in`."""
-    draw = jax.nn.initializers.truncated_normal(stddev=gain * fan_in**-0.5)
-    return nnx.Param(draw(rngs.params(), tuple(shape), jnp.dtype(dtype)), axes=tuple(axes))
+    """A matrix drawn from a bell curve of variance `gain**2 / fan_in`."""
+    values = bell_curve(rngs.params(), shape, gain * fan_in**-0.5)
+    return nnx.Param(values.astype(jnp.dtype(dtype)), axes=tuple(axes))
+
+
+def bell_curve(key: jax.Array, shape: Sequence[int], stddev: float) -> jax.Array:
+    """Float32 draws of mean 0, within 3.5 standard deviations.
+
+    The sum of four uniform 16-bit integers. Integer sums and one multiplication are exact on
+    every device and however the array is sharded, which the usual inverse error function is
+    not: the same seed gives the same bits under every layout.
+    """
+    bits = jax.random.bits(key, (2, *shape), jnp.uint32)
+    halves = (bits & 0xFFFF) + (bits >> 16)
+    centred = (halves[0] + halves[1]).astype(jnp.int32) - 2 * 0xFFFF
+    return centred.astype(jnp.float32) * (stddev * (4 * (2**32 - 1) / 12) ** -0.5)
 
 
 def residual_gain(config: ModelConfig) -> float:

@@ -87,6 +87,11 @@ class Partition:
         )
         return specs
 
+    @cached_property
+    def decayed(self) -> Tree:
+        """Which parameters weight decay applies to: all but normalisation scales."""
+        return jax.tree.map(lambda axes: axes != ("norm",), self.decoder.axes(), is_leaf=_is_axes)
+
     def shardings(self, specs: Tree) -> Tree:
         """The specs on this mesh."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=_is_spec)

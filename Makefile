@@ -1,0 +1,62 @@
+# Everything a fresh machine with Python and pip needs: `make quickstart`, `make test`.
+# Another interpreter: `make PYTHON=python3.12 test`.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?= -n 2 --dist loadfile
+
+# 311 or 312: which pinned set fits this Python. The environment is rebuilt when it changes.
+LANE := $(shell $(PYTHON) -c 'import sys; print(311 if sys.version_info < (3, 12) else 312)')
+CONSTRAINTS := constraints/py$(LANE).txt
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq -c $(CONSTRAINTS)
+BASE := $(VENV)/installed-$(LANE)
+DEV := $(VENV)/installed-dev-$(LANE)
+
+.PHONY: help quickstart test test-fast check docs bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
+
+quickstart: $(BASE)  ## install, then train a small model on this machine
+	@$(BIN)/maxpipe train configs/quickstart.yml
+
+test: $(DEV)  ## run all tests
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: $(DEV)  ## run the tests that take seconds
+	@$(BIN)/python -m pytest -m "not slow and not multihost" $(PYTEST_ARGS)
+
+check: $(DEV)  ## format, lint, types, and whether generated docs are up to date
+	@$(BIN)/ruff format --check --quiet --output-format concise . || \
+	  { echo "run: $(BIN)/ruff format ."; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+	@$(BIN)/maxpipe config docs --check
+
+docs: $(DEV)  ## write docs/config.md from the config schema
+	@$(BIN)/maxpipe config docs
+
+bench: $(DEV)  ## run every benchmark and print its table
+	@for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+clean:  ## remove the environment, caches and build output; runs/ stays
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/python-$(LANE):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "maxpipe needs Python 3.11 or newer. Name one: make PYTHON=python3.12 ...")'
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(BASE): pyproject.toml $(CONSTRAINTS) | $(VENV)/python-$(LANE)
+	@echo "installing maxpipe into $(VENV) (minutes, the first time)"
+	@$(PIP_INSTALL) -e .
+	@touch $@
+
+$(DEV): pyproject.toml $(CONSTRAINTS) | $(VENV)/python-$(LANE)
+	@echo "installing maxpipe and its development tools into $(VENV) (minutes, the first time)"
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $(BASE) $@

@@ -1,0 +1,561 @@
+"""Files and overrides to a `Config`, with the origin of each value.
+
+The only module that knows OmegaConf and YAML. Text becomes a value by the type
+that the schema declares and never by how YAML would guess it: `name: on` is the
+string "on". Everything that is wrong is collected and raised as one `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from omegaconf import OmegaConf
+
+from maxpipe.config.check import DEFAULT, check, did_you_mean, is_override
+from maxpipe.config.schema import Config
+from maxpipe.errors import ConfigError, Problem
+
+MAX_FILE_BYTES = 1 << 20
+_MAX_DEPTH = 8
+_MAX_PROBLEMS = 100
+_SUFFIXES = (".yml", ".yaml")
+
+SECTIONS: dict[str, type] = typing.get_type_hints(Config)
+"""Section name to the dataclass that declares it."""
+
+KEYS: dict[str, Any] = {
+    f"{section}.{name}": hint
+    for section, declared in SECTIONS.items()
+    for name, hint in typing.get_type_hints(declared).items()
+}
+"""Full key to its type, in the order of the schema."""
+
+Raw = str | None | list["Raw"] | dict[str, "Raw"]
+"""A value before the schema gave it a type: scalars are text, None is YAML's null."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A config that satisfies every rule, and who set each value."""
+
+    config: Config
+    origins: dict[str, str]
+    """Full key to "default", the path of a file, or the text of an override."""
+
+
+def load(args: Sequence[str]) -> Loaded:
+    """The config that files and `section.key=value` overrides describe.
+
+    Files merge left to right and overrides follow, wherever they stand among the files.
+
+    Raises:
+        ConfigError: with every mistake in the files, the overrides and the values.
+    """
+    problems: list[Problem] = []
+    assignments: list[_Assignment] = []
+    overrides = [arg for arg in args if is_override(arg) or arg.startswith("-")]
+    files = [arg for arg in args if arg not in overrides]
+    documents = [_read_file(file, problems) for file in files]
+    for file, document in zip(files, documents, strict=True):
+        if document:
+            assignments += _read_document(document, file, problems)
+    for arg in overrides:
+        assignments += _read_override(arg, problems)
+    return _build(assignments, problems, is_complete=None not in documents)
+
+
+def from_dict(values: Mapping[str, Any]) -> Config:
+    """The config that nested dicts describe, under the rules of a file."""
+    problems: list[Problem] = []
+    assignments: list[_Assignment] = []
+    for section, content in values.items():
+        raw = _as_raw(content)
+        if isinstance(raw, dict) and section in SECTIONS:
+            for name, value in raw.items():
+                assignments += _split((section, name), value, "from_dict", "from_dict")
+        else:
+            assignments.append(_Assignment((str(section),), raw, "from_dict", "from_dict"))
+    return _build(assignments, problems, is_complete=True).config
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """Every section and key, defaults included."""
+    return dataclasses.asdict(config)
+
+
+def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
+    """A file that loads to an equal config: every key, one line each, in schema order.
+
+    `comment` gives the text behind a full key's line.
+    """
+    lines: list[str] = []
+    for section, values in to_dict(config).items():
+        lines.append(f"{section}:")
+        for name, value in values.items():
+            line = f"  {name}: {_one_line(value)}"
+            remark = " ".join(comment(f"{section}.{name}").split()) if comment else ""
+            lines.append(f"{line}  # {remark}" if remark else line)
+    return "\n".join([*lines, ""])
+
+
+# From files and arguments to assignments.
+
+
+@dataclass(frozen=True, slots=True)
+class _Assignment:
+    path: tuple[str, ...]
+    """Section, key and, inside a mapping, the entry. Shorter when a part is missing."""
+    raw: Raw
+    origin: str
+    place: str
+    """Where to look: the file with its line, or the command line."""
+
+    def problem(self, rule: str, action: str, *, given: bool = True) -> Problem:
+        text = _shortened(self.raw) if given else ""
+        return Problem(f"{self.place}: {'.'.join(self.path)}", text, rule, action)
+
+
+def _read_file(arg: str, problems: list[Problem]) -> yaml.MappingNode | None:
+    """The sections of a file. None, and a problem, if the argument is no such file."""
+    path = Path(arg)
+    if path.suffix not in _SUFFIXES:
+        problems.append(_not_a_file(arg))
+        return None
+    try:
+        root = _compose(_read_text(path))
+    except OSError as error:
+        action = _nearby(path) if not path.exists() else "Give a file that can be read."
+        reason = f"cannot be read: {error.strerror or error}."
+        problems.append(Problem(arg, "", reason, action))
+    except ConfigError as error:
+        problems += error.problems
+    except yaml.YAMLError as error:
+        problems.append(_syntax_problem(arg, error))
+    else:
+        if root is None or _raw(root) is None:
+            return yaml.MappingNode("", [])
+        if isinstance(root, yaml.MappingNode):
+            return root
+        rule = "must hold sections, such as `model:`, with keys below them."
+        action = "See configs/quickstart.yml for an example."
+        problems.append(Problem(arg, _shortened(_raw(root)), rule, action))
+    return None
+
+
+def _not_a_file(arg: str) -> Problem:
+    where = f"command line: {arg}" if arg else "command line: an empty argument"
+    rule = "is neither a file that ends in .yml or .yaml nor `section.key=value`."
+    if arg in KEYS:
+        return Problem(where, "", "has no value.", f"Write {arg}=VALUE without spaces.")
+    if Path(arg).is_file():
+        return Problem(where, "", rule, f"Rename the file to {arg}.yml.")
+    return Problem(where, "", rule, "`maxpipe config explain` lists sections and keys.")
+
+
+def _nearby(path: Path) -> str:
+    """Action for a missing file: a similar name next to it, or the folder that is missing."""
+    if not path.parent.is_dir():
+        return f"Check the folder {path.parent}, which does not exist either."
+    siblings = sorted(p.name for p in path.parent.glob("[!.]*") if p.suffix in _SUFFIXES)
+    guess = did_you_mean(path.name, siblings)
+    if guess:
+        return f"Did you mean {path.parent / guess}?"
+    return f"Check the path: {path.parent}/ has {', '.join(siblings[:8]) or 'no .yml'}."
+
+
+def _read_text(path: Path) -> str:
+    with path.open("rb") as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError.one(
+            str(path),
+            None,
+            f"is larger than {MAX_FILE_BYTES} bytes, the most that a config file may have.",
+            "Give a config file, not data.",
+        )
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError.one(
+            str(path),
+            None,
+            f"is not UTF-8 text: byte {error.start} is 0x{content[error.start]:02x}.",
+            "Save the file as UTF-8.",
+        ) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes plain nested YAML: no aliases, no tags, no deep nesting."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            self.refuse("anchors and aliases are not read", event)
+        if getattr(event, "tag", None):
+            self.refuse(f"tags such as {event.tag} are not read", event)
+        if self.depth > _MAX_DEPTH:
+            self.refuse(f"nested deeper than {_MAX_DEPTH}", event)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def refuse(self, problem: str, event: yaml.Event) -> typing.NoReturn:
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+
+
+def _compose(text: str) -> yaml.Node | None:
+    loader = _Loader(text)
+    try:
+        return loader.get_single_node()
+    finally:
+        loader.dispose()
+
+
+def _syntax_problem(place: str, error: yaml.YAMLError) -> Problem:
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    what = error.problem if isinstance(error, yaml.MarkedYAMLError) else None
+    if what and what.startswith("but "):
+        what = f"{getattr(error, 'context', '')}, {what}"
+    what = what or str(getattr(error, "reason", "the text ends too early"))
+    line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+    return Problem(
+        f"{place}{line}",
+        "",
+        f"is not YAML that is read here: {what}.",
+        "Write sections with `key: value` lines below them, indented by two spaces.",
+    )
+
+
+def _read_document(
+    root: yaml.MappingNode, file: str, problems: list[Problem]
+) -> Iterator[_Assignment]:
+    for section, line, content in _entries(root, file, "", problems):
+        place = f"{file}:{line}"
+        if not isinstance(content, yaml.MappingNode) or section not in SECTIONS:
+            raw = _raw(content)
+            if raw is not None or section not in SECTIONS:
+                yield _Assignment((section,), raw, file, place)
+            continue
+        for name, line, value in _entries(content, file, f"{section}.", problems):
+            path, place = (section, name), f"{file}:{line}"
+            if isinstance(value, yaml.MappingNode):
+                # Read for its problems: a key that appears twice.
+                list(_entries(value, file, f"{section}.{name}.", problems))
+            yield from _split(path, _raw(value), file, place)
+
+
+def _entries(
+    mapping: yaml.MappingNode, file: str, prefix: str, problems: list[Problem]
+) -> Iterator[tuple[str, int, yaml.Node]]:
+    """(key, line, value) of a mapping; a key that appears twice is a problem."""
+    first: dict[str, int] = {}
+    for key_node, value in mapping.value:
+        line = key_node.start_mark.line + 1
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
+        if key in first:
+            problems.append(
+                Problem(
+                    f"{file}:{line}: {prefix}{key}",
+                    _shortened(_raw(value)),
+                    f"appears twice in this file, first on line {first[key]}.",
+                    "Keep one of the two.",
+                )
+            )
+            continue
+        first[key] = line
+        yield key, line, value
+
+
+def _raw(node: yaml.Node) -> Raw:
+    if isinstance(node, yaml.SequenceNode):
+        return [_raw(item) for item in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return {
+            key.value if isinstance(key, yaml.ScalarNode) else "?": _raw(value)
+            for key, value in node.value
+        }
+    return None if node.tag == "tag:yaml.org,2002:null" else node.value
+
+
+def _as_raw(value: Any) -> Raw:
+    """Python values as a file would hold them."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_raw(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_raw(item) for item in value]
+    return None if value is None else str(value)
+
+
+def _read_override(arg: str, problems: list[Problem]) -> Iterator[_Assignment]:
+    key, _, text = arg.partition("=")
+    path = tuple(key.split(".", 2))
+    if arg.startswith("-"):
+        plain = arg.lstrip("-")
+        action = f"Write {plain}." if is_override(plain) else "See the command's --help."
+        problems.append(
+            Problem(f"command line: {arg}", "", "is not an option of this command.", action)
+        )
+    elif len(path) == 1 or not all(path):
+        owners = [known for known in KEYS if known.endswith(f".{key}")]
+        action = f"Write {owners[0]}={text}." if owners else "Write section.key=value."
+        rule = "names no section: an override is `section.key=value`."
+        problems.append(Problem(f"command line: {key}", text, rule, action))
+    elif not _is_mapping(KEYS.get(".".join(path[:2]))):
+        yield _Assignment(path, text, arg, "command line")
+    else:
+        try:
+            node = _compose(text)
+        except yaml.YAMLError as error:
+            problems.append(_syntax_problem(f"command line: {arg}", error))
+            return
+        raw = _raw(node) if node else None
+        if isinstance(raw, dict) and len(path) == 2:
+            # The whole mapping is replaced; a single entry (a.b.c=...) is added.
+            yield _Assignment(path, {}, arg, "command line")
+        yield from _split(path, raw, arg, "command line")
+
+
+def _split(path: tuple[str, ...], raw: Raw, origin: str, place: str) -> Iterator[_Assignment]:
+    """One assignment, or one for each entry of a mapping, so that files merge by entry."""
+    if isinstance(raw, dict) and _is_mapping(KEYS.get(".".join(path))):
+        for name, value in raw.items():
+            yield _Assignment((*path, name), value, origin, place)
+    else:
+        yield _Assignment(path, raw, origin, place)
+
+
+def _is_mapping(hint: Any) -> bool:
+    return typing.get_origin(hint) is dict
+
+
+# From assignments to values.
+
+
+def _build(
+    assignments: Sequence[_Assignment], problems: list[Problem], *, is_complete: bool
+) -> Loaded:
+    nodes = {section: OmegaConf.structured(declared) for section, declared in SECTIONS.items()}
+    for node in nodes.values():
+        OmegaConf.set_readonly(node, False)
+    origins = dict.fromkeys(KEYS, DEFAULT)
+    wrong = {problem.where.rpartition(": ")[2] for problem in problems}
+    for done, assignment in enumerate(assignments):
+        if len(problems) >= _MAX_PROBLEMS:
+            rest = f"{len(assignments) - done} more values were not read."
+            problems.append(Problem("config", "", rest, "Fix these problems first."))
+            raise ConfigError(problems)
+        problem = _assign(nodes, assignment)
+        if problem is None:
+            origins |= dict.fromkeys(_prefixes(assignment.path), assignment.origin)
+        else:
+            problems.append(problem)
+            wrong.update(_prefixes(assignment.path))
+    missing = [
+        f"{section}.{name}"
+        for section, node in nodes.items()
+        for name in sorted(OmegaConf.missing_keys(node), key=list(node.keys()).index)
+    ]
+    for key in missing:
+        section, _, name = key.partition(".")
+        nodes[section][name] = KEYS[key]()  # Stands in so that the other rules can run.
+    absent = [key for key in missing if key not in wrong]
+    if absent and is_complete:
+        problems.append(_missing_problem(absent, assignments))
+    config = Config(**{section: OmegaConf.to_object(node) for section, node in nodes.items()})  # pyright: ignore[reportArgumentType]
+    broken = check(config, origins, skip=wrong.union(missing))
+    # A file that could not be read might have set what is still at its default.
+    problems += [p for p in broken if is_complete or not p.where.startswith(f"{DEFAULT}: ")]
+    if problems:
+        raise ConfigError(problems)
+    return Loaded(config, origins)
+
+
+def _prefixes(path: tuple[str, ...]) -> list[str]:
+    return [".".join(path[:length]) for length in range(2, len(path) + 1)]
+
+
+def _missing_problem(keys: Sequence[str], assignments: Sequence[_Assignment]) -> Problem:
+    files = dict.fromkeys(a.origin for a in assignments if not is_override(a.origin))
+    where = ", ".join(files) or "command line"
+    verb = "is required and has no default." if len(keys) == 1 else "are required; no default."
+    return Problem(
+        f"{where}: {', '.join(keys)}",
+        "",
+        f"{verb}",
+        f"Give a model file first, such as configs/model/tiny.yml, or set {keys[0]}=VALUE.",
+    )
+
+
+def _assign(nodes: Mapping[str, Any], assignment: _Assignment) -> Problem | None:
+    """Put the value into its section; the problem if that cannot be done."""
+    key = ".".join(assignment.path[:2])
+    hint = KEYS.get(key)
+    depth = len(assignment.path)
+    if hint is None or depth == 1 or (depth > 2 and not _is_mapping(hint)):
+        return _unknown_problem(assignment)
+    for text in _texts(assignment.raw):
+        refusal = _refusal(text)
+        if refusal:
+            return assignment.problem(*refusal)
+    section, _, name = key.partition(".")
+    node = nodes[section]
+    try:
+        value = _READERS.get(hint, _as_is)(assignment.raw)
+        if depth > 2:
+            node[name][assignment.path[2]] = value
+        else:
+            node[name] = value
+    except (ValueError, OverflowError):
+        return _type_problem(assignment, hint)
+    return None
+
+
+def _refusal(text: str) -> tuple[str, str] | None:
+    """(rule, action) for text that no value may hold."""
+    if "${" in text:
+        return "holds `${`: nothing is substituted in a value.", "Write the value itself."
+    if text.lstrip("\\") == "???":
+        return "stands for a missing value.", "Write the value itself."
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "is not Unicode text.", "Write the value in UTF-8."
+    return None
+
+
+def _texts(raw: Raw) -> Iterator[str]:
+    if isinstance(raw, str):
+        yield raw
+    elif isinstance(raw, list):
+        for item in raw:
+            yield from _texts(item)
+    elif isinstance(raw, dict):
+        for name, item in raw.items():
+            yield name
+            yield from _texts(item)
+
+
+def _read_int(raw: Raw) -> int:
+    text = _scalar(raw)
+    if re.fullmatch(r"[+-]?[0-9][0-9_]*", text):
+        value = int(text)
+    else:
+        number = _read_float(raw)
+        value = int(number)
+        # Beyond 2**53 a float is not the integer that was written.
+        if value != number or abs(value) > 2**53:
+            raise ValueError(text)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(text)
+    return value
+
+
+def _read_float(raw: Raw) -> float:
+    text = _scalar(raw)
+    value = float(text)
+    if not text.isascii() or not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _read_bool(raw: Raw) -> bool:
+    words = {"true": True, "yes": True, "on": True, "1": True}
+    words |= {"false": False, "no": False, "off": False, "0": False}
+    try:
+        return words[_scalar(raw).lower()]
+    except KeyError as error:
+        raise ValueError(raw) from error
+
+
+def _scalar(raw: Raw) -> str:
+    if not isinstance(raw, str):
+        raise ValueError(raw)
+    return raw.strip()
+
+
+def _as_is(raw: Raw) -> Raw:
+    """Strings, choices and mappings, which OmegaConf holds against their type."""
+    return raw
+
+
+_READERS: dict[Any, Callable[[Raw], Any]] = {int: _read_int, float: _read_float, bool: _read_bool}
+
+
+def type_name(hint: Any) -> str:
+    """A type in words: `integer`, `one of a, b`."""
+    if typing.get_origin(hint) is Literal:
+        return f"one of {', '.join(typing.get_args(hint))}"
+    if _is_mapping(hint):
+        return "mapping of names to lists of names"
+    return {int: "integer", float: "number", bool: "true or false", str: "text"}[hint]
+
+
+def _type_problem(assignment: _Assignment, hint: Any) -> Problem:
+    key = ".".join(assignment.path)
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        guess = did_you_mean(str(assignment.raw), choices) or choices[0]
+        return assignment.problem(f"must be {type_name(hint)}.", f"Set {key}={guess}.")
+    if _is_mapping(hint):
+        example = f"Set {key}=[tensor]" if len(assignment.path) > 2 else f"Set {key}={{}}"
+        rule = "must be a list of mesh axes" if len(assignment.path) > 2 else "must be a mapping"
+        return assignment.problem(f"{rule}.", f"{example}.")
+    if hint is str:
+        return assignment.problem("must be text.", f"Write {key} = '...', or leave the key out.")
+    example = {int: "8", float: "0.1", bool: "true"}[hint]
+    article = {int: "an integer", float: "a finite number", bool: "true or false"}[hint]
+    return assignment.problem(f"must be {article}.", f"Write a value such as {key}={example}.")
+
+
+def _unknown_problem(assignment: _Assignment) -> Problem:
+    section, *rest = assignment.path
+    key = ".".join(assignment.path)
+    if section in SECTIONS and not rest:
+        rule = "is a section: its keys stand below it, one `key: value` per line."
+        return assignment.problem(rule, f"Run `maxpipe config explain {section}` for its keys.")
+    if not rest and section in KEYS:
+        parent, _, name = section.partition(".")
+        rule = "is a full key: in a file it stands below its section."
+        return assignment.problem(rule, f"Write `{parent}:`, and `{name}: ...` indented below it.")
+    owners = [known for known in KEYS if known.endswith(f".{assignment.path[-1]}")]
+    inside = [known for known in KEYS if known.startswith(f"{section}.")]
+    guess = next(iter(owners), "") or did_you_mean(key, inside) or did_you_mean(key, KEYS)
+    if section in SECTIONS:
+        rule = f"is not a key of {section}."
+        show = f"`maxpipe config explain {section}` lists its keys."
+    else:
+        guess = guess if rest else did_you_mean(section, SECTIONS) or guess
+        rule = "is not a section."
+        show = f"The sections are {', '.join(SECTIONS)}."
+    action = f"Did you mean {guess}? {show}" if guess else show
+    return assignment.problem(rule, action, given=bool(rest))
+
+
+# From values to text.
+
+
+def _one_line(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
+    text = text.removesuffix("\n").removesuffix("\n...")
+    if "\n" in text:
+        text = yaml.safe_dump(value, default_style='"', default_flow_style=True, width=math.inf)
+    return text.removesuffix("\n")
+
+
+def _shortened(raw: Raw) -> str:
+    if raw is None:
+        return "null"
+    text = "''" if raw == "" else raw if isinstance(raw, str) else str(raw)
+    text = " ".join(text.split()) if isinstance(raw, str) and raw.strip() else text
+    return text if len(text) <= 60 else f"{text[:57]}..."

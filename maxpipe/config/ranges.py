@@ -1,0 +1,85 @@
+"""The range of each number in a config: one row per key."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+BYTES_VOCABULARY = 259
+"""256 bytes, begin, end and pad."""
+
+
+class Bound(NamedTuple):
+    """A range of one number; `example` is a value inside it."""
+
+    key: str
+    example: float
+    low: float
+    high: float = math.inf
+    why: str = ""
+    low_is_inside: bool = True
+    high_is_inside: bool = True
+
+    def holds(self, value: float) -> bool:
+        above = self.low <= value if self.low_is_inside else self.low < value
+        below = value <= self.high if self.high_is_inside else value < self.high
+        return above and below
+
+    def __str__(self) -> str:
+        if math.isinf(self.high):
+            text = f"at least {self.low}" if self.low_is_inside else f"more than {self.low}"
+        elif self.high_is_inside:
+            text = f"from {self.low} to {self.high}"
+        else:
+            text = f"at least {self.low} and less than {self.high}"
+        return f"{text}{': ' + self.why if self.why else ''}"
+
+
+_SHARE_LEFT = "1 would leave nothing"
+_RANGES = (
+    Bound("run.seed", 0, 0, 2**32 - 1, "the random generator takes 32 bits"),
+    *(
+        Bound(f"model.{name}", 1, 1)
+        for name in ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_mlp")
+    ),
+    Bound("model.head_size", 2, 2),
+    Bound("model.vocab_size", BYTES_VOCABULARY, 2),
+    Bound("model.rope_theta", 10000.0, 1, low_is_inside=False),
+    Bound("model.rope_scaling", 1.0, 1, why="wave lengths are stretched, 1 leaves them alone"),
+    Bound("model.rope_original_tokens", 8192, 1),
+    Bound("model.norm_epsilon", 1e-5, 0, low_is_inside=False, why="it keeps a root away from 0"),
+    Bound("model.dropout", 0.1, 0, 1, _SHARE_LEFT, high_is_inside=False),
+    Bound("mesh.cpu_devices", 1, 1),
+    Bound("pipeline.microbatches", 1, 1),
+    Bound("pipeline.repeats", 1, 1),
+    Bound("pipeline.group", 0, 0, why="0 means the number of stages"),
+    Bound("train.steps", 100, 0, why="0 takes the length from train.tokens"),
+    Bound("train.tokens", 1000000, 0, why="0 takes the length from train.steps"),
+    Bound("train.batch_size", 8, 1),
+    Bound("train.sequence_length", 1024, 2, why="the last token of a sequence has no target"),
+    Bound("optim.learning_rate", 3e-4, 0, low_is_inside=False),
+    Bound("optim.warmup_steps", 0, 0),
+    Bound("optim.decay_fraction", 0.2, 0, 1),
+    Bound("optim.final_fraction", 0.1, 0, 1),
+    Bound("optim.beta1", 0.9, 0, 1, "1 would never forget", high_is_inside=False),
+    Bound("optim.beta2", 0.95, 0, 1, "1 would never forget", high_is_inside=False),
+    Bound("optim.epsilon", 1e-8, 0, low_is_inside=False, why="it keeps a divisor away from 0"),
+    Bound("optim.weight_decay", 0.1, 0),
+    Bound("optim.clip_norm", 1.0, 0, why="0 turns clipping off"),
+    Bound("data.validation_fraction", 0.05, 0, 0.5),
+    Bound("data.prefetch_batches", 4, 1),
+    Bound("data.threads", 2, 1),
+    Bound("checkpoint.every", 1000, 0, why="0 saves the last step only"),
+    Bound("checkpoint.keep", 3, 1, why="the newest checkpoint is never deleted"),
+    Bound("eval.every", 100, 0, why="0 evaluates after the last step only"),
+    Bound("eval.batches", 8, 0, why="0 turns evaluation off"),
+    Bound("log.every", 10, 1),
+    Bound("runtime.num_processes", 1, 0, why="0 asks the cluster"),
+    Bound("runtime.process_id", 0, 0),
+    Bound("runtime.init_timeout_seconds", 300, 1),
+    Bound("runtime.heartbeat_timeout_seconds", 100, 1),
+)
+
+
+BOUNDS = {bound.key: bound for bound in _RANGES}
+"""Full key to the range of its value."""

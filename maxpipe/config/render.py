@@ -1,0 +1,238 @@
+"""The schema as text: explanations, the reference page, a JSON schema, whole configs.
+
+Everything is rendered from the declaration in `schema.py`, the strings below its
+fields and the ranges of `ranges.py`; a fact about a key is written nowhere else.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import textwrap
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from maxpipe.config import schema
+from maxpipe.config.check import DEFAULT_AXIS_RULES, REMAPPINGS, did_you_mean
+from maxpipe.config.load import KEYS, SECTIONS, Loaded, to_yaml, type_name
+from maxpipe.config.ranges import BOUNDS
+from maxpipe.errors import ConfigError
+
+_WIDTH = 88
+_AXIS_RULES = "mesh.axis_rules"
+
+
+@functools.cache
+def field_docs() -> dict[str, str]:
+    """Section or full key to its documentation, on one line."""
+    module = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
+    classes = {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
+    docs: dict[str, str] = {}
+    for section, declared in SECTIONS.items():
+        node = classes[declared.__name__]
+        docs[section] = _paragraph(ast.get_docstring(node) or "")
+        for statement, after in zip(node.body, node.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                docs[f"{section}.{statement.target.id}"] = _paragraph(_string(after))
+    return docs
+
+
+def _string(statement: ast.stmt) -> str:
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else ""
+
+
+def _paragraph(text: str) -> str:
+    return " ".join(text.split())
+
+
+def explain(key: str) -> str:
+    """Type, default, allowed values and meaning of a key; the keys of a section; all sections.
+
+    Raises:
+        ConfigError: for a name that is neither.
+    """
+    if not key:
+        return _list_sections()
+    if key in SECTIONS:
+        return _explain_section(key)
+    if key in KEYS:
+        return _explain_key(key)
+    owners = [known for known in KEYS if known.endswith(f".{key}")]
+    guess = next(iter(owners), "") or did_you_mean(key, [*SECTIONS, *KEYS])
+    raise ConfigError.one(
+        f"command line: {key}",
+        None,
+        "is neither a section nor a key of the config.",
+        f"Did you mean `maxpipe config explain {guess}`?"
+        if guess
+        else "`maxpipe config explain` lists the sections.",
+    )
+
+
+def _list_sections() -> str:
+    width = max(map(len, SECTIONS))
+    lines = [f"{section:{width}}  {_first_sentence(section)}" for section in SECTIONS]
+    return "\n".join([*lines, "", "`maxpipe config explain SECTION` lists the keys of one.", ""])
+
+
+def _explain_section(section: str) -> str:
+    names = _names(section)
+    width = max(map(len, names))
+    lines = [section, *_wrapped(field_docs()[section]), ""]
+    for name in names:
+        key = f"{section}.{name}"
+        head = f"  {name:{width}}  "
+        about = f"{_first_sentence(key)} ({_default_text(key)})"
+        lines += textwrap.wrap(
+            about, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)
+        )
+    return "\n".join([*lines, ""])
+
+
+def _explain_key(key: str) -> str:
+    section = key.partition(".")[0]
+    lines = [key, *_wrapped(field_docs()[key]), "", f"  type     {type_name(KEYS[key])}"]
+    if key in BOUNDS:
+        lines.append(f"  range    {BOUNDS[key]}")
+    lines.append(f"  default  {_default_text(key).removeprefix('default ')}")
+    lines += textwrap.wrap(
+        f"{section}: {field_docs()[section]}",
+        _WIDTH,
+        initial_indent="  section  ",
+        subsequent_indent=" " * 11,
+    )
+    if key == _AXIS_RULES:
+        width = max(map(len, DEFAULT_AXIS_RULES))
+        lines += ["", f"  {'axis':{width}}  {'split over':13}  may be set to"]
+        lines += [f"  {n:{width}}  {axes:13}  {may}".rstrip() for n, axes, may in _axis_rows()]
+    return "\n".join([*lines, ""])
+
+
+def _axis_rows() -> list[tuple[str, str, str]]:
+    """(logical axis, its mesh axes by default, what else is allowed)."""
+    return [
+        (
+            name,
+            ", ".join(axes) or "none",
+            " or ".join(f"[{', '.join(choice)}]" for choice in REMAPPINGS.get(name, ())),
+        )
+        for name, axes in DEFAULT_AXIS_RULES.items()
+    ]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  ")
+
+
+def _first_sentence(key: str) -> str:
+    return field_docs()[key].split(". ")[0].removesuffix(".") + "."
+
+
+def _names(section: str) -> list[str]:
+    return [key.partition(".")[2] for key in KEYS if key.startswith(f"{section}.")]
+
+
+def _default(key: str) -> Any:
+    """The default value, or `dataclasses.MISSING` for a required key."""
+    section, _, name = key.partition(".")
+    field = next(f for f in dataclasses.fields(SECTIONS[section]) if f.name == name)
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _default_text(key: str) -> str:
+    value = _default(key)
+    if value is dataclasses.MISSING:
+        return "required"
+    if isinstance(value, bool):
+        return f"default {str(value).lower()}"
+    return f"default {value if value != '' else 'empty'}"
+
+
+def markdown() -> str:
+    """The page docs/config.md."""
+    lines = [
+        "# Config reference",
+        "",
+        "<!-- Written by `maxpipe config docs` from maxpipe/config/schema.py. -->",
+        "",
+        "A run is described by YAML files, merged left to right, and `section.key=value`",
+        "overrides. `maxpipe config print FILE... [section.key=value...] --origin` shows the",
+        "result and who set each value; `maxpipe config explain section.key` prints one entry of",
+        "this page.",
+    ]
+    for section in SECTIONS:
+        lines += ["", f"## {section}", "", _escaped(field_docs()[section]), ""]
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for name in _names(section):
+            key = f"{section}.{name}"
+            kind = type_name(KEYS[key])
+            if key in BOUNDS:
+                kind += f", {str(BOUNDS[key]).partition(':')[0]}"
+            default = _default_text(key).removeprefix("default ")
+            cell = default if default in ("required", "empty") else f"`{default}`"
+            lines.append(f"| `{name}` | {kind} | {cell} | {_escaped(field_docs()[key])} |")
+        if f"{section}.axis_rules" == _AXIS_RULES:
+            lines += ["", f"`{_AXIS_RULES}` changes this table:", ""]
+            lines += ["| logical axis | split over | may be set to |", "|---|---|---|"]
+            lines += [f"| `{name}` | {axes} | {may} |" for name, axes, may in _axis_rows()]
+    return "\n".join([*lines, ""])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema (draft 2020-12) of one file.
+
+    No key is required: files merge, and a model file or a run file alone is not a run.
+    """
+    sections = {}
+    for section in SECTIONS:
+        keys = {name: _key_schema(f"{section}.{name}") for name in _names(section)}
+        sections[section] = {
+            "description": field_docs()[section],
+            "type": ["object", "null"],
+            "properties": keys,
+            "additionalProperties": False,
+        }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "maxpipe config",
+        "type": "object",
+        "properties": sections,
+        "additionalProperties": False,
+    }
+
+
+def _key_schema(key: str) -> dict[str, Any]:
+    result = {"description": field_docs()[key], **_type_schema(KEYS[key])}
+    if _default(key) is not dataclasses.MISSING:
+        result["default"] = _default(key)
+    if key in BOUNDS:
+        bound = BOUNDS[key]
+        result["minimum" if bound.low_is_inside else "exclusiveMinimum"] = bound.low
+        if bound.high != float("inf"):
+            result["maximum" if bound.high_is_inside else "exclusiveMaximum"] = bound.high
+    if key == _AXIS_RULES:
+        result["propertyNames"] = {"enum": list(REMAPPINGS)}
+    return result
+
+
+def _type_schema(hint: Any) -> dict[str, Any]:
+    if typing.get_origin(hint) is Literal:
+        return {"enum": list(typing.get_args(hint))}
+    if typing.get_origin(hint) is dict:
+        names = {"type": "array", "items": {"type": "string"}}
+        return {"type": "object", "additionalProperties": names}
+    return {"type": {int: "integer", float: "number", bool: "boolean", str: "string"}[hint]}
+
+
+def print_config(loaded: Loaded, *, origin: bool) -> str:
+    """The whole config as a file; with `origin`, a comment says who set each value."""
+    return to_yaml(loaded.config, loaded.origins.__getitem__ if origin else None)

@@ -1,0 +1,241 @@
+"""Batches of a step, by step number.
+
+Owns the order of sequences over epochs and reading ahead. The position of a run is
+one integer, the next step: row r of step s is sequence s * batch_size + r of the
+shuffled and repeated stream, whichever process asks for it. So data order depends
+on seed and data, not on mesh, processes or devices, and resuming seeks. It does
+not know how rows are placed on devices.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.packing import (
+    EncodedDocuments,
+    PackedSequences,
+    Permutation,
+    build_index,
+    split_documents,
+)
+from maxpipe.data.sources import open_source
+from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
+
+# Raised whenever the same seed and data give other batches than before.
+_ORDER_VERSION = 1
+_SEQUENCE_ORDER = 1
+
+Batch = dict[str, np.ndarray]
+Rows = Sequence[int] | slice
+
+
+class Batches(Iterator[Batch]):
+    """Batches of consecutive steps, read ahead by threads until `close`."""
+
+    def __init__(self, loader: Loader, start_step: int, stop_step: int, rows: np.ndarray):
+        # Not at the top: it imports jax when that is installed, and loading a config must not.
+        import grain
+
+        threads, ahead = loader.threads, loader.prefetch_batches
+        steps = grain.MapDataset.range(start_step, max(start_step, stop_step))
+        options = grain.ReadOptions(
+            num_threads=min(threads, ahead), prefetch_buffer_size=ahead if threads else 0
+        )
+        dataset = steps.map(lambda step: loader.batch(step, rows)).to_iter_dataset(options)
+        self._iterator = iter(dataset)
+        self._iterator.start_prefetch()
+
+    def __next__(self) -> Batch:
+        return next(self._iterator)
+
+    def close(self) -> None:
+        """Drops what was read ahead. Threads end with the batch they are at."""
+        self._iterator.close()
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Loader:
+    """Random access to the batches of one split.
+
+    With `repeat` the stream is endless and each epoch has an order of its own.
+    Without it the order is fixed, and rows beyond the last sequence have an all-zero
+    `loss_mask`, so that no sequence counts twice.
+    """
+
+    def __init__(
+        self,
+        sequences: PackedSequences,
+        *,
+        batch_size: int,
+        repeat: bool,
+        seed: int,
+        threads: int,
+        prefetch_batches: int,
+        fingerprint: Mapping[str, Any],
+    ):
+        self.sequences = sequences
+        self.batch_size = batch_size
+        self.threads = threads
+        self.prefetch_batches = prefetch_batches
+        self._repeat = repeat
+        self._seed = seed
+        self._fingerprint = dict(fingerprint)
+        self._open: weakref.WeakSet[Batches] = weakref.WeakSet()
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """An epoch may end inside a step; the next one fills the step's other rows."""
+        return len(self.sequences) / self.batch_size
+
+    @property
+    def num_batches(self) -> int:
+        """Steps in which every sequence is seen once."""
+        return -(-len(self.sequences) // self.batch_size)
+
+    def batch(self, step: int, rows: Rows | np.ndarray = slice(None)) -> Batch:
+        """The given rows of the global batch of one step.
+
+        Arrays of a sequence, each [rows, T], and `example_ids` int32 [rows]: the rows.
+        """
+        rows = np.arange(self.batch_size, dtype=np.int32)[rows]
+        numbers = step * self.batch_size + rows.astype(np.int64)
+        if self._repeat:
+            examples = [self.sequences[i] for i in self._shuffled(numbers)]
+        else:
+            count = len(self.sequences)
+            examples = [
+                self.sequences[i] if i < count else self.sequences.padding()
+                for i in numbers.tolist()
+            ]
+        batch = {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+        return {**batch, "example_ids": rows}
+
+    def _shuffled(self, numbers: np.ndarray) -> list[int]:
+        count = len(self.sequences)
+        epochs, within = np.divmod(numbers, count)
+        for epoch in np.unique(epochs):
+            order = Permutation(count, self._seed, _SEQUENCE_ORDER, int(epoch))
+            within[epochs == epoch] = order(within[epochs == epoch])
+        return within.tolist()
+
+    def batches(
+        self, start_step: int, rows: Rows = slice(None), *, stop_step: int | None = None
+    ) -> Batches:
+        """Batches of steps `start_step`, `start_step` + 1, ... made ready ahead of time.
+
+        Ends before `stop_step`; by default never, or after `num_batches` without `repeat`.
+        """
+        if stop_step is None:
+            stop_step = sys.maxsize if self._repeat else self.num_batches
+        batches = Batches(self, start_step, stop_step, np.arange(self.batch_size)[rows])
+        self._open.add(batches)
+        return batches
+
+    def fingerprint(self) -> dict[str, Any]:
+        """JSON values that decide which tokens a step gets."""
+        return dict(self._fingerprint)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint keeps: resuming is `batches(start_step=step)`."""
+        return {"step": step, "fingerprint": self.fingerprint()}
+
+    def close(self) -> None:
+        """Closes all batches that were handed out and are still open."""
+        for batches in list(self._open):
+            batches.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Datasets:
+    """What a run reads. `unigram_entropy` is in nats per byte of all documents."""
+
+    train: Loader
+    validation: Loader | None
+    tokenizer: Tokenizer
+    unigram_entropy: float
+
+    def close(self) -> None:
+        self.train.close()
+        if self.validation is not None:
+            self.validation.close()
+
+
+def build(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    *,
+    seed: int,
+    batch_size: int,
+    sequence_length: int,
+    cache_dir: str | None = None,
+) -> Datasets:
+    """Opens source and tokenizer, indexes the documents and splits them.
+
+    The first time it reads every document once; `cache_dir` keeps what it found.
+
+    Raises:
+        ConfigError: anything the user has to change in `data` or `tokenizer`.
+    """
+    source = open_source(data, seed)
+    encoder = open_tokenizer(tokenizer)
+    train, validation = split_documents(len(source), data.validation_fraction, seed)
+    index = build_index(source, encoder, cache_dir)
+    documents = EncodedDocuments(source, encoder, index)
+    fingerprint = {
+        "order_version": _ORDER_VERSION,
+        "source": source.name,
+        "documents": len(source),
+        "tokens": int(index.lengths.sum()),
+        "source_digest": source.fingerprint(),
+        "tokenizer": encoder.fingerprint(),
+        "seed": seed,
+        "validation_fraction": data.validation_fraction,
+        "batch_size": batch_size,
+        "sequence_length": sequence_length,
+    }
+
+    def loader(order: np.ndarray, repeat: bool) -> Loader:
+        return Loader(
+            PackedSequences(documents, order, sequence_length),
+            batch_size=batch_size,
+            repeat=repeat,
+            seed=seed,
+            threads=data.threads,
+            prefetch_batches=data.prefetch_batches,
+            fingerprint=fingerprint,
+        )
+
+    return Datasets(
+        train=loader(train, repeat=True),
+        validation=loader(validation, repeat=False) if len(validation) else None,
+        tokenizer=encoder,
+        unigram_entropy=index.unigram_entropy,
+    )
+
+
+def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The (name, saved, current) of each entry in which two fingerprints differ."""
+    names = [*saved, *(name for name in current if name not in saved)]
+    return [
+        (name, saved.get(name), current.get(name))
+        for name in names
+        if saved.get(name) != current.get(name)
+    ]

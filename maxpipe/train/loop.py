@@ -1,0 +1,390 @@
+"""The training run: set-up, the loop, and the way out.
+
+Step, parameters, optimizer and data position belong together: they are saved in one
+checkpoint, and everything random follows from seed and step. So a run that was
+killed and resumed computes, bit for bit, what an unbroken one does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import maxpipe
+from maxpipe import runtime
+from maxpipe.checkpoint import Checkpoints, open_run
+from maxpipe.config.check import check, total_steps
+from maxpipe.config.load import Loaded, to_dict, to_yaml
+from maxpipe.config.schema import Config
+from maxpipe.data.loader import Datasets, Loader, build, compare
+from maxpipe.data.tokenizer import check_vocab
+from maxpipe.errors import ConfigError, ExitCode, Preempted, Problem, StorageError
+from maxpipe.evaluate import evaluate
+from maxpipe.mesh import build_mesh, describe, resolve
+from maxpipe.model.count import num_params, train_flops_per_token
+from maxpipe.sharding import local_rows, place_rows
+from maxpipe.telemetry import Console, EventLog, MetricWriter, peak_flops
+from maxpipe.train.state import TrainState
+from maxpipe.train.step import Steps, partition
+
+# Model keys that may change between a checkpoint and the run that resumes it.
+_FREE_MODEL_KEYS = frozenset({"dropout", "attention", "compute_dtype"})
+
+
+def train(loaded: Loaded) -> int:
+    """Train or resume the run; returns the process' exit code.
+
+    Raises:
+        ConfigError: the config does not fit the machine, the data or the run's checkpoint.
+        StorageError: checkpoints cannot be read or written.
+        Preempted: the run was asked to stop, and has saved.
+    """
+    config = loaded.config
+    runtime.start(config.runtime, config.mesh.cpu_devices)
+    config = _fit_to_devices(loaded)
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(runtime.StopRequest())
+        console = stack.enter_context(
+            Console(config.log.progress, process_index=jax.process_index())
+        )
+        run = _set_up(config, console, stop, stack)
+        _run_loop(run)
+    return ExitCode.DONE
+
+
+@dataclass
+class Run:
+    """What the loop works with."""
+
+    config: Config
+    total_steps: int
+    console: Console
+    stop: runtime.StopRequest
+    events: EventLog
+    writer: MetricWriter
+    checkpoints: Checkpoints
+    datasets: Datasets
+    steps: Steps
+    state: TrainState
+    train_step: Any
+    eval_step: Any
+
+    @property
+    def first(self) -> int:
+        """Steps already done."""
+        return int(self.state.step)
+
+    def batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Iterator[Any]]:
+        """Global batches of the steps from `start` to before `stop`, read ahead."""
+        sharding, num_rows = self.steps.batch_sharding, self.steps.shape[0]
+        rows = local_rows(sharding, num_rows)
+        source = loader.batches(start, rows.tolist(), stop_step=stop)
+
+        def placed() -> Iterator[Any]:
+            with source:
+                for host in source:
+                    yield place_rows(host, rows, num_rows, sharding)
+
+        return contextlib.closing(placed())
+
+    def save(self, step: int) -> None:
+        """Start saving the state after `step`, unless that was done."""
+        if self.checkpoints.latest() != step:
+            saved, data = self.steps.to_saved(self.state), self.datasets.train.state(step)
+            self.checkpoints.save(step, saved, to_dict(self.config), data)
+            self.events.write("checkpoint", step=step)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Validation metrics after `step`; empty when evaluation is off."""
+        loader, count = self.datasets.validation, self.config.eval.batches
+        if loader is None or count == 0:
+            return {}
+        with self.batches(loader, 0, min(count, loader.num_batches)) as batches:
+            metrics = evaluate(self.eval_step, self.state.params, batches)
+        self.writer.write(step, metrics)
+        self.console.note(
+            f"validation after step {step}: {metrics['eval/loss']:.4f} nats per token, "
+            f"{metrics['eval/nats_per_byte']:.4f} nats per byte"
+        )
+        return metrics
+
+
+def _run_loop(run: Run) -> None:
+    """The loop. Each line is a thing that happens, in this order."""
+    config, first, last = run.config, run.first, run.total_steps
+    meter = Meter(run)
+    evaluated: dict[str, float] = {}
+    run.console.begin(first, last)
+    if run.stop.after(first):
+        _leave(run, first)
+    with run.batches(run.datasets.train, first, last) as batches:
+        for step in range(first + 1, last + 1):
+            batch = meter.wait_for(batches)
+            run.state, metrics = run.train_step(run.state, batch)
+            meter.done(metrics)
+            if step % config.log.every == 0 or step == last:
+                meter.report(step)
+            if config.eval.every and step % config.eval.every == 0:
+                with meter.paused():
+                    evaluated = run.evaluate(step)
+            if run.checkpoints.due(step):
+                with meter.paused():
+                    run.save(step)
+            if run.stop.after(step) and step < last:
+                _leave(run, step)
+    if not (config.eval.every and last % config.eval.every == 0 and evaluated):
+        evaluated = run.evaluate(last)
+    run.save(last)
+    run.checkpoints.wait()
+    run.events.write("done", step=last)
+    run.console.note(_closing_words(run, evaluated))
+
+
+def _leave(run: Run, step: int) -> None:
+    run.console.note(f"asked to stop: saving step {step}")
+    run.save(step)
+    run.checkpoints.wait()
+    run.events.write("preempted", step=step)
+    raise Preempted(
+        f"{_run_dir(run.config)}: stopped after step {step} of {run.total_steps}\n"
+        "  The state is saved.\n"
+        "  Start the same command again to go on."
+    )
+
+
+def _closing_words(run: Run, evaluated: dict[str, float]) -> str:
+    lines = [f"done: {run.total_steps} steps, files in {_run_dir(run.config)}"]
+    if evaluated:
+        lines.append(
+            f"final validation loss {evaluated['eval/nats_per_byte']:.4f} nats per byte "
+            f"(unigram byte entropy of the text: {run.datasets.unigram_entropy:.4f})"
+        )
+    return "\n".join(lines)
+
+
+class Meter:
+    """Time and throughput between reports."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._latest: dict[str, jax.Array] = {}
+        mesh, config = run.steps.partition.mesh, run.config
+        rows, tokens = run.steps.shape
+        self._tokens_per_step = rows * tokens
+        self._flops_per_device = (
+            train_flops_per_token(config.model, tokens) * self._tokens_per_step / mesh.size
+        )
+        self._peak = peak_flops(mesh.devices.flat[0].device_kind)
+        self._restart()
+
+    def _restart(self) -> None:
+        self._start, self._steps, self._waited = time.perf_counter(), 0, 0.0
+
+    def wait_for(self, batches: Iterator[Any]) -> Any:
+        """The next batch."""
+        start = time.perf_counter()
+        batch = next(batches)
+        self._waited += time.perf_counter() - start
+        return batch
+
+    def done(self, metrics: dict[str, jax.Array]) -> None:
+        """A step was started; waits for the one before it, so that at most two are under way."""
+        if self._latest:
+            jax.block_until_ready(self._latest)
+        self._latest = metrics
+        self._steps += 1
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside does not count as step time."""
+        jax.block_until_ready(self._latest)
+        start = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - start
+
+    def report(self, step: int) -> None:
+        """Write and show the metrics of the newest step and the rates since the last report."""
+        metrics = {tag: float(value) for tag, value in self._latest.items()}
+        seconds = (time.perf_counter() - self._start) / self._steps
+        metrics |= {
+            "train/tokens": float(step * self._tokens_per_step),
+            "perf/step_s": seconds,
+            "perf/data_wait_s": self._waited / self._steps,
+            "perf/tokens_per_s": self._tokens_per_step / seconds,
+            "perf/tflops_per_device": self._flops_per_device / seconds / 1e12,
+            "pipe/bubble_pct": 100 * self._run.steps.train_schedule.idle_fraction(),
+        }
+        if self._peak is not None:
+            metrics["perf/mfu"] = self._flops_per_device / seconds / self._peak
+        self._run.writer.write(step, metrics)
+        self._run.console.step(step, metrics)
+        self._restart()
+
+
+# Set-up.
+
+
+def _run_dir(config: Config) -> Path:
+    return Path(config.run.dir).expanduser() / config.run.name
+
+
+def _fit_to_devices(loaded: Loaded) -> Config:
+    """The config with the mesh's -1 resolved, and the rules that depend on it checked."""
+    mesh = resolve(loaded.config.mesh, jax.devices())
+    config = dataclasses.replace(loaded.config, mesh=mesh)
+    problems = check(config, loaded.origins)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _set_up(
+    config: Config, console: Console, stop: runtime.StopRequest, stack: contextlib.ExitStack
+) -> Run:
+    run_dir, process = _run_dir(config), jax.process_index()
+    length = total_steps(config.train)
+    with console.stage("reading data"):
+        datasets = build(
+            config.data,
+            config.tokenizer,
+            seed=config.run.seed,
+            batch_size=config.train.batch_size,
+            sequence_length=config.train.sequence_length,
+            cache_dir=str(Path(config.run.dir).expanduser() / ".index"),
+        )
+    stack.callback(datasets.close)
+    check_vocab(datasets.tokenizer, config.model.vocab_size)
+    steps = partition(
+        build_mesh(config.mesh),
+        model=config.model,
+        pipeline=config.pipeline,
+        optim=config.optim,
+        train=config.train,
+        total_steps=length,
+        axis_rules=config.mesh.axis_rules,
+        seed=config.run.seed,
+        byte_lengths=datasets.tokenizer.byte_lengths,
+    )
+    checkpoints = stack.enter_context(
+        Checkpoints(run_dir, every=config.checkpoint.every, keep=config.checkpoint.keep)
+    )
+    console.banner(_facts(config, steps, datasets, length))
+    state, origin = _restore_or_init(config, steps, checkpoints, datasets, console)
+    first = int(state.step)
+    if first > length:
+        raise ConfigError.one(
+            "train.steps",
+            length,
+            f"must be at least {first}, the step that this run starts from.",
+            f"Set train.steps={first} or more, or run.name to a new name.",
+        )
+    console.note(origin)
+    with console.stage("compiling train step"):
+        train_step = steps.compile_train()
+    eval_step = None
+    if config.eval.batches and datasets.validation is not None:
+        with console.stage("compiling eval step"):
+            eval_step = steps.compile_eval()
+    events = EventLog(run_dir, process)
+    events.write("start", step=first, version=maxpipe.__version__, devices=jax.device_count())
+    writer = MetricWriter(run_dir, config.log.tensorboard, first, process)
+    stack.callback(writer.close)
+    writer.text("config", f"```yaml\n{to_yaml(config)}```")
+    if process == 0:
+        (run_dir / "config.yml").write_text(to_yaml(config), encoding="utf-8")
+    return Run(
+        config=config,
+        total_steps=length,
+        console=console,
+        stop=stop,
+        events=events,
+        writer=writer,
+        checkpoints=checkpoints,
+        datasets=datasets,
+        steps=steps,
+        state=state,
+        train_step=train_step,
+        eval_step=eval_step,
+    )
+
+
+def _restore_or_init(
+    config: Config, steps: Steps, checkpoints: Checkpoints, datasets: Datasets, console: Console
+) -> tuple[TrainState, str]:
+    """The state to go on from, and where it came from."""
+    if (step := checkpoints.latest()) is not None:
+        source, words = checkpoints, f"resuming {_run_dir(config)} after step {step}"
+    elif config.checkpoint.restore_from:
+        source = open_run(config.checkpoint.restore_from)
+        step = source.latest()
+        words = f"starting from {config.checkpoint.restore_from} after step {step}"
+    else:
+        return steps.init(), f"starting a new run in {_run_dir(config)}"
+    assert step is not None
+    facts = source.facts(step)
+    _check_model(facts["config"]["model"], to_dict(config)["model"])
+    for name, before, now in compare(
+        facts["data"]["fingerprint"], datasets.train.fingerprint()
+    ):
+        console.warn(f"data: {name} was {before} when step {step} was saved and is {now}")
+    found = source.restore(step, steps.abstract_saved)
+    if int(found.state["step"]) != step:
+        raise StorageError(
+            f"{source.directory / str(step)}: holds step {int(found.state['step'])}\n"
+            "  the folder's name must be the step inside it.\n"
+            "  Give the folder its own name back, or move it away."
+        )
+    return steps.from_saved(found.state), words
+
+
+def _check_model(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+    problems = [
+        Problem(
+            f"model.{key}",
+            str(wanted.get(key)),
+            f"must be {saved.get(key)}, the value of the checkpoint's model.",
+            f"Set model.{key}={saved.get(key)}, or run.name to a new name.",
+        )
+        for key in sorted(saved.keys() | wanted.keys())
+        if key not in _FREE_MODEL_KEYS and saved.get(key) != wanted.get(key)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _facts(
+    config: Config, steps: Steps, datasets: Datasets, length: int
+) -> list[tuple[str, str]]:
+    mesh, schedule = steps.partition.mesh, steps.train_schedule
+    tokens = config.train.batch_size * config.train.sequence_length
+    device = mesh.devices.flat[0]
+    model = config.model
+    return [
+        ("run", str(_run_dir(config))),
+        ("devices", f"{mesh.size} x {device.device_kind} in {jax.process_count()} process(es)"),
+        ("mesh", describe(mesh)),
+        (
+            "model",
+            f"{num_params(model) / 1e6:.2f} M parameters, {model.num_layers} layers, "
+            f"{model.compute_dtype} compute, {model.param_dtype} parameters",
+        ),
+        (
+            "pipeline",
+            f"{schedule.name}, {schedule.num_stages} stages x {schedule.num_repeats} repeats, "
+            f"{schedule.num_microbatches} microbatches, bubble "
+            f"{100 * schedule.idle_fraction():.1f}%, {schedule.num_stash} saved chunks",
+        ),
+        (
+            "data",
+            f"{config.data.source}, {datasets.train.fingerprint()['documents']} documents, "
+            f"{datasets.train.steps_per_epoch:.1f} steps per epoch",
+        ),
+        ("training", f"{length} steps of {tokens:,} tokens, {length * tokens / 1e6:.2f} M tokens"),
+    ]

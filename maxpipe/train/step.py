@@ -1,0 +1,238 @@
+"""Train and eval steps: the only place where model, pipeline and sharding meet.
+
+`partition` takes the config sections of a model and a mesh and returns the compiled
+steps together with the shardings of what goes in and out.
+
+Source: the idea of one call that partitions a model is Pax's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxpipe.config.schema import ModelConfig, OptimConfig, PipelineConfig, TrainConfig
+from maxpipe.mesh import STAGE
+from maxpipe.model.decoder import Decoder
+from maxpipe.pipeline.executor import Engine, Network
+from maxpipe.pipeline.layout import Layout
+from maxpipe.pipeline.schedule import Schedule, build
+from maxpipe.pipeline.verify import verify
+from maxpipe.sharding import BATCH_SPEC, AxisRules
+from maxpipe.train.optim import build_optimizer, learning_rate, moments, with_moments
+from maxpipe.train.state import Partition, TrainState
+
+Tree = Any
+Metrics = dict[str, jax.Array]
+
+# One stream of keys for each use of randomness.
+_PARAMETERS, _DROPOUT = 0, 1
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A partitioned model: shardings, and functions to be compiled for them."""
+
+    partition: Partition
+    optimizer: optax.GradientTransformation
+    rate: optax.Schedule
+    train_schedule: Schedule
+    eval_schedule: Schedule
+    engine: Engine
+    shape: tuple[int, int]
+    """Rows and tokens of a global batch."""
+    seed: int
+    byte_lengths: np.ndarray
+    """Bytes of text that each token id stands for."""
+
+    # Shardings.
+
+    @cached_property
+    def batch_sharding(self) -> NamedSharding:
+        """Of every array of a batch."""
+        return NamedSharding(self.partition.mesh, BATCH_SPEC)
+
+    @cached_property
+    def state_sharding(self) -> TrainState:
+        """Of the stacked train state."""
+        specs = self.partition.specs
+        abstract = jax.eval_shape(self.optimizer.init, self._abstract_params)
+        optimizer = optax.tree_utils.tree_map_params(
+            self.optimizer,
+            lambda _, spec: spec,
+            abstract,
+            specs,
+            transform_non_params=lambda _: PartitionSpec(),
+        )
+        return self.partition.shardings(TrainState(PartitionSpec(), specs, optimizer))
+
+    @cached_property
+    def saved_sharding(self) -> Tree:
+        """Of the saved form of the state, in network order."""
+        specs = self.partition.network_specs
+        saved = {"step": PartitionSpec(), "params": specs, "optimizer": {"mu": specs, "nu": specs}}
+        return self.partition.shardings(saved)
+
+    @cached_property
+    def _abstract_params(self) -> Tree:
+        return jax.eval_shape(self.partition.init, jax.random.key(0))
+
+    # What is compiled.
+
+    def init(self) -> TrainState:
+        """A fresh state on the mesh; the values depend on seed and model only."""
+        return jax.jit(self._init, out_shardings=self.state_sharding)()
+
+    def compile_train(self) -> Any:
+        """(state, batch) -> (state, metrics); the state passed in is used up."""
+        metrics = NamedSharding(self.partition.mesh, PartitionSpec())
+        step = jax.jit(
+            self._train_step,
+            donate_argnums=0,
+            in_shardings=(self.state_sharding, self.batch_sharding),
+            out_shardings=(self.state_sharding, metrics),
+        )
+        with jax.set_mesh(self.partition.mesh):
+            return step.lower(jax.eval_shape(self._init), self.abstract_batch).compile()
+
+    def compile_eval(self) -> Any:
+        """(params, batch) -> sums over the batch's target tokens."""
+        step = jax.jit(
+            self._eval_step,
+            in_shardings=(self.state_sharding.params, self.batch_sharding),
+            out_shardings=NamedSharding(self.partition.mesh, PartitionSpec()),
+        )
+        with jax.set_mesh(self.partition.mesh):
+            return step.lower(self._abstract_params, self.abstract_batch).compile()
+
+    @property
+    def abstract_batch(self) -> Tree:
+        """Shapes and types of a global batch."""
+        rows, _ = self.shape
+        ids = partial(jax.ShapeDtypeStruct, sharding=self.batch_sharding)
+        names = ("tokens", "targets", "segment_ids", "positions")
+        return {name: ids(self.shape, jnp.int32) for name in names} | {
+            "loss_mask": ids(self.shape, jnp.float32),
+            "example_ids": ids((rows,), jnp.int32),
+        }
+
+    @cached_property
+    def to_saved(self) -> Any:
+        """state -> what a checkpoint holds: network order, no padding."""
+
+        def convert(state: TrainState) -> Tree:
+            unstack = self.partition.unstack
+            saved = {name: unstack(tree) for name, tree in moments(state.optimizer).items()}
+            return {"step": state.step, "params": unstack(state.params), "optimizer": saved}
+
+        return jax.jit(convert, out_shardings=self.saved_sharding)
+
+    @cached_property
+    def from_saved(self) -> Any:
+        """What a checkpoint holds -> state."""
+
+        def convert(saved: Tree) -> TrainState:
+            stack, step = self.partition.stack, saved["step"]
+            params = stack(saved["params"])
+            stacked = {name: stack(tree) for name, tree in saved["optimizer"].items()}
+            fresh = self.optimizer.init(params)
+            return TrainState(step, params, with_moments(fresh, step, stacked))
+
+        return jax.jit(convert, out_shardings=self.state_sharding)
+
+    @cached_property
+    def abstract_saved(self) -> Tree:
+        """Shapes, types and shardings of the saved form."""
+        shapes = jax.eval_shape(self.to_saved, jax.eval_shape(self._init))
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            self.saved_sharding,
+        )
+
+    # The computations.
+
+    def _key(self, stream: int) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(self.seed), stream)
+
+    def _init(self) -> TrainState:
+        params = self.partition.init(self._key(_PARAMETERS))
+        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params))
+
+    def _train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
+        key = None
+        if self.partition.decoder.config.dropout > 0:
+            key = jax.random.fold_in(self._key(_DROPOUT), state.step)
+        loss, gradients = self.engine.value_and_grad(self.train_schedule)(state.params, batch, key)
+        updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {
+            "train/loss": loss,
+            "train/grad_norm": optax.global_norm(gradients),
+            "train/lr": jnp.asarray(self.rate(state.step)),
+        }
+        return TrainState(state.step + 1, params, optimizer), metrics
+
+    def _eval_step(self, params: Tree, batch: Tree) -> Metrics:
+        loss, _ = self.engine.loss(self.eval_schedule)(params, batch, None)
+        mask = batch["loss_mask"]
+        size = jnp.asarray(self.byte_lengths, jnp.float32)[batch["targets"]]
+        return {"loss": loss, "targets": mask.sum(), "bytes": (size * mask).sum()}
+
+
+def partition(
+    mesh: Mesh,
+    *,
+    model: ModelConfig,
+    pipeline: PipelineConfig,
+    optim: OptimConfig,
+    train: TrainConfig,
+    total_steps: int,
+    axis_rules: Mapping[str, Sequence[str]],
+    seed: int,
+    byte_lengths: np.ndarray,
+) -> Steps:
+    """Everything that training this model on this mesh needs.
+
+    Raises:
+        ConfigError: the axis rules put two dims of a tensor on one mesh axis, or the schedule
+            does not allow these sizes.
+    """
+    decoder = Decoder(model, AxisRules.from_config(axis_rules))
+    layout = Layout(model.num_layers, mesh.shape[STAGE], pipeline.repeats)
+    parts = Partition(decoder, layout, mesh)
+    place = partial(
+        build,
+        pipeline.schedule,
+        stages=mesh.shape[STAGE],
+        repeats=pipeline.repeats,
+        microbatches=pipeline.microbatches,
+        group=pipeline.group,
+    )
+    schedules = place(), place(backward=False)
+    for schedule in schedules:
+        verify(schedule)
+    network = Network(
+        decoder.layer, decoder.norm, model.vocab_size, jnp.dtype(model.compute_dtype)
+    )
+    lengths = np.zeros(model.vocab_size, np.int32)
+    lengths[: len(byte_lengths)] = byte_lengths
+    return Steps(
+        partition=parts,
+        optimizer=build_optimizer(optim, total_steps, parts.decayed),
+        rate=learning_rate(optim, total_steps),
+        train_schedule=schedules[0],
+        eval_schedule=schedules[1],
+        engine=Engine(network, layout, mesh, parts.specs, pipeline.weight_gather, pipeline.idle),
+        shape=(train.batch_size, train.sequence_length),
+        seed=seed,
+        byte_lengths=lengths,
+    )

@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxpipe.config import check
+from maxpipe.config.load import KEYS, load
+from maxpipe.config.ranges import BOUNDS
+from maxpipe.config.schema import Config, MeshConfig, TrainConfig
+from maxpipe.errors import ConfigError, Problem
+
+ROOT = Path(__file__).parents[2]
+BASE = [str(ROOT / "configs/model/tiny.yml"), "train.steps=10"]
+SUGGESTION = re.compile(r"\b([a-z]\w*(?:\.\w+)+=\S+)")
+
+
+def problems(overrides: list[str]) -> list[Problem]:
+    try:
+        load([*BASE, *overrides])
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def suggestion(problem: Problem) -> str:
+    """The first `key=value` of the action."""
+    found = SUGGESTION.search(problem.action)
+    assert found, problem.action
+    return found[1].rstrip(",.")
+
+
+# (overrides that break one rule, key to blame, what the message says)
+BROKEN: list[tuple[str, str, str]] = [
+    ("run.name=a/b", "run.name", "letters, digits"),
+    ("run.name=..", "run.name", "letters, digits"),
+    ("run.name=", "run.name", "letters, digits"),
+    ("run.dir=", "run.dir", "must not be empty"),
+    ("data.field=", "data.field", "must not be empty"),
+    ("model.num_heads=6", "model.num_heads", "multiple of model.num_kv_heads (4)"),
+    ("model.head_size=7", "model.head_size", "must be even"),
+    ("model.attention=cudnn", "model.compute_dtype", "no float32 kernel"),
+    (
+        "model.attention=cudnn model.compute_dtype=bfloat16 runtime.platform=cpu",
+        "model.attention",
+        "runtime.platform is cpu",
+    ),
+    ("model.vocab_size=258", "model.vocab_size", "at least 259 with tokenizer.kind=bytes"),
+    ("mesh.ici_data=0", "mesh.ici_data", "at least 1, or -1"),
+    ("mesh.dcn_stage=-2", "mesh.dcn_stage", "at least 1, or -1"),
+    ("mesh.ici_data=-1 mesh.ici_fsdp=-1", "mesh.ici_fsdp", "second -1 among mesh.ici_*"),
+    ("mesh.dcn_data=-1 mesh.dcn_stage=-1", "mesh.dcn_data", "second -1 among mesh.dcn_*"),
+    ("mesh.ici_context=2", "mesh.ici_context", "not supported yet"),
+    ("mesh.dcn_expert=-1", "mesh.dcn_expert", "not supported yet"),
+    ("mesh.axis_rules.hedas=[]", "mesh.axis_rules.hedas", "not a logical axis"),
+    ("mesh.axis_rules.batch=[]", "mesh.axis_rules.batch", "the pipeline owns it"),
+    ("mesh.axis_rules.mlp=[fsdp]", "mesh.axis_rules.mlp", "must be [] or [tensor]"),
+    ("mesh.axis_rules.embed=[tensor]", "mesh.axis_rules.embed", "must be [] or [fsdp]"),
+    ("mesh.axis_rules.vocab=[]", "mesh.axis_rules.vocab", "[stage] or [stage, tensor]"),
+    ("mesh.axis_rules.vocab=[tensor,stage]", "mesh.axis_rules.vocab", "[stage] or [stage, tensor]"),
+    ("mesh.axis_rules.head_size=[tensor]", "mesh.axis_rules.head_size", "heads and kv_heads"),
+    ("mesh.ici_fsdp=3 train.batch_size=3", "model.d_model", "fsdp size (3)"),
+    ("mesh.ici_tensor=3 model.num_kv_heads=1", "model.num_heads", "tensor size (3)"),
+    ("mesh.ici_tensor=8", "model.num_kv_heads", "tensor size (8)"),
+    ("mesh.ici_tensor=4 model.d_mlp=6", "model.d_mlp", "tensor size (4)"),
+    ("pipeline.schedule=gpipe pipeline.repeats=2", "pipeline.repeats", "visits each stage once"),
+    ("mesh.ici_stage=4 pipeline.repeats=3", "pipeline.repeats", "needs at least 12 layers"),
+    ("mesh.dcn_stage=2 mesh.ici_stage=5", "mesh.ici_stage", "needs at least 10 layers"),
+    ("pipeline.schedule=1f1b pipeline.group=1", "pipeline.group", "interleaved only"),
+    (
+        "pipeline.group=3 pipeline.microbatches=8 mesh.ici_stage=4",
+        "pipeline.group",
+        "between the stages (4) and the microbatches (8)",
+    ),
+    ("pipeline.group=9 pipeline.microbatches=8", "pipeline.group", "the microbatches (8)"),
+    ("pipeline.microbatches=3", "train.batch_size", "pipeline.microbatches (3)"),
+    ("mesh.ici_data=16", "train.batch_size", "x data (16) x fsdp (1) = 16"),
+    ("train.steps=0", "train.steps", "when train.tokens is 0"),
+    ("optim.warmup_steps=11", "optim.warmup_steps", "at most the steps of the run (10)"),
+    (
+        "optim.schedule=wsd optim.warmup_steps=9",
+        "optim.decay_fraction",
+        "at most 0.1 with 9 warm-up steps of 10",
+    ),
+    *(
+        (f"data.source={source}", "data.path", f"data.source={source}")
+        for source in ("text", "jsonl", "arrayrecord", "tfds")
+    ),
+    ("data.validation_fraction=0", "data.validation_fraction", "when eval.batches is 8"),
+    ("tokenizer.kind=huggingface", "tokenizer.path", "tokenizer.json"),
+    (
+        "runtime.num_processes=2 runtime.process_id=2 runtime.coordinator=a:1",
+        "runtime.process_id",
+        "less than runtime.num_processes (2)",
+    ),
+    ("runtime.num_processes=2", "runtime.coordinator", "host:port"),
+    *(
+        (f"runtime.num_processes=2 runtime.coordinator={address}", "runtime.coordinator", "host:p")
+        for address in ("host", "host:", ":1", "host:0", "host:65536", "a b:1", "http://a:1")
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "message"), BROKEN)
+def test_a_broken_rule_is_explained_and_its_action_works(overrides: str, key: str, message: str):
+    given = overrides.split()
+    found = problems(given)
+    blamed = [p for p in found if p.where.endswith(f": {key}")]
+    assert len(blamed) == 1, "\n".join(map(str, found))
+    [problem] = blamed
+    assert message in problem.rule
+    assert problem.given and problem.rule.endswith(".") and problem.action.endswith(".")
+    after = problems([*given, suggestion(problem)])
+    assert problem.where not in [p.where for p in after]
+    # The action breaks nothing else.
+    assert len(after) == len(found) - 1, "\n".join(map(str, after))
+
+
+@pytest.mark.parametrize("key", BOUNDS)
+def test_a_range_is_explained_and_its_action_works(key: str):
+    bound = BOUNDS[key]
+    assert bound.holds(bound.example)
+    assert bound.low_is_inside == bound.holds(bound.low)
+    outside = [int(bound.low) - 1]
+    if bound.high != float("inf"):
+        outside.append(int(bound.high) + 1)
+    for value in outside:
+        [problem] = [p for p in problems([f"{key}={value}"]) if p.where.endswith(key)]
+        assert problem.given == str(value if KEYS[key] is int else float(value))
+        assert problem.rule.startswith("must be ") and str(bound) in problem.rule
+        assert bound.key in suggestion(problem)
+        after = problems([suggestion(problem)])
+        assert not [p for p in after if "must be " + str(bound) in p.rule]
+
+
+def test_every_number_has_a_range():
+    ours = {key for key, hint in KEYS.items() if hint in (int, float)}
+    sizes = {f"mesh.{link}_{axis}" for link in ("ici", "dcn") for axis in check.MESH_AXES}
+    assert ours - sizes == set(BOUNDS)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "pipeline.microbatches=2 mesh.ici_stage=4",  # fewer microbatches than stages only idle
+        "pipeline.group=2 pipeline.microbatches=2 mesh.ici_stage=4",
+        "pipeline.group=8 pipeline.microbatches=8 mesh.ici_stage=4",
+        "mesh.ici_stage=3 pipeline.repeats=2",  # layers need not divide
+        "mesh.ici_stage=-1 pipeline.repeats=8",
+        "mesh.ici_data=-1 mesh.dcn_data=-1",
+        "mesh.ici_tensor=8 mesh.axis_rules.kv_heads=[]",
+        "mesh.ici_tensor=8 mesh.axis_rules={heads: [], kv_heads: [], head_size: [tensor]}",
+        "train.steps=0 train.tokens=100000",
+        "optim.warmup_steps=10",
+        "optim.schedule=wsd optim.warmup_steps=8",
+        "data.source=synthetic data.validation_fraction=0",
+        "data.validation_fraction=0 eval.batches=0",
+        "runtime.num_processes=0 runtime.process_id=3",
+        "runtime.num_processes=2 runtime.process_id=1 runtime.coordinator=[::1]:1234",
+        "run.name=a.b_c-1",
+        "run.seed=4294967295",
+        "model.dropout=0.99",
+    ],
+)
+def test_what_is_allowed(overrides: str):
+    assert problems(re.split(r" (?=[a-z]+\.)", overrides)) == []
+
+
+def test_all_rules_are_reported_together():
+    found = problems(
+        ["model.num_heads=6", "model.head_size=7", "train.steps=0", "data.source=text"]
+    )
+    assert len(found) == 4
+
+
+def test_a_message_looks_as_documented():
+    [problem] = problems(["model.num_heads=6"])
+    assert str(problem) == (
+        "command line: model.num_heads = 6\n"
+        "  must be a multiple of model.num_kv_heads (4): query heads share key/value heads "
+        "evenly.\n"
+        "  Set model.num_heads=8, or model.num_kv_heads to 1, 2, 3 or 6."
+    )
+
+
+def test_a_message_names_the_file_or_says_that_the_value_is_a_default(tmp_path: Path):
+    file = tmp_path / "run.yml"
+    file.write_text("mesh: {axis_rules: {mlp: [data]}}\ntrain: {steps: 0}\n")
+    first, second = problems([str(file)])[:1], problems(["pipeline.microbatches=3"])
+    assert first[0].where == f"{file}: mesh.axis_rules.mlp"
+    assert first[0].given == "[data]"
+    assert second[0].where == "default: train.batch_size"
+
+
+class _Spy:
+    """A config, or a section, that records the full keys read from it."""
+
+    def __init__(self, value: Any, read: set[str], prefix: str = ""):
+        self._spied = value, read, prefix
+
+    def __getattr__(self, name: str) -> Any:
+        value, read, prefix = self._spied
+        found = getattr(value, name)
+        if not prefix:
+            return _Spy(found, read, f"{name}.")
+        if not name.startswith("__"):
+            read.add(prefix + name)
+        return found
+
+
+def _config(overrides: str) -> Config:
+    """The config with these values, broken rules or not."""
+    config = load(BASE).config
+    for override in overrides.split():
+        key, _, text = override.partition("=")
+        section, name = key.split(".")
+        kind = {int: int, float: float}.get(KEYS[f"{section}.{name}"], str)
+        part = dataclasses.replace(getattr(config, section), **{name: kind(text)})
+        config = dataclasses.replace(config, **{section: part})
+    return config
+
+
+def test_rules_declare_the_keys_they_read():
+    """A rule is left out when one of its keys is wrong, so that it must name them all."""
+    configs = [_config(o) for o, _, _ in BROKEN if "axis_rules" not in o and " b:1" not in o] + [
+        load(BASE).config
+    ]
+    for rule in check.RULES:
+        read: set[str] = set()
+        for config in configs:
+            if all(b.holds(check.value_of(config, key)) for key, b in BOUNDS.items()):
+                for finding in rule.find(_Spy(config, read)):  # type: ignore[arg-type]
+                    assert finding.key in rule.keys
+        assert read <= set(rule.keys), rule
+        assert set(rule.keys) <= set(KEYS)
+
+
+def test_axis_size():
+    assert check.axis_size(MeshConfig(ici_stage=2, dcn_stage=3), "stage") == 6
+    assert check.axis_size(MeshConfig(ici_stage=-1), "stage") is None
+    assert check.axis_size(MeshConfig(dcn_stage=-1), "stage") is None
+    assert check.axis_size(MeshConfig(dcn_stage=0), "stage") is None
+
+
+def test_axis_table_is_the_default_with_changes():
+    table = check.axis_table(MeshConfig(axis_rules={"mlp": []}))
+    assert table == check.DEFAULT_AXIS_RULES | {"mlp": ()}
+    assert set(check.DEFAULT_AXIS_RULES) == set(check.LOGICAL_AXES)
+    assert all(set(axes) <= set(check.MESH_AXES) for axes in table.values())
+
+
+def test_total_steps_rounds_tokens_up():
+    assert check.total_steps(TrainConfig(steps=7, tokens=5)) == 7
+    assert check.total_steps(TrainConfig(tokens=8 * 1024 + 1)) == 2
+
+
+SIZES = st.sampled_from([-1, 1, 1, 1, 2, 3, 4, 8])
+SMALL = st.integers(1, 12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            **{f"mesh.{link}_{a}": SIZES for link in ("ici", "dcn") for a in check.MESH_AXES},
+            **{f"pipeline.{name}": SMALL for name in ("microbatches", "repeats", "group")},
+            **{f"model.{name}": SMALL for name in ("num_layers", "num_heads", "num_kv_heads")},
+            "model.d_model": st.integers(1, 300),
+            "train.batch_size": st.integers(1, 64),
+            "optim.warmup_steps": st.integers(0, 20),
+            "pipeline.schedule": st.sampled_from(["gpipe", "1f1b", "interleaved"]),
+        },
+    )
+)
+def test_following_the_actions_ends_in_a_config_that_loads(values: dict[str, object]):
+    given = [f"{key}={value}" for key, value in values.items()]
+    for _ in range(30):
+        found = problems(given)
+        if not found:
+            return
+        given.append(suggestion(found[0]))
+    pytest.fail("\n".join(map(str, [given, *found])))

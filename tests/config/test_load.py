@@ -1,0 +1,384 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from maxpipe.config.load import KEYS, MAX_FILE_BYTES, from_dict, load, to_dict, to_yaml
+from maxpipe.config.schema import Config
+from maxpipe.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "configs/model/tiny.yml")
+VALID = [TINY, "train.steps=10"]
+
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """`write(text)`: path of a config file with this text."""
+
+    def write(text: str, name: str = "run.yml") -> str:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def problems(*args: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(args)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def only_problem(*args: str) -> str:
+    found = problems(*args)
+    assert len(found) == 1, "\n".join(found)
+    where, rule, action = found[0].split("\n")
+    assert rule.startswith("  ") and rule.endswith(".")
+    assert action.startswith("  ") and action[-1] in ".?"
+    assert where == where.strip()
+    return found[0]
+
+
+# --- merging and origins ---------------------------------------------------------
+
+
+def test_files_merge_left_to_right_and_overrides_win(write: Write):
+    first = write("train:\n  steps: 5\n  batch_size: 4\n", "a.yml")
+    second = write("train:\n  steps: 6\nrun:\n  name: b\n", "b.yaml")
+    loaded = load(["run.name=c", TINY, first, second])
+    assert (loaded.config.train.steps, loaded.config.train.batch_size) == (6, 4)
+    assert loaded.config.run.name == "c"
+    assert loaded.origins["train.steps"] == second
+    assert loaded.origins["train.batch_size"] == first
+    assert loaded.origins["run.name"] == "run.name=c"
+    assert loaded.origins["model.num_layers"] == TINY
+    assert loaded.origins["optim.beta1"] == "default"
+    assert set(KEYS) <= set(loaded.origins)
+
+
+def test_a_file_may_be_given_again(write: Write):
+    first, second = write("train: {steps: 5}", "a.yml"), write("train: {steps: 6}", "b.yml")
+    assert load([TINY, first, second, first]).config.train.steps == 5
+
+
+def test_last_override_wins():
+    assert load([*VALID, "train.steps=11", "train.steps=12"]).config.train.steps == 12
+
+
+def test_a_path_may_hold_an_equals_sign(tmp_path: Path, write: Write):
+    folder = tmp_path / "lr=3"
+    folder.mkdir()
+    (folder / "run.yml").write_text("train: {steps: 3}")
+    assert load([TINY, str(folder / "run.yml")]).config.train.steps == 3
+
+
+def test_axis_rules_merge_by_entry_and_an_override_of_all_replaces(write: Write):
+    file = write("mesh:\n  axis_rules: {mlp: [], embed: []}\ntrain: {steps: 1}\n")
+    both = load([TINY, file, "mesh.axis_rules.heads=[]"])
+    assert both.config.mesh.axis_rules == {"mlp": [], "embed": [], "heads": []}
+    assert both.origins["mesh.axis_rules.mlp"] == file
+    assert both.origins["mesh.axis_rules.heads"] == "mesh.axis_rules.heads=[]"
+    one = load([TINY, file, "mesh.axis_rules={heads: [tensor]}"])
+    assert one.config.mesh.axis_rules == {"heads": ["tensor"]}
+    assert load([TINY, file, "mesh.axis_rules={}"]).config.mesh.axis_rules == {}
+
+
+def test_a_section_and_a_file_may_be_empty(write: Write):
+    assert load([*VALID, write("train:\n"), write("# nothing\n", "b.yml")]).config.train.steps == 10
+
+
+# --- text to values ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["on", "no", "007", "1_000", "1e3", "null", "2024-01-01", "~x"])
+def test_text_stays_as_written(text: str, write: Write):
+    assert load([*VALID, f"data.path={text}"]).config.data.path == text
+    if text != "null":
+        assert load([*VALID, write(f"data: {{path: {text}}}")]).config.data.path == text
+
+
+def test_an_override_may_empty_a_text(write: Write):
+    assert load([*VALID, write("data: {path: x}"), "data.path="]).config.data.path == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e3", 1000), ("1_000", 1000), ("8.0", 8), ("+8", 8), (" 8 ", 8)]
+)
+def test_integers(text: str, value: int):
+    steps = load([*VALID, f"train.steps={text}"]).config.train.steps
+    assert steps == value and type(steps) is int
+
+
+def test_large_integers_are_exact():
+    tokens = load([*VALID, f"train.tokens={2**60 + 1}"]).config.train.tokens
+    assert tokens == 2**60 + 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x",
+        "1.5",
+        "nan",
+        "inf",
+        "1e400",
+        "1e30",
+        "9" * 30,
+        "9" * 6000,
+        "0x10",
+        "1__0",
+        "१",
+        "[1]",
+    ],
+)
+def test_what_is_no_integer(text: str):
+    message = only_problem(*VALID, f"train.steps={text}")
+    assert "must be an integer" in message
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("3", 3.0), ("1_0.5", 10.5)])
+def test_numbers(text: str, value: float, write: Write):
+    rate = load([*VALID, f"optim.learning_rate={text}"]).config.optim.learning_rate
+    assert rate == value and type(rate) is float
+    file = write(f"optim: {{learning_rate: {text}}}")
+    assert load([*VALID, file]).config.optim.learning_rate == value
+
+
+@pytest.mark.parametrize("text", ["nan", ".inf", "-inf", "true", "a", "", "१"])
+def test_what_is_no_number(text: str):
+    assert "must be a finite number" in only_problem(*VALID, f"optim.beta1={text}")
+
+
+@pytest.mark.parametrize(("text", "value"), [("on", True), ("False", False), ("0", False)])
+def test_true_or_false(text: str, value: bool):
+    assert load([*VALID, f"log.tensorboard={text}"]).config.log.tensorboard is value
+
+
+@pytest.mark.parametrize("text", ["2", "maybe", ""])
+def test_what_is_neither_true_nor_false(text: str):
+    assert "must be true or false" in only_problem(*VALID, f"log.tensorboard={text}")
+
+
+# --- mistakes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("model:\n  num_layer: 3", 2, "Did you mean model.num_layers?"),
+        ("modle:\n  num_layers: 3", 1, "Did you mean model?"),
+        ("num_layers: 3", 1, "Did you mean model.num_layers?"),
+        ("optim:\n  steps: 3", 2, "Did you mean train.steps?"),
+        ("model.num_layers: 3", 1, "`num_layers: ...` indented below it"),
+        ("train: 3", 1, "is a section"),
+        ("train: [3]", 1, "is a section"),
+        ("train:\n  steps: 1\n  steps: 2", 3, "appears twice in this file, first on line 2"),
+        ("train: {}\nrun: {}\ntrain: {}", 3, "appears twice in this file, first on line 1"),
+        ("mesh:\n  axis_rules:\n    mlp: []\n    mlp: []", 4, "appears twice"),
+        ("train:\n  steps: {a: 1}", 2, "must be an integer"),
+        ("train:\n  steps:", 2, "must be an integer"),
+        ("train:\n  ? [a]\n  : 1", 2, "is not a key of train"),
+        ("run:\n  name: ~", 2, "must be text"),
+        ("run:\n  name: [a]", 2, "must be text"),
+        ("run:\n  name: ${oc.env:HOME}", 2, "nothing is substituted"),
+        ("run:\n  name: ???", 2, "stands for a missing value"),
+        ("optim:\n  schedule: cosin", 2, "Set optim.schedule=cosine."),
+        ("mesh:\n  axis_rules: 3", 2, "must be a mapping"),
+        ("mesh:\n  axis_rules: {mlp: tensor}", 2, "must be a list of mesh axes"),
+        ("mesh:\n  axis_rules: {mlp: [[tensor]]}", 2, "must be a list of mesh axes"),
+        ("mesh:\n  axis_rules: {mlp: [~]}", 2, "must be a list of mesh axes"),
+    ],
+)
+def test_a_mistake_in_a_file_names_file_and_line(text: str, line: int, message: str, write: Write):
+    file = write(text)
+    problem = only_problem(*VALID, file)
+    assert problem.startswith(f"{file}:{line}: ")
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run:\n  name: 'a", ":2:11"),
+        ("run: {", "is not YAML"),
+        ("run:\n\tname: a", ":2:1"),
+        ("- a\n- b", "must hold sections"),
+        ("just text", "must hold sections"),
+        ("run: {}\n---\ntrain: {}", "expected a single document"),
+        ("a: &x {}\nb: *x", "anchors and aliases are not read"),
+        ("run:\n  name: !!python/object/apply:os.system [ls]", "tags such as"),
+        ("[" * 100_000, "nested deeper"),
+        ("run: \x01", "is not YAML"),
+    ],
+)
+def test_a_file_that_is_not_plain_nested_yaml(text: str, message: str, write: Write):
+    file = write(text)
+    problem = only_problem(*VALID, file)
+    assert problem.startswith(file)
+    assert message in problem
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, write: Write):
+    file = write("train: {steps: 1}", "quickstart.yml")
+    assert f"Did you mean {file}?" in only_problem(TINY, file.replace("start", "strt"))
+    assert "which does not exist either" in only_problem(TINY, str(tmp_path / "no/a.yml"))
+    (tmp_path / "folder.yml").mkdir()
+    assert "cannot be read" in only_problem(TINY, str(tmp_path / "folder.yml"))
+    (tmp_path / "latin.yml").write_bytes(b"run: {name: caf\xe9}")
+    assert "is not UTF-8 text: byte 15 is 0xe9" in only_problem(TINY, str(tmp_path / "latin.yml"))
+    large = write("#" * (MAX_FILE_BYTES + 1), "large.yml")
+    assert f"larger than {MAX_FILE_BYTES} bytes" in only_problem(TINY, large)
+
+
+@pytest.mark.parametrize(
+    ("arg", "message"),
+    [
+        ("--train.steps=5", "Write train.steps=5."),
+        ("--fast", "is not an option"),
+        ("steps=5", "Write train.steps=5."),
+        ("nowhere=5", "Write section.key=value."),
+        ("=5", "names no section"),
+        (".=5", "names no section"),
+        ("train.=5", "names no section"),
+        ("train.steps.x=5", "is not a key of train"),
+        ("train.stesp=5", "Did you mean train.steps?"),
+        ("trian.steps=5", "Did you mean train.steps?"),
+        ("mesh.axis_rules={mlp: [", "is not YAML"),
+        ("mesh.axis_rules=mlp", "must be a mapping"),
+        ("mesh.axis_rules.mlp=tensor", "must be a list of mesh axes"),
+        ("data.path=${HOME}/x", "nothing is substituted"),
+        ("data.path=\udc80", "is not Unicode text"),
+    ],
+)
+def test_a_mistake_in_an_override_names_it(arg: str, message: str):
+    problem = only_problem(*VALID, arg)
+    assert problem.startswith("command line: ")
+    assert message in problem
+
+
+@pytest.mark.parametrize("arg", ["train.steps", "configs", "", str(ROOT / "README"), "a.yml.txt"])
+def test_an_argument_that_is_neither_file_nor_override(arg: str):
+    problem = only_problem(*VALID, arg)
+    assert problem.startswith(f"command line: {arg or 'an empty argument'}")
+
+
+def test_missing_keys_are_named_together():
+    problem = only_problem("train.steps=1", "model.num_layers=2")
+    assert problem.startswith("command line: model.d_model, model.num_heads, ")
+    assert "num_layers" not in problem.split("\n")[0]
+    assert "configs/model/tiny.yml" in problem
+
+
+def test_all_mistakes_are_reported_at_once(write: Write):
+    file = write("train: {steps: 0, stesp: 1}\nmodel: {num_heads: 5, d_mlp: x}\n")
+    found = problems(TINY, file, "steps=3", str(Path(file).parent / "no.yml"), "optim.beta1=1.5")
+    text = "\n".join(found)
+    keys = ["no.yml", "steps = 3", "train.stesp", "model.d_mlp = x", "beta1 = 1.5", "num_heads = 5"]
+    assert all(key in text for key in [*keys, "train.steps = 0"])
+    assert len(found) == 7
+
+
+def test_rules_on_a_wrong_key_are_left_out(write: Write):
+    assert "num_kv_heads = x" in only_problem(*VALID, "model.num_kv_heads=x")
+    assert "num_kv_heads = 0" in only_problem(*VALID, "model.num_kv_heads=0")
+
+
+def test_what_an_unread_file_may_hold_is_not_reported_as_missing(tmp_path: Path):
+    assert "cannot be read" in only_problem(str(tmp_path / "no.yml"))
+
+
+def test_a_file_of_data_ends_in_few_problems(write: Write):
+    found = problems(TINY, write("\n".join(f"k{i}: 1" for i in range(5000))))
+    assert len(found) <= 101
+    assert "4900 more values were not read" in found[-1]
+
+
+# --- dicts and files from a config ------------------------------------------------------
+
+
+def test_dict_round_trip():
+    config = load(VALID).config
+    assert from_dict(to_dict(config)) == config
+    assert from_dict({"model": to_dict(config)["model"], "train": {"steps": 10}}) == config
+
+
+def test_from_dict_reports_like_a_file():
+    with pytest.raises(ConfigError) as caught:
+        from_dict({"model": 3, "trian": {}, "train": {"steps": None}, "run": {"seed": True}})
+    text = str(caught.value)
+    for where in ("model = 3", "trian", "train.steps = null", "run.seed = True"):
+        assert f"from_dict: {where}" in text
+
+
+def test_the_written_file_is_complete_and_deterministic():
+    config = load([*VALID, "mesh.axis_rules.mlp=[]"]).config
+    text = to_yaml(config)
+    assert text == to_yaml(dataclasses.replace(config))
+    assert text.count("\n") == len(KEYS) + len(dataclasses.fields(Config))
+    assert "  axis_rules: {mlp: []}\n" in text
+
+
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=30).filter(
+    lambda text: "${" not in text and text.lstrip("\\") != "???"
+)
+FLOATS = st.floats(min_value=1e-300, max_value=1e300)
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(path=TEXT, folder=TEXT, rate=FLOATS, seed=st.integers(0, 2**32 - 1), log=st.booleans())
+def test_the_written_file_loads_to_an_equal_config(
+    path: str, folder: str, rate: float, seed: int, log: bool, write: Write
+):
+    values = to_dict(load(VALID).config)
+    values["data"] |= {"path": path, "tfds_dir": folder}
+    values["optim"]["learning_rate"] = rate
+    values["run"]["seed"] = seed
+    values["log"]["tensorboard"] = log
+    config = from_dict(values)
+    assert config.data.path == path and config.optim.learning_rate == rate
+    assert load([write(to_yaml(config))]).config == config
+
+
+SNIPPETS = [*"[]{}:#'~\n\x00\ufeff", '"', "model", "-1", "on", "nan", "1e999", "???", "${x}"]
+WORDS = st.sampled_from(
+    [*KEYS, *SNIPPETS, ": ", "\n  ", "- ", "? ", "|\n", "<<", "&a", "*a", "!!int "]
+)
+
+
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_a_mutated_config_raises_nothing_but_config_errors(data: st.DataObject, write: Write):
+    text = to_yaml(load(VALID).config)
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(text)))
+        end = start + data.draw(st.integers(0, 12))
+        text = text[:start] + data.draw(WORDS | st.text(max_size=4)) + text[end:]
+    path = Path(write(""))
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        load([str(path)])
+    except ConfigError as error:
+        assert error.problems
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(list(KEYS)), WORDS | st.text(max_size=6)), max_size=4))
+def test_random_overrides_raise_nothing_but_config_errors(overrides: list[tuple[str, str]]):
+    try:
+        load([*VALID, *(f"{key}={value}" for key, value in overrides)])
+    except ConfigError as error:
+        assert error.problems

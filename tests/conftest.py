@@ -1,0 +1,103 @@
+"""Test set-up: eight virtual CPU devices, a compilation cache, golden files.
+
+jax is configured the moment a test module, or code under test, first imports
+it: early enough for every backend use, and free for tests that never do. No
+environment variable is set, so a subprocess of a test starts like a user's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+NUM_DEVICES = 8
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def _cpu_fingerprint() -> str:
+    """Compiled CPU code is only good for the instruction set it was made for."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "any"
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(flags.encode()).hexdigest()[:12]
+
+
+def _configure_jax(jax: Any) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    folder = Path.home() / ".cache" / "maxpipe" / "test-compiled" / _cpu_fingerprint()
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class _JaxLoader(importlib.machinery.SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        _configure_jax(module)
+
+
+class _JaxFinder:
+    """Runs `_configure_jax` right after the first `import jax`, wherever that happens."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "jax":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.origin is not None:
+            spec.loader = _JaxLoader(name, spec.origin)
+        return spec
+
+
+if "jax" in sys.modules:  # a pytest plugin was faster
+    _configure_jax(sys.modules["jax"])
+else:
+    sys.meta_path.insert(0, _JaxFinder)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite golden files from this run"
+    )
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    """True when golden files are to be rewritten."""
+    return bool(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture
+def golden(update_golden: bool) -> Callable[[str, str], None]:
+    """`golden(name, text)`: `text` equals the file tests/golden/`name`."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if update_golden:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), f"{path} is missing: run pytest with --update-golden"
+        expected = path.read_text(encoding="utf-8")
+        assert text == expected, f"{path} differs: run pytest with --update-golden, then review"
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def devices() -> list[Any]:
+    """The virtual CPU devices."""
+    import jax
+
+    found = jax.devices()
+    assert len(found) == NUM_DEVICES, "the backend was started before conftest configured it"
+    return found

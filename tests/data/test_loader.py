@@ -1,0 +1,308 @@
+"""Loader: what a step gets depends on seed and data alone, and nothing hangs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.loader import Batch, Datasets, Loader, build, compare
+from maxpipe.errors import ConfigError
+
+BATCH = 4
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("texts")
+    for i in range(24):
+        (path / f"{i:02}.txt").write_text(f"document {i} " * (1 + i % 7))
+    return str(path)
+
+
+@pytest.fixture
+def datasets(folder: str) -> Iterator[Datasets]:
+    datasets = open_folder(folder)
+    yield datasets
+    datasets.close()
+
+
+def open_folder(folder: str, *, seed: int = 0, **changes: Any) -> Datasets:
+    data = DataConfig(source="text", path=folder, validation_fraction=0.2, **changes)
+    return build(data, TokenizerConfig(), seed=seed, batch_size=BATCH, sequence_length=LENGTH)
+
+
+def equal(a: Batch, b: Batch) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def take(loader: Loader, count: int, start_step: int = 0, **where: Any) -> list[Batch]:
+    with loader.batches(start_step, **where) as batches:
+        return [next(batches) for _ in range(count)]
+
+
+def test_shapes_and_types(datasets: Datasets) -> None:
+    [batch] = take(datasets.train, 1, rows=[4, 1])
+    assert {name: (array.shape, str(array.dtype)) for name, array in batch.items()} == {
+        "tokens": ((2, LENGTH), "int32"),
+        "targets": ((2, LENGTH), "int32"),
+        "segment_ids": ((2, LENGTH), "int32"),
+        "positions": ((2, LENGTH), "int32"),
+        "loss_mask": ((2, LENGTH), "float32"),
+        "example_ids": ((2,), "int32"),
+    }
+    assert batch["example_ids"].tolist() == [4, 1]
+
+
+def test_same_batches_for_the_same_seed(folder: str, datasets: Datasets) -> None:
+    expected = take(datasets.train, 40)
+    again = take(open_folder(folder, threads=1, prefetch_batches=1).train, 40)
+    assert all(map(equal, expected, again))
+    other = take(open_folder(folder, seed=1).train, 40)
+    assert not any(map(equal, expected, other))
+
+
+@settings(max_examples=20)
+@given(rows=st.permutations(range(BATCH)), cuts=st.sets(st.integers(1, BATCH - 1)))
+def test_any_partition_of_rows_is_the_whole_batch(
+    rows: list[int], cuts: set[int], shared: Datasets
+) -> None:
+    edges = [0, *sorted(cuts), BATCH]
+    parts = [rows[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    for step in (0, 7, 1000):
+        whole = shared.train.batch(step)
+        pieces = [shared.train.batch(step, part) for part in parts]
+        joined = {name: np.concatenate([piece[name] for piece in pieces]) for name in whole}
+        assert equal({name: array[rows] for name, array in whole.items()}, joined)
+
+
+@pytest.fixture(scope="module")
+def shared(folder: str) -> Datasets:
+    return open_folder(folder)
+
+
+def test_two_processes_are_one(folder: str, datasets: Datasets) -> None:
+    whole = take(datasets.train, 20)
+    first = take(open_folder(folder).train, 20, rows=slice(0, BATCH // 2))
+    second = take(open_folder(folder).train, 20, rows=range(BATCH // 2, BATCH))
+    for batch, a, b in zip(whole, first, second, strict=True):
+        assert equal(batch, {name: np.concatenate([a[name], b[name]]) for name in batch})
+
+
+def test_resuming_seeks(datasets: Datasets) -> None:
+    running = take(datasets.train, 30)
+    for start in (1, 13, 29):
+        assert equal(take(datasets.train, 1, start_step=start)[0], running[start])
+    far = 10**12
+    assert equal(take(datasets.train, 1, start_step=far)[0], datasets.train.batch(far))
+
+
+def test_each_epoch_sees_every_sequence_once_in_an_order_of_its_own(datasets: Datasets) -> None:
+    loader = datasets.train
+    count = len(loader.sequences)
+    assert loader.steps_per_epoch == count / BATCH and count % BATCH
+    rows = np.concatenate([batch["tokens"] for batch in take(loader, 3 * loader.num_batches)])
+    expected = sorted(loader.sequences[i]["tokens"].tolist() for i in range(count))
+    epochs = [rows[e * count : (e + 1) * count].tolist() for e in range(3)]
+    assert all(sorted(epoch) == expected for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_batch_that_is_larger_than_the_split(folder: str) -> None:
+    data = DataConfig(source="text", path=f"{folder}/0[0-1].txt", validation_fraction=0.5)
+    datasets = build(data, TokenizerConfig(), seed=0, batch_size=40, sequence_length=LENGTH)
+    count = len(datasets.train.sequences)
+    assert count < 20
+    tokens = datasets.train.batch(0)["tokens"]
+    assert sorted(tokens[:count].tolist()) == sorted(tokens[count : 2 * count].tolist())
+
+
+def test_validation_counts_every_token_once(datasets: Datasets) -> None:
+    loader = datasets.validation
+    assert loader is not None and len(loader.sequences) % BATCH
+    batches = list(loader.batches(0))
+    assert len(batches) == loader.num_batches
+    count = len(loader.sequences)
+    rows = np.concatenate([batch["tokens"] for batch in batches])
+    for i in range(count):
+        assert np.array_equal(rows[i], loader.sequences[i]["tokens"])
+    mask = np.concatenate([batch["loss_mask"] for batch in batches])
+    assert mask[:count].any(axis=1).all() and not mask[count:].any()
+    longer = take(loader, loader.num_batches + 2, stop_step=loader.num_batches + 2)
+    assert all(map(equal, batches, longer))
+    assert not longer[-1]["loss_mask"].any()
+
+
+def test_splits_share_no_text(folder: str, datasets: Datasets) -> None:
+    def documents(loader: Loader) -> set[int]:
+        return set(loader.sequences._order.tolist())
+
+    assert datasets.validation is not None
+    train, validation = documents(datasets.train), documents(datasets.validation)
+    assert not train & validation and len(train | validation) == 24 and len(validation) == 5
+    assert open_folder(folder, seed=3).validation is not None
+    without = build(
+        DataConfig(source="text", path=folder, validation_fraction=0.0),
+        TokenizerConfig(),
+        seed=0,
+        batch_size=1,
+        sequence_length=8,
+    )
+    assert without.validation is None
+
+
+@pytest.mark.parametrize(("threads", "ahead"), [(0, 4), (2, 0), (0, 0), (5, 2)])
+def test_threads_and_prefetch(threads: int, ahead: int, folder: str, datasets: Datasets) -> None:
+    other = open_folder(folder, threads=threads, prefetch_batches=ahead)
+    assert all(map(equal, take(other.train, 5), take(datasets.train, 5)))
+
+
+def test_stop_step(datasets: Datasets) -> None:
+    assert len(list(datasets.train.batches(3, stop_step=8))) == 5
+    assert list(datasets.train.batches(8, stop_step=8)) == []
+    assert list(datasets.train.batches(9, stop_step=8)) == []
+
+
+def test_batches_are_made_ahead(datasets: Datasets, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    batch = Loader.batch
+
+    def counted(self: Loader, step: int, *rest: Any) -> Batch:
+        made.append(step)
+        return batch(self, step, *rest)
+
+    monkeypatch.setattr(Loader, "batch", counted)
+    batches = datasets.train.batches(10)
+    deadline = time.monotonic() + 5
+    while len(made) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    batches.close()
+    assert sorted(made) == [10, 11, 12, 13]
+
+
+def prefetch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if "grain-prefetch" in thread.name]
+
+
+def wait_until_no_threads() -> None:
+    deadline = time.monotonic() + 5
+    while prefetch_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not prefetch_threads()
+
+
+def test_close_ends_the_threads(folder: str) -> None:
+    wait_until_no_threads()
+    datasets = open_folder(folder)
+    iterators = [datasets.train.batches(0), datasets.train.batches(5)]
+    for iterator in iterators:
+        next(iterator)
+    assert prefetch_threads()
+    datasets.close()
+    datasets.close()
+    wait_until_no_threads()
+    with pytest.raises(ValueError, match="closed"):
+        next(iterators[0])
+
+
+def test_mistake_in_the_data_reaches_the_reader(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 50)
+    datasets = build(
+        DataConfig(source="text", path=str(tmp_path), validation_fraction=0),
+        TokenizerConfig(),
+        seed=0,
+        batch_size=4,
+        sequence_length=LENGTH,
+    )
+    (tmp_path / "b.txt").unlink()
+    with datasets.train.batches(0) as batches, pytest.raises(ConfigError, match=r"b\.txt"):
+        for _ in range(10):
+            next(batches)
+    wait_until_no_threads()
+
+
+SCRIPT = """
+import sys
+from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.loader import build
+assert not {"jax", "grain"} & sys.modules.keys(), "imported before they are needed"
+data = DataConfig(source="text", path=sys.argv[1])
+datasets = build(data, TokenizerConfig(), seed=0, batch_size=4, sequence_length=16)
+batches = datasets.train.batches(0)
+next(batches)
+if sys.argv[2] == "close":
+    datasets.close()
+if sys.argv[2] == "raise":
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("close", 0), ("leave", 0), ("raise", 3)])
+def test_process_ends_at_once(how: str, code: int, folder: str) -> None:
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, folder, how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_state_and_fingerprint(folder: str, datasets: Datasets) -> None:
+    state = datasets.train.state(12)
+    assert state == {"step": 12, "fingerprint": datasets.train.fingerprint()}
+    assert json.loads(json.dumps(state)) == state
+    assert compare(state["fingerprint"], open_folder(folder).train.fingerprint()) == []
+    other = build(
+        DataConfig(source="text", path=folder, validation_fraction=0.2),
+        TokenizerConfig(),
+        seed=5,
+        batch_size=BATCH,
+        sequence_length=8,
+    )
+    assert compare(state["fingerprint"], other.train.fingerprint()) == [
+        ("seed", 0, 5),
+        ("sequence_length", LENGTH, 8),
+    ]
+    assert compare({"a": 1}, {"b": 2}) == [("a", 1, None), ("b", None, 2)]
+
+
+def test_corpus_with_cache(tmp_path: Path) -> None:
+    def first_batch() -> tuple[Datasets, Batch]:
+        datasets = build(
+            DataConfig(),
+            TokenizerConfig(),
+            seed=0,
+            batch_size=4,
+            sequence_length=64,
+            cache_dir=str(tmp_path),
+        )
+        return datasets, datasets.train.batch(0)
+
+    datasets, batch = first_batch()
+    assert 2.5 < datasets.unigram_entropy < 4
+    assert datasets.train.sequences.num_tokens > 4_000_000
+    assert datasets.tokenizer.decode(batch["tokens"][0]).isprintable() is False
+    assert equal(first_batch()[1], batch)
+
+
+def test_order_never_changes() -> None:
+    """A change here changes the data of every run that resumes: raise _ORDER_VERSION."""
+    datasets = build(
+        DataConfig(source="synthetic"),
+        TokenizerConfig(),
+        seed=0,
+        batch_size=2,
+        sequence_length=16,
+    )
+    texts = [datasets.tokenizer.decode(row) for row in datasets.train.batch(12345)["tokens"]]
+    assert texts == ["?", "?"]

@@ -1,0 +1,282 @@
+"""Packing: every token once, documents apart, the same sequence for the same number."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxpipe.data import packing
+from maxpipe.data.packing import (
+    DocumentIndex,
+    EncodedDocuments,
+    PackedSequences,
+    Permutation,
+    build_index,
+    split_documents,
+)
+from maxpipe.data.tokenizer import ByteTokenizer
+from maxpipe.errors import ConfigError, StorageError
+
+DOCUMENTS = st.lists(st.text("abc é", max_size=20), min_size=1, max_size=12)
+LENGTHS = st.integers(2, 17)
+
+
+class Texts:
+    """A source in memory that counts how often it is read."""
+
+    name = "texts"
+
+    def __init__(self, texts: Sequence[str]):
+        self.texts = list(texts)
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> str:
+        self.reads += 1
+        return self.texts[index]
+
+    def fingerprint(self) -> str:
+        return str(len(self.texts))
+
+
+def pack(texts: Sequence[str], length: int, order: Sequence[int] | None = None) -> PackedSequences:
+    source = Texts(texts)
+    index = build_index(source, ByteTokenizer(), None)
+    documents = EncodedDocuments(source, ByteTokenizer(), index)
+    return PackedSequences(documents, np.array(order or range(len(texts))), length)
+
+
+def stream_of(texts: Sequence[str]) -> list[int]:
+    return [i for text in texts for i in (256, *text.encode(), 257)]
+
+
+@given(DOCUMENTS, LENGTHS)
+def test_inputs_are_the_stream(texts: list[str], length: int) -> None:
+    sequences = pack(texts, length)
+    stream = stream_of(texts)
+    assert sequences.num_tokens == len(stream)
+    examples = [sequences[i] for i in range(len(sequences))]
+    inputs = np.concatenate([e["tokens"][e["segment_ids"] > 0] for e in examples])
+    # Only the last token may be missing: it is a target, and has none itself.
+    assert inputs.tolist() == stream[: len(inputs)] and len(inputs) >= len(stream) - 1
+    for i, example in enumerate(examples):
+        targets = example["targets"][: len(stream) - 1 - i * length]
+        assert targets.tolist() == stream[i * length + 1 :][:length]
+        assert example["loss_mask"].any()
+    # A cut costs no target: all but the first token of each document is one.
+    assert sum(e["loss_mask"].sum() for e in examples) == len(stream) - len(texts)
+
+
+@given(DOCUMENTS, LENGTHS)
+def test_each_document_is_a_segment_of_its_own(texts: list[str], length: int) -> None:
+    sequences = pack(texts, length)
+    owner = [number for number, text in enumerate(texts) for _ in range(len(text.encode()) + 2)]
+    for i in range(len(sequences)):
+        example = sequences[i]
+        owners = owner[i * length : i * length + length + 1]
+        real = min(len(owners), length)
+        segments, positions = example["segment_ids"], example["positions"]
+        assert segments[:real].tolist() == [o - owners[0] + 1 for o in owners[:real]]
+        assert not segments[real:].any() and not positions[real:].any()
+        assert (example["tokens"][real:] == 258).all()
+        for o in set(owners[:real]):
+            where = [k for k in range(real) if owners[k] == o]
+            assert positions[where].tolist() == list(range(len(where)))
+        same = [k + 1 < len(owners) and owners[k] == owners[k + 1] for k in range(length)]
+        assert example["loss_mask"].tolist() == [float(s) for s in same]
+
+
+def test_shapes_and_types() -> None:
+    sequences = pack(["abc", "de"], 4)
+    for example in (sequences[0], sequences[len(sequences) - 1], sequences.padding()):
+        kinds = {name: str(array.dtype) for name, array in example.items()}
+        assert kinds == {
+            "tokens": "int32",
+            "targets": "int32",
+            "segment_ids": "int32",
+            "positions": "int32",
+            "loss_mask": "float32",
+        }
+        assert {array.shape for array in example.values()} == {(4,)}
+    padding = sequences.padding()
+    assert not padding["loss_mask"].any() and not padding["segment_ids"].any()
+    assert (padding["tokens"] == 258).all()
+    for outside in (-1, len(sequences)):
+        with pytest.raises(IndexError):
+            sequences[outside]
+
+
+def test_one_sequence_by_hand() -> None:
+    example = pack(["ab", "", "c"], 6)[0]
+    assert example["tokens"].tolist() == [256, 97, 98, 257, 256, 257]
+    assert example["targets"].tolist() == [97, 98, 257, 256, 257, 256]
+    assert example["segment_ids"].tolist() == [1, 1, 1, 1, 2, 2]
+    assert example["positions"].tolist() == [0, 1, 2, 3, 0, 1]
+    assert example["loss_mask"].tolist() == [1, 1, 1, 0, 1, 0]
+
+
+@given(st.integers(1, 300), st.integers(0, 2**64), st.integers(0, 3))
+def test_permutation_is_one(size: int, seed: int, epoch: int) -> None:
+    order = Permutation(size, seed, epoch)(np.arange(size))
+    assert sorted(order.tolist()) == list(range(size))
+    last = np.array([size - 1])
+    assert Permutation(size, seed, epoch)(last).tolist() == [order[-1]]
+
+
+def test_permutation_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Permutation(100, 7)(np.arange(100))
+    monkeypatch.setattr(packing, "_FEISTEL_BLOCK", 32)
+    assert np.array_equal(Permutation(100, 7)(np.arange(100)), whole)
+    assert Permutation(100, 7)(np.arange(0)).tolist() == []
+    for outside in (-1, 100):
+        with pytest.raises(AssertionError, match=r"range\(100\)"):
+            Permutation(100, 7)(np.array([outside]))
+
+
+def test_permutation_never_changes() -> None:
+    """A change here changes the data of every run that resumes."""
+    assert Permutation(10, 1, 2)(np.arange(10)).tolist() == [0, 7, 3, 4, 1, 9, 5, 2, 8, 6]
+    large = Permutation(1_000_003, -5, 2)(np.arange(5))
+    assert large.tolist() == [321092, 420657, 179093, 503537, 877009]
+
+
+def test_permutation_is_fair() -> None:
+    """Each of the 24 orders of four things is about equally likely, and neighbours part."""
+    seen = [tuple(Permutation(4, seed)(np.arange(4)).tolist()) for seed in range(2400)]
+    counts = [seen.count(order) for order in set(seen)]
+    assert len(counts) == 24 and min(counts) > 60 and max(counts) < 140
+    order = Permutation(20_000, 3)(np.arange(20_000))
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.03
+
+
+@given(st.integers(2, 400), st.floats(1e-6, 1.0, exclude_max=True), st.integers(0, 5))
+def test_every_document_is_in_one_split(count: int, fraction: float, seed: int) -> None:
+    train, validation = split_documents(count, fraction, seed)
+    assert sorted([*train, *validation]) == list(range(count))
+    assert len(train) >= 1
+    assert len(validation) == min(max(round(fraction * count), 1), count - 1)
+
+
+def test_split_edges() -> None:
+    train, validation = split_documents(1, 0.0, 0)
+    assert len(train) == 1 and len(validation) == 0
+    with pytest.raises(ConfigError) as error:
+        split_documents(1, 0.05, 0)
+    [problem] = error.value.problems
+    assert (problem.where, problem.given) == ("data.validation_fraction", "0.05")
+    assert "at least 2 documents" in problem.rule and "has 1" in problem.rule
+    assert "data.validation_fraction=0" in problem.action
+    assert set(split_documents(50, 0.2, 0)[1]) != set(split_documents(50, 0.2, 1)[1])
+
+
+def test_unigram_entropy() -> None:
+    def entropy(*texts: str) -> float:
+        return build_index(Texts(texts), ByteTokenizer(), None).unigram_entropy
+
+    assert entropy("abab", "ba") == pytest.approx(np.log(2), rel=1e-12)
+    assert entropy("abcd") == pytest.approx(np.log(4), rel=1e-12)
+    assert entropy("aaa") == 0
+    assert entropy("") == 0
+
+
+def test_index_is_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["a" * n for n in range(50)]
+    whole = build_index(Texts(texts), ByteTokenizer(), None)
+    assert whole.lengths.tolist() == [n + 2 for n in range(50)]
+    monkeypatch.setattr(packing, "_PASS_CHARACTERS", 7)
+    parts = build_index(Texts(texts), ByteTokenizer(), None)
+    assert parts.lengths.tolist() == whole.lengths.tolist()
+
+
+def test_index_is_read_from_the_cache(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "cache"
+    source = Texts(["abc", "", "é"])
+    first = build_index(source, ByteTokenizer(), str(folder))
+    assert source.reads == 3
+    second = build_index(source, ByteTokenizer(), str(folder))
+    assert source.reads == 3
+    assert second.lengths.tolist() == first.lengths.tolist() == [5, 2, 4]
+    assert second.unigram_entropy == first.unigram_entropy
+    assert [path.suffix for path in folder.iterdir()] == [".npz"]
+    build_index(Texts(["abc"]), ByteTokenizer(), str(folder))
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other"])
+def test_damaged_cache_is_read_again(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Texts(["abc", "de"])
+    build_index(source, ByteTokenizer(), str(tmp_path))
+    [path] = tmp_path.iterdir()
+    raw = path.read_bytes()
+    middle = raw.index(b"NUMPY") + 200
+    flipped = raw[:middle] + bytes([raw[middle] ^ 1]) + raw[middle + 1 :]
+    path.write_bytes(
+        {"cut": raw[:100], "flipped": flipped, "empty": b"", "other": b"text"}[damage]
+    )
+    assert build_index(source, ByteTokenizer(), str(tmp_path)).lengths.tolist() == [5, 4]
+    assert source.reads == 4 and "cannot be used" in caplog.text
+    build_index(source, ByteTokenizer(), str(tmp_path))
+    assert source.reads == 4
+
+
+def test_cache_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    index = build_index(Texts(["abc"]), ByteTokenizer(), str(tmp_path / "file"))
+    assert index.lengths.tolist() == [5] and "cannot be written" in caplog.text
+
+
+def test_document_that_changed_after_indexing() -> None:
+    source = Texts(["abc", "de"])
+    documents = EncodedDocuments(
+        source, ByteTokenizer(), build_index(source, ByteTokenizer(), None)
+    )
+    source.texts[1] = "dex"
+    assert len(documents[0]) == 5
+    with pytest.raises(StorageError, match="document 1 of texts\n.*3 tokens; it had 2"):
+        documents[1]
+
+
+def test_few_documents_are_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ids of 259 take two bytes; the limit holds three of the four documents."""
+    monkeypatch.setattr(packing, "_CACHED_BYTES", 3 * 2 * 10)
+    source = Texts(["a" * 8] * 4)
+    index = build_index(source, ByteTokenizer(), None)
+    documents = EncodedDocuments(source, ByteTokenizer(), index)
+    source.reads = 0
+    for number in (0, 1, 2, 0, 1, 2, 0, 3, 0):
+        documents[number]
+    assert source.reads == 4
+    documents[1]
+    assert source.reads == 5 and documents._cached_bytes == 60
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        EncodedDocuments(source, ByteTokenizer(), DocumentIndex(np.array([100]), np.ones(256)))
+    assert "has 100 tokens" in caplog.text
+
+
+def test_threads_read_the_same_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_CACHED_BYTES", 200)
+    texts = ["".join(chr(97 + (i * k) % 26) for k in range(i)) for i in range(40)]
+    sequences = pack(texts, 16)
+    numbers = list(range(len(sequences))) * 8
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(sequences.__getitem__, numbers))
+    alone = pack(texts, 16)
+    for number, example in zip(numbers, found, strict=True):
+        expected = alone[number]
+        assert all((example[name] == expected[name]).all() for name in expected)
+    documents = sequences._documents
+    assert documents._cached_bytes == sum(ids.nbytes for ids in documents._cached.values())

@@ -1,0 +1,310 @@
+"""Sources: every kind gives the same text for the same number; mistakes are explained."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxpipe.config.schema import DataConfig
+from maxpipe.data import sources
+from maxpipe.data.sources import Source, open_source
+from maxpipe.errors import ConfigError
+
+TEXTS = ["first", "second é 語", "third\nwith two lines", "4th"]
+GOLDEN_WORDS = ["u", "pwqjf", "zroyy"]
+
+
+def write_texts(folder: Path) -> str:
+    for i, text in enumerate(TEXTS):
+        (folder / f"{i}.txt").write_text(text, encoding="utf-8")
+    return str(folder)
+
+
+def write_json_lines(folder: Path) -> str:
+    lines = [json.dumps({"id": i, "text": text}) for i, text in enumerate(TEXTS)]
+    (folder / "a.jsonl").write_text("\n\n".join(lines[:3]) + "\n")
+    (folder / "b.jsonl").write_text("")
+    (folder / "c.jsonl").write_text(lines[3])
+    return str(folder)
+
+
+def write_records(path: Path, records: list[bytes]) -> str:
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return str(path)
+
+
+def write_text_records(folder: Path) -> str:
+    write_records(folder / "x.array_record-00000-of-00002", [t.encode() for t in TEXTS[:1]])
+    write_records(folder / "x.array_record-00001-of-00002", [t.encode() for t in TEXTS[1:]])
+    return str(folder)
+
+
+def write_json_records(folder: Path) -> str:
+    records = [json.dumps({"text": text}).encode() for text in TEXTS]
+    return write_records(folder / "x.array_record", records)
+
+
+PREPARE = """
+import sys
+import numpy as np
+import tensorflow_datasets as tfds
+
+class Tiny(tfds.core.GeneratorBasedBuilder):
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        features = {"text": tfds.features.Text(), "id": np.int64}
+        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+    def _split_generators(self, _):
+        return {"train": self._generate_examples()}
+
+    def _generate_examples(self):
+        for i, text in enumerate(sys.argv[2:]):
+            yield i, {"text": text, "id": i}
+
+Tiny(data_dir=sys.argv[1], file_format="array_record").download_and_prepare()
+assert "tensorflow" not in sys.modules
+"""
+
+
+@pytest.fixture(scope="module")
+def tfds_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A dataset prepared in another process: the module that defines it must not be here."""
+    folder = tmp_path_factory.mktemp("tfds")
+    script = folder / "code" / "prepare.py"
+    script.parent.mkdir()
+    script.write_text(PREPARE)
+    data = str(folder / "data")
+    subprocess.run([sys.executable, script, data, *TEXTS], check=True, capture_output=True)
+    return data
+
+
+def check_contract(source: Source) -> None:
+    texts = [source[i] for i in range(len(source))]
+    assert sorted(texts) == sorted(TEXTS)
+    assert [source[i] for i in reversed(range(len(source)))] == texts[::-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "write"),
+    [
+        ("text", write_texts),
+        ("jsonl", write_json_lines),
+        ("arrayrecord", write_text_records),
+        ("arrayrecord", write_json_records),
+    ],
+)
+def test_folder_or_file(kind: Any, write: Callable[[Path], str], tmp_path: Path) -> None:
+    config = DataConfig(source=kind, path=write(tmp_path))
+    source = open_source(config, seed=0)
+    check_contract(source)
+    assert source.name == kind
+    assert open_source(config, seed=1).fingerprint() == source.fingerprint()
+
+
+def test_tfds_without_tensorflow(tfds_dir: str) -> None:
+    config = DataConfig(source="tfds", path="tiny:1.0.0", tfds_dir=tfds_dir)
+    source = open_source(config, seed=0)
+    check_contract(source)
+    assert open_source(config, seed=0).fingerprint() == source.fingerprint()
+    assert "tensorflow" not in sys.modules
+
+
+def test_glob_and_single_file(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    (tmp_path / "other.md").write_text("not matched")
+    check_contract(open_source(DataConfig(source="text", path=f"{tmp_path}/*.txt"), 0))
+    one = open_source(DataConfig(source="text", path=f"{tmp_path}/2.txt"), 0)
+    assert [one[0]] == [TEXTS[2]] and len(one) == 1
+
+
+def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
+    prints = []
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        config = DataConfig(source="jsonl", path=write_json_lines(tmp_path / name))
+        prints.append(open_source(config, 0).fingerprint())
+    assert prints[0] == prints[1]
+    changed = tmp_path / "there" / "c.jsonl"
+    changed.write_text(changed.read_text().replace("4th", "5th"))
+    assert open_source(config, 0).fingerprint() != prints[0]
+
+
+def test_corpus_is_the_standard_library() -> None:
+    source = open_source(DataConfig(), 0)
+    names = [file.name for file in source._files]  # type: ignore[attr-defined]
+    assert len(source) > 300
+    assert "json/decoder.py" in names
+    assert not [name for name in names if "site-packages" in name or name.startswith("test/")]
+    text = (Path(sysconfig.get_path("stdlib")) / "json/decoder.py").read_text(encoding="utf-8")
+    assert source[names.index("json/decoder.py")] == text
+    assert names == sorted(names)
+
+
+def test_synthetic_depends_on_seed_and_number_only() -> None:
+    a, b, other = (open_source(DataConfig(source="synthetic"), seed) for seed in (1, 1, 2))
+    assert [a[i] for i in (5, 3, 8191)] == [b[i] for i in (5, 3, 8191)]
+    assert a[5] != other[5] and a[5] != a[6]
+    assert a.fingerprint() == b.fingerprint() != other.fingerprint()
+    assert len({len(a[i]) for i in range(20)}) > 10
+    # A change here changes the data of every run that resumes.
+    assert a[0].split()[:3] == GOLDEN_WORDS
+    with pytest.raises(IndexError):
+        a[len(a)]
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\ud800b"}\n')
+    assert open_source(DataConfig(source="jsonl", path=str(path)), 0)[0] == "a?b"
+
+
+def explained(error: pytest.ExceptionInfo[ConfigError], where: str, given: str, text: str) -> None:
+    [problem] = error.value.problems
+    assert where in problem.where
+    assert given in problem.given
+    assert text in problem.rule
+    assert problem.action.endswith(('.', '"', "]'", ")"))
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "arrayrecord"])
+def test_missing_path(kind: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        open_source(DataConfig(source=kind, path=f"{tmp_path}/none"), 0)
+    explained(error, "data.path", "none", "0 files")
+    with pytest.raises(ConfigError) as error:
+        open_source(DataConfig(source=kind), 0)
+    explained(error, "data.path", '""', "must name a file")
+
+
+def test_nothing_but_empty_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "a.jsonl").write_text("\n\n")
+    with pytest.raises(ConfigError) as error:
+        open_source(DataConfig(source="text", path=f"{tmp_path}/*.txt"), 0)
+    explained(error, "data.path", str(tmp_path), "all of its 1 files are empty")
+    with pytest.raises(ConfigError) as error:
+        open_source(DataConfig(source="jsonl", path=f"{tmp_path}/a.jsonl"), 0)
+    explained(error, "data.path", "a.jsonl", "have no lines")
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ('{"text": "cut', "must be a JSON object: "),
+        ('["text"]', "it is of type list"),
+        ('{"body": "b"}', "data.field (text), which is missing"),
+        ('{"text": 3, "body": "b"}', "data.field (text), which is of type int"),
+    ],
+)
+def test_bad_line_is_named(line: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "good"}\n\n' + line + "\n")
+    source = open_source(DataConfig(source="jsonl", path=str(path)), 0)
+    with pytest.raises(ConfigError) as error:
+        source[1]
+    explained(error, f"{path}:3", "", text)
+    if "body" in line:
+        assert error.value.problems[0].action == "Set data.field=body."
+
+
+def test_compressed_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b")
+    with pytest.raises(ConfigError) as error:
+        open_source(DataConfig(source="jsonl", path=str(tmp_path)), 0)
+    explained(error, "data.path", "a.jsonl.gz", "must not be compressed")
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"caf\xe9")
+    source = open_source(DataConfig(source="text", path=str(path)), 0)
+    with pytest.raises(ConfigError) as error:
+        source[0]
+    explained(error, str(path), "byte 0xe9 at offset 3", "must be UTF-8")
+
+
+def test_file_that_vanished(tmp_path: Path) -> None:
+    source = open_source(DataConfig(source="text", path=write_texts(tmp_path)), 0)
+    os.unlink(tmp_path / "0.txt")
+    with pytest.raises(ConfigError) as error:
+        source[0]
+    explained(error, "data.path", "0.txt", "No such file")
+
+
+def test_not_an_array_record(tmp_path: Path) -> None:
+    path = tmp_path / "a.array_record"
+    path.write_text("plain text")
+    with pytest.raises(ConfigError) as error:
+        open_source(DataConfig(source="arrayrecord", path=str(path)), 0)
+    explained(error, "data.path", str(path), "must be ArrayRecord")
+
+
+def test_bad_array_record_is_named(tmp_path: Path) -> None:
+    path = write_records(tmp_path / "a.array_record", [b'{"text": "a"}', b"b", b'{"body": "c"}'])
+    source = open_source(DataConfig(source="arrayrecord", path=path), 0)
+    assert source[0] == "a"
+    with pytest.raises(ConfigError) as error:
+        source[1]
+    explained(error, "record 1", "b", "must be a JSON object like record 0")
+    with pytest.raises(ConfigError) as error:
+        source[2]
+    explained(error, "record 2", "body", "which is missing")
+
+
+@pytest.mark.parametrize("name", ["tiny:2.0.0", "no_such_dataset"])
+def test_tfds_not_prepared(name: str, tfds_dir: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        open_source(DataConfig(source="tfds", path=name, tfds_dir=tfds_dir), 0)
+    explained(error, "data.path", name, "must be prepared as ArrayRecord")
+    assert f"tfds.builder('{name}', data_dir='{tfds_dir}'" in error.value.problems[0].action
+
+
+def test_tfds_field_that_is_no_text(tfds_dir: str) -> None:
+    config = DataConfig(source="tfds", path="tiny:1.0.0", tfds_dir=tfds_dir, field="id")
+    with pytest.raises(ConfigError) as error:
+        open_source(config, 0)[0]
+    explained(error, "example 0", "fields id, text", "is of type int")
+
+
+def test_tfds_without_name() -> None:
+    with pytest.raises(ConfigError) as error:
+        open_source(DataConfig(source="tfds"), 0)
+    explained(error, "data.path", '""', "must name a dataset")
+
+
+def test_tfds_package_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    with pytest.raises(ConfigError) as error:
+        open_source(DataConfig(source="tfds", path="tiny"), 0)
+    assert error.value.problems[0].action == "Run: pip install 'maxpipe[tfds]'"
+
+
+def test_corpus_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(ConfigError) as error:
+        open_source(DataConfig(), 0)
+    explained(error, "data.source", "corpus", str(tmp_path))
+
+
+def test_long_passes_log_progress(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sources, "_PROGRESS_SECONDS", -1.0)
+    with caplog.at_level("INFO"):
+        sources.Progress("reading", 8).update(2)
+    assert caplog.messages == ["reading: 25.0 % of 8"]

@@ -1,0 +1,441 @@
+"""The rules of CONTRIBUTING.md that a program can check."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "maxpipe"
+
+# A module imports lower levels, and its own level inside its own folder. The
+# longest matching name counts.
+LEVELS = {
+    "maxpipe": 0,
+    "maxpipe.errors": 0,
+    "maxpipe.config.schema": 1,
+    "maxpipe.pipeline.schedule": 1,
+    "maxpipe.pipeline.verify": 1,
+    "maxpipe.pipeline.draw": 1,
+    "maxpipe.config": 2,
+    "maxpipe.mesh": 2,
+    "maxpipe.sharding": 3,
+    "maxpipe.runtime": 3,
+    "maxpipe.model": 4,
+    "maxpipe.data": 4,
+    "maxpipe.pipeline": 4,
+    "maxpipe.checkpoint": 4,
+    "maxpipe.telemetry": 4,
+    "maxpipe.train.optim": 4,
+    "maxpipe.train": 5,
+    "maxpipe.train.loop": 6,
+    "maxpipe.evaluate": 6,
+    "maxpipe.generate": 6,
+    "maxpipe.plan": 6,
+    "maxpipe.convert": 6,
+    "maxpipe.launch": 6,
+    "maxpipe.cli": 7,
+    "maxpipe.__main__": 8,
+}
+
+# (who, whom, why): never, not even inside a function.
+FORBIDDEN = [
+    ("maxpipe.model", "maxpipe.pipeline", "train.step is where the two meet"),
+    ("maxpipe.pipeline", "maxpipe.model", "the engine runs any stage function"),
+    ("maxpipe.pipeline", "maxpipe.config", "the engine takes values, not settings"),
+    ("maxpipe.data", "maxpipe.model", "data is token ids"),
+    ("maxpipe.config", "jax", "commands that only read a config start at once"),
+    ("maxpipe.data", "jax", "data can be looked at without a device"),
+    ("maxpipe.telemetry", "jax", "telemetry is given numbers"),
+    ("maxpipe.pipeline.schedule", "jax", "a schedule is data"),
+    ("maxpipe.pipeline.verify", "jax", "a schedule is data"),
+    ("maxpipe.pipeline.draw", "jax", "a schedule is data"),
+    ("maxpipe.errors", "jax", "errors are raised everywhere"),
+]
+
+# Importing one of these (or anything below it) imports no jax, not even indirectly.
+JAX_FREE = (
+    "maxpipe.errors",
+    "maxpipe.config",
+    "maxpipe.pipeline.schedule",
+    "maxpipe.pipeline.verify",
+    "maxpipe.pipeline.draw",
+    "maxpipe.data",
+    "maxpipe.telemetry",
+    "maxpipe.cli",
+)
+
+# These see the whole config; every other module takes its own section.
+ROOT_CONFIG = (
+    "maxpipe.config",
+    "maxpipe.train.loop",
+    "maxpipe.evaluate",
+    "maxpipe.generate",
+    "maxpipe.plan",
+    "maxpipe.launch",
+    "maxpipe.cli",
+)
+
+# Config keys that nothing outside config/ reads, and why that is right.
+UNREAD_KEYS: dict[str, str] = {}
+
+MAX_FUNCTION_LINES = 80
+MAX_FILE_LINES = 600
+NAMELESS = {"utils", "util", "common", "core", "helpers", "helper", "base", "misc"}
+
+
+# --- reading the source --------------------------------------------------------
+
+
+def _module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Module name -> file, for the whole package."""
+    return {_module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    """The syntax tree of `module`."""
+    return ast.parse(sources()[module].read_text(encoding="utf-8"))
+
+
+def _resolve(module: str, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    is_folder = sources()[module].name == "__init__.py"
+    parents = module.split(".")[: -(node.level - is_folder) or None]
+    return ".".join([*parents, *([node.module] if node.module else [])])
+
+
+def _imports(module: str) -> Iterator[tuple[str, int]]:
+    """(imported module, line), anywhere in the file."""
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = _resolve(module, node)
+            for alias in node.names:
+                name = f"{origin}.{alias.name}"
+                yield (name if name in sources() else origin), node.lineno
+
+
+def _within(module: str, prefix: str) -> bool:
+    return module == prefix or module.startswith(prefix + ".")
+
+
+def _level(module: str) -> int:
+    # "maxpipe" stands for the empty package file, not for everything below it.
+    matches = [name for name in LEVELS if _within(module, name) and name != "maxpipe"]
+    if module == "maxpipe":
+        return LEVELS["maxpipe"]
+    assert matches, f"{module} has no level: add it to LEVELS"
+    return LEVELS[max(matches, key=len)]
+
+
+def _where(module: str, line: int) -> str:
+    return f"{sources()[module].relative_to(ROOT)}:{line}"
+
+
+def _is_folder(module: str) -> bool:
+    return module != "maxpipe" and sources()[module].name == "__init__.py"
+
+
+MODULES = [module for module in sources() if not _is_folder(module)]
+
+
+# --- arrows ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_to_lower_levels(module: str):
+    wrong = []
+    for imported, line in sorted(set(_imports(module))):
+        if imported not in sources():
+            continue
+        same_folder = module.rpartition(".")[0] == imported.rpartition(".")[0] != "maxpipe"
+        if _is_folder(imported) or _level(imported) < _level(module):
+            continue
+        if not (same_folder and _level(imported) == _level(module)):
+            wrong.append(
+                f"{_where(module, line)}: {module} (level {_level(module)}) "
+                f"imports {imported} (level {_level(imported)})"
+            )
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_forbidden_imports(module: str):
+    wrong = [
+        f"{_where(module, line)}: {who} never imports {whom}: {why}"
+        for imported, line in sorted(set(_imports(module)))
+        for who, whom, why in [*FORBIDDEN, ("maxpipe", "maxpipe.cli", "it is the outermost level")]
+        if _within(module, who) and _within(imported, whom) and module != "maxpipe.__main__"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_cycles():
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, "cycle: " + " -> ".join([*path, module])
+        if module not in done:
+            for imported, _ in _imports(module):
+                if imported in sources() and imported != module:
+                    visit(imported, (*path, module))
+            done.add(module)
+
+    for module in MODULES:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_components_take_their_own_config_section(module: str):
+    if any(_within(module, name) for name in ROOT_CONFIG):
+        return
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.ImportFrom) and _resolve(module, node) == "maxpipe.config.schema":
+            names = [alias.name for alias in node.names]
+            assert "Config" not in names, f"{_where(module, node.lineno)}: takes the whole config"
+
+
+def _run_python(code: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def test_jax_free_modules_never_load_jax():
+    free = [module for module in MODULES if any(_within(module, name) for name in JAX_FREE)]
+    loaded = _run_python(
+        "import importlib, sys\n"
+        f"for module in {free!r}:\n"
+        "    importlib.import_module(module)\n"
+        "    if 'jax' in sys.modules:\n"
+        "        print(module)\n"
+        "        break\n"
+    )
+    assert not loaded, f"importing {loaded} imports jax"
+
+
+def test_importing_the_package_imports_nothing_else():
+    loaded = _run_python(
+        "import sys; before = set(sys.modules); import maxpipe; "
+        "print(*sorted(set(sys.modules) - before - {'__future__'}))"
+    )
+    assert loaded == "maxpipe"
+
+
+# --- size, names, words ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_ceilings(module: str):
+    lines = len(sources()[module].read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_FILE_LINES, f"{module} has {lines} lines: split it"
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert lines <= MAX_FUNCTION_LINES, (
+                f"{_where(module, node.lineno)}: {node.name} has {lines} lines: split it"
+            )
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_public_names_have_docstrings(module: str):
+    summary = (ast.get_docstring(tree(module)) or "").partition("\n")[0]
+    assert summary.endswith("."), f"{module}: the first docstring line is one sentence: {summary!r}"
+    missing = [
+        f"{_where(module, node.lineno)}: {node.name} has no docstring"
+        for node in tree(module).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_names_say_something():
+    for module, path in sources().items():
+        assert not NAMELESS & set(module.split(".")), f"{path}: named for lack of a name"
+        if _is_folder(module):
+            assert not path.read_text().strip(), f"{path}: package files stay empty"
+            siblings = [other for other in path.parent.glob("*.py") if other != path]
+            assert len(siblings) >= 3, f"{path.parent}: a folder needs three files"
+
+
+_BANNED_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
+_BANNED_CALLS = {"eval", "exec", "os.system", "yaml.load", "yaml.unsafe_load"}
+_BANNED_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_runs_what_it_reads(module: str):
+    """A config, checkpoint or data file can never make maxpipe execute code."""
+    wrong = [
+        f"{_where(module, line)}: imports {imported}"
+        for imported, line in _imports(module)
+        if imported.partition(".")[0] in _BANNED_MODULES
+    ]
+    for node in ast.walk(tree(module)):
+        if not isinstance(node, ast.Call):
+            continue
+        if ast.unparse(node.func) in _BANNED_CALLS:
+            wrong.append(f"{_where(module, node.lineno)}: calls {ast.unparse(node.func)}")
+        wrong += [
+            f"{_where(module, node.lineno)}: {keyword.arg}=True"
+            for keyword in node.keywords
+            if keyword.arg in _BANNED_ARGUMENTS and ast.unparse(keyword.value) != "False"
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_leftovers():
+    folders = [PACKAGE, *(ROOT / name for name in ("configs", "scripts", "benchmarks", "docs"))]
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile"]
+    files += [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    here = [f"{path}/" for path in (ROOT, Path.home()) if len(path.parts) > 1]
+    wrong = []
+    for path in files:
+        if path.suffix not in {".py", ".md", ".yml", ".sh", ""} or not path.exists():
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if re.search(r"\b(TODO|FIXME)\b", line) or any(part in line for part in here):
+                wrong.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not wrong, "\n".join(wrong)
+
+
+# --- config keys ---------------------------------------------------------------------
+
+
+@cache
+def config_keys() -> dict[tuple[str, str], str]:
+    """(section class, field) -> the string under the field, "" when there is none."""
+    keys = {}
+    for section in tree("maxpipe.config.schema").body:
+        if isinstance(section, ast.ClassDef) and section.name != "Config":
+            for node, below in zip(section.body, [*section.body[1:], None], strict=True):
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    doc = below.value if isinstance(below, ast.Expr) else None
+                    text = doc.value if isinstance(doc, ast.Constant) else ""
+                    keys[section.name, node.target.id] = str(text)
+    return keys
+
+
+@cache
+def section_names() -> dict[str, str]:
+    """Section class -> its name in a file, from the fields of `Config`."""
+    root = next(
+        node
+        for node in tree("maxpipe.config.schema").body
+        if isinstance(node, ast.ClassDef) and node.name == "Config"
+    )
+    return {
+        ast.unparse(node.annotation): ast.unparse(node.target)
+        for node in root.body
+        if isinstance(node, ast.AnnAssign)
+    }
+
+
+def test_every_config_key_is_documented():
+    wrong = [
+        f"{section}.{key}: {doc!r}"
+        for (section, key), doc in config_keys().items()
+        if not doc.rstrip().endswith(".")
+    ]
+    assert not wrong, "no text ending in a period under:\n" + "\n".join(wrong)
+
+
+def _reads(module: str) -> Iterator[tuple[str, re.Pattern[str]]]:
+    """(what the attribute is read from, pattern of its name): `x.y.steps` is ("y", "steps")."""
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            yield _last_name(node.value), re.compile(re.escape(node.attr))
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) == "getattr"
+            and len(node.args) >= 2
+        ):
+            name = node.args[1]
+            parts = name.values if isinstance(name, ast.JoinedStr) else [name]
+            pattern = "".join(
+                re.escape(str(part.value)) if isinstance(part, ast.Constant) else r"\w+"
+                for part in parts
+            )
+            if pattern != r"\w+":  # says nothing about which
+                yield _last_name(node.args[0]), re.compile(pattern)
+
+
+def _last_name(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+@cache
+def _keys_read() -> set[tuple[str, str]]:
+    """Keys read outside config/: from the section by name, or in a module that names its class."""
+    read = set()
+    for module in MODULES:
+        if _within(module, "maxpipe.config"):
+            continue
+        names = {node.id for node in ast.walk(tree(module)) if isinstance(node, ast.Name)}
+        attributes = list(_reads(module))
+        for section, key in config_keys():
+            sources_of_key = {section_names()[section], f"{section_names()[section]}_config"}
+            for origin, pattern in attributes:
+                if pattern.fullmatch(key) and (section in names or origin in sources_of_key):
+                    read.add((section, key))
+    return read
+
+
+def test_every_config_key_is_read():
+    unread = {
+        f"{section_names()[section]}.{key}"
+        for section, key in config_keys()
+        if (section, key) not in _keys_read()
+    }
+    promises = sorted(unread - UNREAD_KEYS.keys())
+    assert not promises, "nothing reads these keys:\n" + "\n".join(promises)
+    stale = sorted(UNREAD_KEYS.keys() - unread)
+    assert not stale, "these are read by now, drop the exemption:\n" + "\n".join(stale)
+
+
+# --- README ------------------------------------------------------------------------------
+
+_START, _END = "<!-- modules -->\n", "<!-- /modules -->"
+
+
+def module_table() -> str:
+    """What README.md says between its `modules` markers."""
+    rows = ["| module | what it is |", "|---|---|"]
+    for module in MODULES:
+        path = sources()[module].relative_to(ROOT).as_posix()
+        summary = (ast.get_docstring(tree(module)) or "").partition("\n")[0]
+        rows.append(f"| [`{path}`]({path}) | {summary.replace('|', chr(92) + '|')} |")
+    return "\n".join(rows) + "\n"
+
+
+def test_readme_lists_the_modules(update_golden: bool):
+    readme = ROOT / "README.md"
+    before, start, rest = readme.read_text(encoding="utf-8").partition(_START)
+    listed, end, after = rest.partition(_END)
+    assert start and end, f"README.md needs the lines {_START.strip()} and {_END}"
+    if update_golden:
+        listed = module_table()
+        readme.write_text(before + start + listed + end + after, encoding="utf-8")
+    assert listed == module_table(), "run: pytest tests/test_architecture.py --update-golden"

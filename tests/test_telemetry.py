@@ -1,0 +1,356 @@
+from __future__ import annotations
+
+import errno
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxpipe import telemetry
+from maxpipe.telemetry import Console, EventLog, MetricWriter, peak_flops
+
+
+def _records(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch):
+    """Call it with True or False: every write fails after ten bytes, or works again."""
+    write = os.pwrite
+
+    def failing(descriptor: int, data: bytes, offset: int) -> int:
+        if len(data) <= 10:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[:10], offset)
+
+    return lambda full: monkeypatch.setattr(os, "pwrite", failing if full else write)
+
+
+# --- metrics.jsonl -----------------------------------------------------------
+
+
+def test_one_object_per_step_with_all_tags(tmp_path: Path):
+    writer = MetricWriter(tmp_path, tensorboard=False, resume_step=0)
+    writer.write(10, {"train/loss": 2.5})
+    writer.write(20, {"train/loss": 2.25, "perf/step_s": 0.5})
+    writer.write(20, {"eval/loss": 2.75})
+    writer.write(30, {"train/loss": float("nan")})
+    writer.close()
+    assert _records(tmp_path / "metrics.jsonl") == [
+        {"step": 10, "train/loss": 2.5},
+        {"step": 20, "train/loss": 2.25, "perf/step_s": 0.5, "eval/loss": 2.75},
+        {"step": 30, "train/loss": None},
+    ]
+
+
+def test_a_step_written_again_shorter_leaves_no_rest(tmp_path: Path):
+    writer = MetricWriter(tmp_path, tensorboard=False, resume_step=0)
+    writer.write(1, {"train/loss": 1.23456789012345})
+    writer.write(1, {"train/loss": 1.0})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train/loss": 1.0}\n'
+
+
+def test_resume_drops_later_steps_and_torn_lines(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 10, "a": 1.0}\n{"step": 20, "a": 2.0}\n{"step": 30}\n{"step": 4')
+    writer = MetricWriter(tmp_path, tensorboard=False, resume_step=20)
+    assert _records(path) == [{"step": 10, "a": 1.0}, {"step": 20, "a": 2.0}]
+    writer.write(20, {"b": 3.0})
+    writer.write(30, {"a": 4.0})
+    assert [(r["step"], len(r)) for r in _records(path)] == [(10, 2), (20, 3), (30, 2)]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_start_from_nothing_drops_the_records_of_a_run_that_never_saved(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    MetricWriter(tmp_path, tensorboard=False, resume_step=0)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_full_disk_loses_records_not_the_run(tmp_path: Path, full_disk, caplog):
+    writer = MetricWriter(tmp_path, tensorboard=True, resume_step=0)
+    writer.write(1, {"train/loss": 1.0})
+    full_disk(True)
+    with caplog.at_level(logging.WARNING, "maxpipe"):
+        for step in range(2, 50):
+            writer.write(step, {"train/loss": 1.0})
+    files = sorted(record.getMessage().split(":")[0] for record in caplog.records)
+    assert len(files) == 2, "one warning per file and minute"
+    assert files[0].startswith("cannot write ") and "metrics.jsonl" in files[0]
+    full_disk(False)
+    writer.write(50, {"train/loss": 2.0})
+    assert [record["step"] for record in _records(tmp_path / "metrics.jsonl")] == [1, 50]
+    assert _scalars(tmp_path)["train/loss"] == [(1, 1.0), (50, 2.0)]
+
+
+def test_a_warning_returns_after_a_minute(tmp_path: Path, full_disk, caplog, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(telemetry.time, "monotonic", lambda: now)
+    writer = MetricWriter(tmp_path, tensorboard=False, resume_step=0)
+    full_disk(True)
+    writer.write(1, {"train/loss": 1.0})
+    writer.write(2, {"train/loss": 1.0})
+    assert len(caplog.records) == 1
+    now += 61
+    writer.write(3, {"train/loss": 1.0})
+    assert len(caplog.records) == 2
+
+
+def test_a_removed_run_folder_is_survived(tmp_path: Path, caplog):
+    writer = MetricWriter(tmp_path / "run", tensorboard=True, resume_step=0)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    writer.write(1, {"train/loss": 1.0})
+    assert "No such file" in caplog.text
+
+
+def test_only_process_0_writes(tmp_path: Path):
+    writer = MetricWriter(tmp_path, tensorboard=True, resume_step=0, process_index=1)
+    writer.write(1, {"train/loss": 1.0})
+    writer.text("config", "text")
+    writer.close()
+    EventLog(tmp_path, process_index=1).write("start")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- TensorBoard -------------------------------------------------------------
+
+
+def _scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(run_dir / "tensorboard"))
+    read.Reload()
+    tensors = {tag: read.Tensors(tag) for tag in read.Tags()["tensors"]}
+    return {
+        tag: [(event.step, event.tensor_proto.float_val[0]) for event in events]
+        for tag, events in tensors.items()
+    } | {
+        tag: [(event.step, event.value) for event in read.Scalars(tag)]
+        for tag in read.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_reads_scalars_and_text(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = MetricWriter(tmp_path, tensorboard=True, resume_step=0)
+    writer.write(10, {"train/loss": 2.5, "train/lr": 0.25})
+    writer.write(20, {"train/loss": 1.5})
+    assert _scalars(tmp_path) == {"train/loss": [(10, 2.5), (20, 1.5)], "train/lr": [(10, 0.25)]}
+    writer.text("config", "# run")
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    assert read.Tensors("config")[0].tensor_proto.string_val[0] == b"# run"
+    assert read.SummaryMetadata("config").plugin_data.plugin_name == "text"
+
+
+def test_tensorboard_forgets_steps_that_are_made_again(tmp_path: Path):
+    before = MetricWriter(tmp_path, tensorboard=True, resume_step=0)
+    for step in (10, 20, 30):
+        before.write(step, {"train/loss": float(step)})
+    after = MetricWriter(tmp_path, tensorboard=True, resume_step=20)
+    after.write(40, {"train/loss": 4.0})
+    assert _scalars(tmp_path)["train/loss"] == [(10, 10.0), (20, 20.0), (40, 4.0)]
+
+
+# --- events.jsonl ------------------------------------------------------------
+
+
+def test_events_are_kept_over_restarts(tmp_path: Path):
+    EventLog(tmp_path).write("start", step=0)
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"torn')
+    EventLog(tmp_path).write("save", where=tmp_path, seconds=float("inf"), parts=[1, float("nan")])
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    first, last = json.loads(lines[0]), json.loads(lines[-1])
+    assert len(lines) == 3
+    assert (first["event"], first["step"]) == ("start", 0)
+    assert first["time"].endswith("Z")
+    assert (last["where"], last["seconds"], last["parts"]) == (str(tmp_path), None, [1, None])
+
+
+# --- console -----------------------------------------------------------------
+
+METRICS = {
+    "train/loss": 2.34561,
+    "train/lr": 3e-4,
+    "perf/step_s": 0.5,
+    "perf/data_wait_s": 0.005,
+    "perf/tokens_per_s": 12_345.0,
+    "perf/tflops_per_device": 3.21,
+}
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_plain_lines(monkeypatch: pytest.MonkeyPatch):
+    now = 0.0
+    monkeypatch.setattr(telemetry.time, "monotonic", lambda: now)
+    stream = io.StringIO()
+    with Console("auto", stream=stream) as console:
+        console.banner([("run", "runs/tiny"), ("parameters", "1.2M [float32]")])
+        with console.stage("compiling train step"):
+            now += 12.3
+        console.begin(110, 600)
+        now += 1.3
+        console.step(120, METRICS)
+        console.note("saved step 120")
+        now += 1.1
+        console.step(130, {"eval/loss": 2.5, "perf/mfu": 0.4123})
+    assert stream.getvalue().splitlines() == [
+        "run         runs/tiny",
+        "parameters  1.2M [float32]",
+        "compiling train step ...",
+        "compiling train step: 12.3s",
+        "step   120/600  loss 2.3456  12.3k tokens/s  3.2 TFLOP/s/device  data wait 1%  eta 1m02s",
+        "saved step 120",
+        "step   130/600  eval loss 2.5000  MFU 41.2%  eta 56.4s",
+    ]
+
+
+def test_a_stage_that_fails_says_so():
+    stream = io.StringIO()
+    with (
+        pytest.raises(RuntimeError, match="boom"),
+        Console("plain", stream=stream) as console,
+        console.stage("restoring"),
+    ):
+        raise RuntimeError("boom")
+    assert stream.getvalue().splitlines()[1].startswith("restoring: failed after 0.")
+
+
+def test_live_view_shows_metrics_stage_and_progress(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = _Terminal()
+    with Console("auto", stream=stream) as console:
+        console.banner([("run", "runs/tiny [1]")])
+        with console.stage("compiling train step"):
+            assert console._view is not None and console._view._live is not None
+            console._view._live.refresh()
+        console.begin(0, 600)
+        console.step(120, METRICS)
+        logging.getLogger("orbax").warning("slow disk")
+    shown = stream.getvalue()
+    for text in (
+        "runs/tiny [1]",
+        "compiling train step ... 00:00",
+        "compiling train step: 0.0s",
+        "loss 2.3456",
+        "12.3k tokens/s",
+        "step 120/600",
+        "warning: orbax: slow disk",
+    ):
+        assert text in shown
+
+
+def test_dumb_terminals_get_plain_lines(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "dumb")
+    stream = _Terminal()
+    with Console("auto", stream=stream) as console:
+        console.note("hello")
+    assert stream.getvalue() == "hello\n"
+
+
+def test_only_warnings_of_other_processes_are_shown():
+    stream = io.StringIO()
+    with Console("live", process_index=3, stream=stream) as console:
+        console.banner([("run", "x")])
+        console.begin(0, 10)
+        console.step(1, METRICS)
+        with console.stage("saving"):
+            logging.getLogger("maxpipe").warning("disk is slow")
+    assert stream.getvalue() == "[process 3] warning: disk is slow\n"
+
+
+def test_library_chatter_stays_off_the_console():
+    from absl import logging as absl_logging
+
+    stream = io.StringIO()
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    with Console("plain", stream=stream):
+        absl_logging.info("saving checkpoint")
+        logging.getLogger("jax._src.dispatch").info("compiling")
+        absl_logging.warning("slow %s", "store")
+        logging.getLogger("maxpipe.data.sources").info("indexing: %d %%", 40)
+    assert stream.getvalue() == "warning: absl: slow store\nindexing: 40 %\n"
+    assert root.handlers == handlers
+
+
+def test_a_vanished_terminal_does_not_end_the_run():
+    class Gone(io.StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    for stream in (Gone(), io.StringIO()):
+        console = Console("plain", stream=stream)
+        if type(stream) is io.StringIO:
+            stream.close()
+        console.begin(0, 10)
+        console.step(1, METRICS)
+        console.close()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0s"), (59.96, "1m00s"), (62, "1m02s"), (3600, "1h00m"), (90_000, "1d01h")],
+)
+def test_durations(seconds: float, text: str):
+    assert telemetry._duration(seconds) == text
+
+
+# --- peak FLOP/s ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("TPU v3", 61.5e12),
+        ("TPU v4", 275e12),
+        ("TPU v5 lite", 197e12),
+        ("TPU v5", 459e12),
+        ("TPU v5p", 459e12),
+        ("TPU v6 lite", 918e12),
+        ("TPU7x", 1153.5e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("cpu", None),
+        ("TPU v4 lite", None),
+        ("TPU v9", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_peak_flops_is_known_or_absent(kind: str, peak: float | None):
+    assert peak_flops(kind) == peak
+
+
+def test_importing_telemetry_is_cheap():
+    code = (
+        "import sys, maxpipe.telemetry; "
+        "print([m for m in ('jax', 'tensorboard', 'rich', 'numpy', 'absl') if m in sys.modules])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert run.stdout.strip() == "[]"
