@@ -8,9 +8,12 @@ run folder without its devices.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
-import logging
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,6 +25,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from maxpipe import runtime
 from maxpipe.errors import ConfigError, StorageError
 
 Tree = Any
@@ -29,7 +33,9 @@ FOLDER = "checkpoints"
 """Name of the folder inside a run's folder."""
 
 _FORMAT = 1
-_LOG = logging.getLogger(__name__)
+
+# What orbax and tensorstore raise for a folder or file that is not as it should be.
+_FAULTS = (OSError, ValueError, KeyError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +48,34 @@ class Restored:
     data: dict[str, Any]
 
 
+class _Manager(ocp.CheckpointManager):
+    def reached_preemption(self, step: int) -> bool:
+        """Never: jax's preemption counter belongs to the loop, and asking changes it."""
+        return False
+
+
 class Checkpoints:
     """The checkpoints of one run."""
 
     def __init__(self, run_dir: str | Path, *, every: int = 0, keep: int = 1, write: bool = True):
         self.directory = Path(run_dir).expanduser().absolute() / FOLDER
         self.every = every
+        # A reader does not ask for orbax's `read_only`, which talks about it at length.
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep if write else None,
             create=write,
             cleanup_tmp_directories=write,
-            read_only=not write,
             enable_async_checkpointing=write,
         )
+        _ignore_orphans()
+        handlers = {"state": ocp.StandardCheckpointHandler(), "facts": ocp.JsonCheckpointHandler()}
         try:
-            self._manager = ocp.CheckpointManager(self.directory, options=options)
-        except OSError as error:
+            if write:  # to learn now, not at the first save, that nothing can be written
+                self.directory.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=self.directory).close()
+            self._manager = _Manager(self.directory, options=options, item_handlers=handlers)
+        except _FAULTS as error:
             raise _unusable(self.directory, error) from error
-        except ValueError as error:
-            raise _no_checkpoint(self.directory.parent) from error
 
     def latest(self) -> int | None:
         """The newest complete checkpoint's step."""
@@ -91,7 +106,7 @@ class Checkpoints:
                     f"  a checkpoint of step {self.latest()} is there already.\n"
                     "  Set run.name to a new name, or move the folder away."
                 )
-        except (OSError, ValueError) as error:
+        except _FAULTS as error:
             raise _unusable(self.directory, error) from error
 
     def restore(self, step: int, abstract: Tree | None = None) -> Restored:
@@ -100,33 +115,43 @@ class Checkpoints:
         Raises:
             StorageError: the checkpoint is incomplete or damaged.
         """
-        try:
+        with self._explained(step):
             if abstract is None:
-                state = self._restore_numpy(step)
-            else:
-                items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-                state = self._manager.restore(step, args=items)["state"]
-            facts = self.facts(step)
-        except (OSError, ValueError, KeyError) as error:
-            raise StorageError(
-                f"{self.directory / str(step)}: cannot be restored\n"
-                f"  {_first_line(error)}\n"
-                f"  Steps that are there: {', '.join(map(str, self.steps()))}. Move this step's "
-                "folder away to go on from the one before."
-            ) from error
+                saved = self._manager.item_metadata(step)["state"]
+                abstract = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved.tree)
+            items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+            state = self._manager.restore(step, args=items)["state"]
+        facts = self.facts(step)
         return Restored(step, state, facts["config"], facts["data"])
 
     def facts(self, step: int) -> dict[str, Any]:
-        """Config and data position, without the arrays."""
-        facts = self._manager.restore(step, args=ocp.args.Composite(facts=ocp.args.JsonRestore()))
-        return facts["facts"]
+        """Config and data position, without the arrays.
 
-    def _restore_numpy(self, step: int) -> Tree:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            path = self.directory / str(step) / "state"
-            layout = reader.metadata(path).item_metadata.tree
-            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), layout)
-            return reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+        Raises:
+            StorageError: the checkpoint is incomplete, damaged, or of another release.
+        """
+        with self._explained(step):
+            items = ocp.args.Composite(facts=ocp.args.JsonRestore())
+            facts = self._manager.restore(step, args=items)["facts"]
+            if facts["format"] != _FORMAT:
+                raise ValueError(f"format {facts['format']}: this release reads {_FORMAT} only")
+            return facts
+
+    @contextlib.contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # orbax raises that very class for damaged arrays
+            older = [str(other) for other in self.steps() if other < step]
+            raise StorageError(
+                f"{self.directory / str(step)}: cannot be restored\n"
+                f"  {_first_line(error)}\n"
+                + (
+                    f"  Move this folder away to go on from step {older[-1]}."
+                    if older
+                    else "  It is the oldest: bring its files back, or move it away and start anew."
+                )
+            ) from error
 
     def wait(self) -> None:
         """Return when everything is on disk.
@@ -136,13 +161,15 @@ class Checkpoints:
         """
         try:
             self._manager.wait_until_finished()
-        except (OSError, ValueError, RuntimeError) as error:
+        except _FAULTS as error:
             raise _unusable(self.directory, error) from error
 
     def close(self) -> None:
         """Wait for writing to end and let go of the folder."""
-        self.wait()
-        self._manager.close()
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -161,17 +188,21 @@ class Checkpoints:
                 raise
 
 
-def open_run(run_dir: str | Path) -> Checkpoints:
-    """The checkpoints of a run that is only read.
+def open_run(run_dir: str | Path, where: str = "") -> Checkpoints:
+    """The checkpoints of a run that is only read. `where` names what gave the folder.
 
     Raises:
         ConfigError: there are none.
     """
-    if not (Path(run_dir).expanduser() / FOLDER).is_dir():
-        raise _no_checkpoint(Path(run_dir))
-    checkpoints = Checkpoints(run_dir, write=False)
-    if checkpoints.latest() is None:
-        raise _no_checkpoint(Path(run_dir))
+    directory = Path(run_dir).expanduser() / FOLDER
+    checkpoints = Checkpoints(run_dir, write=False) if directory.is_dir() else None
+    if checkpoints is None or checkpoints.latest() is None:
+        raise ConfigError.one(
+            where or f"run folder {run_dir}",
+            run_dir if where else None,
+            f"must be a folder with a folder {FOLDER!r} in which one checkpoint is complete.",
+            "Give the folder of a run, by default runs/<run.name>.",
+        )
     return checkpoints
 
 
@@ -197,6 +228,7 @@ def digest(tree: Tree) -> str:
 
 def print_list(run_dir: str) -> None:
     """One line per checkpoint: step, time, size."""
+    runtime.use_no_devices()
     checkpoints = open_run(run_dir)
     print(f"{'step':>10}  {'saved':19}  {'size':>10}")
     for step in checkpoints.steps():
@@ -212,6 +244,7 @@ def print_show(run_dir: str, step: int | None) -> None:
     Raises:
         ConfigError: there is no checkpoint of that step.
     """
+    runtime.use_no_devices()
     checkpoints = open_run(run_dir)
     steps = checkpoints.steps()
     step = steps[-1] if step is None else step
@@ -237,15 +270,6 @@ def print_show(run_dir: str, step: int | None) -> None:
         print(f"sha256     {name:10} {value}")
 
 
-def _no_checkpoint(run_dir: Path) -> ConfigError:
-    return ConfigError.one(
-        f"run folder {run_dir}",
-        None,
-        f"must hold a folder {FOLDER!r} with at least one complete checkpoint.",
-        "Give the folder of a run, by default runs/<run.name>.",
-    )
-
-
 def _unusable(directory: Path, error: BaseException) -> StorageError:
     return StorageError(
         f"{directory}: cannot be written\n"
@@ -255,5 +279,21 @@ def _unusable(directory: Path, error: BaseException) -> StorageError:
     )
 
 
+@functools.cache
+def _ignore_orphans() -> None:
+    """orbax closes its event loop at the first fault; each later one would be a traceback."""
+    report = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            report(unraisable)
+
+    sys.unraisablehook = hook
+
+
 def _first_line(error: BaseException) -> str:
+    """What went wrong first: orbax wraps the reason in its own words."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -9,18 +9,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from maxpipe.config.check import MESH_AXES
 from maxpipe.config.schema import MeshConfig
 from maxpipe.errors import ConfigError
 
 STAGE, DATA, FSDP = "stage", "data", "fsdp"
 EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
-AXES = (STAGE, DATA, FSDP, EXPERT, CONTEXT, TENSOR)
+AXES = MESH_AXES
 """Outermost first: neighbours on the last axis are closest."""
 
 MANUAL_AXES = (STAGE, DATA, FSDP)
@@ -30,26 +32,38 @@ BATCH_AXES = (DATA, FSDP)
 """Axes that each see their own part of the batch."""
 
 
-def resolve(config: MeshConfig, devices: Sequence[jax.Device]) -> MeshConfig:
+class Device(Protocol):
+    """What is read of a jax device."""
+
+    @property
+    def platform(self) -> str: ...
+
+    @property
+    def process_index(self) -> int: ...
+
+
+def resolve(config: MeshConfig, devices: Sequence[Device]) -> MeshConfig:
     """The config with each -1 replaced by the devices that are left.
 
     Raises:
-        ConfigError: the sizes do not multiply to the number of devices.
+        ConfigError: the sizes do not multiply to the number of devices or of slices.
     """
     slices = _num_slices(devices)
     dcn = _fill("dcn", config, slices)
+    _check_slices(dcn, slices, devices[0].platform)
     ici = _fill("ici", config, len(devices) // math.prod(dcn))
     total = math.prod(ici) * math.prod(dcn)
     if total != len(devices):
         wanted = " x ".join(f"{axis} {i * d}" for axis, i, d in zip(AXES, ici, dcn, strict=True))
         kind = devices[0].platform
+        processes = len({device.process_index for device in devices})
         raise ConfigError.one(
             "mesh",
             wanted,
             f"must multiply to the number of devices: it is {total}, and there are "
             f"{len(devices)} of kind {kind}.",
-            f"Set mesh.cpu_devices={total}, or another size for an axis."
-            if kind == "cpu"
+            f"Set mesh.cpu_devices={total // processes}, or another size for an axis."
+            if kind == "cpu" and total % processes == 0
             else "Set mesh.ici_data=-1 to use what is left, or another size for an axis.",
         )
     sizes = {f"ici_{axis}": size for axis, size in zip(AXES, ici, strict=True)}
@@ -57,11 +71,11 @@ def resolve(config: MeshConfig, devices: Sequence[jax.Device]) -> MeshConfig:
     return dataclasses.replace(config, **sizes)
 
 
-def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
     """A mesh over all devices with the axes of `AXES`.
 
     Raises:
-        ConfigError: the sizes do not multiply to the number of devices.
+        ConfigError: the sizes do not multiply to the number of devices or of slices.
     """
     devices = list(jax.devices() if devices is None else devices)
     config = resolve(config, devices)
@@ -70,8 +84,22 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) 
     return Mesh(_arrange(devices, ici, dcn), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _num_slices(devices: Sequence[jax.Device]) -> int:
+def _num_slices(devices: Sequence[Device]) -> int:
     return len({getattr(device, "slice_index", 0) for device in devices})
+
+
+def _check_slices(dcn: list[int], slices: int, kind: str) -> None:
+    # One TPU mesh cannot span slices; on other devices ici sizes may ignore where slices end.
+    allowed = {slices} if kind == "tpu" else {1, slices}
+    total = math.prod(dcn)
+    if slices > 1 and total not in allowed:
+        raise ConfigError.one(
+            "mesh",
+            " x ".join(f"dcn_{axis} {size}" for axis, size in zip(AXES, dcn, strict=True)),
+            f"must multiply to the number of slices: it is {total}, and the {kind} devices lie "
+            f"in {slices} slices.",
+            f"Set mesh.dcn_data={slices} and every other mesh.dcn_* to 1, or another split.",
+        )
 
 
 def _fill(kind: str, config: MeshConfig, available: int) -> list[int]:
@@ -83,7 +111,7 @@ def _fill(kind: str, config: MeshConfig, available: int) -> list[int]:
     return sizes
 
 
-def _arrange(devices: list[jax.Device], ici: list[int], dcn: list[int]) -> np.ndarray:
+def _arrange(devices: list[Device], ici: list[int], dcn: list[int]) -> np.ndarray:
     if math.prod(dcn) == 1:
         return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
     processes = {device.process_index for device in devices}
@@ -94,8 +122,11 @@ def _arrange(devices: list[jax.Device], ici: list[int], dcn: list[int]) -> np.nd
         )
     # One process without slices (virtual devices): let consecutive devices stand for a slice.
     grid = np.asarray(devices).reshape(*dcn, *ici)
-    order = [dim for pair in zip(range(len(AXES)), range(len(AXES), 2 * len(AXES)), strict=True)
-             for dim in pair]
+    order = [
+        dim
+        for pair in zip(range(len(AXES)), range(len(AXES), 2 * len(AXES)), strict=True)
+        for dim in pair
+    ]
     return grid.transpose(order).reshape([i * d for i, d in zip(ici, dcn, strict=True)])
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from maxpipe.config.check import DEFAULT_AXIS_RULES
+from maxpipe.config.check import axis_table
+from maxpipe.config.schema import MeshConfig
 from maxpipe.errors import ConfigError
-from maxpipe.mesh import BATCH_AXES, FSDP, MANUAL_AXES, STAGE
+from maxpipe.mesh import BATCH_AXES, FSDP, STAGE
 
 STACK = ("repeat", "stage", "layer")
 """Logical axes in front of a parameter that is stacked over layers."""
@@ -29,10 +29,10 @@ class AxisRules:
     table: tuple[tuple[str, tuple[str, ...]], ...]
 
     @classmethod
-    def from_config(cls, changes: Mapping[str, Sequence[str]]) -> AxisRules:
+    def from_config(cls, config: MeshConfig) -> AxisRules:
         """The default table with the changes of `mesh.axis_rules`."""
-        merged = {**DEFAULT_AXIS_RULES, "stage": (STAGE,), **changes}
-        return cls(tuple((logical, tuple(axes)) for logical, axes in merged.items()))
+        table = {**axis_table(config), "stage": (STAGE,)}
+        return cls(tuple(table.items()))
 
     def spec(self, logical: Sequence[str | None], where: str = "a tensor") -> PartitionSpec:
         """Partition of a tensor whose dims have these logical axes.
@@ -67,10 +67,10 @@ def _axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def manual_part(spec: PartitionSpec) -> PartitionSpec:
-    """The spec with only the axes that the pipeline's program handles per device."""
+def restrict(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """The spec with only these mesh axes."""
     return PartitionSpec(
-        *(_entry([axis for axis in _axes_of(entry) if axis in MANUAL_AXES]) for entry in spec)
+        *(_entry([axis for axis in _axes_of(entry) if axis in axes]) for entry in spec)
     )
 
 
@@ -95,7 +95,8 @@ def place_rows(
     """Global arrays `[num_rows, ...]` from the rows that this process holds."""
 
     def place(array: np.ndarray) -> jax.Array:
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "only this process' devices are asked for"
             wanted = np.arange(num_rows)[index[0]]
             return array[np.searchsorted(rows, wanted)]
 
@@ -117,24 +118,3 @@ def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> 
     spec = rules.spec(logical)
     dims = [_entry([axis for axis in _axes_of(entry) if axis in automatic]) for entry in spec]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*dims))
-
-
-def vary(tree: Any, axes: Sequence[str] = MANUAL_AXES) -> Any:
-    """Marks every leaf as possibly different on each device of these axes.
-
-    Inside the per-device program jax tracks over which axes a value is the same. A value that
-    is the same everywhere gets its gradient summed over devices behind our back, and makes a
-    conditional on the stage index silently wrong; a varying one does neither.
-    """
-
-    def mark(leaf: jax.Array) -> jax.Array:
-        missing = tuple(axis for axis in axes if axis not in _varying_axes(leaf))
-        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(mark, tree)
-
-
-def _varying_axes(x: jax.Array) -> frozenset[str]:
-    kind: Any = jax.typeof(x)
-    # jax 0.10 has `vma`; later releases moved it.
-    return frozenset(kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying)

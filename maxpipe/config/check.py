@@ -440,36 +440,6 @@ def _run_has_a_length(config: Config) -> Iterator[Finding]:
         )
 
 
-_LENGTH = ("train.steps", "train.tokens", "train.batch_size", "train.sequence_length")
-
-
-@_rule("optim.warmup_steps", *_LENGTH)
-def _warmup_ends(config: Config) -> Iterator[Finding]:
-    steps = total_steps(config.train)
-    if steps and config.optim.warmup_steps > steps:
-        yield Finding(
-            "optim.warmup_steps",
-            f"must be at most the steps of the run ({steps}): the rate would never reach its peak.",
-            f"Set optim.warmup_steps={steps // 10}, or train.steps={config.optim.warmup_steps} "
-            "or more.",
-        )
-
-
-@_rule("optim.schedule", "optim.decay_fraction", "optim.warmup_steps", *_LENGTH)
-def _decay_follows_warmup(config: Config) -> Iterator[Finding]:
-    steps, warmup = total_steps(config.train), config.optim.warmup_steps
-    fraction = config.optim.decay_fraction
-    if config.optim.schedule != "wsd" or not warmup < steps < warmup + fraction * steps:
-        return
-    longest = math.floor((steps - warmup) / steps * 1000) / 1000
-    yield Finding(
-        "optim.decay_fraction",
-        f"must be at most {longest} with {warmup} warm-up steps of {steps}: the decay begins "
-        "after the warm-up.",
-        f"Set optim.decay_fraction={longest}, or fewer optim.warmup_steps.",
-    )
-
-
 # Data and tokenizer.
 
 

@@ -101,7 +101,8 @@ def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
         lines.append(f"{section}:")
         for name, value in values.items():
             line = f"  {name}: {_one_line(value)}"
-            remark = " ".join(comment(f"{section}.{name}").split()) if comment else ""
+            remark = comment(f"{section}.{name}") if comment else ""
+            remark = "".join(character for character in remark if character.isprintable())
             lines.append(f"{line}  # {remark}" if remark else line)
     return "\n".join([*lines, ""])
 
@@ -548,7 +549,8 @@ def _unknown_problem(assignment: _Assignment) -> Problem:
 def _one_line(value: Any) -> str:
     text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
     text = text.removesuffix("\n").removesuffix("\n...")
-    if "\n" in text:
+    if not text.isprintable():
+        # YAML folds the line breaks in plain text, U+0085 and U+2028 among them: escape them.
         text = yaml.safe_dump(value, default_style='"', default_flow_style=True, width=math.inf)
     return text.removesuffix("\n")
 

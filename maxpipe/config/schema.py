@@ -123,9 +123,9 @@ class PipelineConfig:
     weight_gather: Literal["iteration", "step"] = "iteration"
     """When weights sharded over fsdp are gathered: `iteration` for every layer of every forward
     and backward (least memory), `step` once per step (least traffic)."""
-    remat: Literal["full"] = "full"
-    """What is kept for the backward pass: `full` keeps each layer's input and replays the
-    layer once."""
+    remat: Literal["full", "chunk"] = "full"
+    """What is kept for the backward pass: `full` keeps each layer's input and replays a layer
+    once, `chunk` keeps only the input of each chunk and replays twice (least memory)."""
     idle: Literal["skip", "compute"] = "skip"
     """What a stage does in an empty slot: `skip` branches around the work, `compute` runs it on
     zeros and discards the result (no control flow that differs between stages)."""

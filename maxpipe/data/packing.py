@@ -158,7 +158,8 @@ def _read_all(source: Source, tokenizer: Tokenizer) -> DocumentIndex:
 
 def _load_index(path: str, num_documents: int) -> DocumentIndex | None:
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        # Opened here, because numpy leaves a damaged file open.
+        with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as arrays:
             index = DocumentIndex(arrays["lengths"], arrays["byte_counts"])
         if index.lengths.shape != (num_documents,) or index.byte_counts.shape != (256,):
             raise ValueError("arrays of another shape")

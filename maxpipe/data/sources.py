@@ -434,7 +434,7 @@ def _field_of(record: object, field: str, where: str) -> str:
         raise ConfigError.one(
             where,
             _shortened(str(record)),
-            f"must be a JSON object with the field {field!r}; it is of type {type(record).__name__}.",
+            f"must be a JSON object with a field {field}; it is of type {type(record).__name__}.",
             'Write each document as {"text": "..."}.',
         )
     value = record.get(field)

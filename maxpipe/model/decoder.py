@@ -146,9 +146,7 @@ class Decoder:
         x, _ = jax.lax.scan(body, x, (params["layers"], indices))
         x = self.norm(params["final_norm"], x)
         head = params["embedding"].T if self.config.tied_embeddings else params["head"]
-        return jnp.einsum(
-            "btd,dv->btv", x, head.astype(dtype), preferred_element_type=jnp.float32
-        )
+        return jnp.einsum("btd,dv->btv", x, head.astype(dtype), preferred_element_type=jnp.float32)
 
     def loss(self, params: Params, batch: Params, key: jax.Array | None = None) -> jax.Array:
         """Mean cross entropy in nats over the target tokens, by the plain loop."""

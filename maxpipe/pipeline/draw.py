@@ -25,9 +25,7 @@ def summary(schedule: Schedule) -> str:
     )
 
 
-def text(
-    schedule: Schedule, *, width: int = 0, mark: tuple[int, int, str] | None = None
-) -> str:
+def text(schedule: Schedule, *, width: int = 0, mark: tuple[int, int, str] | None = None) -> str:
     """The whole timeline, cut into blocks of at most `width` columns (0: one block).
 
     `mark` = (tick, stage, kind) puts brackets around one cell and shows only its block.
@@ -61,15 +59,14 @@ def _cell(microbatch: int, repeat: int, schedule: Schedule) -> str:
     return f"{microbatch}{letter}"
 
 
-def _block(
-    schedule: Schedule, ticks: range, size: int, mark: tuple[int, int, str] | None
-) -> str:
+def _block(schedule: Schedule, ticks: range, size: int, mark: tuple[int, int, str] | None) -> str:
     def row(title: str, cells: list[str]) -> str:
         return (title.ljust(_MARGIN) + " ".join(cell.rjust(size) for cell in cells)).rstrip()
 
     lines = [row("tick", [str(tick) for tick in ticks])]
     kinds = [("F", schedule.forward), ("B", schedule.backward)]
-    if not schedule.backward.active.any():
+    marked_kind = mark[2] if mark else "F"
+    if not schedule.backward.active.any() and marked_kind != "B":
         kinds.pop()
     depth = schedule.stash_depth()
     for stage in range(schedule.num_stages):

@@ -22,12 +22,20 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from maxpipe.mesh import BATCH_AXES, MANUAL_AXES, STAGE
+from maxpipe.mesh import BATCH_AXES, STAGE
+from maxpipe.pipeline.collectives import (
+    from_position,
+    index_on,
+    program_axes,
+    shift,
+    sum_over,
+    vary,
+)
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.schedule import Schedule
 from maxpipe.pipeline.vocabulary import LossHead, accumulate_embedding, embed
 from maxpipe.pipeline.weights import NOT_SHARDED, LayerWeights, gather, scatter, sum_over_batch
-from maxpipe.sharding import BATCH_SPEC, fsdp_dim, manual_part, vary
+from maxpipe.sharding import BATCH_SPEC, fsdp_dim, restrict
 
 Tree = Any
 
@@ -58,6 +66,7 @@ class Engine:
     specs: Tree
     """PartitionSpec of every parameter, stacked dims included."""
     weight_gather: Literal["iteration", "step"] = "iteration"
+    remat: Literal["full", "chunk"] = "full"
     idle: Literal["skip", "compute"] = "skip"
 
     def value_and_grad(self, schedule: Schedule) -> Callable[..., tuple[jax.Array, Tree]]:
@@ -66,27 +75,31 @@ class Engine:
         `batch` is a dict of global arrays `[rows, ...]` with `tokens`, `targets`, `loss_mask`
         and whatever the layers read; rows are sharded over the batch axes.
         """
-        return self._shard_map(_train, schedule, (PartitionSpec(), self._manual_specs))
+        return self._shard_map(_train, schedule, (PartitionSpec(), self.specs))
 
     def loss(self, schedule: Schedule) -> Callable[..., tuple[jax.Array, jax.Array]]:
         """(params, batch, None) -> (summed loss, number of target tokens), forward only."""
         return self._shard_map(_evaluate, schedule, (PartitionSpec(), PartitionSpec()))
 
-    @property
-    def _manual_specs(self) -> Tree:
-        return jax.tree.map(manual_part, self.specs, is_leaf=_is_spec)
+    def _per_device(self, specs: Tree) -> Tree:
+        """The specs as the per-device program sees them."""
+        axes = program_axes(self.mesh)
+        return jax.tree.map(lambda spec: restrict(spec, axes), specs, is_leaf=_is_spec)
 
     def _shard_map(self, program: Callable, schedule: Schedule, out_specs: Tree) -> Callable:
         assert schedule.num_stages == self.mesh.shape[STAGE]
         table, table_specs = _device_table(schedule)
-        per_device = jax.shard_map(
-            partial(program, self, schedule),
-            mesh=self.mesh,
-            axis_names=set(MANUAL_AXES),
-            in_specs=(self._manual_specs, BATCH_SPEC, PartitionSpec(), table_specs),
-            out_specs=out_specs,
-        )
-        return lambda params, batch, key: per_device(params, batch, key, table)
+        run, axes = partial(program, self, schedule), program_axes(self.mesh)
+        if axes:
+            in_specs = (self.specs, BATCH_SPEC, PartitionSpec(), table_specs)
+            run = jax.shard_map(
+                run,
+                mesh=self.mesh,
+                axis_names=set(axes),
+                in_specs=self._per_device(in_specs),
+                out_specs=self._per_device(out_specs),
+            )
+        return lambda params, batch, key: run(params, batch, key, table)
 
 
 def _is_spec(node: object) -> bool:
@@ -130,7 +143,7 @@ def _device_table(schedule: Schedule) -> tuple[Row, Row]:
         schedule.embed_grad_microbatch,
     ]
     specs = [PartitionSpec(None, STAGE)] * len(columns) + [PartitionSpec()] * len(shared)
-    return Row(*(np.asarray(c, np.int32) for c in columns + shared)), Row(*specs)
+    return Row._make(np.asarray(c, np.int32) for c in columns + shared), Row._make(specs)
 
 
 class Gradients(NamedTuple):
@@ -148,7 +161,7 @@ class Buffers(NamedTuple):
     forward_inbox: jax.Array
     backward_inbox: jax.Array
     stash: jax.Array
-    """Layer inputs of saved chunks `[slots * L, B, T, D]`."""
+    """Saved chunks: their layers' inputs `[slots * L, B, T, D]`, or only the first one's."""
     sent_back: jax.Array
     """Cotangent that leaves for the previous stage in the next tick."""
     gradients: Gradients | None
@@ -163,7 +176,7 @@ class _Program:
     ):
         self.engine, self.schedule = engine, schedule
         self.network, self.layout = engine.network, engine.layout
-        self.stage = lax.axis_index(STAGE)
+        self.stage = index_on(STAGE)
         self.last = schedule.num_stages - 1
         self.key = None if key is None else vary(key)
         self.batch = jax.tree.map(partial(_cut, schedule.num_microbatches), vary(batch))
@@ -185,7 +198,11 @@ class _Program:
         self.final_norm = jax.tree.map(lambda leaf: vary(leaf.astype(dtype)), params["final_norm"])
         self.tied = "head" not in params
         self.head = self.embedding.T if self.tied else gather(params["head"], dims["head"], dtype)
-        self.loss_head = LossHead(self.network.norm, self.network.vocab_size)
+        keeps_layers = self.engine.remat == "full"
+        self.saved_per_chunk = self.layout.layers_per_chunk if keeps_layers else 1
+        self.loss_head = LossHead(
+            self.network.norm, self.schedule.num_stages, self.network.vocab_size
+        )
 
     def activation(self) -> jax.Array:
         """Zeros of one message `[B, T, D]`."""
@@ -209,7 +226,7 @@ class _Program:
         return Buffers(
             forward_inbox=slots(schedule.num_forward_inbox),
             backward_inbox=slots(schedule.num_backward_inbox if train else 0),
-            stash=slots(schedule.num_stash * self.layout.layers_per_chunk if train else 0),
+            stash=slots(schedule.num_stash * self.saved_per_chunk if train else 0),
             sent_back=empty,
             gradients=vary(gradients),
             loss=vary(jnp.float32(0)),
@@ -217,14 +234,16 @@ class _Program:
 
     def tick(self, carry: Buffers, row: Row, scale: jax.Array | None) -> Buffers:
         """One tick. `scale` multiplies the gradients; None runs forward only."""
-        # The cotangent sent in the last tick travels while the forward slot computes.
-        arriving = None if scale is None else self._send(carry.sent_back, -1)
-        output, stash = self._forward_slot(carry, row)
-        # The activation travels while loss head and backward slot compute.
-        message = self._send(output, +1)
         if scale is None:
+            output, _ = self._forward_slot(carry, row)
+            message = self._send(output, +1)
             carry = carry._replace(loss=self._loss(carry, row, output))
         else:
+            # The cotangent sent in the last tick travels while the forward slot computes,
+            # the activation while loss head and backward slot compute.
+            arriving = self._send(carry.sent_back, -1)
+            output, stash = self._forward_slot(carry, row)
+            message = self._send(output, +1)
             carry = self._loss_and_grad(carry._replace(stash=stash), row, output, scale)
             inbox = _write(carry.backward_inbox, row.b_arrive, arriving)
             carry = self._backward_slot(carry._replace(backward_inbox=inbox), row)
@@ -233,11 +252,7 @@ class _Program:
 
     def _send(self, message: jax.Array, step: int) -> jax.Array:
         """To the next (+1) or previous (-1) stage of the ring."""
-        size = self.schedule.num_stages
-        if size == 1:
-            return message
-        ring = [(stage, (stage + step) % size) for stage in range(size)]
-        return lax.ppermute(message, STAGE, ring)
+        return shift(message, STAGE, step, self.schedule.num_stages)
 
     def _microbatch(self, index: jax.Array) -> Tree:
         """The batch's arrays of one microbatch (of microbatch 0 when idle)."""
@@ -252,7 +267,7 @@ class _Program:
         return _Chunk(repeat * longest, first, size, trips, self.engine.idle == "compute")
 
     def _forward_slot(self, carry: Buffers, row: Row) -> tuple[jax.Array, jax.Array]:
-        """The chunk's output, and the stash with its layer inputs."""
+        """The chunk's output, and the stash with what the backward slot will need."""
         tokens = _read(self.batch["tokens"], jnp.maximum(row.embed, 0))
         entering = lax.cond(
             row.embed >= 0,
@@ -263,27 +278,49 @@ class _Program:
         x = jnp.where(is_first, entering, _read(carry.forward_inbox, row.f_inbox))
         inputs = self._microbatch(row.f_microbatch)
         chunk = self._chunk(row.f_microbatch, row.f_repeat, row.any_forward)
-        saved = row.f_stash * self.layout.layers_per_chunk
-        keeps = carry.gradients is not None
+        slot = row.f_stash * self.saved_per_chunk
+        if carry.gradients is None:
+            return self._run_layers(x, carry.stash, slot, chunk, inputs, saves=False)
+        if self.engine.remat == "full":
+            return self._run_layers(x, carry.stash, slot, chunk, inputs, saves=True)
+        kept = jnp.where(row.f_microbatch >= 0, x, _read(carry.stash, slot))
+        stash = _write(carry.stash, slot, kept)
+        return self._run_layers(x, stash, slot, chunk, inputs, saves=False)
+
+    def _run_layers(
+        self,
+        x: jax.Array,
+        stash: jax.Array,
+        slot: jax.Array,
+        chunk: _Chunk,
+        inputs: Tree,
+        *,
+        saves: bool,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The chunk's output; with `saves`, layer l's input goes to `stash[slot + l]`."""
 
         def body(step: jax.Array, state: tuple[jax.Array, jax.Array]):
             x, stash = state
             used = chunk.uses(step)
-            if keeps:
-                kept = x if used is None else jnp.where(used, x, _read(stash, saved + step))
-                stash = _write(stash, saved + step, kept)
+            if saves:
+                kept = x if used is None else jnp.where(used, x, _read(stash, slot + step))
+                stash = _write(stash, slot + step, kept)
             weights = self.weights.layer(self.layers, chunk.base + step)
             y = self.network.layer(weights, x, inputs, chunk.first + step, self.key)
             return (y if used is None else jnp.where(used, y, x)), stash
 
-        return lax.fori_loop(0, chunk.trips, body, (x, carry.stash))
+        return lax.fori_loop(0, chunk.trips, body, (x, stash))
 
     def _backward_slot(self, carry: Buffers, row: Row) -> Buffers:
-        """Replays each layer of the chunk from its saved input, last first."""
+        """Replays each layer of the chunk from its input, last first."""
         cotangent = _read(carry.backward_inbox, row.b_inbox)
         inputs = self._microbatch(row.b_microbatch)
         chunk = self._chunk(row.b_microbatch, row.b_repeat, row.any_backward)
-        saved = row.b_stash * self.layout.layers_per_chunk
+        saved, slot = carry.stash, row.b_stash * self.saved_per_chunk
+        if self.engine.remat == "chunk":
+            x, slot = _read(saved, slot), jnp.zeros_like(slot)
+            scratch = jnp.zeros((self.layout.layers_per_chunk, *x.shape), x.dtype)
+            _, saved = self._run_layers(x, vary(scratch), slot, chunk, inputs, saves=True)
         gradients = carry.gradients
         assert gradients is not None
 
@@ -291,7 +328,7 @@ class _Program:
             cotangent, totals = state
             step = chunk.trips - 1 - step
             weights = self.weights.layer(self.layers, chunk.base + step)
-            x = _read(carry.stash, saved + step)
+            x = _read(saved, slot + step)
             run = lambda w, x: self.network.layer(w, x, inputs, chunk.first + step, self.key)  # noqa: E731
             _, vjp = jax.vjp(run, weights, x)
             d_weights, d_x = vjp(cotangent)
@@ -353,7 +390,7 @@ class _Program:
 
         def body(carry: Buffers, row: Row) -> tuple[Buffers, None]:
             # A column arrives as [1], this stage's part of [P].
-            row = Row(*(entry.reshape(()) for entry in row))
+            row = Row._make(entry.reshape(()) for entry in row)
             return self.tick(carry, row, scale), None
 
         return lax.scan(body, self.buffers(train=scale is not None), table)[0]
@@ -371,7 +408,7 @@ class _Program:
 
         # Every stage computed the same gradient of the final norm; one counts.
         final_norm = jax.tree.map(
-            lambda leaf: sum_over_batch(_from_stage(leaf, self.last), NOT_SHARDED),
+            lambda leaf: sum_over_batch(from_position(leaf, STAGE, self.last), NOT_SHARDED),
             gradients.final_norm,
         )
         found = {
@@ -423,16 +460,11 @@ def _evaluate(
 def _count_targets(batch: Tree) -> jax.Array:
     """Target tokens of the whole batch, at least 1."""
     mine = batch["loss_mask"].astype(jnp.float32).sum()
-    return jnp.maximum(lax.psum(mine, BATCH_AXES), 1.0)
+    return jnp.maximum(sum_over(mine, BATCH_AXES), 1.0)
 
 
 def _total_loss(loss: jax.Array, last: int) -> jax.Array:
-    return lax.psum(_from_stage(loss, last), BATCH_AXES)
-
-
-def _from_stage(x: jax.Array, stage: int) -> jax.Array:
-    """The given stage's value, on all stages."""
-    return lax.psum(jnp.where(lax.axis_index(STAGE) == stage, x, 0), STAGE)
+    return sum_over(from_position(loss, STAGE, last), BATCH_AXES)
 
 
 def _fsdp_dim(spec: PartitionSpec) -> int:

@@ -114,7 +114,8 @@ class Schedule:
         forward = int(self.forward.active.any(axis=1).sum())
         backward = int(self.backward.active.any(axis=1).sum())
         done = work + (backward_cost * work if backward else 0)
-        return 1.0 - done / (forward + backward_cost * backward)
+        total = forward + backward_cost * backward
+        return 1.0 - done / total if total else 1.0
 
     def stash_depth(self) -> np.ndarray:
         """`[K, P]`: chunks whose activations a stage holds while it computes tick k."""
@@ -205,9 +206,7 @@ SCHEDULES: dict[str, _Family] = {
     "circular": _Family(
         forward_then_backward, "microbatches", "forward sweep over all repeats, then backward"
     ),
-    "1f1b": _Family(
-        one_forward_one_backward, "stages", "one forward, one backward; groups of P"
-    ),
+    "1f1b": _Family(one_forward_one_backward, "stages", "one forward, one backward; groups of P"),
     "interleaved": _Family(
         one_forward_one_backward, "chosen", "1F1B with a chosen group, by default P"
     ),

@@ -21,10 +21,9 @@ class ScheduleError(MaxpipeError):
 
     def __init__(self, schedule: Schedule, tick: int, stage: int, kind: str, reason: str):
         self.tick, self.stage, self.kind = tick, stage, kind
+        place = f"schedule {schedule.name}: {kind} slot of stage {stage} in tick {tick}"
         grid = draw.text(schedule, mark=(tick, stage, kind))
-        super().__init__(
-            f"schedule {schedule.name}: {kind} slot of stage {stage} in tick {tick}: {reason}\n{grid}"
-        )
+        super().__init__(f"{place}: {reason}\n{grid}")
 
 
 def verify(schedule: Schedule) -> None:

@@ -15,29 +15,27 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from maxpipe.mesh import STAGE
-from maxpipe.sharding import vary
+from maxpipe.pipeline.collectives import from_position, index_on, max_over, sum_over, vary
 
 
 def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """`table [V/P, D]`, `tokens [B, T]` -> `[B, T, D]`, the same on every stage."""
     row, mine = _own_rows(tokens, table.shape[0])
-    return lax.psum(jnp.where(mine[..., None], table[row], 0), STAGE)
+    return sum_over(jnp.where(mine[..., None], table[row], 0), STAGE)
 
 
 def accumulate_embedding(total: jax.Array, tokens: jax.Array, cotangent: jax.Array) -> jax.Array:
     """Adds stage 0's `cotangent [B, T, D]` to the rows of `total [V/P, D]` held here."""
-    on_first = lax.axis_index(STAGE) == 0
-    cotangent = lax.psum(jnp.where(on_first, cotangent, 0), STAGE).astype(total.dtype)
+    cotangent = from_position(cotangent, STAGE, 0).astype(total.dtype)
     row, mine = _own_rows(tokens, total.shape[0])
     out_of_range = total.shape[0]
     return total.at[jnp.where(mine, row, out_of_range)].add(vary(cotangent), mode="drop")
 
 
 def _own_rows(tokens: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    row = tokens - lax.axis_index(STAGE) * num_rows
+    row = tokens - index_on(STAGE) * num_rows
     return jnp.clip(row, 0, num_rows - 1), (row >= 0) & (row < num_rows)
 
 
@@ -56,6 +54,7 @@ class LossHead(NamedTuple):
     """Final norm, projection to the vocabulary and cross entropy."""
 
     norm: Callable[[Any, jax.Array], jax.Array]
+    num_stages: int
     vocab_size: int
     """Columns from here on are padding and get no probability."""
 
@@ -93,13 +92,12 @@ class LossHead(NamedTuple):
         error = error.astype(hidden.dtype)
         d_head = jnp.einsum("btd,btv->dv", hidden, error, preferred_element_type=jnp.float32)
         d_hidden = jnp.einsum("btv,dv->btd", error, head, preferred_element_type=jnp.float32)
-        d_hidden = vary(lax.psum(d_hidden, STAGE)).astype(hidden.dtype)
+        d_hidden = vary(sum_over(d_hidden, STAGE)).astype(hidden.dtype)
         d_norm, d_output = norm_vjp(d_hidden)
         return Loss(total, d_output, d_norm, d_head)
 
     def _from_last_stage(self, output: jax.Array) -> jax.Array:
-        on_last = lax.axis_index(STAGE) == lax.axis_size(STAGE) - 1
-        return vary(lax.psum(jnp.where(on_last, output, 0), STAGE))
+        return vary(from_position(output, STAGE, self.num_stages - 1))
 
     def _scores(
         self, hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array
@@ -107,12 +105,12 @@ class LossHead(NamedTuple):
         """Loss, exp(logits - max) `[B, T, V/P]`, its sum `[B, T]`, and one-hot targets."""
         num_columns = head.shape[1]
         logits = jnp.einsum("btd,dv->btv", hidden, head, preferred_element_type=jnp.float32)
-        column = lax.axis_index(STAGE) * num_columns + jnp.arange(num_columns)
+        column = index_on(STAGE) * num_columns + jnp.arange(num_columns)
         logits = jnp.where(column < self.vocab_size, logits, jnp.finfo(jnp.float32).min)
-        largest = lax.pmax(logits.max(axis=-1), STAGE)
+        largest = max_over(logits.max(axis=-1), STAGE)
         exponent = jnp.exp(logits - largest[..., None])
-        normaliser = lax.psum(exponent.sum(axis=-1), STAGE)
+        normaliser = sum_over(exponent.sum(axis=-1), STAGE)
         is_target = column == targets[..., None]
-        picked = lax.psum(jnp.where(is_target, logits, 0.0).sum(axis=-1), STAGE)
+        picked = sum_over(jnp.where(is_target, logits, 0.0).sum(axis=-1), STAGE)
         total = ((jnp.log(normaliser) + largest - picked) * mask).sum()
         return vary(total), exponent, normaliser, is_target.astype(jnp.float32)

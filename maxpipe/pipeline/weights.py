@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxpipe.mesh import DATA, FSDP
-from maxpipe.sharding import vary
+from maxpipe.pipeline.collectives import gather_shards, scatter_sum, sum_over, vary
 
 Tree = Any
 NOT_SHARDED = -1
@@ -27,14 +27,14 @@ def gather(shard: jax.Array, dim: int, dtype: jnp.dtype) -> jax.Array:
     shard = shard.astype(dtype)
     if dim == NOT_SHARDED:
         return vary(shard)
-    return vary(lax.all_gather(shard, FSDP, axis=dim, tiled=True))
+    return vary(gather_shards(shard, FSDP, dim))
 
 
 def scatter(gradient: jax.Array, dim: int) -> jax.Array:
     """This device's shard of the gradient, summed over fsdp; unsharded ones stay unsummed."""
     if dim == NOT_SHARDED:
         return gradient
-    return vary(lax.psum_scatter(gradient, FSDP, scatter_dimension=dim, tiled=True))
+    return vary(scatter_sum(gradient, FSDP, dim))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class LayerWeights:
 
 def sum_over_batch(gradient: jax.Array, dim: int) -> jax.Array:
     """Sums over the batch axes that `scatter` has not summed over."""
-    return lax.psum(gradient, DATA if dim != NOT_SHARDED else (DATA, FSDP))
+    return sum_over(gradient, DATA if dim != NOT_SHARDED else (DATA, FSDP))
 
 
 def _stacked(dim: int) -> int:

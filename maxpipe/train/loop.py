@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import jax
 import maxpipe
 from maxpipe import runtime
 from maxpipe.checkpoint import Checkpoints, open_run
-from maxpipe.config.check import check, total_steps
+from maxpipe.config.check import check, total_steps, where
 from maxpipe.config.load import Loaded, to_dict, to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, Loader, build, compare
@@ -29,7 +29,7 @@ from maxpipe.errors import ConfigError, ExitCode, Preempted, Problem, StorageErr
 from maxpipe.evaluate import evaluate
 from maxpipe.mesh import build_mesh, describe, resolve
 from maxpipe.model.count import num_params, train_flops_per_token
-from maxpipe.sharding import local_rows, place_rows
+from maxpipe.sharding import AxisRules, local_rows, place_rows
 from maxpipe.telemetry import Console, EventLog, MetricWriter, peak_flops
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps, partition
@@ -47,15 +47,15 @@ def train(loaded: Loaded) -> int:
         Preempted: the run was asked to stop, and has saved.
     """
     config = loaded.config
-    runtime.start(config.runtime, config.mesh.cpu_devices)
-    config = _fit_to_devices(loaded)
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(runtime.StopRequest())
+        stop = stack.enter_context(runtime.StopRequest(config.runtime))
+        runtime.start(config.runtime, config.mesh.cpu_devices)
+        loaded = _fit_to_devices(loaded)
         console = stack.enter_context(
             Console(config.log.progress, process_index=jax.process_index())
         )
-        run = _set_up(config, console, stop, stack)
-        _run_loop(run)
+        with runtime.bounded_exit(config.runtime.heartbeat_timeout_seconds):
+            _run_loop(_set_up(loaded, console, stop, stack))
     return ExitCode.DONE
 
 
@@ -81,13 +81,13 @@ class Run:
         """Steps already done."""
         return int(self.state.step)
 
-    def batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Iterator[Any]]:
+    def batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
         """Global batches of the steps from `start` to before `stop`, read ahead."""
         sharding, num_rows = self.steps.batch_sharding, self.steps.shape[0]
         rows = local_rows(sharding, num_rows)
         source = loader.batches(start, rows.tolist(), stop_step=stop)
 
-        def placed() -> Iterator[Any]:
+        def placed() -> Generator[Any]:
             with source:
                 for host in source:
                     yield place_rows(host, rows, num_rows, sharding)
@@ -122,7 +122,7 @@ def _run_loop(run: Run) -> None:
     meter = Meter(run)
     evaluated: dict[str, float] = {}
     run.console.begin(first, last)
-    if run.stop.after(first):
+    if run.stop.now() and first < last:
         _leave(run, first)
     with run.batches(run.datasets.train, first, last) as batches:
         for step in range(first + 1, last + 1):
@@ -137,7 +137,7 @@ def _run_loop(run: Run) -> None:
             if run.checkpoints.due(step):
                 with meter.paused():
                     run.save(step)
-            if run.stop.after(step) and step < last:
+            if run.stop.now() and step < last:
                 _leave(run, step)
     if not (config.eval.every and last % config.eval.every == 0 and evaluated):
         evaluated = run.evaluate(last)
@@ -235,21 +235,25 @@ def _run_dir(config: Config) -> Path:
     return Path(config.run.dir).expanduser() / config.run.name
 
 
-def _fit_to_devices(loaded: Loaded) -> Config:
+def _fit_to_devices(loaded: Loaded) -> Loaded:
     """The config with the mesh's -1 resolved, and the rules that depend on it checked."""
     mesh = resolve(loaded.config.mesh, jax.devices())
     config = dataclasses.replace(loaded.config, mesh=mesh)
     problems = check(config, loaded.origins)
     if problems:
         raise ConfigError(problems)
-    return config
+    return Loaded(config, loaded.origins)
 
 
 def _set_up(
-    config: Config, console: Console, stop: runtime.StopRequest, stack: contextlib.ExitStack
+    loaded: Loaded, console: Console, stop: runtime.StopRequest, stack: contextlib.ExitStack
 ) -> Run:
+    config = loaded.config
     run_dir, process = _run_dir(config), jax.process_index()
     length = total_steps(config.train)
+    checkpoints = stack.enter_context(
+        Checkpoints(run_dir, every=config.checkpoint.every, keep=config.checkpoint.keep)
+    )
     with console.stage("reading data"):
         datasets = build(
             config.data,
@@ -268,26 +272,26 @@ def _set_up(
         optim=config.optim,
         train=config.train,
         total_steps=length,
-        axis_rules=config.mesh.axis_rules,
+        rules=AxisRules.from_config(config.mesh),
         seed=config.run.seed,
         byte_lengths=datasets.tokenizer.byte_lengths,
     )
-    checkpoints = stack.enter_context(
-        Checkpoints(run_dir, every=config.checkpoint.every, keep=config.checkpoint.keep)
-    )
     console.banner(_facts(config, steps, datasets, length))
-    state, origin = _restore_or_init(config, steps, checkpoints, datasets, console)
-    first = int(state.step)
+    state, origin = _restore_or_init(loaded, steps, checkpoints, datasets, console)
+    first, train_step = int(state.step), None
     if first > length:
         raise ConfigError.one(
-            "train.steps",
-            length,
-            f"must be at least {first}, the step that this run starts from.",
+            where("train.steps" if config.train.steps else "train.tokens", loaded.origins),
+            config.train.steps or config.train.tokens,
+            f"is {length} steps; must be at least {first}, the step that this run starts from.",
             f"Set train.steps={first} or more, or run.name to a new name.",
         )
     console.note(origin)
-    with console.stage("compiling train step"):
-        train_step = steps.compile_train()
+    if first == length:
+        console.note(f"all {length} steps are done: nothing is left to train")
+    else:
+        with console.stage("compiling train step"):
+            train_step = steps.compile_train()
     eval_step = None
     if config.eval.batches and datasets.validation is not None:
         with console.stage("compiling eval step"):
@@ -298,7 +302,7 @@ def _set_up(
     stack.callback(writer.close)
     writer.text("config", f"```yaml\n{to_yaml(config)}```")
     if process == 0:
-        (run_dir / "config.yml").write_text(to_yaml(config), encoding="utf-8")
+        _write_config(run_dir / "config.yml", config)
     return Run(
         config=config,
         total_steps=length,
@@ -315,24 +319,35 @@ def _set_up(
     )
 
 
+def _write_config(path: Path, config: Config) -> None:
+    try:
+        path.write_text(to_yaml(config), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be written\n"
+            f"  {error.strerror}\n"
+            "  Free space, or set run.dir to a folder that can be written."
+        ) from error
+
+
 def _restore_or_init(
-    config: Config, steps: Steps, checkpoints: Checkpoints, datasets: Datasets, console: Console
+    loaded: Loaded, steps: Steps, checkpoints: Checkpoints, datasets: Datasets, console: Console
 ) -> tuple[TrainState, str]:
     """The state to go on from, and where it came from."""
+    config = loaded.config
     if (step := checkpoints.latest()) is not None:
         source, words = checkpoints, f"resuming {_run_dir(config)} after step {step}"
     elif config.checkpoint.restore_from:
-        source = open_run(config.checkpoint.restore_from)
+        key = "checkpoint.restore_from"
+        source = open_run(config.checkpoint.restore_from, where(key, loaded.origins))
         step = source.latest()
         words = f"starting from {config.checkpoint.restore_from} after step {step}"
     else:
         return steps.init(), f"starting a new run in {_run_dir(config)}"
     assert step is not None
     facts = source.facts(step)
-    _check_model(facts["config"]["model"], to_dict(config)["model"])
-    for name, before, now in compare(
-        facts["data"]["fingerprint"], datasets.train.fingerprint()
-    ):
+    _check_model(facts["config"]["model"], to_dict(config)["model"], loaded.origins)
+    for name, before, now in compare(facts["data"]["fingerprint"], datasets.train.fingerprint()):
         console.warn(f"data: {name} was {before} when step {step} was saved and is {now}")
     found = source.restore(step, steps.abstract_saved)
     if int(found.state["step"]) != step:
@@ -344,10 +359,10 @@ def _restore_or_init(
     return steps.from_saved(found.state), words
 
 
-def _check_model(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _check_model(saved: dict[str, Any], wanted: dict[str, Any], origins: Mapping[str, str]) -> None:
     problems = [
         Problem(
-            f"model.{key}",
+            where(f"model.{key}", origins),
             str(wanted.get(key)),
             f"must be {saved.get(key)}, the value of the checkpoint's model.",
             f"Set model.{key}={saved.get(key)}, or run.name to a new name.",
@@ -359,9 +374,7 @@ def _check_model(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
         raise ConfigError(problems)
 
 
-def _facts(
-    config: Config, steps: Steps, datasets: Datasets, length: int
-) -> list[tuple[str, str]]:
+def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> list[tuple[str, str]]:
     mesh, schedule = steps.partition.mesh, steps.train_schedule
     tokens = config.train.batch_size * config.train.sequence_length
     device = mesh.devices.flat[0]

@@ -33,9 +33,7 @@ def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
     if config.warmup_steps == 0:
         return shape
     # The first step already moves: rate peak/warmup, not 0.
-    rise = optax.linear_schedule(
-        peak / config.warmup_steps, peak, max(1, config.warmup_steps - 1)
-    )
+    rise = optax.linear_schedule(peak / config.warmup_steps, peak, max(1, config.warmup_steps - 1))
     return optax.join_schedules([rise, shape], [config.warmup_steps])
 
 

@@ -44,19 +44,14 @@ class Partition:
     @cached_property
     def specs(self) -> Tree:
         """PartitionSpec of each stacked parameter."""
-        axes = self.decoder.axes()
         rules = self.decoder.rules
-        return {
-            name: jax.tree_util.tree_map_with_path(
-                lambda path, leaf, name=name: rules.spec(
-                    (*STACK, *leaf) if name == "layers" else leaf,
-                    where=name + jax.tree_util.keystr(path, simple=True, separator="."),
-                ),
-                subtree,
-                is_leaf=_is_axes,
-            )
-            for name, subtree in axes.items()
-        }
+
+        def spec(path: tuple[Any, ...], axes: tuple[str, ...]) -> PartitionSpec:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            stacked = name.startswith("layers.")
+            return rules.spec((*STACK, *axes) if stacked else axes, where=name)
+
+        return jax.tree_util.tree_map_with_path(spec, self.decoder.axes(), is_leaf=_is_axes)
 
     @cached_property
     def network_specs(self) -> Tree:
@@ -124,9 +119,7 @@ class Partition:
 
     def _pad_vocabulary(self, params: Tree) -> Tree:
         shape = self.mesh.shape
-        size = padded_vocabulary(
-            self.decoder.config.vocab_size, shape[STAGE] * shape[TENSOR]
-        )
+        size = padded_vocabulary(self.decoder.config.vocab_size, shape[STAGE] * shape[TENSOR])
         padded = dict(params)
         padded["embedding"] = pad_vocabulary(params["embedding"], 0, size)
         if "head" in params:

@@ -8,7 +8,6 @@ Source: the idea of one call that partitions a model is Pax's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -72,7 +71,7 @@ class Steps:
             specs,
             transform_non_params=lambda _: PartitionSpec(),
         )
-        return self.partition.shardings(TrainState(PartitionSpec(), specs, optimizer))
+        return self.partition.shardings(TrainState._make((PartitionSpec(), specs, optimizer)))
 
     @cached_property
     def saved_sharding(self) -> Tree:
@@ -176,7 +175,7 @@ class Steps:
         params = optax.apply_updates(state.params, updates)
         metrics = {
             "train/loss": loss,
-            "train/grad_norm": optax.global_norm(gradients),
+            "train/grad_norm": optax.tree.norm(gradients),
             "train/lr": jnp.asarray(self.rate(state.step)),
         }
         return TrainState(state.step + 1, params, optimizer), metrics
@@ -196,7 +195,7 @@ def partition(
     optim: OptimConfig,
     train: TrainConfig,
     total_steps: int,
-    axis_rules: Mapping[str, Sequence[str]],
+    rules: AxisRules,
     seed: int,
     byte_lengths: np.ndarray,
 ) -> Steps:
@@ -206,7 +205,7 @@ def partition(
         ConfigError: the axis rules put two dims of a tensor on one mesh axis, or the schedule
             does not allow these sizes.
     """
-    decoder = Decoder(model, AxisRules.from_config(axis_rules))
+    decoder = Decoder(model, rules)
     layout = Layout(model.num_layers, mesh.shape[STAGE], pipeline.repeats)
     parts = Partition(decoder, layout, mesh)
     place = partial(
@@ -220,9 +219,7 @@ def partition(
     schedules = place(), place(backward=False)
     for schedule in schedules:
         verify(schedule)
-    network = Network(
-        decoder.layer, decoder.norm, model.vocab_size, jnp.dtype(model.compute_dtype)
-    )
+    network = Network(decoder.layer, decoder.norm, model.vocab_size, jnp.dtype(model.compute_dtype))
     lengths = np.zeros(model.vocab_size, np.int32)
     lengths[: len(byte_lengths)] = byte_lengths
     return Steps(
@@ -231,7 +228,15 @@ def partition(
         rate=learning_rate(optim, total_steps),
         train_schedule=schedules[0],
         eval_schedule=schedules[1],
-        engine=Engine(network, layout, mesh, parts.specs, pipeline.weight_gather, pipeline.idle),
+        engine=Engine(
+            network,
+            layout,
+            mesh,
+            parts.specs,
+            weight_gather=pipeline.weight_gather,
+            remat=pipeline.remat,
+            idle=pipeline.idle,
+        ),
         shape=(train.batch_size, train.sequence_length),
         seed=seed,
         byte_lengths=lengths,

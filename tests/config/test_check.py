@@ -81,12 +81,6 @@ BROKEN: list[tuple[str, str, str]] = [
     ("pipeline.microbatches=3", "train.batch_size", "pipeline.microbatches (3)"),
     ("mesh.ici_data=16", "train.batch_size", "x data (16) x fsdp (1) = 16"),
     ("train.steps=0", "train.steps", "when train.tokens is 0"),
-    ("optim.warmup_steps=11", "optim.warmup_steps", "at most the steps of the run (10)"),
-    (
-        "optim.schedule=wsd optim.warmup_steps=9",
-        "optim.decay_fraction",
-        "at most 0.1 with 9 warm-up steps of 10",
-    ),
     *(
         (f"data.source={source}", "data.path", f"data.source={source}")
         for source in ("text", "jsonl", "arrayrecord", "tfds")
@@ -156,8 +150,8 @@ def test_every_number_has_a_range():
         "mesh.ici_tensor=8 mesh.axis_rules.kv_heads=[]",
         "mesh.ici_tensor=8 mesh.axis_rules={heads: [], kv_heads: [], head_size: [tensor]}",
         "train.steps=0 train.tokens=100000",
-        "optim.warmup_steps=10",
-        "optim.schedule=wsd optim.warmup_steps=8",
+        "optim.warmup_steps=1000",  # a shortened run stays legal
+        "optim.schedule=wsd optim.warmup_steps=9",
         "data.source=synthetic data.validation_fraction=0",
         "data.validation_fraction=0 eval.batches=0",
         "runtime.num_processes=0 runtime.process_id=3",
@@ -263,7 +257,7 @@ SIZES = st.sampled_from([-1, 1, 1, 1, 2, 3, 4, 8])
 SMALL = st.integers(1, 12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.fixed_dictionaries(
         {},
@@ -280,9 +274,9 @@ SMALL = st.integers(1, 12)
 )
 def test_following_the_actions_ends_in_a_config_that_loads(values: dict[str, object]):
     given = [f"{key}={value}" for key, value in values.items()]
-    for _ in range(30):
+    for _ in range(6):
         found = problems(given)
         if not found:
-            return
-        given.append(suggestion(found[0]))
-    pytest.fail("\n".join(map(str, [given, *found])))
+            break
+        given += [suggestion(problem) for problem in found]
+    assert problems(given) == []

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config.load import KEYS, MAX_FILE_BYTES, from_dict, load, to_dict, to_yaml
@@ -335,8 +335,9 @@ FLOATS = st.floats(min_value=1e-300, max_value=1e300)
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+@example(path="a\n b", folder="\x85\u2028\ufeff", rate=1.0, seed=0, log=True)
 @given(path=TEXT, folder=TEXT, rate=FLOATS, seed=st.integers(0, 2**32 - 1), log=st.booleans())
 def test_the_written_file_loads_to_an_equal_config(
     path: str, folder: str, rate: float, seed: int, log: bool, write: Write
@@ -358,7 +359,7 @@ WORDS = st.sampled_from(
 
 
 @settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_a_mutated_config_raises_nothing_but_config_errors(data: st.DataObject, write: Write):
@@ -375,7 +376,7 @@ def test_a_mutated_config_raises_nothing_but_config_errors(data: st.DataObject, 
         assert error.problems
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(list(KEYS)), WORDS | st.text(max_size=6)), max_size=4))
 def test_random_overrides_raise_nothing_but_config_errors(overrides: list[tuple[str, str]]):
     try:

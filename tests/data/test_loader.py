@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def take(loader: Loader, count: int, start_step: int = 0, **where: Any) -> list[
 
 
 def test_shapes_and_types(datasets: Datasets) -> None:
-    [batch] = take(datasets.train, 1, rows=[4, 1])
+    [batch] = take(datasets.train, 1, rows=[3, 1])
     assert {name: (array.shape, str(array.dtype)) for name, array in batch.items()} == {
         "tokens": ((2, LENGTH), "int32"),
         "targets": ((2, LENGTH), "int32"),
@@ -63,7 +64,7 @@ def test_shapes_and_types(datasets: Datasets) -> None:
         "loss_mask": ((2, LENGTH), "float32"),
         "example_ids": ((2,), "int32"),
     }
-    assert batch["example_ids"].tolist() == [4, 1]
+    assert batch["example_ids"].tolist() == [3, 1]
 
 
 def test_same_batches_for_the_same_seed(folder: str, datasets: Datasets) -> None:
@@ -80,7 +81,7 @@ def test_any_partition_of_rows_is_the_whole_batch(
     rows: list[int], cuts: set[int], shared: Datasets
 ) -> None:
     edges = [0, *sorted(cuts), BATCH]
-    parts = [rows[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [rows[a:b] for a, b in pairwise(edges)]
     for step in (0, 7, 1000):
         whole = shared.train.batch(step)
         pieces = [shared.train.batch(step, part) for part in parts]
@@ -250,7 +251,7 @@ if sys.argv[2] == "raise":
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("close", 0), ("leave", 0), ("raise", 3)])
+@pytest.mark.parametrize(("how", "code"), [("close", 0), ("raise", 3)])
 def test_process_ends_at_once(how: str, code: int, folder: str) -> None:
     command = [sys.executable, "-W", "error", "-c", SCRIPT, folder, how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -305,4 +306,4 @@ def test_order_never_changes() -> None:
         sequence_length=16,
     )
     texts = [datasets.tokenizer.decode(row) for row in datasets.train.batch(12345)["tokens"]]
-    assert texts == ["?", "?"]
+    assert texts == ["yvlzsb iehgrh bh", "jrlxaqezw ibp ij"]

@@ -178,7 +178,7 @@ def explained(error: pytest.ExceptionInfo[ConfigError], where: str, given: str, 
     assert where in problem.where
     assert given in problem.given
     assert text in problem.rule
-    assert problem.action.endswith(('.', '"', "]'", ")"))
+    assert problem.action.endswith((".", '"', "]'", ")"))
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "arrayrecord"])
@@ -206,7 +206,7 @@ def test_nothing_but_empty_files(tmp_path: Path) -> None:
     ("line", "text"),
     [
         ('{"text": "cut', "must be a JSON object: "),
-        ('["text"]', "it is of type list"),
+        ('["text"]', "is of type list"),
         ('{"body": "b"}', "data.field (text), which is missing"),
         ('{"text": 3, "body": "b"}', "data.field (text), which is of type int"),
     ],

@@ -1,0 +1,114 @@
+"""Reference: the circular pipeline as published, differentiated through its scan.
+
+One scan over M * R + P - 1 ticks runs the forward of a ring of stages, each tick under
+`jax.checkpoint`; reverse-mode differentiation of that scan is the backward. fsdp is left to
+the compiler. Embedding and loss head lie outside, with the batch split over the stages too.
+This is how praxis and MaxText run their circular pipelines; it is kept here for comparison
+only and shares the decoder's layers with the engine.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from maxpipe.mesh import BATCH_AXES, STAGE
+from maxpipe.model.decoder import Decoder
+from maxpipe.pipeline.layout import Layout
+
+Tree = Any
+
+
+def loss(
+    decoder: Decoder, layout: Layout, mesh: Mesh, num_microbatches: int, params: Tree, batch: Tree
+) -> jax.Array:
+    """Mean loss over the target tokens; `params` are stacked `[R, P, L]`."""
+    dtype = jnp.dtype(decoder.config.compute_dtype)
+    rows = batch["tokens"].shape[0] // num_microbatches
+    # Microbatch m takes the rows m, m + M, ...: each stays spread over the batch axes.
+    cut = lambda leaf: leaf.reshape(rows, num_microbatches, *leaf.shape[1:]).swapaxes(0, 1)  # noqa: E731
+    inputs = {name: cut(batch[name]) for name in ("segment_ids", "positions", "example_ids")}
+    embedded = _spread(params["embedding"].astype(dtype)[cut(batch["tokens"])], 1)
+    ring = jax.shard_map(
+        partial(_ring, decoder, layout, num_microbatches),
+        mesh=mesh,
+        axis_names={STAGE},
+        in_specs=(PartitionSpec(None, STAGE), PartitionSpec(), PartitionSpec()),
+        out_specs=PartitionSpec(),
+    )
+    hidden = _spread(ring(params["layers"], embedded, inputs), 1)
+    hidden = lax.with_sharding_constraint(
+        hidden, PartitionSpec(None, BATCH_AXES, STAGE)
+    )  # the head's work is divided over the stages as well
+    hidden = decoder.norm(params["final_norm"], hidden)
+    logits = jnp.einsum(
+        "mbtd,dv->mbtv", hidden, params["head"].astype(dtype), preferred_element_type=jnp.float32
+    )
+    scores = jax.nn.log_softmax(logits[..., : decoder.config.vocab_size])
+    picked = jnp.take_along_axis(scores, cut(batch["targets"])[..., None], axis=-1)[..., 0]
+    mask = cut(batch["loss_mask"])
+    return -(picked * mask).sum() / mask.sum()
+
+
+def _spread(x: jax.Array, dim: int) -> jax.Array:
+    return lax.with_sharding_constraint(x, PartitionSpec(*(None,) * dim, BATCH_AXES))
+
+
+def _ring(
+    decoder: Decoder,
+    layout: Layout,
+    num_microbatches: int,
+    layers: Tree,
+    embedded: jax.Array,
+    inputs: Tree,
+) -> jax.Array:
+    """The last stage's outputs `[M, rows, T, D]`."""
+    stages = layout.num_stages
+    stage = lax.axis_index(STAGE)
+    layers = jax.tree.map(lambda leaf: leaf[:, 0], layers)
+    work = num_microbatches * layout.num_repeats
+
+    def tick(carry: tuple[jax.Array, ...], k: jax.Array):
+        arrived, waiting = carry
+        item = jnp.clip(k - stage, 0, work - 1)
+        microbatch, repeat = item % num_microbatches, item // num_microbatches
+        x = jnp.where(repeat == 0, embedded[microbatch], waiting[microbatch])
+        x = jnp.where(stage == 0, x, arrived)
+        y = _chunk(
+            decoder,
+            jax.tree.map(lambda leaf: leaf[repeat], layers),
+            x,
+            jax.tree.map(lambda leaf: leaf[microbatch], inputs),
+        )
+        arrived = lax.ppermute(y, STAGE, [(s, (s + 1) % stages) for s in range(stages)])
+        sender = jnp.clip(k - (stages - 1), 0, work - 1) % num_microbatches
+        return (arrived, waiting.at[sender].set(arrived)), y
+
+    empty = lax.pcast(jnp.zeros_like(embedded), (STAGE,), to="varying")
+    body = jax.checkpoint(tick, policy=jax.checkpoint_policies.nothing_saveable)
+    _, made = lax.scan(body, (empty[0], empty), jnp.arange(work + stages - 1))
+    outputs = made[-num_microbatches:]  # the last stage's last repeat ends the scan
+    return lax.psum(jnp.where(stage == stages - 1, outputs, 0), STAGE)
+
+
+def _chunk(decoder: Decoder, layers: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
+    dtype = x.dtype
+
+    @jax.checkpoint
+    def body(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
+        whole = jax.tree.map(
+            lambda leaf: lax.with_sharding_constraint(leaf.astype(dtype), PartitionSpec()), layer
+        )
+        y = decoder.layer(whole, _rows(x), inputs, jnp.int32(0))
+        return _rows(y), None
+
+    return lax.scan(body, x, layers)[0]
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    return lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES))

@@ -1,0 +1,86 @@
+"""Collectives of the per-device program, over those of its axes that have more than one device.
+
+An axis of size one stays out of the program: its collectives would be no-ops that
+compilers have tripped over. Callers name axes and need not know their sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from maxpipe.mesh import MANUAL_AXES
+
+
+def program_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes over which the program is written per device."""
+    return tuple(axis for axis in MANUAL_AXES if mesh.shape[axis] > 1)
+
+
+def _present(axes: str | Sequence[str]) -> tuple[str, ...]:
+    named = (axes,) if isinstance(axes, str) else axes
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in named if axis in manual)
+
+
+def vary(tree: Any) -> Any:
+    """Marks every leaf as possibly different on each device.
+
+    Inside the per-device program jax tracks over which axes a value is the same. A value that
+    is the same everywhere gets its gradient summed over devices behind our back, and makes a
+    conditional on the stage index silently wrong (jax#40823); a varying one does neither.
+    """
+
+    def mark(leaf: jax.Array) -> jax.Array:
+        kind: Any = jax.typeof(leaf)
+        # jax 0.10 has `vma`; later releases moved it.
+        known = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
+        missing = tuple(axis for axis in _present(MANUAL_AXES) if axis not in known)
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(mark, tree)
+
+
+def index_on(axis: str) -> jax.Array:
+    """This device's position on the axis."""
+    return lax.axis_index(axis) if _present(axis) else jnp.int32(0)
+
+
+def sum_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
+    """The sum over all devices of these axes, the same on each."""
+    present = _present(axes)
+    return lax.psum(x, present) if present else x
+
+
+def max_over(x: jax.Array, axis: str) -> jax.Array:
+    """The maximum over all devices of the axis, the same on each."""
+    return lax.pmax(x, axis) if _present(axis) else x
+
+
+def from_position(x: jax.Array, axis: str, position: int) -> jax.Array:
+    """The value of the device at `position` of the axis, on all of them."""
+    return sum_over(jnp.where(index_on(axis) == position, x, 0), axis)
+
+
+def gather_shards(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """Shards along `dim` put together."""
+    return lax.all_gather(x, axis, axis=dim, tiled=True) if _present(axis) else x
+
+
+def scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """This device's shard along `dim` of the sum over the axis."""
+    if not _present(axis):
+        return x
+    return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+
+
+def shift(x: jax.Array, axis: str, step: int, size: int) -> jax.Array:
+    """The value of the device `step` positions before, around the ring of `size`."""
+    if not _present(axis):
+        return x
+    return lax.ppermute(x, axis, [(place, (place + step) % size) for place in range(size)])

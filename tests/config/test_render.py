@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from maxpipe.config import render, schema
+from maxpipe.config.check import DEFAULT_AXIS_RULES
+from maxpipe.config.load import KEYS, SECTIONS, load, to_dict
+from maxpipe.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+MODELS = sorted((ROOT / "configs/model").glob("*.yml"))
+TINY = str(ROOT / "configs/model/tiny.yml")
+
+Golden = Callable[[str, str], None]
+
+
+def test_every_section_and_key_has_a_doc():
+    docs = render.field_docs()
+    assert set(docs) == {*SECTIONS, *KEYS}
+    assert all(doc.endswith(".") and "\n" not in doc for doc in docs.values())
+
+
+def test_a_doc_is_the_string_below_its_field():
+    docs = render.field_docs()
+    assert docs["model.num_heads"] == "Number of query heads."
+    assert docs["mesh"].startswith("Sizes of the mesh axes")
+    assert ast.get_docstring(ast.parse(Path(schema.__file__).read_text())) not in docs.values()
+
+
+@pytest.mark.parametrize("key", ["", *SECTIONS, *KEYS])
+def test_explain_covers_everything(key: str):
+    text = render.explain(key)
+    assert text.endswith("\n") and max(map(len, text.splitlines())) <= 100
+    if key:
+        assert text.startswith(f"{key}\n")
+
+
+def test_explain_prints_range_and_default():
+    text = render.explain("model.dropout")
+    assert "at least 0 and less than 1" in text and "default  0.0" in text
+    assert "required" in render.explain("model.d_model")
+    assert "one of gpipe, circular, 1f1b" in render.explain("pipeline.schedule")
+
+
+def test_explain_axis_rules_prints_the_table(golden: Golden):
+    text = render.explain("mesh.axis_rules")
+    for name, axes in DEFAULT_AXIS_RULES.items():
+        assert re.search(rf"^  {name} +{', '.join(axes) or 'none'}", text, re.MULTILINE)
+    golden("config/explain_axis_rules.txt", text)
+
+
+@pytest.mark.parametrize(
+    ("key", "guess"),
+    [("repeats", "pipeline.repeats"), ("pipeline.repeat", "pipeline.repeats"), ("optm", "optim")],
+)
+def test_explain_suggests_a_name(key: str, guess: str):
+    with pytest.raises(
+        ConfigError, match=f"Did you mean `maxpipe config explain {guess}`"
+    ) as error:
+        render.explain(key)
+    assert str(error.value).count("\n") == 2
+
+
+def test_explain_of_nonsense_says_where_to_look():
+    with pytest.raises(ConfigError, match="lists the sections"):
+        render.explain("qqqqq")
+
+
+def test_the_page_in_docs_is_up_to_date():
+    page = (ROOT / "docs/config.md").read_text(encoding="utf-8")
+    assert page == render.markdown(), "run: maxpipe config docs"
+    assert all(f"\n## {section}\n" in page for section in SECTIONS)
+    # Each table row has as many cells as its head.
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {4, 5}
+
+
+def test_the_json_schema_accepts_what_loads_and_refuses_what_does_not():
+    schema = render.json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    valid = to_dict(load([TINY, "train.steps=1", "mesh.axis_rules.mlp=[]"]).config)
+    validator.validate(valid)
+    for path in MODELS:
+        validator.validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    for wrong in (
+        {"modle": {}},
+        {"model": {"num_layer": 1}},
+        {"model": {"num_layers": "x"}},
+        {"model": {"num_layers": 0}},
+        {"model": {"dropout": 1}},
+        {"optim": {"schedule": "cosin"}},
+        {"mesh": {"axis_rules": {"hedas": []}}},
+        {"mesh": {"axis_rules": {"mlp": "tensor"}}},
+    ):
+        assert not validator.is_valid(wrong), wrong
+
+
+def test_the_json_schema_carries_docs_and_defaults():
+    keys = render.json_schema()["properties"]["pipeline"]["properties"]
+    assert keys["repeats"]["default"] == 1
+    assert all(key["description"] for key in keys.values())
+
+
+def test_print_config_loads_back_and_names_origins(tmp_path: Path, golden: Golden):
+    file = tmp_path / "run.yml"
+    file.write_text("train: {steps: 3}\n")
+    loaded = load([TINY, str(file), "run.name=on", "mesh.axis_rules.mlp=[]", "data.path=a\nb\x01"])
+    text = render.print_config(loaded, origin=True)
+    assert f"  steps: 3  # {file}\n" in text
+    assert "  name: 'on'  # run.name=on\n" in text
+    assert "  beta1: 0.9  # default\n" in text
+    copy = tmp_path / "copy.yml"
+    for origin in (True, False):
+        copy.write_text(render.print_config(loaded, origin=origin))
+        assert load([str(copy)]).config == loaded.config
+    golden("config/print.yml", render.print_config(loaded, origin=False))
+
+
+def _num_parameters(model: schema.ModelConfig) -> int:
+    heads = 2 * model.num_heads + 2 * model.num_kv_heads
+    layer = model.d_model * (heads * model.head_size + 3 * model.d_mlp + 2)
+    tables = 1 if model.tied_embeddings else 2
+    return model.num_layers * layer + model.d_model * (tables * model.vocab_size + 1)
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_a_model_file_is_what_its_header_says(path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = path.read_text(encoding="utf-8")
+    assert list(yaml.safe_load(text)) == ["model"]
+    header = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+    command = re.search(r"Command: +maxpipe config print (.*?) Expects:", header)
+    assert command
+    monkeypatch.chdir(ROOT)
+    config = load(command[1].split()).config
+    assert f"{_num_parameters(config.model):,} parameters" in header

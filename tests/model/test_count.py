@@ -1,0 +1,133 @@
+"""Counted parameters against real trees, counted operations against the compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxpipe.config.load import load
+from maxpipe.config.schema import MeshConfig, ModelConfig
+from maxpipe.model import count
+from maxpipe.model.decoder import Decoder
+from maxpipe.sharding import AxisRules
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "model"
+RULES = AxisRules.from_config(MeshConfig())
+
+
+def published(name: str) -> ModelConfig:
+    arguments = [str(CONFIGS / f"{name}.yml"), "train.steps=1"]
+    if name != "tiny":
+        arguments += ["tokenizer.kind=huggingface", "tokenizer.path=tokenizer.json"]
+    return load(arguments).config.model
+
+
+def tree_params(config: ModelConfig) -> int:
+    shapes = jax.eval_shape(Decoder(config, RULES).init, jax.random.key(0))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("num_layers", [1, 5])
+def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int) -> None:
+    config = ModelConfig(
+        num_layers=num_layers,
+        d_model=24,
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=10,
+        d_mlp=52,
+        vocab_size=77,
+        tied_embeddings=tied,
+    )
+    assert count.num_params(config) == tree_params(config)
+    layers = jax.eval_shape(Decoder(config, RULES).init_layer, jax.random.key(0))
+    one = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layers))
+    assert count.layer_params(config) == one
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("tiny", 1_051_520),
+        ("llama3-1b", 1_235_814_400),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3-405b", 405_853_388_800),
+    ],
+)
+def test_published_models_have_their_published_size(name: str, params: int) -> None:
+    config = published(name)
+    assert count.num_params(config) == tree_params(config) == params
+    header = (CONFIGS / f"{name}.yml").read_text(encoding="utf-8").split("\nmodel:")[0]
+    assert f"{params:,} parameters" in header
+
+
+# Matmuls dominate: small parts of the operations are norms, rotations and softmax.
+WIDE = ModelConfig(
+    num_layers=1,
+    d_model=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=64,
+    d_mlp=768,
+    vocab_size=512,
+    compute_dtype="float32",
+)
+
+
+def compiled_flops(config: ModelConfig, length: int) -> float:
+    """Of one sequence's forward pass; the compiler counts a loop's body once."""
+    assert config.num_layers == 1
+    decoder = Decoder(config, RULES)
+    row = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    batch = {"tokens": row, "segment_ids": row, "positions": row}
+    params = jax.eval_shape(decoder.init, jax.random.key(0))
+    cost: Any = jax.jit(decoder.apply).lower(params, batch).compile().cost_analysis()
+    return cost["flops"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({}, 64),
+        ({}, 256),
+        ({"num_kv_heads": 4, "d_mlp": 256}, 128),
+        ({"tied_embeddings": True, "num_heads": 8, "vocab_size": 1024}, 64),
+    ],
+    ids=["short", "long", "full heads", "tied"],
+)
+def test_forward_operations_are_what_the_compiler_counts(
+    changes: dict[str, Any], length: int
+) -> None:
+    config = dataclasses.replace(WIDE, **changes)
+    counted = length * count.forward_flops_per_token(config, length, causal=False)
+    assert counted == pytest.approx(compiled_flops(config, length), rel=0.03)
+
+
+def test_operations_grow_with_layers_and_halve_with_the_causal_mask() -> None:
+    def flops(num_layers: int, length: int, causal: bool) -> int:
+        config = dataclasses.replace(WIDE, num_layers=num_layers)
+        return count.forward_flops_per_token(config, length, causal=causal)
+
+    one, two, five = (flops(n, 128, False) for n in (1, 2, 5))
+    assert five - two == 3 * (two - one)
+    # Scores and mixing: two matmuls over all heads, 2 operations each, per pair.
+    per_pair = 2 * 2 * WIDE.num_heads * WIDE.head_size
+    assert flops(1, 129, False) - flops(1, 128, False) == per_pair
+    assert flops(1, 128, False) - flops(1, 128, True) == 64 * per_pair
+    assert count.train_flops_per_token(WIDE, 128) == 3 * flops(1, 128, True)
+
+
+def test_training_llama3_8b_takes_about_six_operations_per_parameter() -> None:
+    config = published("llama3-8b")
+    embedding = config.vocab_size * config.d_model
+    six = 6 * (count.num_params(config) - embedding)
+    train = count.train_flops_per_token(config, 8192)
+    assert six < train < 1.2 * six

@@ -1,0 +1,262 @@
+"""The decoder as a whole: its parameters, and what its logits depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.config.load import load
+from maxpipe.config.schema import MeshConfig, ModelConfig
+from maxpipe.model.decoder import Decoder
+from maxpipe.sharding import AxisRules
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "model"
+RULES = AxisRules.from_config(MeshConfig())
+KEY = jax.random.key(7)
+SMALL = ModelConfig(
+    num_layers=3,
+    d_model=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=4,
+    d_mlp=24,
+    vocab_size=40,
+    compute_dtype="float32",
+)
+
+
+def decoder_with(**changes: Any) -> Decoder:
+    return Decoder(dataclasses.replace(SMALL, **changes), RULES)
+
+
+def assert_close(got: Any, wanted: Any) -> None:
+    """Float32: 1e-5 of the largest value."""
+    wanted = np.asarray(wanted, np.float64)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+
+
+def leaves(tree: Any) -> dict[str, Any]:
+    """Dotted name -> leaf; a tuple of logical axes is a leaf."""
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, tuple))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in found}
+
+
+def numpy_leaves(tree: Any) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf) for name, leaf in leaves(tree).items()}
+
+
+def make_batch(rows: int = 2, length: int = 8, seed: int = 0) -> dict[str, Any]:
+    """Documents of 3 and 5 tokens in every row."""
+    cut = np.arange(length) >= 3
+    generator = np.random.default_rng(seed)
+    return {
+        "tokens": generator.integers(0, SMALL.vocab_size, (rows, length)),
+        "targets": generator.integers(0, SMALL.vocab_size, (rows, length)),
+        "loss_mask": np.ones((rows, length), np.int32),
+        "segment_ids": np.tile(1 + cut, (rows, 1)),
+        "positions": np.tile(np.arange(length) - 3 * cut, (rows, 1)),
+        "example_ids": 100 + np.arange(rows),
+    }
+
+
+@pytest.fixture(scope="module")
+def deep() -> dict[str, Any]:
+    """Parameters of five layers."""
+    return jax.device_get(jax.jit(decoder_with(num_layers=5).init)(KEY))
+
+
+@pytest.fixture(scope="module")
+def params(deep: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of three layers."""
+    return jax.tree.map(
+        jnp.asarray, deep | {"layers": jax.tree.map(lambda leaf: leaf[:3], deep["layers"])}
+    )
+
+
+# Parameters.
+
+
+def test_the_parameter_tree_of_the_tiny_model(golden: Callable[[str, str], None]) -> None:
+    config = load([str(CONFIGS / "tiny.yml"), "train.steps=1"]).config.model
+    decoder = Decoder(config, RULES)
+    shapes = leaves(jax.eval_shape(decoder.init, jax.random.key(0)))
+    axes = leaves(decoder.axes())
+    assert set(shapes) == set(axes)
+    lines = []
+    for name, leaf in sorted(shapes.items()):
+        logical = ("layer", *axes[name]) if name.startswith("layers.") else axes[name]
+        dims = " ".join(f"{a}={n}" for a, n in zip(logical, leaf.shape, strict=True))
+        lines.append(f"{name:32} {leaf.dtype!s:8} {dims}")
+    golden("params-tiny.txt", "\n".join(lines) + "\n")
+
+
+def test_tied_embeddings_have_no_head() -> None:
+    tied = decoder_with(tied_embeddings=True)
+    shapes = jax.eval_shape(tied.init, jax.random.key(0))
+    assert "head" not in shapes and "head" not in tied.axes()
+    assert {"head"} == set(decoder_with().axes()) - set(tied.axes())
+
+
+def test_parameters_have_the_configured_type() -> None:
+    shapes = jax.eval_shape(decoder_with(param_dtype="bfloat16").init, jax.random.key(0))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(shapes)} == {"bfloat16"}
+
+
+def test_a_layer_depends_on_its_index_and_on_nothing_else(deep: dict[str, Any]) -> None:
+    # Not on the depth of the model, nor on which layers are drawn with it.
+    picked = [2, 0, 2]
+    drawn = jax.jit(decoder_with(num_layers=3).init_layers)(KEY, jnp.array(picked))
+    whole = numpy_leaves(deep["layers"])
+    assert set(numpy_leaves(drawn)) == set(whole)
+    for name, leaf in numpy_leaves(drawn).items():
+        if name in ("attention.out", "mlp.down"):
+            # Projections to the residual stream shrink with the depth; the draws are the same.
+            np.testing.assert_allclose(leaf * (3 / 5) ** 0.5, whole[name][picked], rtol=1e-6)
+        else:
+            np.testing.assert_array_equal(leaf, whole[name][picked])
+
+
+def test_no_two_parameters_are_alike(deep: dict[str, Any]) -> None:
+    rows = []
+    for name, leaf in numpy_leaves(deep).items():
+        if not name.endswith("scale"):
+            parts = leaf if name.startswith("layers.") else leaf[None]
+            # Deviations differ from matrix to matrix: compare signs.
+            rows += [np.sign(part.ravel()[:200]) for part in parts]
+    assert len(rows) == 2 + 5 * 7
+    for i, one in enumerate(rows):
+        for two in rows[:i]:
+            same = (one[: len(two)] == two[: len(one)]).mean()
+            assert 0.2 < same < 0.8
+
+
+# Logits.
+
+
+def test_embedding_and_head_can_be_one_table(params: dict[str, Any]) -> None:
+    tied, untied = decoder_with(tied_embeddings=True), decoder_with()
+    batch = make_batch()
+    shared = {name: leaf for name, leaf in params.items() if name != "head"}
+    wanted = untied.apply(shared | {"head": params["embedding"].T}, batch)
+    assert_close(tied.apply(shared, batch), wanted)
+    # Both uses reach the gradient of the one table.
+    gradient = jax.grad(tied.loss)(shared, batch)["embedding"]
+    both = jax.grad(untied.loss)(shared | {"head": params["embedding"].T}, batch)
+    assert_close(gradient, both["embedding"] + both["head"].T)
+
+
+def test_logits_are_float32_whatever_the_compute_type(params: dict[str, Any]) -> None:
+    batch = make_batch()
+    exact = decoder_with().apply(params, batch)
+    rough = decoder_with(compute_dtype="bfloat16").apply(params, batch)
+    assert exact.dtype == rough.dtype == jnp.float32
+    assert exact.shape == (2, 8, SMALL.vocab_size)
+    # bfloat16 keeps 8 bits; three layers may add up a few roundings.
+    scale = float(jnp.abs(exact).max())
+    assert 0 < float(jnp.abs(exact - rough).max()) < 8 * 2**-8 * scale
+
+
+def other_tokens(batch: dict[str, Any], where: slice) -> np.ndarray:
+    tokens = batch["tokens"].copy()
+    tokens[:, where] = (tokens[:, where] + 1) % SMALL.vocab_size
+    return tokens
+
+
+def test_packed_documents_cannot_see_each_other(params: dict[str, Any]) -> None:
+    apply = jax.jit(decoder_with().apply)
+    batch = make_batch()
+    before = np.asarray(apply(params, batch))
+    after = np.asarray(apply(params, batch | {"tokens": other_tokens(batch, slice(0, 3))}))
+    np.testing.assert_array_equal(after[:, 3:], before[:, 3:])
+    assert (after[:, :3] != before[:, :3]).any(axis=-1).all()
+    after = np.asarray(apply(params, batch | {"tokens": other_tokens(batch, slice(6, 7))}))
+    np.testing.assert_array_equal(after[:, :6], before[:, :6])
+    assert (after[:, 6:] != before[:, 6:]).any(axis=-1).all()
+
+
+def test_a_packed_document_equals_the_document_alone(params: dict[str, Any]) -> None:
+    apply = decoder_with().apply
+    batch = make_batch()
+    packed = apply(params, batch)
+    names = ("tokens", "segment_ids", "positions", "example_ids")
+    for part in (slice(0, 3), slice(3, 8)):
+        alone = {n: batch[n][:, part] if batch[n].ndim == 2 else batch[n] for n in names}
+        assert_close(packed[:, part], apply(params, alone))
+
+
+def test_the_loss_is_the_mean_over_masked_targets(params: dict[str, Any]) -> None:
+    decoder, batch = decoder_with(), make_batch()
+    batch["loss_mask"] = np.random.default_rng(3).integers(0, 2, (2, 8))
+    logits = np.asarray(decoder.apply(params, batch), np.float64)
+    total, count = 0.0, 0
+    for b, t in np.argwhere(batch["loss_mask"]):
+        row = logits[b, t]
+        total += np.log(np.exp(row).sum()) - row[int(batch["targets"][b, t])]
+        count += 1
+    assert 0 < count < 16
+    assert_close(decoder.loss(params, batch), total / count)
+    assert decoder.loss(params, batch | {"loss_mask": np.zeros((2, 8))}) == 0
+
+
+# Dropout in the model.
+
+
+@cache
+def jitted_layer(rate: float) -> Callable[..., jax.Array]:
+    return jax.jit(decoder_with(dropout=rate).layer)
+
+
+def layer_output(
+    params: dict[str, Any], index: int, key: jax.Array | None, rows: slice, rate: float = 0.5
+) -> np.ndarray:
+    batch = {name: leaf[rows] for name, leaf in make_batch(rows=4).items()}
+    x = np.random.default_rng(9).normal(size=(4, 8, SMALL.d_model)).astype(np.float32)[rows]
+    first = jax.tree.map(lambda leaf: leaf[0], params["layers"])
+    return np.asarray(jitted_layer(rate)(first, x, batch, jnp.asarray(index), key))
+
+
+EVERY = slice(0, 4)
+
+
+def test_dropout_is_the_same_however_the_batch_is_cut(params: dict[str, Any]) -> None:
+    key = jax.random.key(1)
+    whole = layer_output(params, 0, key, EVERY)
+    np.testing.assert_array_equal(layer_output(params, 0, key, EVERY), whole)
+    for cut in (slice(0, 1), slice(1, 4)):
+        assert_close(layer_output(params, 0, key, cut), whole[cut])
+
+
+def test_dropout_depends_on_key_layer_and_example(params: dict[str, Any]) -> None:
+    key = jax.random.key(1)
+    whole = layer_output(params, 0, key, EVERY)
+    for other in (
+        layer_output(params, 1, key, EVERY),
+        layer_output(params, 0, jax.random.key(2), EVERY),
+        layer_output(params, 0, None, EVERY),
+    ):
+        assert (np.abs(other - whole).max(axis=(1, 2)) > 1e-2).all()
+    # The same example twice gets two masks, because its number differs.
+    batch = {name: np.repeat(leaf[:1], 2, 0) for name, leaf in make_batch().items()}
+    first = jax.tree.map(lambda leaf: leaf[0], params["layers"])
+    x = np.ones((2, 8, SMALL.d_model), np.float32)
+    for ids, equal in (([3, 3], True), ([3, 4], False)):
+        batch["example_ids"] = np.array(ids)
+        out = np.asarray(jitted_layer(0.5)(first, x, batch, jnp.asarray(0), key))
+        assert bool((out[0] == out[1]).all()) is equal
+
+
+def test_without_a_key_or_a_rate_nothing_is_dropped(params: dict[str, Any]) -> None:
+    plain = layer_output(params, 0, None, EVERY)
+    np.testing.assert_array_equal(layer_output(params, 0, jax.random.key(1), EVERY, 0.0), plain)
+    decoder, batch = decoder_with(dropout=0.5), make_batch()
+    assert_close(decoder.apply(params, batch), decoder_with().apply(params, batch))
+    dropped = decoder.apply(params, batch, jax.random.key(0))
+    assert float(jnp.abs(dropped - decoder.apply(params, batch)).max()) > 1e-2

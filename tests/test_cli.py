@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+import maxpipe
+from maxpipe.cli import main
+from maxpipe.config.load import load, to_yaml
+from maxpipe.errors import MaxpipeError, Preempted, StorageError
+
+ROOT = Path(__file__).parents[1]
+TINY = str(ROOT / "configs/model/tiny.yml")
+
+Capture = pytest.CaptureFixture[str]
+
+
+def run(*args: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "maxpipe", *args],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+        **options,
+    )
+
+
+def fails(capsys: Capture, *args: str, code: int = 2) -> str:
+    """The message on stderr; nothing else is printed."""
+    assert main(args) == code
+    out, err = capsys.readouterr()
+    assert not out
+    assert "Traceback" not in err
+    return err
+
+
+# --- start-up ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--help"],
+        ["config", "print", TINY, "train.steps=1"],
+        ["config", "explain", "pipeline.schedule"],
+        ["schedule"],
+    ],
+    ids=lambda args: args[0],
+)
+def test_commands_that_need_no_device_do_not_import_jax(args: list[str]):
+    code = (
+        "import sys; from maxpipe.cli import main\n"
+        f"try: main({args!r})\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('jax', 'omegaconf', 'numpy') if m in sys.modules], file=sys.stderr)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0 and "jax" not in ran.stderr
+    if args == ["--help"]:
+        assert ran.stderr.strip() == "[]"
+
+
+def test_help_is_fast():
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        assert run("--help").returncode == 0
+        best = min(best, time.perf_counter() - start)
+    assert best < 0.5
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["", "train", "config", "config print", "config docs", "schedule", "checkpoints show"],
+)
+def test_every_command_has_help(command: str, capsys: Capture):
+    with pytest.raises(SystemExit) as stop:
+        main([*command.split(), "--help"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: maxpipe {command}".rstrip())
+
+
+def test_version(capsys: Capture):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"maxpipe {maxpipe.__version__}\n"
+
+
+# --- mistakes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("", "a command is required: train, config, schedule, checkpoints"),
+        ("trian", "Did you mean `maxpipe train`?"),
+        ("qqq", "See `maxpipe --help`."),
+        ("config", "a command is required: print, explain, schema, docs"),
+        ("config prnt", "Did you mean `maxpipe config print`?"),
+        ("config explain a b", "unrecognized arguments: b"),
+        ("config explain model.num_layer", "explain model.num_layers`?"),
+        ("config docs --chek", "unrecognized arguments: --chek"),
+        ("checkpoints list", "the following arguments are required: RUN_DIR"),
+        ("checkpoints show a --step x", "x is not an integer"),
+        ("schedule gpip", "Did you mean `maxpipe schedule gpipe`?"),
+        ("schedule --repeats x", "x is not an integer"),
+        ("schedule --stages", "expected one argument"),
+        ("schedule --stages 0", "must be at least 1"),
+        ("schedule gpipe --repeats 2", "visits each stage once"),
+        ("schedule gpipe --group 4", "the schedule is gpipe"),
+        ("schedule --group 3", "between the stages (4)"),
+        ("config print", "are required"),
+        ("config print nothing.yml", "cannot be read"),
+        ("config print TINY --train.steps=5 train.steps=1", "Write train.steps=5."),
+        ("config print TINY --originn train.steps=1", "is not an option of this command"),
+        ("config print TINY train.steps", "has no value"),
+        ("config print TINY train.steps = 5", "has no value"),
+        ("train", "are required"),
+        ("train TINY", "one of them is the length of the run"),
+        ("train TINY train.steps=x", "must be an integer"),
+        ("schedule TINY", "one of them is the length of the run"),
+        ("schedule TINY train.steps=1 mesh.ici_stage=-1", "Add --stages"),
+    ],
+)
+def test_a_mistake_is_explained_in_four_parts(args: str, message: str, capsys: Capture):
+    err = fails(capsys, *args.replace("TINY", TINY).split())
+    assert message in err
+    lines = err.rstrip("\n").split("\n")
+    assert len(lines) % 3 == 0
+    for where, rule, action in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+        assert where and not where.startswith(" ")
+        assert rule.startswith("  ") and rule.endswith(".")
+        assert action.startswith("  ") and action[-1] in ".?"
+
+
+def test_several_mistakes_are_reported_together(capsys: Capture, tmp_path: Path):
+    file = tmp_path / "run.yml"
+    file.write_text("model:\n  num_heads: 6\n  dmlp: 3\noptim:\n  beta1: 2\n")
+    err = fails(capsys, "train", TINY, str(file), "train.steps=0", "--fast", "log.evry=1")
+    for part in (
+        f"{file}: model.num_heads = 6\n",
+        f"{file}:3: model.dmlp = 3\n",
+        f"{file}: optim.beta1 = 2.0\n",
+        "command line: train.steps = 0\n",
+        "command line: --fast\n",
+        "command line: log.evry = 1\n",
+    ):
+        assert part in err
+    assert err.count("\n") == 18
+
+
+def test_the_process_ends_with_the_exit_code():
+    ran = run("train", TINY, "train.steps=x")
+    assert ran.returncode == 2 and not ran.stdout
+    assert ran.stderr.startswith("command line: train.steps = x\n")
+
+
+# --- config --------------------------------------------------------------------------------
+
+
+def test_config_print_takes_options_anywhere(capsys: Capture):
+    assert main(["config", "print", "run.name=a", TINY, "--origin", "train.steps=2"]) == 0
+    out = capsys.readouterr().out
+    assert "  name: a  # run.name=a\n" in out
+    assert f"  num_layers: 8  # {TINY}\n" in out
+    assert "  steps: 2  # train.steps=2\n" in out
+
+
+def test_config_print_is_a_config(capsys: Capture):
+    assert main(["config", "print", TINY, "train.steps=2"]) == 0
+    assert capsys.readouterr().out == to_yaml(load([TINY, "train.steps=2"]).config)
+
+
+def test_config_schema_is_json(capsys: Capture):
+    assert main(["config", "schema"]) == 0
+    assert "model" in json.loads(capsys.readouterr().out)["properties"]
+
+
+def test_config_docs_writes_and_checks(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert "Run it in the root of a checkout" in fails(capsys, "config", "docs")
+    (tmp_path / "docs").mkdir()
+    assert "Run `maxpipe config docs`" in fails(capsys, "config", "docs", "--check", code=1)
+    assert main(["config", "docs"]) == 0
+    assert main(["config", "docs", "--check"]) == 0
+    with (tmp_path / "docs/config.md").open("a") as page:
+        page.write("more\n")
+    assert "is stale" in fails(capsys, "config", "docs", "--check", code=1)
+
+
+# --- schedule ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "start"),
+    [
+        ("", "interleaved: 4 stages x 2 repeats, 8 microbatches"),
+        ("1f1b", "1f1b: 4 stages x 1 repeats, 8 microbatches"),
+        ("gpipe --stages 2 --microbatches 3", "gpipe: 2 stages x 1 repeats, 3 microbatches"),
+        (
+            "--repeats 3 --group 8",
+            "interleaved: 4 stages x 3 repeats, 8 microbatches in groups of 8",
+        ),
+        ("TINY train.steps=1 mesh.ici_stage=2", "interleaved: 2 stages x 1 repeats, 1 micro"),
+        ("TINY --stages 4 train.steps=1 --repeats 2", "interleaved: 4 stages x 2 repeats, 1 micro"),
+        ("TINY train.steps=1 mesh.ici_stage=-1 --stages 4", "interleaved: 4 stages x 1"),
+        (
+            "gpipe TINY train.steps=1 pipeline.group=4 pipeline.microbatches=4 mesh.ici_stage=4",
+            "gpipe: 4 stages x 1 repeats, 4 microbatches",
+        ),
+    ],
+)
+def test_schedule_draws(args: str, start: str, capsys: Capture):
+    assert main(["schedule", *args.replace("TINY", TINY).split()]) == 0
+    assert capsys.readouterr().out.startswith(start)
+
+
+# --- exit codes ----------------------------------------------------------------------------
+
+
+def _replace_train(monkeypatch: pytest.MonkeyPatch, train) -> None:
+    module = types.ModuleType("maxpipe.train.loop")
+    module.__dict__["train"] = train
+    monkeypatch.setitem(sys.modules, "maxpipe.train.loop", module)
+
+
+def test_train_returns_what_the_loop_returns(monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    _replace_train(monkeypatch, lambda loaded: seen.append(loaded) or 71)
+    assert main(["train", TINY, "train.steps=3"]) == 71
+    assert seen == [load([TINY, "train.steps=3"])]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (Preempted("saved"), 75),
+        (StorageError("disk is full"), 74),
+        (MaxpipeError("odd"), 70),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_an_explained_error_ends_without_traceback(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+):
+    def train(_):
+        raise error
+
+    _replace_train(monkeypatch, train)
+    assert fails(capsys, "train", TINY, "train.steps=3", code=code).strip() == str(error)
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+    def train(_):
+        raise ZeroDivisionError("oh")
+
+    _replace_train(monkeypatch, train)
+    assert main(["train", TINY, "train.steps=3"]) == 70
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "ZeroDivisionError: oh" in err
+    assert "this is a bug in maxpipe" in err.splitlines()[-1]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    ran = subprocess.run(
+        [sys.executable, "-m", "maxpipe", "config", "schema"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    os.close(write)
+    assert ran.stderr == "" and ran.returncode == 0
+
+
+def test_checkpoint_commands_pass_their_arguments(monkeypatch: pytest.MonkeyPatch):
+    calls = []
+    module = types.ModuleType("maxpipe.checkpoint")
+    module.__dict__["print_list"] = lambda path: calls.append(path)
+    module.__dict__["print_show"] = lambda path, step: calls.append((path, step))
+    monkeypatch.setitem(sys.modules, "maxpipe.checkpoint", module)
+    monkeypatch.setattr(maxpipe, "checkpoint", module, raising=False)
+    assert main(["checkpoints", "list", "runs/a"]) == 0
+    assert main(["checkpoints", "show", "runs/a"]) == 0
+    assert main(["checkpoints", "show", "runs/a", "--step", "7"]) == 0
+    assert calls == ["runs/a", ("runs/a", None), ("runs/a", 7)]

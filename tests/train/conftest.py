@@ -1,0 +1,83 @@
+"""Real runs of the command in processes of their own, small enough to be done in seconds."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+TINY = """
+model: {num_layers: 4, d_model: 16, num_heads: 2, num_kv_heads: 1, head_size: 8, d_mlp: 32,
+        vocab_size: 259, compute_dtype: float32}
+mesh: {cpu_devices: 4, ici_stage: 4}
+pipeline: {schedule: 1f1b, microbatches: 4}
+train: {steps: 24, batch_size: 8, sequence_length: 16}
+optim: {learning_rate: 1.0e-2, warmup_steps: 4}
+data: {source: text, path: TEXT, validation_fraction: 0.2}
+checkpoint: {every: 4, keep: 10}
+eval: {every: 12, batches: 4}
+log: {every: 2}
+runtime: {platform: cpu, compilation_cache: CACHE, heartbeat_timeout_seconds: 10}
+"""
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config file for a four-stage run over a small folder of text."""
+    import jax
+
+    folder = tmp_path_factory.mktemp("tiny")
+    words = random.Random(0)
+    (folder / "text").mkdir()
+    for number in range(40):
+        letters = words.choices("etaoin shrdlu", k=words.randint(20, 400))
+        (folder / "text" / f"{number}.txt").write_text("".join(letters))
+    cache = Path(jax.config.jax_compilation_cache_dir) / "runs"
+    text = TINY.replace("TEXT", str(folder / "text")).replace("CACHE", str(cache))
+    (folder / "tiny.yml").write_text(text)
+    return folder / "tiny.yml"
+
+
+@pytest.fixture(scope="session")
+def start() -> Callable[..., subprocess.Popen[str]]:
+    """`start(*arguments)`: the command, with both outputs in one pipe unless told otherwise."""
+    from jax import config
+
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "XLA_")) and name != "PYTHONDONTWRITEBYTECODE"
+    }
+    # Compiled once, Python's modules load in half the time.
+    modules = Path(config.jax_compilation_cache_dir) / "modules"
+    environment |= {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(modules)}
+
+    def popen(*arguments: object, **options) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "maxpipe", *map(str, arguments)],
+            text=True,
+            env=environment,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} | options,
+        )
+
+    return popen
+
+
+@pytest.fixture(scope="session")
+def run(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., str]:
+    """`run(*arguments, code=0)`: the output of the command, which must exit with `code`."""
+
+    def run_to_end(*arguments: object, code: int = 0) -> str:
+        process = start(*arguments)
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == code, output
+        return output
+
+    return run_to_end
