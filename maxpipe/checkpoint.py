@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -281,15 +282,23 @@ def _unusable(directory: Path, error: BaseException) -> StorageError:
 
 @functools.cache
 def _ignore_orphans() -> None:
-    """orbax closes its event loop at the first fault; each later one would be a traceback."""
+    """Keep quiet about reads and writes that were under way when orbax raised for another one.
+
+    They end in a closed event loop, or are never waited for, and each would be a traceback.
+    """
     report = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        error = unraisable.exc_value
-        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+        error, source = unraisable.exc_value, getattr(unraisable.object, "cr_code", None)
+        is_late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+        if not is_late and not (source and "orbax" in source.co_filename):
             report(unraisable)
 
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return "exception was never retrieved" not in record.getMessage()
+
     sys.unraisablehook = hook
+    logging.getLogger("asyncio").addFilter(is_wanted)
 
 
 def _first_line(error: BaseException) -> str:

@@ -195,17 +195,6 @@ def test_checkpoint_of_another_format(copy: Path):
         checkpoints.facts(6)
 
 
-def test_failed_save_is_told_at_the_latest_when_closing(tmp_path: Path):
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, tree(1), config(1), data(1))
-    checkpoints.wait()
-    shutil.rmtree(tmp_path / FOLDER)
-    (tmp_path / FOLDER).write_text("in the way")
-    with pytest.raises(StorageError, match=r"cannot be written\n  .+\n  Free space"):
-        checkpoints.save(2, tree(2), config(2), data(2))
-        checkpoints.wait()
-
-
 def test_folder_that_cannot_be_written_is_told_at_once(tmp_path: Path):
     (tmp_path / FOLDER).write_text("in the way")
     with pytest.raises(StorageError, match="cannot be written"):

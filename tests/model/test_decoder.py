@@ -28,7 +28,7 @@ SMALL = ModelConfig(
     num_kv_heads=2,
     head_size=4,
     d_mlp=24,
-    vocab_size=40,
+    vocab_size=37,
     compute_dtype="float32",
 )
 

@@ -398,3 +398,11 @@ def test_the_message_names_slot_reason_and_grid() -> None:
         "schedule interleaved: F slot of stage 2 in tick 2: needs output 1 of 0 and finds nothing."
     )
     assert any(line.startswith("stage  2 F") and "[0a]" in line for line in rest)
+
+
+def test_an_overwritten_chunk_is_blamed_on_the_forward_that_does_it() -> None:
+    schedule = build("1f1b", stages=2, microbatches=4)
+    taken = int(schedule.forward.stash[0, 0])
+    with pytest.raises(ScheduleError, match="needs nothing and finds activations 0 of 0") as caught:
+        verify(edited(schedule, "F", "stash", {(1, 0): taken}))
+    assert marked_cell(str(caught.value)) == (1, 0, "F")

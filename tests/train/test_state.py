@@ -30,7 +30,7 @@ SMALL = ModelConfig(
     num_heads=4,
     num_kv_heads=2,
     head_size=4,
-    d_mlp=8,
+    d_mlp=24,
     vocab_size=37,
 )
 MESHES = {

@@ -1,0 +1,142 @@
+"""Validation loss: every target token counts once, under every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from maxpipe.config.schema import (
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+from maxpipe.data.loader import Datasets, build
+from maxpipe.evaluate import evaluate
+from maxpipe.mesh import build_mesh
+from maxpipe.model.decoder import Decoder
+from maxpipe.sharding import AxisRules
+from maxpipe.train.step import Steps, partition
+
+SAME = 1e-5  # float32, relative
+ROWS, TOKENS = 8, 16
+MODEL = ModelConfig(
+    num_layers=4,
+    d_model=16,
+    num_heads=2,
+    num_kv_heads=1,
+    head_size=8,
+    d_mlp=32,
+    vocab_size=259,
+    compute_dtype="float32",
+)
+
+
+def steps_of(mesh: MeshConfig, pipeline: PipelineConfig, datasets: Datasets) -> Steps:
+    size = mesh.ici_stage * mesh.ici_data * mesh.ici_fsdp
+    return partition(
+        build_mesh(mesh, jax.devices()[:size]),
+        model=MODEL,
+        pipeline=pipeline,
+        optim=OptimConfig(),
+        train=TrainConfig(batch_size=ROWS, sequence_length=TOKENS),
+        total_steps=1,
+        rules=AxisRules.from_config(mesh),
+        seed=0,
+        byte_lengths=datasets.tokenizer.byte_lengths,
+    )
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> Datasets:
+    """Documents of unlike lengths, so that rows have padding and masked targets."""
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(30):
+        (folder / f"{number}.txt").write_text("Zwölf Boxkämpfer "[: 3 + number % 15])
+    source = DataConfig(source="text", path=str(folder), validation_fraction=0.5)
+    sizes = {"batch_size": ROWS, "sequence_length": TOKENS}
+    return build(source, TokenizerConfig(), seed=0, **sizes)
+
+
+@pytest.fixture(scope="module")
+def expected(datasets: Datasets) -> dict[str, float]:
+    """Loss by the plain loop over layers, summed over all validation batches."""
+    decoder = Decoder(MODEL, AxisRules.from_config(MeshConfig()))
+    steps = steps_of(MeshConfig(), PipelineConfig(), datasets)
+    saved: Any = steps.to_saved(steps.init())
+    loss = jax.jit(decoder.loss)
+    assert datasets.validation is not None
+    nats = targets = size = 0.0
+    for number in range(datasets.validation.num_batches):
+        batch = datasets.validation.batch(number)
+        count = float(batch["loss_mask"].sum())
+        lengths = datasets.tokenizer.byte_lengths[batch["targets"]]
+        nats += float(loss(saved["params"], batch)) * count
+        targets += count
+        size += float((lengths * batch["loss_mask"]).sum())
+    return {"eval/loss": nats / targets, "eval/nats_per_byte": nats / size}
+
+
+def test_batches_have_padded_rows_and_other_numbers_of_targets(datasets: Datasets):
+    assert datasets.validation is not None
+    masks = [
+        datasets.validation.batch(number)["loss_mask"]
+        for number in range(datasets.validation.num_batches)
+    ]
+    assert len(masks) > 1 and len({float(mask.sum()) for mask in masks}) > 1
+    assert (masks[-1].sum(axis=1) == 0).any(), "no row is padding alone"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pipeline"),
+    [
+        (MeshConfig(), PipelineConfig()),
+        (MeshConfig(ici_stage=4, ici_fsdp=2), PipelineConfig(schedule="1f1b", microbatches=4)),
+        (MeshConfig(ici_stage=2, ici_data=2), PipelineConfig(microbatches=2, repeats=2)),
+        (MeshConfig(ici_stage=3), PipelineConfig(schedule="circular", microbatches=4, repeats=2)),
+        (MeshConfig(ici_fsdp=4), PipelineConfig(schedule="gpipe", weight_gather="step")),
+    ],
+    ids=["one device", "stage-fsdp", "stage-data-repeats", "padded layers", "fsdp"],
+)
+def test_loss_equals_the_plain_loop(
+    mesh: MeshConfig, pipeline: PipelineConfig, datasets: Datasets, expected: dict[str, float]
+):
+    steps = steps_of(mesh, pipeline, datasets)
+    loader = datasets.validation
+    assert loader is not None
+    batches = [
+        jax.device_put(loader.batch(number), steps.batch_sharding)
+        for number in range(loader.num_batches)
+    ]
+    found = evaluate(steps.compile_eval(), steps.init().params, batches)
+    assert found == pytest.approx(expected, rel=SAME)
+
+
+def sums(loss: float, targets: float, size: float) -> Mapping[str, jax.Array]:
+    values = {"loss": loss, "targets": targets, "bytes": size}
+    return {name: jax.numpy.float32(value) for name, value in values.items()}
+
+
+def test_batches_weigh_as_many_as_their_targets():
+    found = evaluate(lambda params, batch: sums(*batch), None, [(6.0, 2.0, 4.0), (2.0, 6.0, 6.0)])
+    assert found == {"eval/loss": 1.0, "eval/nats_per_byte": 0.8}
+
+
+def test_nothing_to_evaluate():
+    found = evaluate(lambda params, batch: sums(*batch), None, [(0.0, 0.0, 0.0)])
+    assert found == {"eval/loss": 0.0, "eval/nats_per_byte": 0.0}
+    assert evaluate(lambda params, batch: sums(*batch), None, []) == found
+
+
+def test_sums_of_many_batches_are_exact():
+    count = 50
+    batches = [(float(np.float32(0.1)), 1.0, 1.0)] * count
+    found = evaluate(lambda params, batch: sums(*batch), None, batches)
+    assert found["eval/loss"] == float(np.float32(0.1))

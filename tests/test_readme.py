@@ -1,0 +1,42 @@
+"""What the README shows is what the commands print."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.config.load import load
+from maxpipe.config.schema import Config
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def quickstart() -> Config:
+    return load([str(ROOT / "configs" / "quickstart.yml")]).config
+
+
+def test_the_drawn_schedule_is_the_quickstart(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    main(["schedule", str(ROOT / "configs" / "quickstart.yml")])
+    drawn = capsys.readouterr().out.strip()
+    assert drawn in README, f"paste this into README.md:\n{drawn}"
+
+
+def test_the_first_screen_trains_and_draws() -> None:
+    first = "\n".join(README.splitlines()[:40])
+    for text in ("make quickstart", "final validation loss", "stage  3 F", "maxpipe train"):
+        assert text in first
+
+
+def test_keys_and_paths_that_are_named_exist() -> None:
+    for key in set(re.findall(r"`(\w+\.\w+)=", README)):
+        section, name = key.split(".")
+        assert hasattr(getattr(quickstart(), section), name), key
+    for path in set(re.findall(r"\]\(([^)#]+)\)", README)):
+        assert (ROOT / path).exists(), path

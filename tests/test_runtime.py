@@ -1,0 +1,180 @@
+"""Start and stop of a process, and what it says when the machine is not as configured."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from maxpipe import runtime
+from maxpipe.config.schema import RuntimeConfig
+from maxpipe.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """A process that starts like a user's: no settings of jax in its environment."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))
+    }
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        timeout=120,
+        check=False,
+    )
+
+
+def started(config: str, cpu_devices: int = 1, then: str = "pass") -> str:
+    """Code that starts the runtime and exits as the command would."""
+    return f"""
+import json, os, sys, time
+from maxpipe import runtime
+from maxpipe.config.schema import RuntimeConfig
+from maxpipe.errors import MaxpipeError
+try:
+    runtime.start(RuntimeConfig({config}), {cpu_devices})
+    {then}
+except MaxpipeError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+def is_explained(message: str) -> None:
+    assert "Traceback" not in message
+    where, rule, action = message.splitlines()
+    assert not where.startswith(" ") and rule.startswith("  ") and action.startswith("  ")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# --- devices and cache -----------------------------------------------------------------------
+
+
+def test_start_gives_the_virtual_devices_and_says_nothing(tmp_path: Path):
+    config = f"platform='cpu', compilation_cache={str(tmp_path / 'new')!r}"
+    ran = python(started(config, 3, "import jax; print(json.dumps(len(jax.devices())))"))
+    assert (ran.returncode, ran.stderr, json.loads(ran.stdout)) == (0, "", 3)
+    assert (tmp_path / "new").is_dir()
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_platform_that_is_not_here(platform: str):
+    if jax.local_devices(backend="cpu") != jax.devices() or Path("/dev/accel0").exists():
+        pytest.skip("this machine has an accelerator")
+    if platform == "cuda" and Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has a GPU")
+    ran = python(started(f"platform={platform!r}, compilation_cache=''"))
+    assert ran.returncode == 2, ran.stderr
+    is_explained(ran.stderr)
+    assert ran.stderr.startswith(f"runtime.platform = {platform}\n")
+    assert "Set runtime.platform=cpu" in ran.stderr
+
+
+def test_cache_that_cannot_be_made_is_a_warning(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    folder = str(tmp_path / "file" / "cache")
+    ran = python(started(f"platform='cpu', compilation_cache={folder!r}"))
+    assert ran.returncode == 0
+    (line,) = ran.stderr.splitlines()
+    assert f"runtime.compilation_cache = {folder}" in line and "compiled anew" in line
+
+
+def test_libraries_do_not_print_log_records_twice():
+    code = started("platform='cpu', compilation_cache=''")
+    ran = python("import orbax.checkpoint, logging\n" + code + "logging.getLogger('orbax').warning('once')")
+    assert ran.stderr == "once\n"
+
+
+def test_reading_commands_take_no_device_and_keep_other_handlers():
+    root, ours = logging.getLogger(), logging.NullHandler()
+    root.addHandler(ours)
+    printer = logging.StreamHandler()
+    root.addHandler(printer)
+    try:
+        runtime.use_no_devices()
+        assert ours in root.handlers and printer not in root.handlers
+        assert jax.config.jax_platforms == "cpu"
+    finally:
+        root.removeHandler(ours)
+
+
+# --- other processes -------------------------------------------------------------------------
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("rank", [0, 1])
+def test_others_that_do_not_come(rank: int):
+    address = f"127.0.0.1:{free_port()}"
+    config = f"platform='cpu', compilation_cache='', num_processes=2, process_id={rank}"
+    config += f", coordinator={address!r}, init_timeout_seconds=2"
+    start = time.monotonic()
+    ran = python(started(config))
+    assert time.monotonic() - start < 30
+    assert ran.returncode == 2, ran.stderr
+    is_explained(ran.stderr)
+    assert ran.stderr.startswith(f"runtime.coordinator = {address}\n")
+    assert f"process {rank} of 2" in ran.stderr and "within 2 s" in ran.stderr
+
+
+def test_cluster_that_is_not_there():
+    ran = python(started("platform='cpu', compilation_cache='', num_processes=0"))
+    assert ran.returncode == 2, ran.stderr
+    is_explained(ran.stderr)
+    assert "found by jax" in ran.stderr
+
+
+def test_one_process_leaves_on_its_own_without_a_deadline():
+    code = started(
+        "platform='cpu', compilation_cache=''",
+        then="""
+    from maxpipe.errors import StorageError
+    with runtime.bounded_exit(0.2):
+        raise StorageError('full')
+""",
+    )
+    ran = python(code + "\n")
+    assert (ran.returncode, ran.stderr) == (74, "full\n")
+
+
+# --- being asked to stop ---------------------------------------------------------------------
+
+
+def test_sigterm_is_noted_and_the_handler_put_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with runtime.StopRequest(RuntimeConfig()) as stop:
+        assert not stop.now()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.now() and stop.now()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_join_reports_jax_own_reason(monkeypatch: pytest.MonkeyPatch):
+    def refuse(**options: object) -> None:
+        raise RuntimeError("address in use\nmore")
+
+    before = jax.config.jax_cpu_collectives_implementation
+    monkeypatch.setattr(jax.distributed, "initialize", refuse)
+    config = RuntimeConfig(num_processes=4, process_id=3, coordinator="host:1")
+    try:
+        with pytest.raises(ConfigError, match="process 3 of 4: address in use\n"):
+            runtime._join(config)
+    finally:
+        jax.config.update("jax_cpu_collectives_implementation", before)
