@@ -61,8 +61,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> Datasets:
     for number in range(30):
         (folder / f"{number}.txt").write_text("Zwölf Boxkämpfer "[: 3 + number % 15])
     source = DataConfig(source="text", path=str(folder), validation_fraction=0.5)
-    sizes = {"batch_size": ROWS, "sequence_length": TOKENS}
-    return build(source, TokenizerConfig(), seed=0, **sizes)
+    return build(source, TokenizerConfig(), seed=0, batch_size=ROWS, sequence_length=TOKENS)
 
 
 @pytest.fixture(scope="module")

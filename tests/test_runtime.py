@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -20,6 +21,7 @@ from maxpipe.config.schema import RuntimeConfig
 from maxpipe.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
+SETTINGS: Any = jax.config
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -99,7 +101,8 @@ def test_cache_that_cannot_be_made_is_a_warning(tmp_path: Path):
 
 def test_libraries_do_not_print_log_records_twice():
     code = started("platform='cpu', compilation_cache=''")
-    ran = python("import orbax.checkpoint, logging\n" + code + "logging.getLogger('orbax').warning('once')")
+    warn = "import logging; logging.getLogger('orbax').warning('once')"
+    ran = python(f"import orbax.checkpoint\n{code}{warn}")
     assert ran.stderr == "once\n"
 
 
@@ -111,7 +114,7 @@ def test_reading_commands_take_no_device_and_keep_other_handlers():
     try:
         runtime.use_no_devices()
         assert ours in root.handlers and printer not in root.handlers
-        assert jax.config.jax_platforms == "cpu"
+        assert SETTINGS.jax_platforms == "cpu"
     finally:
         root.removeHandler(ours)
 
@@ -170,7 +173,7 @@ def test_join_reports_jax_own_reason(monkeypatch: pytest.MonkeyPatch):
     def refuse(**options: object) -> None:
         raise RuntimeError("address in use\nmore")
 
-    before = jax.config.jax_cpu_collectives_implementation
+    before = SETTINGS.jax_cpu_collectives_implementation
     monkeypatch.setattr(jax.distributed, "initialize", refuse)
     config = RuntimeConfig(num_processes=4, process_id=3, coordinator="host:1")
     try:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,43 +29,46 @@ runtime: {platform: cpu, compilation_cache: CACHE, heartbeat_timeout_seconds: 10
 """
 
 
+def cache() -> Path:
+    """What is compiled stays here from one session to the next."""
+    import jax
+
+    settings: Any = jax.config
+    return Path(settings.jax_compilation_cache_dir)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config file for a four-stage run over a small folder of text."""
-    import jax
-
     folder = tmp_path_factory.mktemp("tiny")
     words = random.Random(0)
     (folder / "text").mkdir()
     for number in range(40):
         letters = words.choices("etaoin shrdlu", k=words.randint(20, 400))
         (folder / "text" / f"{number}.txt").write_text("".join(letters))
-    cache = Path(jax.config.jax_compilation_cache_dir) / "runs"
-    text = TINY.replace("TEXT", str(folder / "text")).replace("CACHE", str(cache))
+    text = TINY.replace("TEXT", str(folder / "text")).replace("CACHE", str(cache() / "runs"))
     (folder / "tiny.yml").write_text(text)
     return folder / "tiny.yml"
 
 
 @pytest.fixture(scope="session")
 def start() -> Callable[..., subprocess.Popen[str]]:
-    """`start(*arguments)`: the command, with both outputs in one pipe unless told otherwise."""
-    from jax import config
-
+    """`start(*arguments)`: the command in a process, with both its outputs in one pipe."""
     environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("JAX_", "XLA_")) and name != "PYTHONDONTWRITEBYTECODE"
     }
     # Compiled once, Python's modules load in half the time.
-    modules = Path(config.jax_compilation_cache_dir) / "modules"
-    environment |= {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(modules)}
+    environment |= {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(cache() / "modules")}
 
-    def popen(*arguments: object, **options) -> subprocess.Popen[str]:
+    def popen(*arguments: object) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "maxpipe", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             env=environment,
-            **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} | options,
         )
 
     return popen
