@@ -34,6 +34,9 @@ def _cpu_fingerprint() -> str:
 def _configure_jax(jax: Any) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    # Machine code half as fast in half the compile time; partitioning, fusion and memory stay
+    # as they are. Tests that run the command get the optimized code.
+    jax.config.update("jax_disable_most_optimizations", True)
     folder = Path.home() / ".cache" / "maxpipe" / "test-compiled" / _cpu_fingerprint()
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

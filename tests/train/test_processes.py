@@ -27,6 +27,8 @@ ACROSS = {
     "stage": ("mesh.ici_stage=4", "mesh.ici_fsdp=2"),
     "fsdp": ("mesh.ici_stage=4", "mesh.dcn_fsdp=2"),
 }
+# Process 1 finds no compiled program in the cache, which process 0 alone writes.
+NO_EVALUATION = "eval.batches=0"
 HEARTBEAT = "runtime.heartbeat_timeout_seconds=5"
 
 
@@ -134,7 +136,8 @@ def test_only_the_first_process_speaks_and_only_in_our_lines(together: Path):
 def test_fsdp_may_lie_across_processes(
     start: Start, arguments: tuple[object, ...], alone: Path, tmp_path: Path
 ):
-    with pair(start, *arguments, *ACROSS["fsdp"], f"run.dir={tmp_path}") as processes:
+    every = (*arguments, *ACROSS["fsdp"], f"run.dir={tmp_path}", NO_EVALUATION)
+    with pair(start, *every) as processes:
         outputs = ends(processes)
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=SAME)
@@ -145,7 +148,7 @@ def test_one_process_resumes_what_two_have_saved(
 ):
     before = saved_digest(together)
     restore = f"checkpoint.restore_from={together}"
-    run("train", *arguments, f"run.dir={tmp_path}", restore, "eval.batches=0")
+    run("train", *arguments, f"run.dir={tmp_path}", restore, NO_EVALUATION)
     assert saved_digest(tmp_path / "run") == before
 
 
@@ -153,7 +156,8 @@ def test_signal_to_one_process_stops_both_at_the_same_step(
     start: Start, arguments: tuple[object, ...], together: Path, tmp_path: Path
 ):
     """In the middle, then while the resumed run compiles, then on to the end."""
-    every = (*arguments, *ACROSS["stage"], f"run.dir={tmp_path}", "checkpoint.every=0")
+    every = (*arguments, *ACROSS["stage"], f"run.dir={tmp_path}", NO_EVALUATION)
+    every += ("checkpoint.every=0",)
     for moment, signalled in (("step 3/", 1), ("compiling train step ...", 0)):
         with pair(start, *every) as processes:
             wait_for(processes[0], moment)
@@ -176,7 +180,7 @@ def test_process_that_fails_alone_ends_both(
     start: Start, arguments: tuple[object, ...], tmp_path: Path
 ):
     """Neither waits for the other for longer than the heartbeat allows."""
-    every = (*arguments, *ACROSS["stage"], f"run.dir={tmp_path}", HEARTBEAT)
+    every = (*arguments, *ACROSS["stage"], f"run.dir={tmp_path}", HEARTBEAT, NO_EVALUATION)
     begin = time.monotonic()
     with pair(start, *every, second=["data.path=/nowhere"]) as processes:
         outputs = ends(processes)
@@ -189,7 +193,7 @@ def test_process_that_fails_alone_ends_both(
 def test_killed_process_ends_the_other_and_the_run_resumes(
     start: Start, arguments: tuple[object, ...], together: Path, tmp_path: Path
 ):
-    every = (*arguments, *ACROSS["stage"], f"run.dir={tmp_path}", HEARTBEAT)
+    every = (*arguments, *ACROSS["stage"], f"run.dir={tmp_path}", HEARTBEAT, NO_EVALUATION)
     with pair(start, *every) as processes:
         wait_for(processes[0], "step 7/")
         processes[1].kill()

@@ -1,0 +1,98 @@
+"""A small model and the ways to run it that several test files share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import jax
+import numpy as np
+
+from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
+from maxpipe.mesh import build_mesh
+from maxpipe.sharding import AxisRules
+from maxpipe.train.step import Steps, partition
+
+TOLERANCE = 1e-5  # float32; of a gradient leaf's largest entry, relative for losses
+MODEL = ModelConfig(
+    num_layers=5,
+    d_model=16,
+    num_heads=8,
+    num_kv_heads=4,
+    head_size=4,
+    d_mlp=32,
+    vocab_size=30,
+    compute_dtype="float32",
+)
+TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run the model. `group` 0 is the schedule's own."""
+
+    stages: int = 1
+    repeats: int = 1
+    microbatches: int = 1
+    schedule: str = "interleaved"
+    group: int = 0
+    fsdp: int = 1
+    data: int = 1
+    tensor: int = 1
+    gather: str = "iteration"
+    remat: str = "full"
+    idle: str = "skip"
+    layers: int = 5
+    dropout: float = 0.0
+    tied: bool = False
+
+    def __str__(self) -> str:
+        shown = [f"{self.schedule}-P{self.stages}R{self.repeats}M{self.microbatches}"]
+        named = ("stages", "repeats", "microbatches", "schedule")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in named and value != field.default:
+                shown.append(f"{field.name}{value}")
+        return "-".join(shown)
+
+
+def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:
+    config = replace(MODEL, num_layers=case.layers, dropout=case.dropout, tied_embeddings=case.tied)
+    size = case.stages * case.fsdp * case.data * case.tensor
+    mesh = MeshConfig(
+        ici_stage=case.stages, ici_fsdp=case.fsdp, ici_data=case.data, ici_tensor=case.tensor
+    )
+    return partition(
+        build_mesh(mesh, jax.devices()[:size]),
+        model=config,
+        pipeline=PipelineConfig(
+            schedule=case.schedule,  # type: ignore[arg-type]
+            repeats=case.repeats,
+            microbatches=case.microbatches,
+            group=case.group,
+            weight_gather=case.gather,  # type: ignore[arg-type]
+            remat=case.remat,  # type: ignore[arg-type]
+            idle=case.idle,  # type: ignore[arg-type]
+        ),
+        optim=OptimConfig(learning_rate=3e-3, warmup_steps=2),
+        train=TrainConfig(batch_size=rows, sequence_length=TOKENS),
+        total_steps=total_steps,
+        rules=AxisRules.from_config(mesh),
+        seed=0,
+        byte_lengths=np.ones(MODEL.vocab_size, np.int32),
+    )
+
+
+def batch_of(rows: int, step: int = 0) -> dict[str, np.ndarray]:
+    """Random tokens; every row holds two documents that meet at another place."""
+    random = np.random.default_rng(step)
+    ids = random.integers(0, MODEL.vocab_size, (rows, TOKENS + 1), np.int32)
+    cut = random.integers(1, TOKENS, (rows, 1))
+    place = np.arange(TOKENS, dtype=np.int32)
+    return {
+        "tokens": ids[:, :-1],
+        "targets": ids[:, 1:],
+        "segment_ids": (1 + (place >= cut)).astype(np.int32),
+        "positions": np.where(place >= cut, place - cut, place).astype(np.int32),
+        "loss_mask": (place != cut - 1).astype(np.float32),
+        "example_ids": np.arange(rows, dtype=np.int32),
+    }

@@ -1,0 +1,139 @@
+"""The engine against automatic differentiation of the plain loop: value and every leaf."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from maxpipe.model.decoder import Decoder
+from tests.cases import TOLERANCE, Case, batch_of, steps_of
+
+
+@functools.cache
+def _plain(decoder: Decoder, with_key: bool) -> tuple[Any, Any]:
+    """Initial parameters, and the plain loop's summed loss of one row with its gradients."""
+
+    def total(params: Any, row: Any, key: jax.Array | None) -> jax.Array:
+        return decoder.loss(params, row, key) * row["loss_mask"].sum()
+
+    return jax.jit(decoder.init)(jax.random.key(0)), jax.jit(jax.value_and_grad(total))
+
+
+def plain_gradients(decoder: Decoder, batch: Any, key: jax.Array | None) -> tuple[float, Any, Any]:
+    """Parameters, mean loss and its gradients by the plain loop, row by row.
+
+    Rows are added up in float64: one float32 pass over many rows is off by 1e-5 itself.
+    """
+    params, run = _plain(decoder, key is not None)
+    loss, total = 0.0, jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float64), params)
+    for row in range(len(batch["tokens"])):
+        value, gradient = run(params, {k: v[row : row + 1] for k, v in batch.items()}, key)
+        loss += float(value)
+        total = jax.tree.map(lambda a, b: a + np.asarray(b, np.float64), total, gradient)
+    count = batch["loss_mask"].sum()
+    return params, loss / count, jax.tree.map(lambda leaf: leaf / count, total)
+
+
+def check_gradients(case: Case) -> None:
+    """The engine's loss and gradients equal automatic differentiation of the plain loop."""
+    rows = 2 * case.microbatches * case.fsdp * case.data
+    steps = steps_of(case, rows)
+    parts = steps.partition
+    key = jax.random.key(7) if case.dropout else None
+    batch: Any = batch_of(rows)
+    plain, wanted_loss, wanted = plain_gradients(parts.decoder, batch, key)
+    run = steps.engine.value_and_grad(steps.train_schedule)
+
+    def whole(plain: Any, batch: Any) -> Any:
+        loss, gradients = run(parts.stack(plain), batch, key)
+        return loss, parts.unstack(gradients)
+
+    with jax.set_mesh(parts.mesh):
+        loss, found = jax.jit(whole)(plain, jax.device_put(batch, steps.batch_sharding))
+    np.testing.assert_allclose(loss, wanted_loss, rtol=TOLERANCE)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True
+    ):
+        error = np.abs(a - np.asarray(b)).max() / np.abs(a).max()
+        assert error < TOLERANCE, f"{jax.tree_util.keystr(path)}: {error:.1e}"
+
+
+SHAPES = [
+    Case(1, 1, 1),
+    Case(1, 1, 4, fsdp=2, data=2, gather="step"),
+    Case(1, 2, 3, schedule="circular", tensor=2),
+    Case(1, 3, 2, dropout=0.3, fsdp=2),
+    Case(2, 1, 2, schedule="1f1b", fsdp=2, dropout=0.3),
+    Case(2, 1, 5, schedule="gpipe", data=2, gather="step"),
+    Case(2, 2, 5, fsdp=2, tensor=2, tied=True),
+    Case(2, 2, 4, idle="compute", fsdp=2, data=2, gather="step", dropout=0.3),
+    Case(2, 2, 5, idle="compute", remat="chunk", fsdp=2, layers=7),
+    Case(2, 3, 3, schedule="breadth_first", layers=7, tensor=2, gather="step"),
+    Case(3, 1, 7, schedule="1f1b", data=2),
+    Case(3, 2, 6, schedule="circular", fsdp=2, layers=8, gather="step"),
+    Case(3, 3, 4, layers=9, fsdp=2),
+    Case(4, 1, 4, schedule="gpipe", tensor=2, dropout=0.3),
+    Case(4, 2, 9, fsdp=2, layers=8),
+    Case(4, 2, 8, fsdp=2, layers=17, remat="chunk", dropout=0.3),
+    Case(4, 2, 8, fsdp=2, layers=11, gather="step", idle="compute"),
+    Case(4, 3, 5, schedule="breadth_first", layers=12, data=2, tied=True),
+    Case(4, 1, 2, schedule="1f1b", fsdp=2),
+    Case(4, 2, 3, layers=8, fsdp=2),
+    Case(8, 1, 8, schedule="1f1b", layers=8),
+    Case(8, 2, 17, layers=16, gather="step"),
+    Case(8, 1, 9, schedule="circular", layers=10, dropout=0.3),
+]
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_gradients_equal_the_plain_loop(case: Case) -> None:
+    check_gradients(case)
+
+
+@pytest.mark.parametrize("group", [2, 3, 4, 5])
+def test_every_group_size(group: int) -> None:
+    check_gradients(Case(2, 2, 5, group=group, fsdp=2))
+
+
+def all_combinations() -> list[Case]:
+    """Stages x repeats x microbatches x schedules x gathers; the other choices take turns."""
+    cases = []
+    for number, (stages, repeats, more, schedule, gather) in enumerate(
+        itertools.product(
+            (1, 2, 3, 4),
+            (1, 2, 3),
+            (0, 1, 2),
+            ("gpipe", "circular", "1f1b", "interleaved", "breadth_first"),
+            ("iteration", "step"),
+        )
+    ):
+        if schedule == "gpipe" and repeats > 1:
+            continue
+        sharded = ("fsdp", "data", "tensor")[number % 3]
+        cases.append(
+            Case(
+                stages,
+                repeats,
+                (stages, 2 * stages, 2 * stages + 1)[more],
+                schedule=schedule,
+                gather=gather,
+                idle=("skip", "compute")[number % 2],
+                remat=("full", "full", "chunk")[number % 3],
+                dropout=(0.0, 0.3)[number % 5 == 0],
+                layers=stages * repeats + number % 4,
+                tied=number % 7 == 0,
+                **{sharded: 2},
+            )
+        )
+    return cases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", all_combinations()[::9], ids=str)
+def test_sample_of_all_combinations(case: Case) -> None:
+    check_gradients(case)
