@@ -91,8 +91,10 @@ class Steps:
         init = jax.jit(self._init, out_shardings=self.state_sharding).lower()
         # On CPU, LLVM spends many seconds on the random generator of a program that runs once.
         # Its integer arithmetic gives the same bits however it is compiled.
-        on_cpu = self.partition.mesh.devices.flat[0].platform == "cpu"
-        return init.compile({"xla_backend_optimization_level": 0} if on_cpu else None)()
+        options: dict[str, Any] = {}
+        if self.partition.mesh.devices.flat[0].platform == "cpu":
+            options["xla_backend_optimization_level"] = 0
+        return init.compile(options)()
 
     def compile_train(self) -> Any:
         """(state, batch) -> (state, metrics); the state passed in is used up."""
