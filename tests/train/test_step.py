@@ -82,8 +82,9 @@ def test_memory_does_not_grow_with_microbatches() -> None:
         return compiled.memory_analysis().temp_size_in_bytes
 
     few, many = temp_bytes(8), temp_bytes(32)
-    # What may grow is the table and the integer batch itself.
-    assert many - few < 32 * 2 * TOKENS * 4 * 8
+    # What may grow is the batch: five arrays of 4-byte entries. Two saved chunks more for
+    # each microbatch, as a forward-then-backward schedule keeps, would be far more.
+    assert many - few < (32 - 8) * 2 * TOKENS * 4 * 5
 
 
 @pytest.mark.parametrize("gather", ["iteration", "step"])
@@ -91,8 +92,10 @@ def test_weights_are_gathered_when_the_mode_says(gather: str) -> None:
     """`step` has no gather and no reduction of weights inside the loop over ticks."""
     steps = steps_of(Case(4, 2, 8, fsdp=2, layers=8, gather=gather), rows=16)
     text = steps.compile_train().as_text()
-    loops = [part for part in text.split("\n\n") if "collective-permute" in part]
-    assert loops, "no ring message in the program"
-    inside = [line for line in text.splitlines() if " all-gather(" in line and "/while/" in line]
+    in_loops = [line for line in text.splitlines() if "/while/" in line]
     matrices = 7
-    assert len(inside) == (0 if gather == "step" else 2 * matrices)
+    expected = 0 if gather == "step" else matrices
+    gathers = sum(" all-gather(" in line for line in in_loops)
+    reductions = sum(" reduce-scatter(" in line for line in in_loops)
+    # A layer's weights are gathered in its forward and again in its backward.
+    assert (gathers, reductions) == (2 * expected, expected)
