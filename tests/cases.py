@@ -41,6 +41,9 @@ class Case:
     gather: str = "iteration"
     remat: str = "full"
     idle: str = "skip"
+    delayed: bool = False
+    offloaded: tuple[str, ...] = ()
+    cut: tuple[int, ...] = ()
     layers: int = 5
     dropout: float = 0.0
     tied: bool = False
@@ -69,8 +72,11 @@ def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:
             repeats=case.repeats,
             microbatches=case.microbatches,
             group=case.group,
+            delayed_forwarding=case.delayed,
+            cut=list(case.cut),
             weight_gather=case.gather,  # type: ignore[arg-type]
             remat=case.remat,  # type: ignore[arg-type]
+            offloaded_names=list(case.offloaded),
             idle=case.idle,  # type: ignore[arg-type]
         ),
         optim=OptimConfig(learning_rate=3e-3, warmup_steps=2),

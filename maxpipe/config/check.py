@@ -9,14 +9,24 @@ devices there are, what a -1 resolves to) is checked where the mesh is built.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
 
+import maxpipe.config.pipeline_rules  # noqa: F401  registers its rules
 from maxpipe.config.ranges import BOUNDS, BYTES_VOCABULARY, Bound
+from maxpipe.config.rules import (
+    RULES,
+    Finding,
+    axis_keys,
+    axis_size,
+    did_you_mean,
+    divisors,
+    rule,
+    shown,
+    up,
+    value_of,
+)
 from maxpipe.config.schema import Config, MeshConfig, TrainConfig
 from maxpipe.errors import Problem
 
@@ -63,17 +73,6 @@ def where(key: str, origins: Mapping[str, str]) -> str:
     return f"{'command line' if is_override(origin) else origin}: {key}"
 
 
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """The one choice that resembles the word most, or an empty string."""
-    return next(iter(difflib.get_close_matches(word, list(choices), n=1)), "")
-
-
-def axis_size(mesh: MeshConfig, axis: str) -> int | None:
-    """Total size of a mesh axis; None when it depends on the number of devices."""
-    ici, dcn = getattr(mesh, f"ici_{axis}"), getattr(mesh, f"dcn_{axis}")
-    return ici * dcn if ici >= 1 and dcn >= 1 else None
-
-
 def axis_table(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
     """Logical axis to mesh axes: the default table with the changes applied."""
     return DEFAULT_AXIS_RULES | {name: tuple(axes) for name, axes in mesh.axis_rules.items()}
@@ -89,60 +88,27 @@ def check(config: Config, origins: Mapping[str, str], skip: Collection[str] = ()
     wrong = set(skip)
     problems: list[Problem] = []
     # Rules on a single key come first: where one fails, relations with that key mean nothing.
-    for rule in sorted(RULES, key=lambda rule: len(rule.keys) > 1):
-        if not wrong.isdisjoint(rule.keys):
+    for each in sorted(RULES, key=lambda each: len(each.keys) > 1):
+        if not wrong.isdisjoint(each.keys):
             continue
-        findings = list(rule.find(config))
-        if findings and len(rule.keys) == 1:
-            wrong.update(rule.keys)
+        findings = list(each.find(config))
+        if findings and len(each.keys) == 1:
+            wrong.update(each.keys)
         for key, text, action in findings:
-            given = _shown(value_of(config, key))
+            given = shown(value_of(config, key))
             problems.append(Problem(where(key, origins), given, text, action))
     return problems
-
-
-def value_of(config: Config, key: str) -> Any:
-    """The value of a full key, or of one entry of a mapping."""
-    section, name, *entry = key.split(".", 2)
-    value = getattr(getattr(config, section), name)
-    return value[entry[0]] if entry else value
-
-
-class Finding(NamedTuple):
-    """A broken rule: the key to blame, the rule with its numbers, and what to do."""
-
-    key: str
-    rule: str
-    action: str
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """`find` yields what is wrong; it reads no other keys than these."""
-
-    keys: tuple[str, ...]
-    find: Callable[[Config], Iterator[Finding]]
-
-
-RULES: list[Rule] = []
-
-
-def _rule(*keys: str) -> Callable[[Callable[[Config], Iterator[Finding]]], None]:
-    def register(find: Callable[[Config], Iterator[Finding]]) -> None:
-        RULES.append(Rule(keys, find))
-
-    return register
 
 
 # Rules on single values.
 
 
 def _in_bound(bound: Bound) -> None:
-    @_rule(bound.key)
+    @rule(bound.key)
     def find(config: Config) -> Iterator[Finding]:
         if not bound.holds(value_of(config, bound.key)):
             yield Finding(
-                bound.key, f"must be {bound}.", f"Set {bound.key}={_shown(bound.example)}."
+                bound.key, f"must be {bound}.", f"Set {bound.key}={shown(bound.example)}."
             )
 
 
@@ -150,7 +116,7 @@ for _bound in BOUNDS.values():
     _in_bound(_bound)
 
 
-@_rule("run.name")
+@rule("run.name")
 def _name_is_a_folder(config: Config) -> Iterator[Finding]:
     name = config.run.name
     if name in (".", "..") or not re.fullmatch(r"[A-Za-z0-9._-]+", name):
@@ -163,7 +129,7 @@ def _name_is_a_folder(config: Config) -> Iterator[Finding]:
 
 
 def _not_empty(key: str) -> None:
-    @_rule(key)
+    @rule(key)
     def find(config: Config) -> Iterator[Finding]:
         if not value_of(config, key):
             section, name = key.split(".")
@@ -178,7 +144,7 @@ _not_empty("data.field")
 # Model.
 
 
-@_rule("model.num_heads", "model.num_kv_heads")
+@rule("model.num_heads", "model.num_kv_heads")
 def _heads_share_kv_heads(config: Config) -> Iterator[Finding]:
     heads, kv_heads = config.model.num_heads, config.model.num_kv_heads
     if heads % kv_heads:
@@ -186,12 +152,12 @@ def _heads_share_kv_heads(config: Config) -> Iterator[Finding]:
             "model.num_heads",
             f"must be a multiple of model.num_kv_heads ({kv_heads}): query heads share "
             "key/value heads evenly.",
-            f"Set model.num_heads={_up(heads, kv_heads)}, or model.num_kv_heads to "
-            f"{_divisors(heads)}.",
+            f"Set model.num_heads={up(heads, kv_heads)}, or model.num_kv_heads to "
+            f"{divisors(heads)}.",
         )
 
 
-@_rule("model.head_size")
+@rule("model.head_size")
 def _head_size_is_even(config: Config) -> Iterator[Finding]:
     size = config.model.head_size
     if size % 2:
@@ -202,7 +168,7 @@ def _head_size_is_even(config: Config) -> Iterator[Finding]:
         )
 
 
-@_rule("model.attention", "model.compute_dtype", "runtime.platform")
+@rule("model.attention", "model.compute_dtype", "runtime.platform")
 def _cudnn_runs_there(config: Config) -> Iterator[Finding]:
     if config.model.attention != "cudnn":
         return
@@ -220,7 +186,7 @@ def _cudnn_runs_there(config: Config) -> Iterator[Finding]:
         )
 
 
-@_rule("model.vocab_size", "tokenizer.kind")
+@rule("model.vocab_size", "tokenizer.kind")
 def _vocabulary_holds_bytes(config: Config) -> Iterator[Finding]:
     if config.tokenizer.kind == "bytes" and config.model.vocab_size < BYTES_VOCABULARY:
         yield Finding(
@@ -235,7 +201,7 @@ def _vocabulary_holds_bytes(config: Config) -> Iterator[Finding]:
 
 
 def _size_is_a_count(key: str) -> None:
-    @_rule(key)
+    @rule(key)
     def find(config: Config) -> Iterator[Finding]:
         size = value_of(config, key)
         if size < 1 and size != -1:
@@ -248,14 +214,10 @@ for _key in (f"mesh.{_link}_{_axis}" for _link in ("ici", "dcn") for _axis in ME
     _size_is_a_count(_key)
 
 
-def _axis_keys(*axes: str) -> tuple[str, ...]:
-    return tuple(f"mesh.{link}_{axis}" for axis in axes for link in ("ici", "dcn"))
-
-
 def _one_rest(link: str) -> None:
     keys = tuple(f"mesh.{link}_{axis}" for axis in MESH_AXES)
 
-    @_rule(*keys)
+    @rule(*keys)
     def find(config: Config) -> Iterator[Finding]:
         first, *others = [key for key in keys if value_of(config, key) == -1] or [""]
         for key in others:
@@ -271,9 +233,9 @@ _one_rest("ici")
 _one_rest("dcn")
 
 
-@_rule(*_axis_keys("context", "expert"))
+@rule(*axis_keys("context", "expert"))
 def _axis_is_supported(config: Config) -> Iterator[Finding]:
-    for key in _axis_keys("context", "expert"):
+    for key in axis_keys("context", "expert"):
         if value_of(config, key) != 1:
             yield Finding(
                 key,
@@ -283,7 +245,7 @@ def _axis_is_supported(config: Config) -> Iterator[Finding]:
             )
 
 
-@_rule("mesh.axis_rules")
+@rule("mesh.axis_rules")
 def _axis_rules_are_known(config: Config) -> Iterator[Finding]:
     for name, axes in config.mesh.axis_rules.items():
         key = f"mesh.axis_rules.{name}"
@@ -299,15 +261,15 @@ def _axis_rules_are_known(config: Config) -> Iterator[Finding]:
                 f"{f', or rename {name} to {guess}' if guess and not owned else ''}.",
             )
         elif tuple(axes) not in REMAPPINGS[name]:
-            allowed = [_shown(list(choice)) for choice in REMAPPINGS[name]]
+            allowed = [shown(list(choice)) for choice in REMAPPINGS[name]]
             yield Finding(
                 key,
                 f"must be {' or '.join(allowed)}.",
-                f"Set {key}={_shown(list(DEFAULT_AXIS_RULES[name])).replace(' ', '')}.",
+                f"Set {key}={shown(list(DEFAULT_AXIS_RULES[name])).replace(' ', '')}.",
             )
 
 
-@_rule("mesh.axis_rules")
+@rule("mesh.axis_rules")
 def _one_split_per_weight(config: Config) -> Iterator[Finding]:
     rules = config.mesh.axis_rules
     table = axis_table(config.mesh)
@@ -327,7 +289,7 @@ def _splits_evenly(logical: str, key: str, *partners: str) -> None:
     The suggested size is a multiple of the partners' sizes, too.
     """
 
-    @_rule(key, *partners, "mesh.axis_rules", *_axis_keys("fsdp", "tensor"))
+    @rule(key, *partners, "mesh.axis_rules", *axis_keys("fsdp", "tensor"))
     def find(config: Config) -> Iterator[Finding]:
         axes = axis_table(config.mesh)[logical]
         shards = math.prod(axis_size(config.mesh, axis) or 1 for axis in axes)
@@ -338,8 +300,8 @@ def _splits_evenly(logical: str, key: str, *partners: str) -> None:
                 key,
                 f"must be a multiple of the {' x '.join(axes)} size ({shards}): mesh.axis_rules "
                 f"splits {logical} over it.",
-                f"Set {key}={_up(size, factor)}, or mesh.axis_rules.{logical}=[] to keep a whole "
-                f"copy, or the {axes[0]} size to {_divisors(size)}.",
+                f"Set {key}={up(size, factor)}, or mesh.axis_rules.{logical}=[] to keep a whole "
+                f"copy, or the {axes[0]} size to {divisors(size)}.",
             )
 
 
@@ -350,87 +312,7 @@ _splits_evenly("head_size", "model.head_size")
 _splits_evenly("mlp", "model.d_mlp")
 
 
-# Pipeline and step.
-
-
-@_rule("pipeline.repeats", "pipeline.schedule")
-def _gpipe_visits_once(config: Config) -> Iterator[Finding]:
-    if config.pipeline.schedule == "gpipe" and config.pipeline.repeats != 1:
-        yield Finding(
-            "pipeline.repeats",
-            "must be 1 with pipeline.schedule=gpipe, which visits each stage once.",
-            "Set pipeline.schedule=circular, or pipeline.repeats=1.",
-        )
-
-
-@_rule("pipeline.repeats", "model.num_layers", *_axis_keys("stage"))
-def _each_chunk_has_a_layer(config: Config) -> Iterator[Finding]:
-    stages = axis_size(config.mesh, "stage")
-    layers, repeats = config.model.num_layers, config.pipeline.repeats
-    if stages is None or stages * repeats <= layers:
-        return
-    rule = (
-        f"needs at least {stages * repeats} layers (stages {stages} x repeats {repeats}), and "
-        f"model.num_layers is {layers}: each chunk holds at least one."
-    )
-    more = f"model.num_layers={stages * repeats} or more"
-    if layers >= stages:
-        yield Finding(
-            "pipeline.repeats", rule, f"Set pipeline.repeats={layers // stages}, or {more}."
-        )
-    else:
-        fewer = f"or at most {layers} stages with pipeline.repeats=1"
-        yield Finding("mesh.ici_stage", rule, f"Set {more}, {fewer}.")
-
-
-@_rule("pipeline.group", "pipeline.schedule")
-def _group_is_read(config: Config) -> Iterator[Finding]:
-    schedule = config.pipeline.schedule
-    if config.pipeline.group and schedule != "interleaved":
-        yield Finding(
-            "pipeline.group",
-            f"is read by pipeline.schedule=interleaved only, and the schedule is {schedule}.",
-            "Set pipeline.group=0, or pipeline.schedule=interleaved.",
-        )
-
-
-@_rule("pipeline.group", "pipeline.schedule", "pipeline.microbatches", *_axis_keys("stage"))
-def _group_fills_the_ring(config: Config) -> Iterator[Finding]:
-    group, microbatches = config.pipeline.group, config.pipeline.microbatches
-    stages = axis_size(config.mesh, "stage")
-    low = min(stages or 1, microbatches)
-    if config.pipeline.schedule != "interleaved" or not group or low <= group <= microbatches:
-        return
-    known = f"the stages ({stages})" if stages else "1"
-    yield Finding(
-        "pipeline.group",
-        f"must be 0, or lie between {known} and the microbatches ({microbatches}): a shorter "
-        "group would stall the ring.",
-        "Set pipeline.group=0 for the default, the number of stages.",
-    )
-
-
-@_rule("train.batch_size", "pipeline.microbatches", *_axis_keys("data", "fsdp"))
-def _batch_divides(config: Config) -> Iterator[Finding]:
-    batch, microbatches = config.train.batch_size, config.pipeline.microbatches
-    data, fsdp = axis_size(config.mesh, "data"), axis_size(config.mesh, "fsdp")
-    shards = (data or 1) * (fsdp or 1)
-    if batch % (microbatches * shards) == 0:
-        return
-    sizes = [f"pipeline.microbatches ({microbatches})"]
-    sizes += [f"{name} ({size})" for name, size in (("data", data), ("fsdp", fsdp)) if size]
-    action = f"Set train.batch_size={_up(batch, microbatches * shards)}"
-    if batch % shards == 0:
-        action += f", or pipeline.microbatches to {_divisors(batch // shards)}"
-    yield Finding(
-        "train.batch_size",
-        f"must be a multiple of {' x '.join(sizes)} = {microbatches * shards}: each device gets "
-        "the same number of sequences of each microbatch.",
-        f"{action}.",
-    )
-
-
-@_rule("train.steps", "train.tokens")
+@rule("train.steps", "train.tokens")
 def _run_has_a_length(config: Config) -> Iterator[Finding]:
     if not config.train.steps and not config.train.tokens:
         yield Finding(
@@ -443,7 +325,7 @@ def _run_has_a_length(config: Config) -> Iterator[Finding]:
 # Data and tokenizer.
 
 
-@_rule("data.source", "data.path")
+@rule("data.source", "data.path")
 def _source_has_a_path(config: Config) -> Iterator[Finding]:
     source = config.data.source
     if source in ("text", "jsonl", "arrayrecord", "tfds") and not config.data.path:
@@ -455,7 +337,7 @@ def _source_has_a_path(config: Config) -> Iterator[Finding]:
         )
 
 
-@_rule("data.source", "data.validation_fraction", "eval.batches")
+@rule("data.source", "data.validation_fraction", "eval.batches")
 def _validation_has_documents(config: Config) -> Iterator[Finding]:
     synthetic = config.data.source == "synthetic"
     if config.eval.batches and not config.data.validation_fraction and not synthetic:
@@ -467,7 +349,7 @@ def _validation_has_documents(config: Config) -> Iterator[Finding]:
         )
 
 
-@_rule("tokenizer.kind", "tokenizer.path")
+@rule("tokenizer.kind", "tokenizer.path")
 def _tokenizer_has_a_path(config: Config) -> Iterator[Finding]:
     if config.tokenizer.kind == "huggingface" and not config.tokenizer.path:
         yield Finding(
@@ -480,7 +362,7 @@ def _tokenizer_has_a_path(config: Config) -> Iterator[Finding]:
 # Processes.
 
 
-@_rule("runtime.process_id", "runtime.num_processes")
+@rule("runtime.process_id", "runtime.num_processes")
 def _process_is_one_of_all(config: Config) -> Iterator[Finding]:
     process, processes = config.runtime.process_id, config.runtime.num_processes
     if processes and process >= processes:
@@ -492,7 +374,7 @@ def _process_is_one_of_all(config: Config) -> Iterator[Finding]:
         )
 
 
-@_rule("runtime.coordinator", "runtime.num_processes")
+@rule("runtime.coordinator", "runtime.num_processes")
 def _coordinator_is_an_address(config: Config) -> Iterator[Finding]:
     processes, address = config.runtime.num_processes, config.runtime.coordinator
     if processes <= 1:
@@ -505,36 +387,3 @@ def _coordinator_is_an_address(config: Config) -> Iterator[Finding]:
             f"must be host:port of process 0 when runtime.num_processes is {processes}.",
             "Set runtime.coordinator=localhost:12345 on one machine, or the address of process 0.",
         )
-
-
-# Words for messages.
-
-
-def _up(value: int, factor: int) -> int:
-    return max(1, -(-value // factor)) * factor
-
-
-def _divisors(value: int) -> str:
-    """Divisors as a user would choose them; no mesh or head count is beyond 4096."""
-    return _listed(d for d in range(1, min(value, 4096) + 1) if value % d == 0)
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    """`1, 2, 4 or 8`; of many, the first few and the last."""
-    words = [str(number) for number in numbers]
-    if len(words) > 8:
-        words = [*words[:6], "..", words[-1]]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def _shown(value: object) -> str:
-    """A value as it is written in a config file, shortened when long."""
-    if isinstance(value, bool):
-        text = str(value).lower()
-    elif isinstance(value, list):
-        text = f"[{', '.join(value)}]"
-    elif value == "":
-        text = "''"
-    else:
-        text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -312,7 +312,7 @@ def _read_override(arg: str, problems: list[Problem]) -> Iterator[_Assignment]:
         action = f"Write {owners[0]}={text}." if owners else "Write section.key=value."
         rule = "names no section: an override is `section.key=value`."
         problems.append(Problem(f"command line: {key}", text, rule, action))
-    elif not _is_mapping(KEYS.get(".".join(path[:2]))):
+    elif not _is_collection(KEYS.get(".".join(path[:2]))):
         yield _Assignment(path, text, arg, "command line")
     else:
         try:
@@ -338,6 +338,10 @@ def _split(path: tuple[str, ...], raw: Raw, origin: str, place: str) -> Iterator
 
 def _is_mapping(hint: Any) -> bool:
     return typing.get_origin(hint) is dict
+
+
+def _is_collection(hint: Any) -> bool:
+    return typing.get_origin(hint) in (dict, list)
 
 
 # From assignments to values.
@@ -490,7 +494,20 @@ def _as_is(raw: Raw) -> Raw:
     return raw
 
 
-_READERS: dict[Any, Callable[[Raw], Any]] = {int: _read_int, float: _read_float, bool: _read_bool}
+def _read_ints(raw: Raw) -> list[int]:
+    if not isinstance(raw, list):
+        raise ValueError(raw)
+    return [_read_int(item) for item in raw]
+
+
+_READERS: dict[Any, Callable[[Raw], Any]] = {
+    int: _read_int,
+    float: _read_float,
+    bool: _read_bool,
+    list[int]: _read_ints,
+}
+_LISTS = {list[int]: ("list of integers", "[2, 2]"), list[str]: ("list of names", "[matmuls]")}
+"""In words, and an example."""
 
 
 def type_name(hint: Any) -> str:
@@ -499,6 +516,8 @@ def type_name(hint: Any) -> str:
         return f"one of {', '.join(typing.get_args(hint))}"
     if _is_mapping(hint):
         return "mapping of names to lists of names"
+    if hint in _LISTS:
+        return _LISTS[hint][0]
     return {int: "integer", float: "number", bool: "true or false", str: "text"}[hint]
 
 
@@ -512,6 +531,9 @@ def _type_problem(assignment: _Assignment, hint: Any) -> Problem:
         example = f"Set {key}=[tensor]" if len(assignment.path) > 2 else f"Set {key}={{}}"
         rule = "must be a list of mesh axes" if len(assignment.path) > 2 else "must be a mapping"
         return assignment.problem(f"{rule}.", f"{example}.")
+    if hint in _LISTS:
+        name, example = _LISTS[hint]
+        return assignment.problem(f"must be a {name}.", f"Write a value such as {key}={example}.")
     if hint is str:
         return assignment.problem("must be text.", f"Write {key} = '...', or leave the key out.")
     example = {int: "8", float: "0.1", bool: "true"}[hint]

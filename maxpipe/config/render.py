@@ -19,9 +19,11 @@ from maxpipe.config.check import DEFAULT_AXIS_RULES, REMAPPINGS, did_you_mean
 from maxpipe.config.load import KEYS, SECTIONS, Loaded, to_yaml, type_name
 from maxpipe.config.ranges import BOUNDS
 from maxpipe.errors import ConfigError
+from maxpipe.pipeline.schedule import FILE_PREFIX, SCHEDULES
 
 _WIDTH = 88
 _AXIS_RULES = "mesh.axis_rules"
+_SCHEDULE = "pipeline.schedule"
 
 
 @functools.cache
@@ -219,6 +221,8 @@ def _key_schema(key: str) -> dict[str, Any]:
         result["minimum" if bound.low_is_inside else "exclusiveMinimum"] = bound.low
         if bound.high != float("inf"):
             result["maximum" if bound.high_is_inside else "exclusiveMaximum"] = bound.high
+    if key == _SCHEDULE:
+        result["anyOf"] = [{"enum": list(SCHEDULES)}, {"pattern": f"^{FILE_PREFIX}"}]
     if key == _AXIS_RULES:
         result["propertyNames"] = {"enum": list(REMAPPINGS)}
     return result
@@ -230,6 +234,8 @@ def _type_schema(hint: Any) -> dict[str, Any]:
     if typing.get_origin(hint) is dict:
         names = {"type": "array", "items": {"type": "string"}}
         return {"type": "object", "additionalProperties": names}
+    if typing.get_origin(hint) is list:
+        return {"type": "array", "items": _type_schema(typing.get_args(hint)[0])}
     return {"type": {int: "integer", float: "number", bool: "boolean", str: "string"}[hint]}
 
 

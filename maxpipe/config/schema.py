@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Dtype = Literal["float32", "bfloat16"]
-ScheduleName = Literal["gpipe", "circular", "1f1b", "interleaved", "breadth_first"]
+
+ACTIVATIONS = ("query", "key", "value", "context", "attention_out", "gate", "up")
+"""Names that layers give to the results of their matmuls, in order; `query` and `key` are rotated,
+`context` is what attention mixes before its output projection."""
+SAVED_PRESETS = {
+    "matmuls": ACTIVATIONS,
+    "attention": ("query", "key", "value", "context", "attention_out"),
+    "mlp": ("gate", "up"),
+}
+"""Names for several activations at once in `pipeline.saved_names`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,9 +119,12 @@ class MeshConfig:
 class PipelineConfig:
     """How the layer stack is cut and in which order its pieces run."""
 
-    schedule: ScheduleName = "interleaved"
-    """Order of forward and backward work. `interleaved` and `1f1b` keep memory independent
-    of the number of microbatches; `maxpipe schedule` draws each one."""
+    schedule: str = "interleaved"
+    """Order of forward and backward work; `maxpipe schedule` draws each one. Whole backwards:
+    `gpipe`, `circular`, `breadth_first`, and with memory independent of the number of microbatches
+    `1f1b`, `interleaved`. Split backwards, which pay with `pipeline.remat` `names` or `none`:
+    `zb_h1`, `zb_h2`, and with two repeats in a V `zb_v`, `v_half`, `v_min`, `dualpipe_v`.
+    `file:PATH` runs the schedule that a CSV file describes."""
     microbatches: int = 1
     """Number of pieces the batch is cut into. On one stage this is gradient accumulation."""
     repeats: int = 1
@@ -120,12 +132,28 @@ class PipelineConfig:
     group: int = 0
     """Microbatches that a stage runs back to back before it turns to the next repeat. Read by
     `interleaved`. 0 means the number of stages, the least memory."""
-    weight_gather: Literal["iteration", "step"] = "iteration"
+    delayed_forwarding: bool = False
+    """Give each message a whole tick to travel behind work. Doubles the bubble of `gpipe` and
+    `circular`, which read it; the 1F1B schedules hide their messages without it."""
+    cut: list[int] = field(default_factory=list)
+    """Layers of each chunk in network order, stages x repeats numbers. Empty cuts as evenly as
+    possible."""
+    weight_gather: Literal["iteration", "visit", "step"] = "iteration"
     """When weights sharded over fsdp are gathered: `iteration` for every layer of every forward
-    and backward (least memory), `step` once per step (least traffic)."""
-    remat: Literal["full", "chunk"] = "full"
+    and backward (least memory), `visit` each time a stage turns to another chunk (a window of
+    chunks, `pipeline.group` microbatches share a gather), `step` once per step (least traffic)."""
+    remat: Literal["full", "chunk", "names", "none"] = "full"
     """What is kept for the backward pass: `full` keeps each layer's input and replays a layer
-    once, `chunk` keeps only the input of each chunk and replays twice (least memory)."""
+    once, `chunk` keeps only the input of each chunk and replays twice (least memory), `names` keeps
+    inputs and the activations of `pipeline.saved_names`, `none` keeps everything and replays
+    nothing."""
+    saved_names: list[str] = field(default_factory=lambda: ["matmuls"])
+    """Activations kept with `pipeline.remat=names`: `query`, `key`, `value`, `context`,
+    `attention_out`, `gate`, `up`, or a preset: `matmuls` (all), `attention` (the first five), `mlp`
+    (the last two)."""
+    offloaded_names: list[str] = field(default_factory=list)
+    """Activations that `pipeline.remat=names` keeps in host memory instead of on the device; the
+    same names and presets."""
     idle: Literal["skip", "compute"] = "skip"
     """What a stage does in an empty slot: `skip` branches around the work, `compute` runs it on
     zeros and discards the result (no control flow that differs between stages)."""

@@ -26,7 +26,7 @@ def forward_flops_per_token(
     """Matmul operations of one token's forward pass, a multiply-add counting 2.
 
     `causal` counts the half of the attention matrix that is needed; without it the whole one,
-    which is what a plain implementation computes.
+    which is the most that a plain implementation computes.
     """
     weights = config.num_layers * _layer_matmul_params(config)
     weights += config.vocab_size * config.d_model

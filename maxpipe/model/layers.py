@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from maxpipe.config.schema import ModelConfig
 from maxpipe.sharding import AxisRules, constrain
@@ -65,6 +66,34 @@ class RMSNorm(nnx.Module):
         return normed.astype(x.dtype) * self.scale[...].astype(x.dtype)
 
 
+@jax.custom_vjp
+def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """`silu(gate) * up`, written to memory once for all matmuls that read it.
+
+    Left alone, XLA for TPU puts this and its derivative into each matmul of the backward
+    pass as a producer that is computed again and again: a tenth of a layer's cycles.
+    """
+    return _gated(gate, up)
+
+
+def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def _gated_forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return jax.lax.optimization_barrier(_gated(gate, up)), (gate, up)
+
+
+def _gated_backward(
+    saved: tuple[jax.Array, ...], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    _, vjp = jax.vjp(_gated, *saved)
+    return jax.lax.optimization_barrier(vjp(cotangent))
+
+
+gated.defvjp(_gated_forward, _gated_backward)
+
+
 class GatedMLP(nnx.Module):
     """SwiGLU (arXiv:2002.05202): `(silu(x W_gate) * (x W_up)) W_down`."""
 
@@ -81,7 +110,8 @@ class GatedMLP(nnx.Module):
         """`[B, T, D] -> [B, T, D]`."""
         gate = jnp.einsum("btd,df->btf", x, self.gate[...].astype(x.dtype))
         up = jnp.einsum("btd,df->btf", x, self.up[...].astype(x.dtype))
-        hidden = constrain(jax.nn.silu(gate) * up, (None, None, "mlp"), self.rules)
+        gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
+        hidden = constrain(gated(gate, up), (None, None, "mlp"), self.rules)
         return jnp.einsum("btf,fd->btd", hidden, self.down[...].astype(x.dtype))
 
 

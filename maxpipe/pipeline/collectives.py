@@ -51,6 +51,11 @@ def index_on(axis: str) -> jax.Array:
     return lax.axis_index(axis) if _present(axis) else jnp.int32(0)
 
 
+def size_of(axis: str) -> int:
+    """Number of devices along the axis."""
+    return jax.sharding.get_abstract_mesh().shape[axis] if _present(axis) else 1
+
+
 def sum_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
     """The sum over all devices of these axes, the same on each."""
     present = _present(axes)

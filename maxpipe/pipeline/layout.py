@@ -1,13 +1,13 @@
 """Where each layer lives: network order in checkpoints, `[R, P, L]` in the train state.
 
-Stage p in repeat r holds chunk c = r * P + p, a run of consecutive layers. Layers
-that do not divide evenly are spread so that chunks differ by at most one; shorter
-chunks are padded with unused zeros, which the engine skips. Flattening `[R, P, L]`
-gives network order with padding, so that the conversion is a selection.
+A cut divides the network's layers into chunks, runs of consecutive layers; the ring says which
+stage holds which chunk. Chunks may differ in length; shorter ones are padded with unused zeros,
+which the engine skips.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,42 +15,92 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxpipe.pipeline.table import Ring
+
+
+def balanced_cut(
+    costs: Sequence[float], num_chunks: int, *, first: float = 0.0, last: float = 0.0
+) -> tuple[int, ...]:
+    """Layers of each chunk, at least one, such that the costliest chunk is as cheap as can be.
+
+    `costs` are those of the layers; `first` and `last` come on top of the first and the last chunk,
+    for an embedding and a loss head that one stage does alone. Among equally good cuts the most
+    even one is taken, longer chunks first: stages advance in lockstep, so long chunks should meet.
+
+    Source: dynamic programming over contiguous cuts, as in Alpa (arXiv:2201.12023).
+    """
+    total = np.concatenate([[0.0], np.cumsum(costs)])
+    ends = np.zeros(num_chunks)
+    ends[0] += first
+    ends[-1] += last
+
+    def best(limit: float) -> tuple[np.ndarray, np.ndarray]:
+        """Of the first n layers in k chunks: the worst chunk, or the squares when limited."""
+        value = np.full((num_chunks + 1, len(total)), np.inf)
+        taken = np.zeros(value.shape, np.int32)
+        value[0, 0] = 0.0
+        for chunk in range(1, num_chunks + 1):
+            for end in range(chunk, len(total)):
+                cost = total[end] - total[chunk - 1 : end] + ends[chunk - 1]
+                before = value[chunk - 1, chunk - 1 : end]
+                if np.isinf(limit):
+                    found = np.maximum(before, cost)
+                else:
+                    found = np.where(cost <= limit * (1 + 1e-9), before + cost**2, np.inf)
+                # Of equals the last: the shortest last chunk, so the longer ones come first.
+                place = len(found) - 1 - int(np.argmin(found[::-1]))
+                value[chunk, end], taken[chunk, end] = found[place], end - (chunk - 1 + place)
+        return value, taken
+
+    limit = best(np.inf)[0][-1, -1]
+    taken = best(float(limit))[1]
+    sizes, end = [], len(costs)
+    for chunk in range(num_chunks, 0, -1):
+        sizes.append(int(taken[chunk, end]))
+        end -= sizes[-1]
+    return tuple(reversed(sizes))
+
 
 @dataclass(frozen=True)
 class Layout:
-    """The cut of `num_layers` layers into stages x repeats chunks."""
+    """Layers cut into chunks, and the ring on which the chunks lie."""
 
-    num_layers: int
-    num_stages: int
-    num_repeats: int
+    ring: Ring
+    cut: tuple[int, ...]
+    """Layers of each chunk, in network order."""
 
     @property
-    def num_chunks(self) -> int:
-        """Chunks over all stages and repeats."""
-        return self.num_stages * self.num_repeats
+    def num_layers(self) -> int:
+        """Layers of all chunks."""
+        return sum(self.cut)
 
     @property
     def layers_per_chunk(self) -> int:
         """Layers of the longest chunk (L)."""
-        return -(-self.num_layers // self.num_chunks)
+        return max(self.cut)
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Leading dims of a stacked parameter: `(R, P, L)`."""
-        return self.num_repeats, self.num_stages, self.layers_per_chunk
+        return self.ring.num_repeats, self.ring.num_stages, self.layers_per_chunk
+
+    @cached_property
+    def _chunk_at(self) -> np.ndarray:
+        """int `[R, P]`: the chunk that each stage runs in each repeat."""
+        repeats, stages, _ = self.shape
+        chunks = [self.ring.chunk(p, r) for r in range(repeats) for p in range(stages)]
+        return np.reshape(chunks, (repeats, stages))
 
     @cached_property
     def chunk_sizes(self) -> np.ndarray:
         """int32 `[R, P]`: layers of each chunk."""
-        short, longer = divmod(self.num_layers, self.num_chunks)
-        sizes = short + (np.arange(self.num_chunks) < longer)
-        return sizes.reshape(self.num_repeats, self.num_stages).astype(np.int32)
+        return np.array(self.cut, np.int32)[self._chunk_at]
 
     @cached_property
     def first_layer(self) -> np.ndarray:
         """int32 `[R, P]`: network position of each chunk's first layer."""
-        sizes = self.chunk_sizes.ravel()
-        return (np.cumsum(sizes) - sizes).reshape(self.chunk_sizes.shape).astype(np.int32)
+        sizes = np.array(self.cut)
+        return (np.cumsum(sizes) - sizes).astype(np.int32)[self._chunk_at]
 
     @cached_property
     def layer_at(self) -> np.ndarray:
@@ -61,13 +111,19 @@ class Layout:
         return np.where(used, layers, -1).astype(np.int32).ravel()
 
     @property
-    def is_even(self) -> bool:
-        """Whether every chunk has the same number of layers, hence no padding."""
-        return self.num_layers == self.num_chunks * self.layers_per_chunk
+    def _is_plain(self) -> bool:
+        """Whether stacked order is network order: no padding, and no way back on the ring."""
+        return bool((self.layer_at == np.arange(self.layer_at.size)).all())
+
+    @cached_property
+    def _place_of(self) -> np.ndarray:
+        """int `[num_layers]`: the stacked position of each layer."""
+        used = np.flatnonzero(self.layer_at >= 0)
+        return used[np.argsort(self.layer_at[used])]
 
     def stack(self, layers: jax.Array) -> jax.Array:
         """`[num_layers, ...]` in network order -> `[R, P, L, ...]`, zeros in the padding."""
-        if not self.is_even:
+        if not self._is_plain:
             padded = jnp.concatenate([layers, jnp.zeros_like(layers[:1])])
             layers = padded[self.layer_at]  # -1 picks the zeros
         return layers.reshape(*self.shape, *layers.shape[1:])
@@ -75,7 +131,7 @@ class Layout:
     def unstack(self, stacked: jax.Array) -> jax.Array:
         """`[R, P, L, ...]` -> `[num_layers, ...]` in network order, padding dropped."""
         flat = stacked.reshape(-1, *stacked.shape[3:])
-        return flat if self.is_even else flat[np.flatnonzero(self.layer_at >= 0)]
+        return flat if self._is_plain else flat[self._place_of]
 
 
 def pad_vocabulary(table: jax.Array, dim: int, size: int) -> jax.Array:

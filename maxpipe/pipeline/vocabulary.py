@@ -54,7 +54,8 @@ class LossHead(NamedTuple):
     """Final norm, projection to the vocabulary and cross entropy."""
 
     norm: Callable[[Any, jax.Array], jax.Array]
-    num_stages: int
+    last_stage: int
+    """The stage on which the network ends."""
     vocab_size: int
     """Columns from here on are padding and get no probability."""
 
@@ -97,7 +98,7 @@ class LossHead(NamedTuple):
         return Loss(total, d_output, d_norm, d_head)
 
     def _from_last_stage(self, output: jax.Array) -> jax.Array:
-        return vary(from_position(output, STAGE, self.num_stages - 1))
+        return vary(from_position(output, STAGE, self.last_stage))
 
     def _scores(
         self, hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array

@@ -8,6 +8,7 @@ accumulate in float32 and stay unreduced over `data` until the step's end.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -15,9 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxpipe.mesh import DATA, FSDP
-from maxpipe.pipeline.collectives import gather_shards, scatter_sum, sum_over, vary
+from maxpipe.pipeline.collectives import gather_shards, scatter_sum, size_of, sum_over, vary
 
 Tree = Any
+Gather = Literal["iteration", "visit", "step"]
 NOT_SHARDED = -1
 """Stands for "no dim is sharded over fsdp" in trees of dims."""
 
@@ -41,18 +43,18 @@ def scatter(gradient: jax.Array, dim: int) -> jax.Array:
 class LayerWeights:
     """Access to one stage's layers, stacked `[R * L, ...]`, under a gather mode.
 
-    `iteration` holds shards and gathers one layer when it is used; `step` holds whole weights.
-    Gradient accumulators have the form of what is held.
+    `iteration` holds shards and gathers one layer when it is used; `step` holds all whole weights;
+    `visit` holds a window of whole chunks. Gradients add up in the form of what is held.
     """
 
-    mode: Literal["iteration", "step"]
+    mode: Gather
     dims: Tree
     """For each leaf the dim of one layer's weight that is sharded over fsdp."""
     dtype: jnp.dtype
 
     def hold(self, shards: Tree) -> Tree:
-        """What the tick loop carries weights as."""
-        if self.mode == "iteration":
+        """What the tick loop reads weights from; in `visit` the shards that fill the window."""
+        if self.mode != "step":
             return vary(shards)
         return jax.tree.map(
             lambda shard, dim: gather(shard, _stacked(dim), self.dtype), shards, self.dims
@@ -61,12 +63,12 @@ class LayerWeights:
     def layer(self, held: Tree, index: jax.Array) -> Tree:
         """One layer's whole weights."""
         picked = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, False), held)
-        if self.mode == "step":
+        if self.mode != "iteration":
             return picked
         return jax.tree.map(lambda leaf, dim: gather(leaf, dim, self.dtype), picked, self.dims)
 
     def zeros(self, held: Tree) -> Tree:
-        """Empty float32 accumulators."""
+        """Empty float32 accumulators in the form of what is held."""
         return jax.tree.map(lambda leaf: vary(jnp.zeros(leaf.shape, jnp.float32)), held)
 
     def accumulate(self, totals: Tree, index: jax.Array, gradient: Tree) -> Tree:
@@ -90,6 +92,44 @@ class LayerWeights:
             return sum_over_batch(total, dim)
 
         return jax.tree.map(reduce, totals, self.dims)
+
+    # Chunks of `length` layers in the window of `visit`.
+
+    def window(self, shards: Tree, num_layers: int, dtype: jnp.dtype) -> Tree:
+        """Zeros for this many whole layers."""
+
+        def empty(shard: jax.Array, dim: int) -> jax.Array:
+            shape = [num_layers, *shard.shape[1:]]
+            if dim != NOT_SHARDED:
+                shape[1 + dim] *= size_of(FSDP)
+            return vary(jnp.zeros(shape, dtype))
+
+        return jax.tree.map(empty, shards, self.dims)
+
+    def gather_chunk(self, shards: Tree, first: jax.Array, length: int) -> Tree:
+        """Whole weights of the layers from `first` on."""
+        cut = partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=length)
+        return jax.tree.map(
+            lambda shard, dim: gather(cut(shard), _stacked(dim), self.dtype), shards, self.dims
+        )
+
+    def reduce_chunk(
+        self, totals: Tree, partial_sums: Tree, first: jax.Array, slot: jax.Array, length: int
+    ) -> tuple[Tree, Tree]:
+        """Adds a slot of whole gradients to the sharded totals and empties it."""
+
+        def add(total: jax.Array, sums: jax.Array, dim: int) -> jax.Array:
+            part = lax.dynamic_slice_in_dim(sums, slot * length, length)
+            old = lax.dynamic_slice_in_dim(total, first, length)
+            part = old + scatter(part, _stacked(dim))
+            return lax.dynamic_update_slice_in_dim(total, part, first, 0)
+
+        def clear(sums: jax.Array) -> jax.Array:
+            zeros = vary(jnp.zeros((length, *sums.shape[1:]), sums.dtype))
+            return lax.dynamic_update_slice_in_dim(sums, zeros, slot * length, 0)
+
+        totals = jax.tree.map(add, totals, partial_sums, self.dims)
+        return totals, jax.tree.map(clear, partial_sums)
 
 
 def sum_over_batch(gradient: jax.Array, dim: int) -> jax.Array:

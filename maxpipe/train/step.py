@@ -18,13 +18,16 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import ModelConfig, OptimConfig, PipelineConfig, TrainConfig
 from maxpipe.mesh import STAGE
 from maxpipe.model.decoder import Decoder
-from maxpipe.pipeline.executor import Engine, Network
-from maxpipe.pipeline.layout import Layout
-from maxpipe.pipeline.schedule import Schedule, build
-from maxpipe.pipeline.verify import verify
+from maxpipe.pipeline.executor import Engine
+from maxpipe.pipeline.layout import Layout, balanced_cut
+from maxpipe.pipeline.program import Network
+from maxpipe.pipeline.remat import Keep
+from maxpipe.pipeline.schedule import build
+from maxpipe.pipeline.table import Schedule
 from maxpipe.sharding import BATCH_SPEC, AxisRules
 from maxpipe.train.optim import build_optimizer, learning_rate, moments, with_moments
 from maxpipe.train.state import Partition, TrainState
@@ -117,6 +120,12 @@ class Steps:
         )
         with jax.set_mesh(self.partition.mesh):
             return step.lower(self._abstract_params, self.abstract_batch).compile()
+
+    def buffer_bytes(self) -> dict[str, int]:
+        """Bytes on one device of what the train step's loop carries, before compiling it."""
+        return self.engine.buffer_bytes(
+            self.train_schedule, self._abstract_params, self.abstract_batch
+        )
 
     @property
     def abstract_batch(self) -> Tree:
@@ -212,8 +221,6 @@ def partition(
             does not allow these sizes.
     """
     decoder = Decoder(model, rules)
-    layout = Layout(model.num_layers, mesh.shape[STAGE], pipeline.repeats)
-    parts = Partition(decoder, layout, mesh)
     place = partial(
         build,
         pipeline.schedule,
@@ -221,10 +228,14 @@ def partition(
         repeats=pipeline.repeats,
         microbatches=pipeline.microbatches,
         group=pipeline.group,
+        delayed=pipeline.delayed_forwarding,
     )
     schedules = place(), place(backward=False)
-    for schedule in schedules:
-        verify(schedule)
+    ring = schedules[0].ring
+    # Embedding and loss head are spread over all stages: only layers weigh on the cut.
+    cut = pipeline.cut or balanced_cut([1.0] * model.num_layers, ring.num_chunks)
+    layout = Layout(ring, tuple(cut))
+    parts = Partition(decoder, layout, mesh)
     network = Network(decoder.layer, decoder.norm, model.vocab_size, jnp.dtype(model.compute_dtype))
     lengths = np.zeros(model.vocab_size, np.int32)
     lengths[: len(byte_lengths)] = byte_lengths
@@ -240,10 +251,16 @@ def partition(
             mesh,
             parts.specs,
             weight_gather=pipeline.weight_gather,
-            remat=pipeline.remat,
+            keep=_keep(pipeline),
             idle=pipeline.idle,
         ),
         shape=(train.batch_size, train.sequence_length),
         seed=seed,
         byte_lengths=lengths,
     )
+
+
+def _keep(pipeline: PipelineConfig) -> Keep:
+    if pipeline.remat != "names":
+        return Keep(pipeline.remat)
+    return Keep("names", activations(pipeline.saved_names), activations(pipeline.offloaded_names))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,6 +70,13 @@ BROKEN: list[tuple[str, str, str]] = [
     ("mesh.ici_tensor=8", "model.num_kv_heads", "tensor size (8)"),
     ("mesh.ici_tensor=4 model.d_mlp=6", "model.d_mlp", "tensor size (4)"),
     ("pipeline.schedule=gpipe pipeline.repeats=2", "pipeline.repeats", "visits each stage once"),
+    ("pipeline.schedule=zb_v", "pipeline.repeats", "which turns back once, a V"),
+    ("pipeline.schedule=1fb1", "pipeline.schedule", "must be one of gpipe, circular, 1f1b"),
+    ("pipeline.delayed_forwarding=true", "pipeline.delayed_forwarding", "gpipe, circular and file"),
+    ("pipeline.cut=[1,2]", "pipeline.cut", "1 numbers of at least 1"),
+    ("pipeline.cut=[8,0] mesh.ici_stage=2", "pipeline.cut", "add up to model.num_layers (8)"),
+    ("pipeline.saved_names=[gates]", "pipeline.saved_names", "neither an activation"),
+    ("pipeline.offloaded_names=[up]", "pipeline.offloaded_names", "pipeline.remat=names only"),
     ("mesh.ici_stage=4 pipeline.repeats=3", "pipeline.repeats", "needs at least 12 layers"),
     ("mesh.dcn_stage=2 mesh.ici_stage=5", "mesh.ici_stage", "needs at least 10 layers"),
     ("pipeline.schedule=1f1b pipeline.group=1", "pipeline.group", "interleaved only"),
@@ -213,7 +221,8 @@ def _config(overrides: str) -> Config:
     for override in overrides.split():
         key, _, text = override.partition("=")
         section, name = key.split(".")
-        kind = {int: int, float: float}.get(KEYS[f"{section}.{name}"], str)
+        kinds = {int: int, float: float, list[int]: yaml.safe_load, list[str]: yaml.safe_load}
+        kind = kinds.get(KEYS[f"{section}.{name}"], str)
         part = dataclasses.replace(getattr(config, section), **{name: kind(text)})
         config = dataclasses.replace(config, **{section: part})
     return config
@@ -268,7 +277,7 @@ SMALL = st.integers(1, 12)
             "model.d_model": st.integers(1, 300),
             "train.batch_size": st.integers(1, 64),
             "optim.warmup_steps": st.integers(0, 20),
-            "pipeline.schedule": st.sampled_from(["gpipe", "1f1b", "interleaved"]),
+            "pipeline.schedule": st.sampled_from(["gpipe", "1f1b", "interleaved", "zb_v"]),
         },
     )
 )

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from maxpipe.config.schema import MeshConfig, ModelConfig
-from maxpipe.model.attention import Attention, rotary_frequencies, rotate
+from maxpipe.model.attention import Attention, attend, rotary_frequencies, rotate
 from maxpipe.sharding import AxisRules
 
 RULES = AxisRules.from_config(MeshConfig())
@@ -193,3 +193,36 @@ def test_rotation_of_half_precision_is_done_in_float32() -> None:
     exact = rotate(x.astype(jnp.float32), positions, rotary_frequencies(config))
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, exact.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("block", [2, 4, 6])
+def test_blocks_of_queries_change_nothing(block: int) -> None:
+    """Value and gradients, across segments that end inside a block."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    query = jax.random.normal(keys[0], (2, 12, 4, 8))
+    key, value = (jax.random.normal(k, (2, 12, 2, 8)) for k in keys[1:3])
+    weight = jax.random.normal(keys[3], query.shape)
+    segments = jnp.array([[1] * 5 + [2] * 7, [1] * 9 + [2] * 3])
+
+    def total(query: jax.Array, key: jax.Array, value: jax.Array, block: int) -> jax.Array:
+        return (attend(query, key, value, segments, "xla", block) * weight).sum()
+
+    run = jax.value_and_grad(total, argnums=(0, 1, 2))
+    wanted_value, wanted = run(query, key, value, 12)
+    found_value, found = run(query, key, value, block)
+    np.testing.assert_allclose(found_value, wanted_value, rtol=1e-5)
+    for a, b in zip(found, wanted, strict=True):
+        assert_close(a, b)
+
+
+def test_long_sequences_go_through_blocks() -> None:
+    """A block scores no key behind its own end: fewer operations than the whole square."""
+    shape = jax.ShapeDtypeStruct((1, 1024, 1, 8), jnp.float32)
+    ids = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+
+    def flops(block: int) -> float:
+        run = lambda q, k, v, ids: attend(q, k, v, ids, "xla", block)  # noqa: E731
+        cost: Any = jax.jit(run).lower(shape, shape, shape, ids).compile().cost_analysis()
+        return cost["flops"]
+
+    assert flops(0) < 0.7 * flops(1024)

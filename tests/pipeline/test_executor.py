@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from maxpipe.model.decoder import Decoder
+from maxpipe.pipeline.schedule import SCHEDULES
 from tests.cases import TOLERANCE, Case, batch_of, steps_of
 
 
@@ -87,6 +89,23 @@ SHAPES = [
     Case(8, 1, 8, schedule="1f1b", layers=8),
     Case(8, 2, 17, layers=16, gather="step"),
     Case(8, 1, 9, schedule="circular", layers=10, dropout=0.3),
+    # Delayed messages, cuts, kept activations.
+    Case(3, 2, 4, schedule="circular", delayed=True, fsdp=2, layers=7),
+    Case(4, 1, 5, schedule="gpipe", delayed=True, data=2),
+    Case(2, 2, 4, cut=(1, 2, 1, 1), fsdp=2),
+    Case(3, 2, 6, layers=12, cut=(1, 3, 1, 4, 1, 2), remat="names", tensor=2),
+    Case(2, 2, 5, remat="names", fsdp=2, tied=True, dropout=0.3),
+    Case(2, 2, 4, remat="none", fsdp=2, tensor=2, dropout=0.3),
+    # Split backwards, on a loop and on a V.
+    Case(2, 1, 5, schedule="zb_h1", fsdp=2, remat="none"),
+    Case(4, 1, 9, schedule="zb_h2", remat="names", dropout=0.3, tensor=2),
+    Case(1, 2, 3, schedule="zb_v", fsdp=2, remat="names"),
+    Case(2, 2, 5, schedule="zb_v", fsdp=2, idle="compute", tied=True),
+    Case(4, 2, 8, schedule="v_half", layers=9, fsdp=2, gather="step", remat="none"),
+    Case(3, 2, 7, schedule="v_min", layers=7, data=2, remat="chunk"),
+    Case(4, 2, 3, schedule="dualpipe_v", layers=10, dropout=0.3, remat="names"),
+    Case(8, 1, 8, schedule="zb_h1", layers=8),
+    Case(8, 2, 9, schedule="zb_v", layers=17, remat="names"),
 ]
 
 
@@ -100,40 +119,90 @@ def test_every_group_size(group: int) -> None:
     check_gradients(Case(2, 2, 5, group=group, fsdp=2))
 
 
-def all_combinations() -> list[Case]:
-    """Stages x repeats x microbatches x schedules x gathers; the other choices take turns."""
+VISITS = [
+    Case(2, 3, 4, fsdp=2, layers=7),
+    Case(2, 4, 5, group=3, fsdp=2, tensor=2, layers=8, remat="names"),
+    Case(3, 3, 7, fsdp=2, layers=11, dropout=0.3),
+    Case(3, 4, 6, group=6, fsdp=2, layers=12),
+    Case(4, 3, 9, group=5, fsdp=2, layers=14, idle="compute"),
+    Case(4, 4, 4, schedule="breadth_first", fsdp=2, layers=16, remat="chunk"),
+    Case(4, 3, 4, schedule="circular", delayed=True, fsdp=2, layers=12, remat="none"),
+    Case(8, 3, 9, layers=24),
+]
+
+
+@pytest.mark.parametrize("case", VISITS, ids=str)
+def test_the_window_of_weights_holds_the_right_chunks(case: Case) -> None:
+    """Every number of stages and every group: stages turn to the next chunk at other ticks."""
+    check_gradients(replace(case, gather="visit"))
+
+
+NAMES = ("gpipe", "circular", "1f1b", "interleaved", "breadth_first", "zb_h1", "zb_h2", "zb_v")
+NAMES += ("v_half", "v_min", "dualpipe_v", "delayed")
+
+
+def matrix() -> list[Case]:
+    """Every schedule x gather x remat x idle x stages; the other choices take turns."""
     cases = []
-    for number, (stages, repeats, more, schedule, gather) in enumerate(
-        itertools.product(
-            (1, 2, 3, 4),
-            (1, 2, 3),
-            (0, 1, 2),
-            ("gpipe", "circular", "1f1b", "interleaved", "breadth_first"),
-            ("iteration", "step"),
-        )
-    ):
-        if schedule == "gpipe" and repeats > 1:
-            continue
-        sharded = ("fsdp", "data", "tensor")[number % 3]
+    choices = itertools.product(
+        NAMES,
+        ("iteration", "visit", "step"),
+        ("full", "chunk", "names", "none"),
+        ("skip", "compute"),
+        (1, 2, 3, 4),
+    )
+    for number, (name, gather, remat, idle, stages) in enumerate(choices):
+        schedule = "circular" if name == "delayed" else name
+        turns = number // 2 + number // 8  # not in step with any of the choices above
+        repeats = SCHEDULES[schedule].repeats or (3 if gather == "visit" else 1 + turns % 3)
         cases.append(
             Case(
                 stages,
                 repeats,
-                (stages, 2 * stages, 2 * stages + 1)[more],
+                (stages, 2 * stages, 2 * stages + 1)[turns % 3],
                 schedule=schedule,
+                delayed=name == "delayed",
                 gather=gather,
-                idle=("skip", "compute")[number % 2],
-                remat=("full", "full", "chunk")[number % 3],
-                dropout=(0.0, 0.3)[number % 5 == 0],
-                layers=stages * repeats + number % 4,
-                tied=number % 7 == 0,
-                **{sharded: 2},
+                idle=idle,
+                remat=remat,
+                dropout=(0.0, 0.3)[turns % 5 == 0],
+                layers=stages * repeats + turns % 4,
+                tied=turns % 7 == 0,
+                **{("fsdp", "data", "tensor")[turns % 3]: 2},
             )
         )
+    eight = ("1f1b", "interleaved", "zb_v")
+    cases += [
+        Case(8, SCHEDULES[schedule].repeats or 2, count, schedule=schedule, layers=17, remat=remat)
+        for schedule in eight
+        for count in (8, 16, 17)
+        for remat in ("full", "names")
+    ]
     return cases
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", all_combinations()[::9], ids=str)
-def test_sample_of_all_combinations(case: Case) -> None:
+@pytest.mark.parametrize("case", matrix()[::37], ids=str)
+def test_sample_of_the_matrix(case: Case) -> None:
     check_gradients(case)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", matrix(), ids=str)
+def test_whole_matrix(case: Case) -> None:
+    check_gradients(case)
+
+
+def test_the_matrix_has_every_choice() -> None:
+    """The choices that take turns still meet every schedule."""
+    cases = matrix()
+    for schedule in SCHEDULES:
+        mine = [case for case in cases if case.schedule == schedule]
+        for field in ("fsdp", "data", "tensor"):
+            assert {getattr(case, field) for case in mine} == {1, 2}, (schedule, field)
+        for stages in (1, 2, 3, 4):
+            found = {case.microbatches for case in mine if case.stages == stages}
+            assert found == {stages, 2 * stages, 2 * stages + 1}, (schedule, stages)
+        assert {case.dropout > 0 for case in mine} == {True, False}
+        if SCHEDULES[schedule].repeats is None:
+            assert {case.repeats for case in mine} == {1, 2, 3}

@@ -2,46 +2,92 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.pipeline.layout import Layout, pad_vocabulary, padded_vocabulary
+from maxpipe.pipeline.layout import Layout, balanced_cut, pad_vocabulary, padded_vocabulary
+from maxpipe.pipeline.table import Ring
 
-LAYOUTS = st.builds(Layout, st.integers(1, 40), st.integers(1, 8), st.integers(1, 4))
+
+def even(layers: int, stages: int, repeats: int, shape: str = "loop") -> Layout:
+    ring = Ring(stages, repeats, shape)  # type: ignore[arg-type]
+    return Layout(ring, balanced_cut([1.0] * max(layers, ring.num_chunks), ring.num_chunks))
 
 
-@given(LAYOUTS)
+def layouts(layers: int, stages: int, repeats: int) -> st.SearchStrategy[Layout]:
+    numbers = (st.integers(1, layers), st.integers(1, stages), st.integers(1, repeats))
+    return st.builds(even, *numbers, st.sampled_from(["loop", "v"]))
+
+
+@given(layouts(40, 8, 4))
 @settings(max_examples=200, deadline=None)
 def test_chunks_are_even_and_in_network_order(layout: Layout) -> None:
     sizes, first = layout.chunk_sizes, layout.first_layer
-    assert sizes.shape == first.shape == (layout.num_repeats, layout.num_stages)
+    assert sizes.shape == first.shape == (layout.ring.num_repeats, layout.ring.num_stages)
     assert sizes.dtype == first.dtype == np.int32
     assert sizes.sum() == layout.num_layers and sizes.max() - sizes.min() <= 1
     assert sizes.max() == layout.layers_per_chunk
-    # Chunk r * P + p follows chunk r * P + p - 1 without a gap.
+    # Each chunk follows the one before it without a gap, wherever the ring has it.
     expected = 0
-    for repeat in range(layout.num_repeats):
-        for stage in range(layout.num_stages):
-            assert first[repeat, stage] == expected
-            expected += sizes[repeat, stage]
+    for chunk in range(layout.ring.num_chunks):
+        stage, repeat = layout.ring.home(chunk)
+        assert first[repeat, stage] == expected
+        expected += sizes[repeat, stage]
     used = layout.layer_at[layout.layer_at >= 0]
-    assert used.tolist() == list(range(layout.num_layers))
-    assert layout.is_even == (-1 not in layout.layer_at)
+    assert sorted(used.tolist()) == list(range(layout.num_layers))
     assert layout.layer_at.size == np.prod(layout.shape)
 
 
+def all_cuts(num_layers: int, num_chunks: int) -> list[tuple[int, ...]]:
+    ends = itertools.combinations(range(1, num_layers), num_chunks - 1)
+    return [tuple(np.diff([0, *inner, num_layers]).tolist()) for inner in ends]
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    st.integers(1, 5),
+    st.integers(0, 9),
+    st.integers(0, 9),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_balanced_cut_is_the_best_of_all(
+    costs: list[int], num_chunks: int, first: int, last: int
+) -> None:
+    num_chunks = min(num_chunks, len(costs))
+
+    def quality(cut: tuple[int, ...]) -> tuple[float, float]:
+        ends = np.cumsum(cut)
+        sums = [sum(costs[end - size : end]) for end, size in zip(ends, cut, strict=True)]
+        sums[0] += first
+        sums[-1] += last
+        return max(sums), sum(value**2 for value in sums)
+
+    cut = balanced_cut(costs, num_chunks, first=first, last=last)
+    assert sum(cut) == len(costs) and len(cut) == num_chunks and min(cut) >= 1
+    assert quality(cut) == min(map(quality, all_cuts(len(costs), num_chunks)))
+
+
+def test_a_dear_loss_head_takes_layers_from_the_last_chunk() -> None:
+    assert balanced_cut([1.0] * 16, 4) == (4, 4, 4, 4)
+    assert balanced_cut([1.0] * 16, 4, last=2.0) == (5, 5, 4, 2)
+    # Two kinds of layers: the heavy ones are spread.
+    assert balanced_cut([3.0, 1.0, 1.0, 1.0, 3.0, 3.0], 4) == (1, 3, 1, 1)
+
+
 # A smaller range: every new shape is compiled.
-@given(st.builds(Layout, st.integers(1, 9), st.integers(1, 4), st.integers(1, 3)))
+@given(layouts(9, 4, 3))
 @settings(max_examples=25, deadline=None)
 def test_stacking_is_undone_and_pads_with_zeros(layout: Layout) -> None:
     layers = 1.0 + np.arange(layout.num_layers * 2, dtype=np.float32).reshape(-1, 2)
     stacked = np.asarray(layout.stack(jnp.asarray(layers)))
     assert stacked.shape == (*layout.shape, 2)
-    for repeat in range(layout.num_repeats):
-        for stage in range(layout.num_stages):
+    for repeat in range(layout.shape[0]):
+        for stage in range(layout.shape[1]):
             size = layout.chunk_sizes[repeat, stage]
             start = layout.first_layer[repeat, stage]
             np.testing.assert_array_equal(
@@ -52,7 +98,7 @@ def test_stacking_is_undone_and_pads_with_zeros(layout: Layout) -> None:
 
 
 def test_nothing_reads_the_padding() -> None:
-    layout = Layout(5, 2, 2)
+    layout = even(5, 2, 2)
     layers = jnp.arange(5.0)
     padding = jnp.asarray(layout.layer_at < 0).reshape(layout.shape)
     spoiled = jnp.where(padding, jnp.nan, layout.stack(layers))
@@ -60,15 +106,22 @@ def test_nothing_reads_the_padding() -> None:
 
 
 def test_an_uneven_cut_by_hand() -> None:
-    layout = Layout(num_layers=6, num_stages=2, num_repeats=2)
+    layout = even(6, 2, 2)
     assert layout.chunk_sizes.tolist() == [[2, 2], [1, 1]]
     assert layout.first_layer.tolist() == [[0, 2], [4, 5]]
     assert layout.layer_at.tolist() == [0, 1, 2, 3, 4, -1, 5, -1]
 
 
+def test_a_cut_on_a_v_by_hand() -> None:
+    layout = Layout(Ring(2, 2, "v"), (1, 2, 1, 1))
+    assert layout.chunk_sizes.tolist() == [[1, 2], [1, 1]]
+    assert layout.first_layer.tolist() == [[0, 1], [4, 3]]
+    assert layout.layer_at.tolist() == [0, -1, 1, 2, 4, -1, 3, -1]
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int32])
 def test_types_survive(dtype: jnp.dtype) -> None:
-    layout = Layout(3, 2, 1)
+    layout = even(3, 2, 1)
     stacked = layout.stack(jnp.arange(3, dtype=dtype))
     assert stacked.dtype == dtype and layout.unstack(stacked).dtype == dtype
 

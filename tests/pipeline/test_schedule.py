@@ -1,134 +1,104 @@
-"""Schedules against their closed forms: time, memory, placement, and what is refused."""
+"""Schedules by name: every size is legal or explained, and idle time has its closed form."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from maxpipe.errors import ConfigError
-from maxpipe.pipeline.schedule import IDLE, SCHEDULES, Schedule, Slots, build, group_sizes
+from maxpipe.pipeline.schedule import SCHEDULES, build, repeats_rule, ring_shape
+from maxpipe.pipeline.table import IDLE, Costs, Schedule, Slots
 
-SMALL = [
-    (stages, repeats, group, num_groups)
-    for stages in (1, 2, 3, 4, 8)
-    for repeats in (1, 2, 3)
-    for group in sorted({stages, stages + 1, 2 * stages})
-    for num_groups in (1, 2, 3)
-]
-"""(P, R, N, groups), so that M = N * groups."""
+ROOT = Path(__file__).parents[2]
 
 
-def ticks_of(slots: Slots) -> dict[tuple[int, int, int], int]:
-    """(stage, microbatch, repeat) -> tick."""
+SMALL, LARGE = (1, 2, 3, 4), (5, 6, 7, 8)
+every_stages = pytest.mark.parametrize(
+    "stages",
+    [pytest.param(SMALL, id="small"), pytest.param(LARGE, id="large", marks=pytest.mark.slow)],
+)
+
+
+def all_sizes(name: str, all_stages: tuple[int, ...] = SMALL) -> list[dict[str, Any]]:
+    family = SCHEDULES[name]
+    return [
+        {"stages": stages, "repeats": repeats, "microbatches": microbatches}
+        for stages in all_stages
+        for repeats in ((family.repeats,) if family.repeats else (1, 2, 3))
+        for microbatches in sorted(
+            {1, stages - 1, stages, stages + 1, 2 * stages, 2 * stages + 1, 3 * stages + 2} - {0}
+        )
+    ]
+
+
+def items(slots: Slots) -> set[tuple[int, int, int]]:
+    """(stage, microbatch, repeat) of all work."""
     return {
-        (int(stage), int(slots.microbatch[tick, stage]), int(slots.repeat[tick, stage])): int(tick)
-        for tick, stage in np.argwhere(slots.active)
+        (stage, int(slots.microbatch[tick, stage]), int(slots.repeat[tick, stage]))
+        for tick, stage in np.argwhere(slots.active).tolist()
     }
 
 
-def check_closed_forms(schedule: Schedule, group: int) -> None:
-    stages, repeats = schedule.num_stages, schedule.num_repeats
-    work = schedule.num_microbatches * repeats
-    assert schedule.group == group
-    assert schedule.num_ticks == work + (repeats - 1) * group + 2 * stages - 2
-    assert schedule.num_stash == min(work, (repeats - 1) * group + 2 * (stages - 1) + 1)
-    assert schedule.stash_depth().max() == schedule.num_stash
-    assert schedule.num_forward_inbox == (group - stages + 1 if repeats > 1 else 1)
-    for backward_cost in (1.0, 2.0, 3.0):
-        ideal = (stages - 1) / (work + stages - 1)
-        assert schedule.idle_fraction(backward_cost) == pytest.approx(ideal, rel=1e-12)
+@every_stages
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_size_is_built_and_verified(name: str, stages: tuple[int, ...]) -> None:
+    # `build` verifies what it returns, and idle time against the closed form.
+    for sizes in all_sizes(name, stages):
+        schedule = build(name, **sizes)
+        assert schedule.name == name and schedule.trains and not schedule.delayed
+        assert schedule.num_microbatches == sizes["microbatches"]
+        assert (schedule.num_stages, schedule.num_repeats) == (sizes["stages"], sizes["repeats"])
+        # A stage's actions take that many ticks at least, and nobody waits for ever.
+        work = sizes["microbatches"] * sizes["repeats"]
+        assert (3 if schedule.mixed else 1) * work <= schedule.num_ticks
+        assert schedule.num_ticks <= 3 * (work + schedule.ring.num_chunks) + schedule.num_stages
 
 
-@pytest.mark.parametrize(("stages", "repeats", "group", "num_groups"), SMALL)
-def test_interleaved_has_the_closed_forms(
-    stages: int, repeats: int, group: int, num_groups: int
-) -> None:
-    microbatches = group * num_groups
-    schedule = build(
-        "interleaved", stages=stages, repeats=repeats, microbatches=microbatches, group=group
-    )
-    check_closed_forms(schedule, group)
-    # Every stage keeps fewer chunks than the one before it: 2 less for each hop.
-    for stage, depth in enumerate(schedule.stash_depth().max(axis=0)):
-        wanted = (repeats - 1) * group + 2 * (stages - 1 - stage) + 1
-        assert depth == min(microbatches * repeats, wanted)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_forward_only_tables_do_the_forwards_and_keep_nothing(name: str) -> None:
+    for sizes in all_sizes(name):
+        whole = build(name, **sizes)
+        only = build(name, **sizes, backward=False)
+        assert not only.trains and not only.mixed
+        assert not only.backward.active.any() and not only.weight.active.any()
+        assert only.num_stash == only.num_deferred == 1 and not only.forward.stash.any()
+        assert items(only.forward) == items(whole.forward)
+        assert only.num_ticks <= whole.num_ticks
+        if whole.mixed:
+            continue
+        # Without backwards in between, the forwards follow each other without a gap.
+        work = sizes["microbatches"] * sizes["repeats"]
+        if sizes["microbatches"] >= sizes["stages"]:
+            assert only.num_ticks == work + sizes["stages"] - 1
+            ideal = (sizes["stages"] - 1) / only.num_ticks
+            assert only.idle_fraction() == pytest.approx(ideal)
 
 
-@pytest.mark.parametrize(("stages", "repeats"), [(1, 1), (2, 1), (4, 1), (3, 2), (4, 3), (8, 2)])
-def test_1f1b_and_breadth_first_are_the_two_ends(stages: int, repeats: int) -> None:
-    for num_groups in (1, 2, 4):
-        sizes: dict[str, Any] = {
-            "stages": stages,
-            "repeats": repeats,
-            "microbatches": stages * num_groups,
-        }
-        check_closed_forms(build("1f1b", **sizes), stages)
-        check_closed_forms(build("breadth_first", **sizes), stages * num_groups)
+@pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 2.0, 2.0), Costs(2.0, 1.0, 0.5)])
+@pytest.mark.parametrize("name", ["gpipe", "circular", "1f1b", "interleaved", "breadth_first"])
+def test_typed_slots_idle_as_little_as_interleaved_1f1b(name: str, costs: Costs) -> None:
+    for sizes in all_sizes(name):
+        stages, work = sizes["stages"], sizes["microbatches"] * sizes["repeats"]
+        if sizes["microbatches"] >= stages:
+            ideal = (stages - 1) / (work + stages - 1)
+            assert build(name, **sizes).idle_fraction(costs) == pytest.approx(ideal, rel=1e-12)
 
 
-@pytest.mark.parametrize(("stages", "repeats", "group", "num_groups"), SMALL)
-def test_every_action_stands_where_the_formula_says(
-    stages: int, repeats: int, group: int, num_groups: int
-) -> None:
-    microbatches = group * num_groups
-    schedule = build(
-        "interleaved", stages=stages, repeats=repeats, microbatches=microbatches, group=group
-    )
-    delay = (repeats - 1) * group + stages - 1
-    forward, backward = {}, {}
-    for microbatch in range(microbatches):
-        g, j = divmod(microbatch, group)
-        for repeat in range(repeats):
-            forward_index = (g * repeats + repeat) * group + j
-            backward_index = (g * repeats + repeats - 1 - repeat) * group + j
-            for stage in range(stages):
-                forward[stage, microbatch, repeat] = forward_index + stage
-                tick = delay + backward_index + stages - 1 - stage
-                backward[stage, microbatch, repeat] = tick
-    assert ticks_of(schedule.forward) == forward
-    assert ticks_of(schedule.backward) == backward
-    for microbatch in range(microbatches):
-        last = (stages - 1, microbatch, repeats - 1)
-        assert forward[last] == backward[last], "the loss gradient is used in its own tick"
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
-@pytest.mark.parametrize(("stages", "repeats"), [(1, 1), (2, 1), (4, 1), (2, 3), (4, 2)])
-def test_memory_is_independent_of_the_microbatches(name: str, stages: int, repeats: int) -> None:
-    sizes = {
-        (schedule.num_stash, schedule.num_forward_inbox, schedule.num_backward_inbox)
-        for num_groups in (2, 3, 8, 20)
-        for schedule in [
-            build(
-                name, stages=stages, repeats=repeats, microbatches=(repeats + num_groups) * stages
-            )
-        ]
-    }
-    assert len(sizes) == 1
-    (num_stash, _, _) = sizes.pop()
-    assert num_stash == stages * (repeats + 1) - 1
-
-
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 7, 12])
-@pytest.mark.parametrize(("name", "repeats"), [("gpipe", 1), ("circular", 1), ("circular", 3)])
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_forward_then_backward_saves_every_chunk(
-    name: str, repeats: int, stages: int, microbatches: int
-) -> None:
-    schedule = build(name, stages=stages, repeats=repeats, microbatches=microbatches)
-    assert schedule.num_stash == microbatches * repeats
-    depth = schedule.stash_depth()
-    assert (depth.max(axis=0) == microbatches * repeats).all()
-    if microbatches >= stages:
-        work = microbatches * repeats
-        assert schedule.idle_fraction() == pytest.approx((stages - 1) / (work + stages - 1))
-    # No stage turns back before it has done all its forwards.
-    last_forward = max(ticks_of(schedule.forward).values())
-    assert min(ticks_of(schedule.backward).values()) >= last_forward - (stages - 1)
+@every_stages
+@pytest.mark.parametrize("name", ["gpipe", "circular"])
+def test_delayed_messages_double_the_bubble(name: str, stages: tuple[int, ...]) -> None:
+    for sizes in all_sizes(name, stages):
+        schedule = build(name, **sizes, delayed=True)
+        assert schedule.delayed
+        num_stages, repeats, microbatches = sizes.values()
+        # A repeat must be twice as long as the ring to hide that a round takes twice as long.
+        if microbatches >= 2 * num_stages or (repeats == 1 and microbatches >= num_stages):
+            bubble, work = 2 * (num_stages - 1), microbatches * repeats
+            assert schedule.idle_fraction() == pytest.approx(bubble / (work + bubble))
+        assert schedule.num_stash == microbatches * repeats
 
 
 def test_the_edges_of_the_network_are_the_first_and_the_last_chunk() -> None:
@@ -146,27 +116,33 @@ def test_the_edges_of_the_network_are_the_first_and_the_last_chunk() -> None:
         assert leave - enter == 5 and back - leave == 5
 
 
-@given(st.integers(1, 60), st.integers(1, 12), st.data())
-@settings(max_examples=300, deadline=None)
-def test_group_sizes_are_even_and_never_stall_the_ring(
-    num_microbatches: int, num_stages: int, data: st.DataObject
-) -> None:
-    shortest = min(num_stages, num_microbatches)
-    group = data.draw(st.integers(shortest, num_microbatches))
-    sizes = group_sizes(num_microbatches, num_stages, group)
-    assert sum(sizes) == num_microbatches
-    assert max(sizes) - min(sizes) <= 1
-    assert sizes == sorted(sizes, reverse=True)
-    assert min(sizes) >= shortest
-    avoidable = [
-        count
-        for count in range(1, num_microbatches + 1)
-        if num_microbatches // count >= shortest and -(-num_microbatches // count) <= group
-    ]
-    if avoidable:
-        assert max(sizes) <= group and len(sizes) == min(avoidable), "as few groups as possible"
-    if num_microbatches % group == 0:
-        assert sizes == [group] * (num_microbatches // group)
+def test_in_a_v_the_network_ends_where_it_begins() -> None:
+    schedule = build("zb_v", stages=3, repeats=2, microbatches=6)
+    assert schedule.ring.last_stage == 0
+    for m in range(6):
+        (leave,) = np.flatnonzero(schedule.loss_microbatch == m)
+        # In mixed ticks the loss head comes at the start of the next one.
+        assert schedule.forward.microbatch[leave - 1, 0] == m
+        assert schedule.forward.repeat[leave - 1, 0] == 1
+
+
+def depth_by_hand(schedule: Schedule) -> np.ndarray:
+    """Chunks on each stage between F and the end of B or W, counted tick by tick."""
+    live = np.zeros(schedule.num_stages, int)
+    found = []
+    last = schedule.kinds[-1][1]
+    for tick in range(schedule.num_ticks):
+        live += schedule.forward.active[tick]
+        found.append(live.copy())
+        live -= last.active[tick]
+    return np.array(found)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_stash_depth_counts_from_f_to_the_last_use(name: str) -> None:
+    repeats = SCHEDULES[name].repeats or 2
+    schedule = build(name, stages=4, repeats=repeats, microbatches=7)
+    assert np.array_equal(schedule.stash_depth(), depth_by_hand(schedule))
 
 
 ILLEGAL: list[tuple[str, dict[str, Any], str]] = [
@@ -175,6 +151,10 @@ ILLEGAL: list[tuple[str, dict[str, Any], str]] = [
     ("1f1b", {"repeats": 0}, "pipeline.repeats"),
     ("1f1b", {"microbatches": 0}, "pipeline.microbatches"),
     ("gpipe", {"repeats": 2}, "pipeline.repeats"),
+    ("zb_h1", {"repeats": 2}, "pipeline.repeats"),
+    ("zb_v", {"repeats": 3}, "pipeline.repeats"),
+    ("dualpipe_v", {"repeats": 1}, "pipeline.repeats"),
+    ("1f1b", {"delayed": True}, "pipeline.delayed_forwarding"),
     ("interleaved", {"group": 3}, "pipeline.group"),
     ("interleaved", {"group": 9}, "pipeline.group"),
     ("interleaved", {"group": -1}, "pipeline.group"),
@@ -194,22 +174,15 @@ def test_illegal_sizes_are_config_errors(name: str, change: dict[str, Any], key:
     assert problem.rule.endswith(".") and problem.action.startswith("Set ")
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("stages", "repeats", "microbatches"), [(1, 1, 3), (4, 1, 2), (3, 2, 7)])
-def test_forward_only_tables_do_the_forwards_and_keep_nothing(
-    name: str, stages: int, repeats: int, microbatches: int
-) -> None:
-    repeats = 1 if name == "gpipe" else repeats
-    whole = build(name, stages=stages, repeats=repeats, microbatches=microbatches)
-    only = build(name, stages=stages, repeats=repeats, microbatches=microbatches, backward=False)
-    assert not only.backward.active.any()
-    assert only.num_stash == 1 and not only.forward.stash.any()
-    assert set(ticks_of(only.forward)) == set(ticks_of(whole.forward))
-    # Without backwards in between, the forwards follow each other without a gap.
-    last = max(ticks_of(only.forward).values())
-    assert only.num_ticks == last + 1
-    if microbatches >= stages:
-        assert only.idle_fraction() == pytest.approx(
-            (stages - 1) / (microbatches * repeats + stages - 1)
-        )
-    assert only.num_ticks <= whole.num_ticks
+def test_the_ring_of_a_schedule_is_known_without_its_sizes() -> None:
+    assert {name: ring_shape(name, 4) for name, family in SCHEDULES.items()} == {
+        name: build(name, stages=4, repeats=family.repeats or 1, microbatches=1).ring.shape
+        for name, family in SCHEDULES.items()
+    }
+    assert ring_shape("zb_v", 1) == "loop", "on one stage there is no way back"
+    assert ring_shape(f"file:{ROOT / 'tests/golden/handwritten.csv'}", 2) == "v"
+
+
+def test_why_repeats_are_fixed_is_said() -> None:
+    assert "visits each stage once" in repeats_rule("gpipe", SCHEDULES["gpipe"])
+    assert "a V" in repeats_rule("zb_v", SCHEDULES["zb_v"])

@@ -17,7 +17,8 @@ from maxpipe.config.schema import MeshConfig, ModelConfig
 from maxpipe.errors import ConfigError
 from maxpipe.mesh import build_mesh
 from maxpipe.model.decoder import Decoder
-from maxpipe.pipeline.layout import Layout
+from maxpipe.pipeline.layout import Layout, balanced_cut
+from maxpipe.pipeline.table import Ring
 from maxpipe.sharding import AxisRules
 from maxpipe.train.optim import moments
 from maxpipe.train.state import Partition
@@ -52,7 +53,9 @@ def make_partition(
     mesh = make_mesh(sizes)
     config = dataclasses.replace(SMALL, **model)
     decoder = Decoder(config, AxisRules.from_config(MeshConfig(axis_rules=rules or {})))
-    return Partition(decoder, Layout(config.num_layers, mesh.shape["stage"], repeats), mesh)
+    ring = Ring(mesh.shape["stage"], repeats)
+    layout = Layout(ring, balanced_cut([1.0] * config.num_layers, ring.num_chunks))
+    return Partition(decoder, layout, mesh)
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

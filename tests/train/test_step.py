@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.cases import TOKENS, TOLERANCE, Case, batch_of, steps_of
+from maxpipe.config.schema import ACTIVATIONS, MeshConfig
+from maxpipe.model.decoder import Decoder
+from maxpipe.pipeline.remat import Differentiated, Keep, differentiate
+from maxpipe.sharding import AxisRules
+from maxpipe.train.step import Steps
+from tests.cases import MODEL, TOKENS, TOLERANCE, Case, batch_of, steps_of
 
 ROWS = 24
 
@@ -40,6 +48,15 @@ CURVES = [
     Case(4, 2, 1),
     Case(8, 1, 8, schedule="1f1b"),
     Case(8, 1, 24, schedule="circular"),
+    Case(4, 2, 8, schedule="circular", delayed=True, fsdp=2),
+    Case(4, 1, 12, schedule="zb_h1", remat="none"),
+    Case(2, 1, 6, schedule="zb_h2", tensor=2, fsdp=2, remat="names"),
+    Case(4, 2, 12, schedule="zb_v", fsdp=2, remat="names"),
+    Case(2, 2, 8, schedule="v_half", data=3),
+    Case(4, 2, 4, schedule="v_min", gather="visit", remat="none"),
+    Case(4, 2, 24, schedule="dualpipe_v", remat="chunk"),
+    Case(2, 4, 6, fsdp=2, gather="visit", remat="names"),
+    Case(2, 2, 4, cut=(3, 1, 2, 2), tensor=2),
 ]
 
 
@@ -87,15 +104,136 @@ def test_memory_does_not_grow_with_microbatches() -> None:
     assert many - few < (32 - 8) * 2 * TOKENS * 4 * 5
 
 
-@pytest.mark.parametrize("gather", ["iteration", "step"])
-def test_weights_are_gathered_when_the_mode_says(gather: str) -> None:
-    """`step` has no gather and no reduction of weights inside the loop over ticks."""
-    steps = steps_of(Case(4, 2, 8, fsdp=2, layers=8, gather=gather), rows=16)
+MATRICES = 7
+"""Weights of a layer that are sharded over fsdp."""
+
+
+def collectives(steps: Steps, kind: str) -> tuple[int, int]:
+    """How often a step runs these collectives of the layers' weights, in and outside of ticks."""
     text = steps.compile_train().as_text()
-    in_loops = [line for line in text.splitlines() if "/while/" in line]
-    matrices = 7
-    expected = 0 if gather == "step" else matrices
-    gathers = sum(" all-gather(" in line for line in in_loops)
-    reductions = sum(" reduce-scatter(" in line for line in in_loops)
-    # A layer's weights are gathered in its forward and again in its backward.
+    lines = [line for line in text.splitlines() if f" {kind}(" in line]
+    inside = [line for line in lines if "/while/" in line]
+    return len(inside), len(lines) - len(inside)
+
+
+@pytest.mark.parametrize("gather", ["iteration", "step"])
+@pytest.mark.parametrize("schedule", ["interleaved", "zb_v"])
+def test_weights_are_gathered_when_the_mode_says(gather: str, schedule: str) -> None:
+    """`step` has no gather and no reduction of weights inside the loop over ticks."""
+    steps = steps_of(Case(4, 2, 8, schedule=schedule, fsdp=2, layers=8, gather=gather), rows=16)
+    expected = 0 if gather == "step" else MATRICES
+    gathers, _ = collectives(steps, "all-gather")
+    reductions, _ = collectives(steps, "reduce-scatter")
+    # A layer's weights are gathered in its forward and again in its backward; weight gradients
+    # need none.
     assert (gathers, reductions) == (2 * expected, expected)
+
+
+@pytest.mark.parametrize("stages, repeats, group", [(2, 3, 8), (4, 4, 4), (4, 3, 8)])
+def test_visits_gather_twice_for_each_group(stages: int, repeats: int, group: int) -> None:
+    """At most 2 * M / N gathers and M / N reductions of each weight per step, none in a tick."""
+    case = Case(stages, repeats, 8, group=group, fsdp=2, layers=stages * repeats, gather="visit")
+    steps = steps_of(case, rows=16)
+    visits = steps.train_schedule.visits
+    # A group's last chunk forward is its first one backward: that gather serves both.
+    assert len(visits.gather_tick) <= (2 * repeats - 1) * 8 // group
+    assert len(visits.reduce_tick) == repeats * 8 // group
+    text = steps.compile_train().as_text()
+    # One gather of each weight in the loop over visits, one reduction in the loop over what is
+    # due, and one in the copy of that loop after the last tick.
+    names = [
+        re.search(r'op_name="([^"]*)"', line) for line in text.splitlines() if "all-gather(" in line
+    ]
+    inside = [name[1] for name in names if name and "/while/" in name[1]]
+    assert len(inside) == MATRICES and all("/gather/" in name for name in inside), inside
+    assert all(name.count("while/body") == 1 for name in inside)
+    reductions = [
+        line for line in text.splitlines() if " reduce-scatter(" in line and "/while/" in line
+    ]
+    assert len(reductions) == 2 * MATRICES and all("/reduce/" in line for line in reductions)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb_v"])
+@pytest.mark.parametrize("remat", ["full", "names", "none"])
+def test_buffers_are_as_large_as_foretold(remat: str, schedule: str) -> None:
+    """What the loop over ticks carries, from shapes alone, against the compiled program.
+
+    The compiled loop carries weights and batch as well: more saved chunks tell them apart.
+    """
+
+    def sizes(microbatches: int, group: int) -> tuple[int, int]:
+        case = Case(4, 2, microbatches, schedule, group, fsdp=2, layers=8, remat=remat)
+        # The same rows in each microbatch; the batch itself is not counted.
+        steps = steps_of(case, rows=16 * microbatches)
+        foretold = steps.buffer_bytes()
+        assert foretold["stash"] > 0 and (foretold["deferred"] > 0) == steps.train_schedule.mixed
+        return sum(foretold.values()), carried_bytes(steps.compile_train().as_text())
+
+    few, many = SIZES[schedule]
+    (foretold, carried), (more_foretold, more_carried) = sizes(*few), sizes(*many)
+    assert more_foretold > foretold
+    assert more_carried - carried == pytest.approx(more_foretold - foretold, rel=0.05)
+
+
+SIZES = {"interleaved": ((8, 4), (8, 8)), "zb_v": ((2, 0), (4, 0))}
+"""Microbatches and group of two tables that keep different numbers of chunks."""
+
+
+def carried_bytes(text: str) -> int:
+    """Bytes of the arrays that the loop over ticks carries, read from the compiled program."""
+    loops = re.findall(r"= \((.*?)\) while\(", text)
+    sizes = {"f32": 4, "s32": 4, "u32": 4, "pred": 1, "bf16": 2}
+    totals = []
+    for carried in loops:
+        shapes = re.findall(r"(\w+)\[([\d,]*)\]", carried)
+        totals.append(
+            sum(
+                sizes[kind] * math.prod(map(int, filter(None, dims.split(","))))
+                for kind, dims in shapes
+            )
+        )
+    return max(totals)
+
+
+def test_a_split_backward_costs_no_more_than_a_whole_one() -> None:
+    """The compiler's count of both halves, at widths where matmuls dominate."""
+    config = replace(MODEL, d_model=128, head_size=16, d_mlp=256)
+    decoder = Decoder(config, AxisRules.from_config(MeshConfig()))
+    weights = jax.eval_shape(decoder.init_layer, jax.random.key(0))
+    x = jax.ShapeDtypeStruct((2, 128, 128), jnp.float32)
+    ids = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+    inputs = {"segment_ids": ids, "positions": ids}
+    constants = (inputs, jax.ShapeDtypeStruct((), jnp.int32), None)
+    for remat in ("full", "names", "none"):
+        keep = Keep(remat, ACTIVATIONS if remat == "names" else ())  # type: ignore[arg-type]
+        found: list[Differentiated] = []
+
+        def trace(w: Any, x: Any, constants: Any, keep: Keep = keep, found: Any = found) -> Any:
+            run = lambda w, x, c: decoder.layer(w, x, *c)  # noqa: E731
+            found.append(differentiate(run, keep, w, x, constants, halves=True))
+            return x
+
+        jax.eval_shape(trace, weights, x, constants)
+        pieces = found[0]
+        saved, later = list(pieces.saved), list(pieces.deferred)
+        whole = flops(pieces.backward, weights, saved, constants, x)
+        halves = flops(pieces.input_grad, weights, saved, constants, x)
+        halves += flops(pieces.weight_grad, later, constants)
+        assert halves <= 1.02 * whole, (remat, halves / whole)
+        # The second half reads no weight matrix: it needs no gather.
+        matrices = {leaf.shape for leaf in jax.tree.leaves(weights) if leaf.ndim > 1}
+        assert not matrices & {leaf.shape for leaf in later}
+
+
+def flops(function: Any, *arguments: Any) -> float:
+    cost: Any = jax.jit(function).lower(*arguments).compile().cost_analysis()
+    return cost["flops"]
+
+
+def test_program_size_does_not_depend_on_microbatches() -> None:
+    def instructions(microbatches: int) -> int:
+        case = Case(4, 2, microbatches, fsdp=2, layers=8)
+        steps = steps_of(case, rows=2 * microbatches)
+        return steps.compile_train().as_text().count(" = ")
+
+    assert instructions(8) == instructions(32)

@@ -1,0 +1,252 @@
+"""Memory, estimated cycles and traffic of every mode, from the TPU compiler, without a TPU.
+
+    python benchmarks/tpu_ahead_of_time.py              # prints the table
+    python benchmarks/tpu_ahead_of_time.py --write      # and writes tpu_ahead_of_time.md
+    python benchmarks/tpu_ahead_of_time.py --entries 8  # and each mode's largest HLO entries
+
+Nothing runs on a TPU: the train step of an 8B-class model is compiled for 32 chips (v5p:2x4x4,
+4 stages x 8 fsdp shards) by libtpu on this machine (`pip install '.[tpu]'`), and the compiler's
+memory analysis and per-instruction cycle estimates are added up by `maxpipe.hlo`. Synchronous
+collectives have no estimate: their traffic is a separate column. Each program compiles in a
+process of its own; results are kept in `--cache`, by source and settings, so that a second call
+goes on where the first one stopped. A mode that this version does not have is left out, by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+TOPOLOGY, ACCELERATOR, STAGES, FSDP = "v5p:2x4x4", "v5p-64", 4, 8
+LAYERS, TOKENS = 32, 2048
+MICROBATCHES = (16, 64)
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One row of the table."""
+
+    weight_gather: str
+    remat: str
+    schedule: str = "interleaved"
+    repeats: int = 2
+    group: int = 0
+
+    @property
+    def name(self) -> str:
+        shape = f"{self.schedule}, {self.repeats} repeats"
+        return f"{self.weight_gather} + {self.remat} ({shape}, group {self.group or STAGES})"
+
+
+MODES = [
+    Mode("iteration", "chunk"),
+    Mode("iteration", "full"),
+    Mode("visit", "full", repeats=8, group=16),
+    Mode("step", "full"),
+    Mode("step", "names"),
+    Mode("visit", "names", repeats=8, group=16),
+]
+
+
+def missing(mode: Mode) -> list[str]:
+    """Values that this version's config does not know; the engine would take them unchecked."""
+    from maxpipe.config.schema import PipelineConfig
+
+    kinds = get_type_hints(PipelineConfig)
+    return [
+        f"{key}={value}"
+        for key, value in asdict(mode).items()
+        if get_origin(kinds[key]) is Literal and value not in get_args(kinds[key])
+    ]
+
+
+def compile_one(mode: Mode, microbatches: int) -> dict[str, Any]:
+    """Compiles and reads one program. Runs in a process of its own."""
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE=ACCELERATOR, JAX_PLATFORMS="cpu")
+    import numpy as np
+    from jax.experimental import topologies
+
+    from maxpipe.config.schema import (
+        MeshConfig,
+        ModelConfig,
+        OptimConfig,
+        PipelineConfig,
+        TrainConfig,
+    )
+    from maxpipe.mesh import build_mesh
+    from maxpipe.sharding import AxisRules
+    from maxpipe.train.step import partition
+
+    sizes = MeshConfig(ici_stage=STAGES, ici_fsdp=FSDP)
+    devices = topologies.get_topology_desc(TOPOLOGY, platform="tpu").devices
+    steps = partition(
+        build_mesh(sizes, devices),
+        model=ModelConfig(
+            num_layers=LAYERS,
+            d_model=4096,
+            num_heads=32,
+            num_kv_heads=32,
+            head_size=128,
+            d_mlp=14336,
+            vocab_size=128256,
+        ),
+        pipeline=PipelineConfig(microbatches=microbatches, **asdict(mode)),
+        optim=OptimConfig(),
+        train=TrainConfig(batch_size=microbatches * FSDP, sequence_length=TOKENS),
+        total_steps=10,
+        rules=AxisRules.from_config(sizes),
+        seed=0,
+        byte_lengths=np.ones(256),
+    )
+    start = time.monotonic()
+    compiled = steps.compile_train()
+    seconds = time.monotonic() - start
+    memory = compiled.memory_analysis()
+    found = read(compiled.as_text(), steps.train_schedule, mode.repeats, microbatches)
+    return found | {
+        "seconds": seconds,
+        "arguments": memory.argument_size_in_bytes / GIB,
+        "temporary": memory.temp_size_in_bytes / GIB,
+    }
+
+
+def read(text: str, schedule: Any, repeats: int, microbatches: int) -> dict[str, Any]:
+    """Cycles, traffic in GiB per device and the largest entries of a compiled train step."""
+    from maxpipe.hlo import parse, profile
+
+    # A stage waits for the slowest of its ring: a tick costs a full slot if any stage has one.
+    ticks = len(schedule.forward.active)
+    layers = -(-LAYERS // (STAGES * repeats))
+    slots = {
+        "forward": schedule.forward.active.any(axis=1).sum() / ticks,
+        "backward": schedule.backward.active.any(axis=1).sum() / ticks,
+    }
+    slots["input_grad"] = slots["weight_grad"] = slots["backward"]
+    once = microbatches / ticks
+    found = profile(
+        parse(text),
+        trips={rf"/{slot}/while$": layers * busy for slot, busy in slots.items()},
+        shares={r"/(head|embed|forward|backward)/cond$": once},
+        regions={name: f"/{name}/" for name in [*slots, "head", "embed"]},
+    )
+    entries = [
+        (each.cycles / 1e6, each.count, each.instruction.opcode, each.instruction.op_name)
+        for each in found.largest(50)
+    ]
+    return {
+        "gigacycles": found.cycles / 1e9,
+        "fsdp": found.bytes_moved(group_size=FSDP) / GIB,
+        "stage": found.bytes_moved(group_size=STAGES) / GIB,
+        "unknown_loops": found.unknown_loops,
+        "entries": entries,
+    }
+
+
+def result(mode: Mode, microbatches: int, cache: Path) -> dict[str, Any] | None:
+    """From the cache or a fresh process; None, with the reason on stderr, if it failed."""
+    key = hashlib.sha256(f"{_sources()}{mode}{microbatches}".encode()).hexdigest()[:24]
+    path = cache / f"{key}.json"
+    if not path.exists():
+        task = json.dumps({"mode": asdict(mode), "microbatches": microbatches})
+        print(f"compiling {mode.name}, M = {microbatches}", file=sys.stderr)
+        run = subprocess.run(
+            [sys.executable, __file__, "--one", task, "--out", str(path)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if not path.exists():
+            reason = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
+            print(f"left out: {mode.name}, M = {microbatches}: {reason[-1][:300]}", file=sys.stderr)
+            return None
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _sources() -> str:
+    """Digest of everything that decides what is compiled."""
+    package = Path(__file__).parents[1] / "maxpipe"
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def table(cache: Path, num_entries: int) -> str:
+    """The benchmark page."""
+    head = ["arguments GiB", *(f"temp GiB M = {m}" for m in MICROBATCHES), "flat"]
+    head += [*(f"Gcycles M = {m}" for m in MICROBATCHES), "fsdp GiB", "stage GiB", "compile s"]
+    lines = ["| mode | " + " | ".join(head) + " |", "|" + "---|" * (len(head) + 1)]
+    details: list[str] = []
+    for mode in MODES:
+        if unknown := missing(mode):
+            print(f"left out: {mode.name}: no {', '.join(unknown)} here", file=sys.stderr)
+            continue
+        results = [result(mode, count, cache) for count in MICROBATCHES]
+        few, many = results
+        if few is None or many is None:
+            continue
+        flat = abs(many["temporary"] / few["temporary"] - 1) <= 0.01
+        cells = [f"{few['arguments']:.2f}", *(f"{each['temporary']:.2f}" for each in (few, many))]
+        cells += ["yes" if flat else "no"]
+        cells += [f"{each['gigacycles']:.2f}" for each in (few, many)]
+        cells += [f"{few['fsdp']:.1f}", f"{few['stage']:.1f}", f"{few['seconds']:.0f}"]
+        lines.append(f"| {mode.name} | " + " | ".join(cells) + " |")
+        if few["unknown_loops"]:
+            details += [f"{mode.name}: loops counted once: {', '.join(few['unknown_loops'])}", ""]
+        if num_entries:
+            details += _entries(mode, few["entries"][:num_entries])
+    return "\n".join([*lines, "", *details])
+
+
+def _entries(mode: Mode, entries: list[tuple[float, float, str, str]]) -> list[str]:
+    rows = [f"| {c:.0f} | {n:.0f} | {kind} | `{name[-90:]}` |" for c, n, kind, name in entries]
+    head = [f"Largest entries of {mode.name}:", "", "| Mcycles | times | kind | from |"]
+    return [*head, "|---|---|---|---|", *rows, ""]
+
+
+PREAMBLE = f"""\
+# Every mode by the TPU compiler's own numbers
+
+`python benchmarks/tpu_ahead_of_time.py --write`. Nothing ran on a TPU. 8B-class model
+({LAYERS} layers, D 4096, F 14336, V 128256, T {TOKENS}), full train step with AdamW, compiled for
+{TOPOLOGY} as {STAGES} stages x {FSDP} fsdp shards, one sequence per device and microbatch. Cycles
+are the compiler's estimates and leave out synchronous collectives; traffic is what a device sends
+per step at M = {MICROBATCHES[0]}. Flat: temporary memory differs by at most 1% between the two M.
+
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--entries", type=int, default=0, metavar="N")
+    cache = Path(tempfile.gettempdir()) / "maxpipe-ahead-of-time"
+    parser.add_argument("--cache", type=Path, default=cache)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        task = json.loads(options.one)
+        found = compile_one(Mode(**task["mode"]), task["microbatches"])
+        options.out.write_text(json.dumps(found), encoding="utf-8")
+        return
+    options.cache.mkdir(parents=True, exist_ok=True)
+    page = table(options.cache, options.entries)
+    print(page)
+    if options.write:
+        target = Path(__file__).with_suffix(".md")
+        target.write_text(PREAMBLE + page.rstrip() + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Rules on how the layer stack is cut and run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from maxpipe.config.rules import Finding, axis_keys, axis_size, did_you_mean, divisors, rule, up
+from maxpipe.config.schema import ACTIVATIONS, SAVED_PRESETS, Config
+from maxpipe.pipeline.schedule import FILE_PREFIX, SCHEDULES, repeats_rule
+
+
+def activations(names: Iterable[str]) -> tuple[str, ...]:
+    """The activations that names and presets stand for, each once."""
+    found = [each for name in names for each in SAVED_PRESETS.get(name, (name,))]
+    return tuple(dict.fromkeys(found))
+
+
+@rule("pipeline.schedule")
+def _schedule_is_known(config: Config) -> Iterator[Finding]:
+    name = config.pipeline.schedule
+    if name not in SCHEDULES and not name.startswith(FILE_PREFIX):
+        yield Finding(
+            "pipeline.schedule",
+            f"must be one of {', '.join(SCHEDULES)}, or {FILE_PREFIX}PATH.",
+            f"Set pipeline.schedule={did_you_mean(name, SCHEDULES) or 'interleaved'}.",
+        )
+
+
+@rule("pipeline.repeats", "pipeline.schedule")
+def _repeats_fit_the_schedule(config: Config) -> Iterator[Finding]:
+    family = SCHEDULES.get(config.pipeline.schedule)
+    if family and family.repeats and family.repeats != config.pipeline.repeats:
+        free = "circular" if family.repeats == 1 else "interleaved"
+        yield Finding(
+            "pipeline.repeats",
+            repeats_rule(config.pipeline.schedule, family),
+            f"Set pipeline.schedule={free}, or pipeline.repeats={family.repeats}.",
+        )
+
+
+@rule("pipeline.delayed_forwarding", "pipeline.schedule")
+def _delay_is_read(config: Config) -> Iterator[Finding]:
+    schedule = config.pipeline.schedule
+    readers = [name for name, family in SCHEDULES.items() if family.delays]
+    if config.pipeline.delayed_forwarding and schedule in SCHEDULES and schedule not in readers:
+        yield Finding(
+            "pipeline.delayed_forwarding",
+            f"is read by pipeline.schedule {', '.join(readers)} and {FILE_PREFIX}PATH only, and "
+            f"the schedule is {schedule}.",
+            "Set pipeline.delayed_forwarding=false.",
+        )
+
+
+@rule("pipeline.cut", "pipeline.repeats", "model.num_layers", *axis_keys("stage"))
+def _cut_covers_the_layers(config: Config) -> Iterator[Finding]:
+    cut, layers = config.pipeline.cut, config.model.num_layers
+    if not cut:
+        return
+    stages = axis_size(config.mesh, "stage")
+    chunks = config.pipeline.repeats * stages if stages else len(cut)
+    if len(cut) == chunks and sum(cut) == layers and min(cut) >= 1:
+        return
+    yield Finding(
+        "pipeline.cut",
+        f"must hold {chunks} numbers of at least 1 (stages x repeats) that add up to "
+        f"model.num_layers ({layers}): here are {len(cut)} that add up to {sum(cut)}.",
+        "Set pipeline.cut=[] for an even cut.",
+    )
+
+
+def _names_are_known(key: str) -> None:
+    @rule(key)
+    def find(config: Config) -> Iterator[Finding]:
+        choices = [*ACTIVATIONS, *SAVED_PRESETS]
+        for name in getattr(config.pipeline, key.removeprefix("pipeline.")):
+            if name not in choices:
+                guess = did_you_mean(name, choices) or "matmuls"
+                yield Finding(
+                    key,
+                    f"holds {name!r}, which is neither an activation ({', '.join(ACTIVATIONS)}) "
+                    f"nor a preset ({', '.join(SAVED_PRESETS)}).",
+                    f"Set {key}=[{guess}].",
+                )
+
+
+_names_are_known("pipeline.saved_names")
+_names_are_known("pipeline.offloaded_names")
+
+
+@rule("pipeline.offloaded_names", "pipeline.remat")
+def _offloaded_names_are_read(config: Config) -> Iterator[Finding]:
+    if config.pipeline.offloaded_names and config.pipeline.remat != "names":
+        yield Finding(
+            "pipeline.offloaded_names",
+            f"is read with pipeline.remat=names only, and it is {config.pipeline.remat}.",
+            "Set pipeline.offloaded_names=[], or pipeline.remat=names.",
+        )
+
+
+@rule("pipeline.repeats", "model.num_layers", *axis_keys("stage"))
+def _each_chunk_has_a_layer(config: Config) -> Iterator[Finding]:
+    stages = axis_size(config.mesh, "stage")
+    layers, repeats = config.model.num_layers, config.pipeline.repeats
+    if stages is None or stages * repeats <= layers:
+        return
+    rule = (
+        f"needs at least {stages * repeats} layers (stages {stages} x repeats {repeats}), and "
+        f"model.num_layers is {layers}: each chunk holds at least one."
+    )
+    more = f"model.num_layers={stages * repeats} or more"
+    if layers >= stages:
+        yield Finding(
+            "pipeline.repeats", rule, f"Set pipeline.repeats={layers // stages}, or {more}."
+        )
+    else:
+        fewer = f"or at most {layers} stages with pipeline.repeats=1"
+        yield Finding("mesh.ici_stage", rule, f"Set {more}, {fewer}.")
+
+
+@rule("pipeline.group", "pipeline.schedule")
+def _group_is_read(config: Config) -> Iterator[Finding]:
+    schedule = config.pipeline.schedule
+    if config.pipeline.group and schedule != "interleaved":
+        yield Finding(
+            "pipeline.group",
+            f"is read by pipeline.schedule=interleaved only, and the schedule is {schedule}.",
+            "Set pipeline.group=0, or pipeline.schedule=interleaved.",
+        )
+
+
+@rule("pipeline.group", "pipeline.schedule", "pipeline.microbatches", *axis_keys("stage"))
+def _group_fills_the_ring(config: Config) -> Iterator[Finding]:
+    group, microbatches = config.pipeline.group, config.pipeline.microbatches
+    stages = axis_size(config.mesh, "stage")
+    low = min(stages or 1, microbatches)
+    if config.pipeline.schedule != "interleaved" or not group or low <= group <= microbatches:
+        return
+    known = f"the stages ({stages})" if stages else "1"
+    yield Finding(
+        "pipeline.group",
+        f"must be 0, or lie between {known} and the microbatches ({microbatches}): a shorter "
+        "group would stall the ring.",
+        "Set pipeline.group=0 for the default, the number of stages.",
+    )
+
+
+@rule("train.batch_size", "pipeline.microbatches", *axis_keys("data", "fsdp"))
+def _batch_divides(config: Config) -> Iterator[Finding]:
+    batch, microbatches = config.train.batch_size, config.pipeline.microbatches
+    data, fsdp = axis_size(config.mesh, "data"), axis_size(config.mesh, "fsdp")
+    shards = (data or 1) * (fsdp or 1)
+    if batch % (microbatches * shards) == 0:
+        return
+    sizes = [f"pipeline.microbatches ({microbatches})"]
+    sizes += [f"{name} ({size})" for name, size in (("data", data), ("fsdp", fsdp)) if size]
+    action = f"Set train.batch_size={up(batch, microbatches * shards)}"
+    if batch % shards == 0:
+        action += f", or pipeline.microbatches to {divisors(batch // shards)}"
+    yield Finding(
+        "train.batch_size",
+        f"must be a multiple of {' x '.join(sizes)} = {microbatches * shards}: each device gets "
+        "the same number of sequences of each microbatch.",
+        f"{action}.",
+    )

@@ -1,0 +1,99 @@
+"""What a rule between config values is, and the words its messages share.
+
+A rule names the keys it reads, so that it is left out when one of them is already known to be
+wrong. `check` and `pipeline_rules` hold the rules themselves.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from maxpipe.config.schema import Config, MeshConfig
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a full key, or of one entry of a mapping."""
+    section, name, *entry = key.split(".", 2)
+    value = getattr(getattr(config, section), name)
+    return value[entry[0]] if entry else value
+
+
+class Finding(NamedTuple):
+    """A broken rule: the key to blame, the rule with its numbers, and what to do."""
+
+    key: str
+    rule: str
+    action: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`find` yields what is wrong; it reads no other keys than these."""
+
+    keys: tuple[str, ...]
+    find: Callable[[Config], Iterator[Finding]]
+
+
+RULES: list[Rule] = []
+
+
+def rule(*keys: str) -> Callable[[Callable[[Config], Iterator[Finding]]], None]:
+    """Registers a function as the rule on these keys."""
+
+    def register(find: Callable[[Config], Iterator[Finding]]) -> None:
+        RULES.append(Rule(keys, find))
+
+    return register
+
+
+def axis_keys(*axes: str) -> tuple[str, ...]:
+    """The keys with the sizes of these mesh axes."""
+    return tuple(f"mesh.{link}_{axis}" for axis in axes for link in ("ici", "dcn"))
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """The one choice that resembles the word most, or an empty string."""
+    return next(iter(difflib.get_close_matches(word, list(choices), n=1)), "")
+
+
+def axis_size(mesh: MeshConfig, axis: str) -> int | None:
+    """Total size of a mesh axis; None when it depends on the number of devices."""
+    ici, dcn = getattr(mesh, f"ici_{axis}"), getattr(mesh, f"dcn_{axis}")
+    return ici * dcn if ici >= 1 and dcn >= 1 else None
+
+
+# Words for messages.
+
+
+def up(value: int, factor: int) -> int:
+    """The next multiple of `factor`."""
+    return max(1, -(-value // factor)) * factor
+
+
+def divisors(value: int) -> str:
+    """Divisors as a user would choose them; no mesh or head count is beyond 4096."""
+    return listed(d for d in range(1, min(value, 4096) + 1) if value % d == 0)
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """`1, 2, 4 or 8`; of many, the first few and the last."""
+    words = [str(number) for number in numbers]
+    if len(words) > 8:
+        words = [*words[:6], "..", words[-1]]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def shown(value: object) -> str:
+    """A value as it is written in a config file, shortened when long."""
+    if isinstance(value, bool):
+        text = str(value).lower()
+    elif isinstance(value, list):
+        text = f"[{', '.join(map(str, value))}]"
+    elif value == "":
+        text = "''"
+    else:
+        text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,506 @@
+"""What a compiled program will do, read from its optimized HLO text.
+
+`compiled.as_text()` is walked from its entry, loops times their trips. TPU programs carry the
+compiler's estimate of the cycles of every computing instruction, but none for a synchronous
+collective: hence cycles and bytes moved are two answers. The layer loops' trips are data, so
+the caller says how many there are on average; so it is for work that only some ticks have.
+
+    compiled = steps.compile_train()
+    found = profile(parse(compiled.as_text()), trips={r"/forward/while$": 10 / 3})
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+COLLECTIVE_KINDS = "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"
+_COMPUTE = {"fusion", "while", "conditional", "call", "dot", "convolution", "custom-call"}
+_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_MEMORY_SPACE = re.compile(r"S\((\d+)\)")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    shape: str
+    """As printed; of a tuple, all its members."""
+    opcode: str
+    operands: tuple[str, ...]
+    """Names of instructions in the same computation; of a constant, its value."""
+    attributes: str
+    """Everything behind the operands."""
+
+    @cached_property
+    def op_name(self) -> str:
+        """Where in the traced program it comes from, e.g. `jit(f)/while/body/add`."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found.group(1) if found else ""
+
+    @cached_property
+    def cycles(self) -> int:
+        """The compiler's estimate, 0 where it gives none."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+        return int(found.group(1)) if found else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the result, without padding."""
+        return sum(array_bytes(self.shape))
+
+    def computation(self, role: str) -> str | None:
+        """Name of the computation that it calls as `body`, `condition`, `calls` ..."""
+        found = re.search(rf"\b{role}=%?([\w.\-]+)", self.attributes)
+        return found.group(1) if found else None
+
+    @cached_property
+    def branches(self) -> tuple[str, ...]:
+        """Computations of a conditional."""
+        listed = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
+        if listed:
+            return tuple(name.strip().lstrip("%") for name in listed.group(1).split(","))
+        pair = (self.computation("true_computation"), self.computation("false_computation"))
+        return tuple(name for name in pair if name)
+
+
+Computation = dict[str, Instruction]
+"""Instructions by name, in the order they are printed: in a scheduled module, executed."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A parsed program."""
+
+    computations: dict[str, Computation]
+    entry: str
+    num_devices: int
+
+
+def array_bytes(shape: str) -> list[int]:
+    """Bytes of each array in a printed shape; tokens and opaque values have none."""
+    sizes = []
+    for kind, dims in _ARRAY.findall(shape):
+        digits = re.search(r"\d+", kind)
+        bits = int(digits.group()) if digits else 8 * (kind == "pred")
+        count = math.prod(int(dim) for dim in dims.split(",") if dim)
+        sizes.append(-(-count * bits // 8))
+    return sizes
+
+
+# --- parsing ---------------------------------------------------------------------
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*|=.*)?\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
+
+
+def parse(text: str) -> Module:
+    """Reads `compiled.as_text()`.
+
+    Raises:
+        ValueError: the text has no entry computation.
+    """
+    computations: dict[str, Computation] = {}
+    current: Computation | None = None
+    entry, num_devices = "", 1
+    for line in text.splitlines():
+        if line.startswith("HloModule"):
+            num_devices = math.prod(int(number) for number in _DEVICES.findall(line))
+        elif line.startswith("}"):
+            current = None
+        elif current is None and (header := _COMPUTATION.match(line)):
+            current = computations.setdefault(header.group(2), {})
+            entry = header.group(2) if header.group(1) else entry
+        elif current is not None and (found := _INSTRUCTION.match(line)):
+            instruction = _instruction(*found.groups())
+            current[instruction.name] = instruction
+    if not entry:
+        raise ValueError("not the text of an HLO module: no line starts with ENTRY")
+    return Module(computations, entry, num_devices)
+
+
+def _instruction(name: str, text: str) -> Instruction:
+    end = _closing(text, 0) if text.startswith("(") else text.index(" ")
+    shape, rest = text[:end], text[end:].lstrip()
+    opcode, _, _ = rest.partition("(")
+    end = _closing(rest, len(opcode))
+    pieces = _split(rest[len(opcode) + 1 : end - 1])
+    # CPU programs print an operand as `f32[8]{0} %name`, TPU programs as `%name`.
+    operands = tuple(piece.split()[-1].lstrip("%") for piece in pieces)
+    return Instruction(name, shape, opcode, operands, rest[end:])
+
+
+def _closing(text: str, start: int) -> int:
+    """Position behind the bracket that closes the one at `start`."""
+    depth = 0
+    for match in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if match.group() == "(" else -1
+        if depth == 0:
+            return match.end()
+    return len(text)
+
+
+def _split(text: str) -> list[str]:
+    """At the commas outside of brackets, comments such as `/*index=5*/` dropped."""
+    pieces, depth, start = [], 0, 0
+    text = re.sub(r"/\*.*?\*/", "", text)
+    for position, letter in enumerate(text + ","):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            pieces.append(text[start:position])
+            start = position + 1
+    return [piece for piece in pieces if piece.strip()]
+
+
+# --- groups of devices -------------------------------------------------------------
+
+
+_IOTA = r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?"
+
+
+def _group(attributes: str, num_devices: int) -> tuple[int, ...]:
+    """Devices of the first group; the others are shifted copies."""
+    if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes):
+        return _ring(re.findall(r"\{(\d+),(\d+)\}", pairs.group(1)))
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
+        return tuple(int(member) for member in listed.group(1).split(",") if member)
+    if found := re.search(r"replica_groups=" + _IOTA, attributes):
+        return tuple(_iota(*found.groups())[0].tolist())
+    if found := re.search(r"replica_groups=mesh\[(.*?)\](.*?)\{(.*?)\}", attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found.group(1))}
+        placed = re.search(r"device_ids=\(" + _IOTA, found.group(2))
+        order = _iota(*placed.groups()) if placed else np.arange(math.prod(sizes.values()))
+        used = re.findall(r"'(\w+)'", found.group(3))
+        index = tuple(slice(None) if name in used else 0 for name in sizes)
+        return tuple(np.ravel(order.reshape(tuple(sizes.values()))[index]).tolist())
+    return tuple(range(num_devices))
+
+
+def _ring(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
+    """The devices that a message from the first source visits."""
+    after = {int(source): int(target) for source, target in pairs}
+    members = [next(iter(after), 0)]
+    while (target := after.get(members[-1])) is not None and target not in members:
+        members.append(target)
+    return tuple(members)
+
+
+def _iota(shape: str, source: str | None, order: str | None) -> np.ndarray:
+    """`[4,8]<=[8,4]T(1,0)`: counted over the source, transposed, reshaped."""
+    dims = [int(dim) for dim in shape.split(",")]
+    origin = [int(dim) for dim in source.split(",")] if source else dims
+    numbers = np.arange(math.prod(origin)).reshape(origin)
+    if order:
+        numbers = numbers.transpose([int(dim) for dim in order.split(",")])
+    # `device_ids=([4,8]T(1,0))` has no source: the shape is transposed as it is.
+    return numbers.reshape(dims) if source else numbers
+
+
+# --- the profile -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An instruction and how often it runs."""
+
+    instruction: Instruction
+    region: str
+    count: float
+    """Executions per run of the program."""
+
+    @property
+    def cycles(self) -> float:
+        """Of all executions."""
+        return self.instruction.cycles * self.count
+
+    @property
+    def num_bytes(self) -> float:
+        """Of its largest result, of all executions."""
+        return max(array_bytes(self.instruction.shape), default=0) * self.count
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective operation and what it costs."""
+
+    kind: str
+    """One of `COLLECTIVE_KINDS`."""
+    name: str
+    op_name: str
+    region: str
+    count: float
+    group: tuple[int, ...]
+    """Devices of the first group."""
+    num_bytes: float
+    """Sent by each device in one execution, around a ring."""
+    is_async: bool
+    """Whether start and done are two instructions."""
+    between: tuple[str, ...] = ()
+    """Computing instructions between start and done, in scheduled order."""
+    cycles_between: float = 0.0
+    """Their estimated cycles, loops included."""
+
+    @property
+    def total_bytes(self) -> float:
+        """Sent by each device in one run of the program."""
+        return self.num_bytes * self.count
+
+    @property
+    def stride(self) -> int:
+        """Distance between neighbours of the group, which tells mesh axes of one size apart."""
+        return min((b - a for a, b in itertools.pairwise(sorted(self.group))), default=0)
+
+
+@dataclass
+class Profile:
+    """What one run of a program costs one device."""
+
+    entries: list[Entry] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    copies: list[Entry] = field(default_factory=list)
+    """Buffers that are copied or transposed inside a loop."""
+    unknown_loops: list[str] = field(default_factory=list)
+    """`op_name` of loops whose trips neither text nor caller tells; counted once."""
+
+    @property
+    def cycles(self) -> float:
+        """All estimates; synchronous collectives have none."""
+        return sum(entry.cycles for entry in self.entries)
+
+    @property
+    def cycles_by_region(self) -> dict[str, float]:
+        """Largest first."""
+        total: Counter[str] = Counter()
+        for entry in self.entries:
+            total[entry.region] += entry.cycles  # type: ignore[assignment]
+        return dict(total.most_common())
+
+    def largest(self, number: int) -> list[Entry]:
+        """The entries with the most cycles over all executions."""
+        return sorted(self.entries, key=lambda entry: -entry.cycles)[:number]
+
+    def bytes_moved(self, *kinds: str, group_size: int | None = None) -> float:
+        """By collectives of these kinds (all when none is named) over groups of this size."""
+        return sum(
+            each.total_bytes
+            for each in self.collectives
+            if each.kind in (kinds or COLLECTIVE_KINDS) and group_size in (None, len(each.group))
+        )
+
+
+def profile(
+    module: Module,
+    *,
+    trips: Mapping[str, float] | None = None,
+    shares: Mapping[str, float] | None = None,
+    regions: Mapping[str, str] | None = None,
+    copy_bytes: int = 2**20,
+) -> Profile:
+    """Walks a program from its entry.
+
+    Args:
+        module: a parsed program.
+        trips: pattern of a loop's `op_name` -> average trips each time it runs. Goes before
+            what the text says; the first match counts.
+        shares: pattern of a conditional's `op_name` -> share of its executions that take the
+            branch with the most cycles, 1 by default; the others take the cheapest.
+        regions: name -> pattern of `op_name`. What is called belongs to its caller's region.
+        copy_bytes: copies in loops are listed from this size.
+    """
+    walk = _Walk(module, trips or {}, shares or {}, regions or {}, copy_bytes)
+    walk.visit(module.entry, 1.0, "", 0)
+    return walk.profile
+
+
+@dataclass
+class _Walk:
+    module: Module
+    trips: Mapping[str, float]
+    shares: Mapping[str, float]
+    regions: Mapping[str, str]
+    copy_bytes: int
+    costs: dict[str, tuple[float, int]] = field(default_factory=dict)
+    profile: Profile = field(default_factory=Profile)
+
+    def visit(self, name: str, count: float, region: str, depth: int) -> None:
+        """Records a computation that runs `count` times, `depth` loops deep."""
+        computation = self.module.computations[name]
+        for each in computation.values():
+            self._record(each, computation, count, region or self._region(each), depth)
+
+    def _record(
+        self, each: Instruction, computation: Computation, count: float, region: str, depth: int
+    ) -> None:
+        if each.opcode in ("while", "conditional", "call"):
+            if each.opcode == "while" and self._known_trips(each) is None:
+                self.profile.unknown_loops.append(each.op_name or each.name)
+            for name, times in self._called(each):
+                self.visit(name, count * times, region, depth + (each.opcode == "while"))
+            return
+        if each.cycles:
+            self.profile.entries.append(Entry(each, region, count))
+        if found := self._collective(each, computation):
+            self.profile.collectives.append(replace(found, region=region, count=count))
+        if depth and self._is_copy(each) and max(array_bytes(each.shape)) >= self.copy_bytes:
+            self.profile.copies.append(Entry(each, region, count))
+
+    def _region(self, each: Instruction) -> str:
+        return next((k for k, v in self.regions.items() if re.search(v, each.op_name)), "")
+
+    # Control flow.
+
+    def _called(self, each: Instruction) -> Iterator[tuple[str, float]]:
+        """(computation, executions per execution of the caller); of a loop, only the body."""
+        if each.opcode == "while":
+            trips = self._known_trips(each)
+            yield each.computation("body") or "", 1.0 if trips is None else trips
+        elif each.opcode == "conditional":
+            ordered = sorted(each.branches, key=self.cost)
+            share = _first_match(self.shares, each.op_name, 1.0)
+            yield ordered[-1], share
+            if share < 1:
+                yield ordered[0], 1 - share
+        elif name := each.computation("to_apply"):
+            yield name, 1.0
+
+    def _known_trips(self, loop: Instruction) -> float | None:
+        if (given := _first_match(self.trips, loop.op_name, -1.0)) >= 0:
+            return given
+        if known := re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes):
+            return float(known.group(1))
+        # A counted loop ends when its counter, which starts at 0, reaches a constant.
+        condition = self.module.computations.get(loop.computation("condition") or "", {})
+        root = next(reversed(condition.values()), None)
+        if root is None or root.opcode not in ("compare", "fusion"):
+            return None
+        inside = self._inside(root)
+        known = [condition[name] for name in root.operands if name in condition]
+        constants = [c for c in (*known, *inside.values()) if c.opcode == "constant"]
+        values = [c.operands[0] for c in constants if re.match(r"[su]\d+\[\]", c.shape)]
+        return float(values[0]) if len(values) == 1 else None
+
+    def cost(self, name: str) -> tuple[float, int]:
+        """Cycles of one execution; then, where nothing is estimated, instructions."""
+        if name not in self.costs:
+            cycles, size = 0.0, 0
+            for each in self.module.computations[name].values():
+                own, inner = self._instruction_cost(each)
+                cycles, size = cycles + own, size + inner
+            self.costs[name] = cycles, size
+        return self.costs[name]
+
+    def _instruction_cost(self, each: Instruction) -> tuple[float, int]:
+        if each.opcode not in ("while", "conditional", "call"):
+            return each.cycles, 1
+        parts = [(self.cost(name), times) for name, times in self._called(each)]
+        return sum(c * times for (c, _), times in parts), 1 + sum(s for (_, s), _ in parts)
+
+    # Data movement.
+
+    def _collective(self, each: Instruction, computation: Computation) -> Collective | None:
+        wrapped = self._wrapped(each)
+        source = each if wrapped is None else wrapped
+        kind = source.opcode.removesuffix("-start")
+        if kind not in COLLECTIVE_KINDS:
+            return None
+        group = _group(source.attributes, self.module.num_devices)
+        operands = [computation[name] for name in each.operands if name in computation]
+        if wrapped is not None and each.opcode == "fusion":
+            # A fusion may have other operands too; the collective's own are inside.
+            operands = [self._inside(each)[name] for name in wrapped.operands]
+        size = sum(operand.num_bytes for operand in operands)
+        is_async = self._is_start(each)
+        between = self._between(each, computation) if is_async else []
+        return Collective(
+            kind=kind,
+            name=each.name,
+            op_name=source.op_name or each.op_name,
+            region="",
+            count=0.0,
+            group=group,
+            num_bytes=_sent(kind, size, len(group)),
+            is_async=is_async,
+            between=tuple(other.name for other in between),
+            cycles_between=sum(self._instruction_cost(other)[0] for other in between),
+        )
+
+    def _wrapped(self, each: Instruction) -> Instruction | None:
+        """The collective inside a fusion or a generic asynchronous call."""
+        if each.opcode not in ("fusion", "async-start"):
+            return None
+        inside = self._inside(each).values()
+        # A TPU runs one collective inside several fusions: the first starts it, others take it
+        # a step further beside their own work, the last ends it. All of them repeat it.
+        for other in inside:
+            if other.opcode.removesuffix("-start") in COLLECTIVE_KINDS:
+                continues = "chain_id=" in other.attributes and not self._is_start(each)
+                return None if continues else other
+        return None
+
+    def _inside(self, each: Instruction) -> Computation:
+        return self.module.computations.get(each.computation("calls") or "", {})
+
+    def _is_start(self, each: Instruction) -> bool:
+        return each.opcode.endswith("-start") or self._has(each, "AsyncCollectiveStart")
+
+    def _is_done(self, each: Instruction) -> bool:
+        if each.opcode == "copy-done":  # of a buffer that travels on
+            return False
+        return each.opcode.endswith("-done") or self._has(each, "AsyncCollectiveDone")
+
+    def _has(self, each: Instruction, target: str) -> bool:
+        """Whether it is a fusion with this custom call in it."""
+        inside = self._inside(each).values() if each.opcode == "fusion" else ()
+        return any(f'custom_call_target="{target}"' in other.attributes for other in inside)
+
+    def _between(self, start: Instruction, computation: Computation) -> list[Instruction]:
+        """Computing instructions between a start and its done."""
+        names = list(computation)
+        first = names.index(start.name)
+        carriers, found = {start.name}, []
+        for name in names[first + 1 :]:
+            other = computation[name]
+            if carriers.intersection(other.operands):
+                if self._is_done(other):
+                    return found
+                carriers.add(name)  # hands the state of the collective on, a loop too
+            if other.opcode in _COMPUTE:
+                found.append(other)
+        # Its done may be in the loop's next turn: then the rest of the turn stands between.
+        return found
+
+    def _is_copy(self, each: Instruction) -> bool:
+        if each.opcode == "copy-start":
+            # Between memory spaces it is a prefetch, which costs no cycles.
+            spaces = {tuple(_MEMORY_SPACE.findall(part)) for part in _split(each.shape[1:-1])[:2]}
+            return len(spaces) == 1
+        kinds = {each.opcode} | {other.opcode for other in self._inside(each).values()}
+        moves = {"copy", "transpose"}
+        return bool(kinds & moves) and kinds <= moves | {"fusion", "parameter", "bitcast"}
+
+
+def _first_match(table: Mapping[str, float], text: str, default: float) -> float:
+    return next((value for key, value in table.items() if re.search(key, text)), default)
+
+
+def _sent(kind: str, operand_bytes: int, size: int) -> float:
+    """Bytes each device of a ring sends, from the bytes it puts in."""
+    around = (size - 1) / size
+    match kind:
+        case "all-gather":
+            return operand_bytes * (size - 1)
+        case "all-reduce":
+            return 2 * operand_bytes * around
+        case "collective-permute":
+            return operand_bytes
+        case _:
+            return operand_bytes * around

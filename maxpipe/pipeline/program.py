@@ -1,0 +1,521 @@
+"""The per-device program of one step: buffers, messages, and the order of a tick.
+
+Everything is written for one device; stages differ in what their columns of the table say.
+Collectives over the stage axis stand where all stages pass: between slots, never inside one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from maxpipe.mesh import STAGE
+from maxpipe.pipeline.collectives import from_position, index_on, shift, vary
+from maxpipe.pipeline.layout import Layout
+from maxpipe.pipeline.remat import Keep
+from maxpipe.pipeline.slots import Idle, LayerSlots, SlotRow, microbatch, read, write, zeros
+from maxpipe.pipeline.table import Schedule, Slots
+from maxpipe.pipeline.vocabulary import LossHead, accumulate_embedding, embed
+from maxpipe.pipeline.weights import (
+    NOT_SHARDED,
+    Gather,
+    LayerWeights,
+    gather,
+    scatter,
+    sum_over_batch,
+)
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the engine runs: a stack of like layers between an embedding and a loss head.
+
+    Parameters are `{embedding [V, D], layers {... [R, P, L, ...]}, final_norm, head [D, V]}`;
+    without `head` the embedding table is used.
+    """
+
+    layer: Callable[[Tree, jax.Array, Tree, jax.Array, jax.Array | None], jax.Array]
+    """(params, x [B, T, D], inputs, layer index, key) -> [B, T, D]."""
+    norm: Callable[[Tree, jax.Array], jax.Array]
+    """The norm in front of the loss head."""
+    vocab_size: int
+    compute_dtype: jnp.dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a network runs on a ring of stages."""
+
+    network: Network
+    layout: Layout
+    weight_gather: Gather
+    keep: Keep
+    idle: Idle
+    dims: Tree
+    """For each parameter the dim that is sharded over fsdp, or `NOT_SHARDED`."""
+
+
+# The table on the devices.
+
+
+class Row(NamedTuple):
+    """One tick of the table as one stage sees it; arrays of all ticks before the loop."""
+
+    forward: SlotRow
+    backward: SlotRow
+    weight: SlotRow
+    arrivals: tuple[Any, ...]
+    """Inbox slot for each of the schedule's arrivals."""
+    embed: Any
+    loss: Any
+    embed_grad: Any
+
+
+class Table(NamedTuple):
+    """The table as arrays: `[K, P]` or `[K]` for ticks, `[E, P]` or `[E]` for visits."""
+
+    rows: Row
+    gather_repeat: Any
+    gather_slot: Any
+    reduce_repeat: Any
+    reduce_slot: Any
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Table:
+        """What the program reads of a schedule."""
+
+        def columns(slots: Slots) -> SlotRow:
+            found = [getattr(slots, name) for name in SlotRow._fields[:-1]]
+            return SlotRow(*found, any_work=slots.active.any(axis=1))  # type: ignore[call-arg]
+
+        rows = Row(
+            columns(schedule.forward),
+            columns(schedule.backward),
+            columns(schedule.weight),
+            tuple(arrival.slot for arrival in schedule.arrivals),
+            schedule.embed_microbatch,
+            schedule.loss_microbatch,
+            schedule.embed_grad_microbatch,
+        )
+        visits = schedule.visits
+        events = (visits.gather_repeat, visits.gather_slot)
+        table = cls(rows, *events, visits.reduce_repeat, visits.reduce_slot)
+        return jax.tree.map(lambda column: np.asarray(column, np.int32), table)
+
+
+class Gradients(NamedTuple):
+    """Float32 accumulators of one device."""
+
+    embedding: jax.Array
+    layers: Tree
+    final_norm: Tree
+    head: jax.Array | None
+
+
+class Buffers(NamedTuple):
+    """What the loop over ticks carries."""
+
+    inbox: jax.Array
+    """Messages that wait `[slots, B, T, D]`."""
+    stash: list[jax.Array]
+    """What the forwards keep: arrays `[slots * L, ...]`, of each layer or of the first one."""
+    deferred: list[jax.Array]
+    """What weight gradients wait for `[slots * L, ...]`."""
+    sent: dict[str, jax.Array]
+    """What leaves for other stages in the next tick, by port."""
+    window: Tree
+    """Whole chunks of weights `[slots * L, ...]`, when gathered by visit."""
+    partial: Tree
+    """Their gradients, not yet reduced."""
+    gradients: Gradients | None
+    loss: jax.Array
+
+
+class Program:
+    """One step on one device."""
+
+    def __init__(
+        self, plan: Plan, schedule: Schedule, params: Tree, batch: Tree, key: jax.Array | None
+    ):
+        self.plan, self.schedule, self.network = plan, schedule, plan.network
+        self.stage = index_on(STAGE)
+        self.batch = jax.tree.map(partial(_cut, schedule.num_microbatches), vary(batch))
+        # A window that has room for all chunks is never refilled: every chunk stays.
+        self.by_visit = schedule.visits.num_window > 0 and plan.weight_gather == "visit"
+        self._hold_ends(params)
+        self._hold_layers(params["layers"], None if key is None else vary(key))
+
+    def _hold_ends(self, params: Tree) -> None:
+        dims, dtype = self.plan.dims, self.network.compute_dtype
+        self.embedding = gather(params["embedding"], dims["embedding"], dtype)
+        self.final_norm = jax.tree.map(lambda leaf: vary(leaf.astype(dtype)), params["final_norm"])
+        self.tied = "head" not in params
+        self.head = self.embedding.T if self.tied else gather(params["head"], dims["head"], dtype)
+        last_stage = self.schedule.ring.last_stage
+        self.loss_head = LossHead(self.network.norm, last_stage, self.network.vocab_size)
+
+    def _hold_layers(self, params: Tree, key: jax.Array | None) -> None:
+        plan, dtype = self.plan, self.network.compute_dtype
+        mode = plan.weight_gather
+        # Stacked dims [R, 1, L] of this stage become one; the fsdp dim is one layer's.
+        self.weights = LayerWeights(
+            "step" if mode == "visit" and not self.by_visit else mode,
+            jax.tree.map(lambda dim: dim if dim == NOT_SHARDED else dim - 3, plan.dims["layers"]),
+            dtype,
+        )
+        flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), params)
+        self.held = self.weights.hold(flat)
+        self.slots = LayerSlots(
+            self.network.layer,
+            plan.layout,
+            self.weights,
+            plan.keep,
+            plan.idle,
+            key,
+            self.by_visit,
+        )
+        if self.schedule.trains:
+            held = self._window(1, dtype) if self.by_visit else self.held
+            inputs = microbatch(self.batch, vary(jnp.int32(0)))
+            halves = self.schedule.mixed
+            self.pieces = self.slots.pieces(held, self._activation(), inputs, halves=halves)
+
+    def _window(self, num_chunks: int, dtype: Any) -> Tree:
+        return self.weights.window(self.held, num_chunks * self.slots.length, jnp.dtype(dtype))
+
+    def _activation(self) -> jax.Array:
+        """Zeros of one message `[B, T, D]`."""
+        _, rows, tokens = self.batch["tokens"].shape
+        shape = (rows, tokens, self.embedding.shape[1])
+        return vary(jnp.zeros(shape, self.network.compute_dtype))
+
+    def buffers(self) -> Buffers:
+        """Everything empty, at the sizes that the table declares."""
+        empty, schedule = self._activation(), self.schedule
+        stash: list[jax.Array] = []
+        deferred: list[jax.Array] = []
+        gradients, sums, visits = None, None, schedule.visits
+        if schedule.trains:
+            stash = self.slots.empty_stash(self.pieces, schedule.num_stash, empty)
+            if schedule.mixed:
+                deferred = self.slots.empty_deferred(self.pieces, schedule.num_deferred)
+            if self.by_visit:
+                sums = self._window(visits.num_gradient, jnp.float32)
+            wide = partial(jnp.zeros_like, dtype=jnp.float32)
+            gradients = Gradients(
+                wide(self.embedding),
+                self.weights.zeros(self.held),
+                jax.tree.map(wide, self.final_norm),
+                None if self.tied else wide(self.head),
+            )
+        return Buffers(
+            inbox=zeros(schedule.num_inbox, empty),
+            stash=stash,
+            deferred=deferred,
+            sent=dict.fromkeys(self._ports_between_ticks(), empty),
+            window=self._window(visits.num_window, empty.dtype) if self.by_visit else None,
+            partial=sums,
+            gradients=vary(gradients),
+            loss=vary(jnp.float32(0)),
+        )
+
+    def _ports_between_ticks(self) -> tuple[str, ...]:
+        """Ports whose output is still needed in the next tick."""
+        if self.schedule.mixed:
+            return ("X",)
+        if not self.schedule.trains:
+            return ("F",) if self.schedule.delayed else ()
+        return ("F", "B") if self.schedule.delayed else ("B",)
+
+    # A tick.
+
+    def tick(self, carry: Buffers, row: Row, scale: jax.Array | None) -> Buffers:
+        """One tick. `scale` multiplies the gradients; forward only needs none."""
+        if self.schedule.mixed:
+            return self._mixed_tick(carry, row, scale)
+        return self._typed_tick(carry, row, scale)
+
+    def _typed_tick(self, carry: Buffers, row: Row, scale: jax.Array | None) -> Buffers:
+        """Forward slot, loss head, backward slot.
+
+        The cotangent sent in the last tick travels while the forward slot computes, the activation
+        while loss head and backward slot compute; when delayed, both travel for the whole tick.
+        """
+        delayed, trains = self.schedule.delayed, self.schedule.trains
+        travelling = self._send(carry.sent)
+        output, carry = self._forward_slot(carry, row)
+        if not delayed:
+            travelling |= self._send({"F": output})
+        sent = {"F": output}
+        if trains:
+            carry = self._loss_and_grad(carry, row, output, scale)
+            if not delayed:
+                carry = self._receive(carry, row, travelling, "B")
+            sent["B"], carry = self._backward_slot(carry, row)
+            carry = self._embed_grad(carry, row, sent["B"])
+        else:
+            carry = carry._replace(loss=self._loss(carry, row, output))
+        carry = self._receive(carry, row, travelling, "FB" if delayed else "F")
+        carry = self._receive(carry, row, self._stay(sent), "FB")
+        return carry._replace(sent={port: sent[port] for port in carry.sent})
+
+    def _mixed_tick(self, carry: Buffers, row: Row, scale: jax.Array | None) -> Buffers:
+        """One action of any kind; all that joins the stages stands before or after it."""
+        delayed = self.schedule.delayed
+        travelling = self._send(carry.sent) if delayed else {}
+        carry = self._loss_and_grad(carry, row, carry.sent["X"], scale)
+        output, carry = self._forward_slot(carry, row)
+        d_input, carry = self._input_grad_slot(carry, row)
+        carry = self._weight_grad_slot(carry, row)
+        sent = {"X": jnp.where(row.forward.microbatch >= 0, output, d_input)}
+        if not delayed:
+            travelling = self._send(sent)
+        carry = self._embed_grad(carry, row, d_input)
+        carry = self._receive(carry, row, travelling | self._stay(sent), "X")
+        return carry._replace(sent=sent)
+
+    # Messages.
+
+    def _send(self, outputs: dict[str, jax.Array]) -> dict[int, jax.Array]:
+        """Messages on their way, by number of the arrival."""
+        ways = enumerate(self.schedule.arrivals)
+        with jax.named_scope("send"):
+            return {
+                number: shift(outputs[way.port], STAGE, way.step, self.schedule.num_stages)
+                for number, way in ways
+                if way.step and way.port in outputs
+            }
+
+    def _stay(self, outputs: dict[str, jax.Array]) -> dict[int, jax.Array]:
+        """Messages from a stage to itself."""
+        return {
+            number: outputs[way.port]
+            for number, way in enumerate(self.schedule.arrivals)
+            if way.step == 0 and way.port in outputs
+        }
+
+    def _receive(
+        self, carry: Buffers, row: Row, messages: dict[int, jax.Array], ports: str
+    ) -> Buffers:
+        """Puts the messages of these ports into the inbox."""
+        inbox = carry.inbox
+        for number, message in messages.items():
+            if self.schedule.arrivals[number].port in ports:
+                inbox = write(inbox, row.arrivals[number], message)
+        return carry._replace(inbox=inbox)
+
+    # Slots.
+
+    def _held(self, carry: Buffers) -> Tree:
+        return carry.window if self.by_visit else self.held
+
+    def _forward_slot(self, carry: Buffers, row: Row) -> tuple[jax.Array, Buffers]:
+        """The chunk's output; what the backward slot will need goes to the stash."""
+        with jax.named_scope("embed"):
+            tokens = read(self.batch["tokens"], jnp.maximum(row.embed, 0))
+            entering = lax.cond(
+                row.embed >= 0,
+                lambda: vary(embed(self.embedding, tokens)),
+                lambda: self._activation(),
+            )
+        is_first = (self.stage == 0) & (row.forward.repeat == 0)
+        x = jnp.where(is_first, entering, read(carry.inbox, row.forward.inbox))
+        work, held = self.slots.work(row.forward, self.batch), self._held(carry)
+        with jax.named_scope("forward"):
+            if not self.schedule.trains:
+                return self.slots.forward(held, work, x), carry
+            x, stash = self.slots.forward_and_keep(self.pieces, held, work, x, carry.stash)
+        return x, carry._replace(stash=stash)
+
+    def _backward_slot(self, carry: Buffers, row: Row) -> tuple[jax.Array, Buffers]:
+        """Both gradients of a chunk."""
+        work = self.slots.work(row.backward, self.batch)
+        cotangent = read(carry.inbox, row.backward.inbox)
+        with jax.named_scope("backward"):
+            d_input, totals = self.slots.backward(
+                self.pieces, self._held(carry), work, cotangent, carry.stash, self._totals(carry)
+            )
+        return d_input, self._with_totals(carry, totals)
+
+    def _input_grad_slot(self, carry: Buffers, row: Row) -> tuple[jax.Array, Buffers]:
+        """The gradient of a chunk's input; what its weights' gradients need is deferred."""
+        work = self.slots.work(row.backward, self.batch)
+        cotangent = read(carry.inbox, row.backward.inbox)
+        with jax.named_scope("input_grad"):
+            d_input, deferred = self.slots.input_grad(
+                self.pieces, self._held(carry), work, cotangent, carry.stash, carry.deferred
+            )
+        return d_input, carry._replace(deferred=deferred)
+
+    def _weight_grad_slot(self, carry: Buffers, row: Row) -> Buffers:
+        """The gradients of a chunk's weights, from what was deferred."""
+        work = self.slots.work(row.weight, self.batch)
+        with jax.named_scope("weight_grad"):
+            totals = self.slots.weight_grad(self.pieces, work, carry.deferred, self._totals(carry))
+        return self._with_totals(carry, totals)
+
+    def _totals(self, carry: Buffers) -> Tree:
+        """Where gradients of the layers add up."""
+        assert carry.gradients is not None
+        return carry.partial if self.by_visit else carry.gradients.layers
+
+    def _with_totals(self, carry: Buffers, totals: Tree) -> Buffers:
+        assert carry.gradients is not None
+        if self.by_visit:
+            return carry._replace(partial=totals)
+        return carry._replace(gradients=carry.gradients._replace(layers=totals))
+
+    # The two ends of the network.
+
+    def _embed_grad(self, carry: Buffers, row: Row, d_input: jax.Array) -> Buffers:
+        tokens = read(self.batch["tokens"], jnp.maximum(row.embed_grad, 0))
+        gradients = carry.gradients
+        assert gradients is not None
+        with jax.named_scope("embed_grad"):
+            embedding = lax.cond(
+                row.embed_grad >= 0,
+                lambda total: vary(accumulate_embedding(total, tokens, d_input)),
+                lambda total: total,
+                gradients.embedding,
+            )
+        return carry._replace(gradients=gradients._replace(embedding=embedding))
+
+    def _loss(self, carry: Buffers, row: Row, output: jax.Array) -> jax.Array:
+        inputs = microbatch(self.batch, row.loss)
+        args = (self.final_norm, self.head, output, inputs["targets"], inputs["loss_mask"])
+        with jax.named_scope("head"):
+            more = lax.cond(
+                row.loss >= 0, lambda: self.loss_head.loss(*args), lambda: vary(jnp.float32(0))
+            )
+        return carry.loss + more
+
+    def _loss_and_grad(
+        self, carry: Buffers, row: Row, output: jax.Array, scale: jax.Array | None
+    ) -> Buffers:
+        """Adds the leaving microbatch's loss; its cotangent goes to the inbox."""
+        inputs = microbatch(self.batch, row.loss)
+        args = (self.final_norm, self.head, output, inputs["targets"], inputs["loss_mask"])
+        gradients = carry.gradients
+        assert gradients is not None and scale is not None
+
+        def work(loss: jax.Array, norm: Tree, head: jax.Array):
+            found = self.loss_head.loss_and_grad(*args, scale)
+            d_head = found.head.T if self.tied else found.head
+            norm = jax.tree.map(jnp.add, norm, found.norm)
+            return found.output, loss + found.total, norm, head + d_head
+
+        def rest(loss: jax.Array, norm: Tree, head: jax.Array):
+            return jnp.zeros_like(output), loss, norm, head
+
+        head = gradients.embedding if self.tied else gradients.head
+        with jax.named_scope("head"):
+            cotangent, loss, norm, head = lax.cond(
+                row.loss >= 0, work, rest, carry.loss, gradients.final_norm, head
+            )
+        gradients = gradients._replace(
+            final_norm=norm, **{"embedding" if self.tied else "head": head}
+        )
+        place = next(i for i, way in enumerate(self.schedule.arrivals) if way.port == "loss")
+        inbox = write(carry.inbox, row.arrivals[place], cotangent)
+        return carry._replace(loss=loss, gradients=gradients, inbox=inbox)
+
+    # Ticks in order.
+
+    def run(self, table: Table, scale: jax.Array | None) -> Buffers:
+        """All ticks."""
+        # A column arrives as [K, 1], this stage's part of [K, P].
+        table = jax.tree.map(lambda column: column.reshape(len(column)), table)
+        if self.by_visit:
+            return self._run_visits(table, scale)
+
+        def body(carry: Buffers, row: Row) -> tuple[Buffers, None]:
+            return self.tick(carry, row, scale), None
+
+        return lax.scan(body, self.buffers(), table.rows)[0]
+
+    def _run_visits(self, table: Table, scale: jax.Array | None) -> Buffers:
+        """Ticks from one gather to the next."""
+        visits, length = self.schedule.visits, self.slots.length
+        # Turn i runs the ticks between gathers i - 1 and i while gather i is on its way. Of the
+        # turns the first has no tick, and the last repeats the last gather for want of another.
+        stops = np.append(visits.gather_tick, self.schedule.num_ticks)
+        starts = np.append(visits.gather_tick[:1], stops[:-1])
+        # Reductions due when a turn begins; what is due at the end comes after the last turn.
+        due = np.searchsorted(visits.reduce_tick, starts, side="right")
+
+        def reduce_one(event: jax.Array, carry: Buffers) -> Buffers:
+            gradients = carry.gradients
+            assert gradients is not None
+            first = length * read(table.reduce_repeat, event)
+            slot = read(table.reduce_slot, event)
+            with jax.named_scope("reduce"):
+                layers, sums = self.weights.reduce_chunk(
+                    gradients.layers, carry.partial, first, slot, length
+                )
+            return carry._replace(partial=sums, gradients=gradients._replace(layers=layers))
+
+        def one_tick(tick: jax.Array, carry: Buffers) -> Buffers:
+            return self.tick(carry, jax.tree.map(lambda leaf: read(leaf, tick), table.rows), scale)
+
+        def one_turn(carry: Buffers, turn: tuple[jax.Array, ...]) -> tuple[Buffers, None]:
+            start, stop, first_due, last_due, repeat, slot = turn
+            with jax.named_scope("gather"):
+                chunk = self.weights.gather_chunk(self.held, length * repeat, length)
+            if self.schedule.trains:
+                carry = lax.fori_loop(first_due, last_due, reduce_one, carry)
+            with jax.named_scope("ticks"):
+                carry = lax.fori_loop(start, stop, one_tick, carry)
+            window = jax.tree.map(
+                lambda held, new: lax.dynamic_update_slice_in_dim(held, new, slot * length, 0),
+                carry.window,
+                chunk,
+            )
+            return carry._replace(window=window), None
+
+        spans = (starts, stops, np.append(0, due[:-1]), due)
+        turns = tuple(jnp.asarray(span, jnp.int32) for span in spans)
+        events = (table.gather_repeat, table.gather_slot)
+        turns += tuple(jnp.append(column, column[-1:]) for column in events)
+        carry, _ = lax.scan(one_turn, self.buffers(), turns)
+        if self.schedule.trains:
+            carry = lax.fori_loop(int(due[-1]), len(visits.reduce_tick), reduce_one, carry)
+        return carry
+
+    def finish(self, gradients: Gradients) -> Tree:
+        """Gradients summed over devices, in the form of the parameters."""
+        shape, dims = self.plan.layout.shape, self.plan.dims
+        layers = jax.tree.map(
+            lambda leaf: leaf.reshape(shape[0], 1, shape[2], *leaf.shape[1:]),
+            self.weights.finish(gradients.layers),
+        )
+
+        def vocabulary(gradient: jax.Array, dim: int) -> jax.Array:
+            return sum_over_batch(scatter(gradient, dim), dim)
+
+        # Every stage computed the same gradient of the final norm; one counts.
+        final_norm = jax.tree.map(
+            lambda leaf: sum_over_batch(from_position(leaf, STAGE, 0), NOT_SHARDED),
+            gradients.final_norm,
+        )
+        found = {
+            "embedding": vocabulary(gradients.embedding, dims["embedding"]),
+            "layers": layers,
+            "final_norm": final_norm,
+        }
+        if gradients.head is not None:
+            found["head"] = vocabulary(gradients.head, dims["head"])
+        return found
+
+
+def _cut(num_microbatches: int, rows: jax.Array) -> jax.Array:
+    """This device's rows `[M * B, ...]` as microbatches `[M, B, ...]`."""
+    return rows.reshape(num_microbatches, -1, *rows.shape[1:])

@@ -1,0 +1,197 @@
+"""One layer, differentiated once: what a forward slot keeps and what backward slots make of it.
+
+The layer is traced into a forward that also returns what its backward needs, and the backward as a
+function of that. Weights and the batch's own arrays are at hand in a backward slot anyway and never
+kept. With a split backward the trace is cut in two (`split`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from maxpipe.pipeline.split import split
+
+Tree = Any
+Remat = Literal["chunk", "full", "names", "none"]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What forward slots keep for backward slots.
+
+    `chunk` and `full` keep inputs and replay, of a chunk or of each layer; `names` keeps each
+    layer's input and the activations with these names; `none` keeps all that the backward needs.
+    """
+
+    remat: Remat = "full"
+    names: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+    """Names kept in host memory instead of on the device, whether among `names` or not."""
+
+    def wrap(self, layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """The layer with its replay marked."""
+        policies = jax.checkpoint_policies
+        if self.remat == "none":
+            return layer
+        policy = policies.nothing_saveable
+        if self.remat == "names":
+            policy = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[n for n in self.names if n not in self.offloaded],
+                names_which_can_be_offloaded=list(self.offloaded),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+        # Forward and backward are in different loops: there is nothing to be merged by mistake.
+        return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+
+
+class Kept(NamedTuple):
+    """An array that waits between slots."""
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    on_host: bool
+
+    @classmethod
+    def of(cls, aval: Any) -> Kept:
+        """The form of arrays with this abstract value."""
+        return cls(aval.shape, aval.dtype, aval.memory_space == jax.memory.Space.Host)
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """The pieces of one layer. `constants` are arrays without gradients: batch, index, key."""
+
+    forward: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, list[jax.Array]]]
+    """(weights, x, constants) -> (output, saved)."""
+    backward: Callable[[Tree, list[jax.Array], Tree, jax.Array], tuple[Tree, jax.Array]]
+    """(weights, saved, constants, cotangent) -> (weight gradients, input gradient)."""
+    input_grad: Callable[..., tuple[jax.Array, list[jax.Array]]]
+    """(weights, saved, constants, cotangent) -> (input gradient, deferred)."""
+    weight_grad: Callable[[list[jax.Array], Tree], Tree]
+    """(deferred, constants) -> weight gradients."""
+    saved: tuple[Kept, ...]
+    deferred: tuple[Kept, ...]
+
+
+def differentiate(
+    layer: Callable[[Tree, jax.Array, Tree], jax.Array],
+    keep: Keep,
+    weights: Tree,
+    x: jax.Array,
+    constants: Tree,
+    *,
+    halves: bool,
+) -> Differentiated:
+    """Trace `layer(weights, x, constants)` with arguments like these.
+
+    `halves` makes `input_grad` and `weight_grad` as well as `backward`.
+    """
+    structure: list[Any] = []  # of the pullback, known once the forward is traced
+    wrapped = keep.wrap(layer)
+
+    def run(weights: Tree, x: jax.Array, constants: Tree) -> tuple[jax.Array, list[jax.Array]]:
+        output, pullback = jax.vjp(lambda w, x: wrapped(w, x, constants), weights, x)
+        leaves, tree = jax.tree.flatten(pullback)
+        structure.append(tree)
+        return output, leaves
+
+    traced = jax.make_jaxpr(run)(weights, x, constants)
+    leaves = [_Leaf.of(atom, traced, weights) for atom in traced.jaxpr.outvars[1:]]
+    stored = list(dict.fromkeys(leaf.output for leaf in leaves if leaf.is_stored))
+
+    def forward(weights: Tree, x: jax.Array, constants: Tree) -> tuple[jax.Array, list[jax.Array]]:
+        output, *found = jex.jaxpr_as_fun(traced)(*jax.tree.leaves((weights, x, constants)))
+        by_atom = {
+            leaf.output: value for leaf, value in zip(leaves, found, strict=True) if leaf.is_stored
+        }
+        return output, [by_atom[atom] for atom in stored]
+
+    def backward(
+        weights: Tree, saved: list[jax.Array], constants: Tree, cotangent: jax.Array
+    ) -> tuple[Tree, jax.Array]:
+        known = [*jax.tree.leaves(weights), None, *jax.tree.leaves(constants)]
+        values = dict(zip(stored, saved, strict=True))
+        pullback = jax.tree.unflatten(structure[-1], [leaf.value(known, values) for leaf in leaves])
+        return pullback(cotangent)
+
+    output, saved = forward(weights, x, constants)
+    _check_no_weights(saved, weights)
+    kept = tuple(Kept.of(jax.typeof(leaf)) for leaf in saved)
+    pieces = Differentiated(forward, backward, _whole, _whole, kept, ())
+    return _with_halves(pieces, weights, saved, constants, output) if halves else pieces
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """One array of the pullback: at hand anyway, a literal, or stored."""
+
+    output: Any
+    known: int | None
+    """Position among the arguments, when it is one that a backward slot has."""
+
+    @classmethod
+    def of(cls, atom: Any, traced: jex.ClosedJaxpr, weights: Tree) -> _Leaf:
+        if isinstance(atom, jex.Literal) or atom not in traced.jaxpr.invars:
+            return cls(atom, None)
+        place = traced.jaxpr.invars.index(atom)
+        is_input = place == len(jax.tree.leaves(weights))
+        return cls(atom, None if is_input else place)
+
+    @property
+    def is_stored(self) -> bool:
+        return self.known is None and not isinstance(self.output, jex.Literal)
+
+    def value(self, known: list[Any], stored: dict[Any, jax.Array]) -> Any:
+        if isinstance(self.output, jex.Literal):
+            return self.output.val
+        return stored[self.output] if self.known is None else known[self.known]
+
+
+def _with_halves(
+    pieces: Differentiated, weights: Tree, saved: list[jax.Array], constants: Tree, like: jax.Array
+) -> Differentiated:
+    """The backward cut in two."""
+    traced = jax.make_jaxpr(pieces.backward)(weights, saved, constants, like)
+    sizes = [len(jax.tree.leaves(tree)) for tree in (weights, saved, constants)]
+    first_constant = sizes[0] + sizes[1]
+    parts = split(
+        traced,
+        first_outputs=[len(traced.out_avals) - 1],
+        free_inputs=range(first_constant, first_constant + sizes[2]),
+    )
+    structure = jax.tree.structure(weights)
+
+    def input_grad(
+        weights: Tree, saved: list[jax.Array], constants: Tree, cotangent: jax.Array
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        (found,), kept = parts.first(jax.tree.leaves((weights, saved, constants, cotangent)))
+        return found, kept
+
+    def weight_grad(deferred: list[jax.Array], constants: Tree) -> Tree:
+        return structure.unflatten(parts.second(deferred, jax.tree.leaves(constants)))
+
+    return dataclasses.replace(
+        pieces,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        deferred=tuple(map(Kept.of, parts.kept)),
+    )
+
+
+def _whole(*_: Any) -> Any:
+    raise AssertionError("this layer's backward was not cut in two")
+
+
+def _check_no_weights(saved: list[jax.Array], weights: Tree) -> None:
+    """A weight that changed on its way into the layer would be kept in every slot."""
+    matrices = {leaf.shape for leaf in jax.tree.leaves(weights) if leaf.ndim > 1}
+    found = [leaf.shape for leaf in saved if leaf.shape in matrices]
+    assert not found, f"a slot would hold a weight of shape {found[0]}"

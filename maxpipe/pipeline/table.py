@@ -1,0 +1,268 @@
+"""What a schedule is once it is placed: int32 arrays of who does what, when, in which buffers.
+
+Stages advance in ticks. There are two kinds of schedules:
+
+- *typed* slots: a tick is a forward slot, the loss head, and a slot for whole backwards. Slots of
+  one kind cost the same on every stage, so nobody waits for a slower neighbour. A message travels
+  while the other kind of slot computes.
+- *mixed* slots: a tick is one action of any kind on each stage: a forward (F), the gradient of a
+  chunk's input (I), or that of its weights (W). Weight gradients fill what would be idle time.
+
+A message needs one tick to the neighbour, or two when the schedule is *delayed*, so that it can
+travel behind a whole tick of work. `placement` makes tables, `verify` proves them, `draw` shows
+them, and `executor` runs them. Nothing here imports jax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+IDLE = -1
+
+Kind = Literal["F", "B", "I", "W"]
+"""Forward; whole backward; input gradients; weight gradients."""
+
+
+class Action(NamedTuple):
+    """One chunk's work of one kind for one microbatch."""
+
+    kind: Kind
+    microbatch: int
+    repeat: int
+
+
+Orders = list[list[Action]]
+"""For each stage, its actions in the order in which it computes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Which stage holds which chunk of the network, and which way messages go.
+
+    In a `loop` every repeat runs over the stages in the same direction. In a `v` the direction
+    alternates: where one repeat ends the next begins, on the same stage.
+    """
+
+    num_stages: int
+    num_repeats: int
+    shape: Literal["loop", "v"] = "loop"
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks over all stages and repeats."""
+        return self.num_stages * self.num_repeats
+
+    def chunk(self, stage: int, repeat: int) -> int:
+        """Position in the network of the chunk that the stage runs in this repeat."""
+        turned = self.shape == "v" and repeat % 2 == 1
+        return repeat * self.num_stages + (self.num_stages - 1 - stage if turned else stage)
+
+    def home(self, chunk: int) -> tuple[int, int]:
+        """(stage, repeat) that runs the chunk."""
+        repeat, place = divmod(chunk, self.num_stages)
+        turned = self.shape == "v" and repeat % 2 == 1
+        return (self.num_stages - 1 - place if turned else place), repeat
+
+    def after(self, stage: int, repeat: int) -> tuple[int, int] | None:
+        """(stage, repeat) that takes this chunk's output, or None after the last chunk."""
+        chunk = self.chunk(stage, repeat) + 1
+        return self.home(chunk) if chunk < self.num_chunks else None
+
+    def before(self, stage: int, repeat: int) -> tuple[int, int] | None:
+        """(stage, repeat) whose output this chunk takes, or None for the first chunk."""
+        chunk = self.chunk(stage, repeat) - 1
+        return self.home(chunk) if chunk >= 0 else None
+
+    def step(self, repeat: int, *, turns: bool, backward: bool) -> int:
+        """Way of a message: +1 to the next stage of the ring, -1 to the previous, 0 stays.
+
+        `repeat` is the sender's; `turns` says that the receiver's is another one.
+        """
+        if self.shape == "v" and turns:
+            return 0
+        up = self.shape == "loop" or repeat % 2 == 0
+        return +1 if up != backward else -1
+
+    @property
+    def last_stage(self) -> int:
+        """The stage on which the network ends. It begins on stage 0."""
+        return self.home(self.num_chunks - 1)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The slots of one kind as arrays `[K, P]`; buffer columns are always legal indices."""
+
+    microbatch: np.ndarray
+    """Microbatch computed, or `IDLE`."""
+    repeat: np.ndarray
+    """Repeat computed (0 when idle)."""
+    inbox: np.ndarray
+    """Where F finds its input and B or I its cotangent."""
+    stash: np.ndarray
+    """Where F leaves the saved activations for B or I."""
+    deferred: np.ndarray
+    """Where I leaves what W needs."""
+    window: np.ndarray
+    """Where F, B and I find the chunk's gathered weights, when chunks are gathered by visit."""
+    gradient: np.ndarray
+    """Where B or W adds the chunk's gradient, when chunks are gathered by visit."""
+
+    @property
+    def active(self) -> np.ndarray:
+        """bool `[K, P]`: there is work in the slot."""
+        return self.microbatch != IDLE
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Messages from one direction, written to the inbox in every tick.
+
+    Where a tick's message carries nothing, `slot` names an inbox slot that is dead just then.
+    """
+
+    port: Literal["F", "B", "X", "loss"]
+    """What is sent: outputs of forwards, of backwards, of either (mixed), or of the loss head."""
+    step: int
+    """Way on the ring: +1, -1, or 0 for what stays on its stage."""
+    slot: np.ndarray
+    """`[K, P]`: inbox slot in which the stage puts what arrives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visits:
+    """When whole chunks are gathered into the window, and their gradients reduced out of it.
+
+    Event e gathers `gather_repeat[e, p]` on stage p, all stages at once, while the ticks before
+    `gather_tick[e]` run; from that tick on it may be used. Gradients of event e are complete
+    before `reduce_tick[e]`.
+    """
+
+    gather_tick: np.ndarray
+    gather_repeat: np.ndarray
+    gather_slot: np.ndarray
+    num_window: int
+    reduce_tick: np.ndarray
+    reduce_repeat: np.ndarray
+    reduce_slot: np.ndarray
+    num_gradient: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A placed schedule: everything the engine needs to know about time and buffers."""
+
+    name: str
+    ring: Ring
+    num_microbatches: int
+    group: int
+    """Microbatches a stage runs back to back before the next repeat."""
+    mixed: bool
+    """One action of any kind per tick, with F, I and W; else typed F and B slots."""
+    delayed: bool
+    """A message takes two ticks instead of one."""
+    trains: bool
+    """Has a backward; else forward only, for evaluation."""
+    forward: Slots
+    backward: Slots
+    """B when typed, I when mixed."""
+    weight: Slots
+    """W when mixed; else never active."""
+    arrivals: tuple[Arrival, ...]
+    num_inbox: int
+    num_stash: int
+    num_deferred: int
+    visits: Visits
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages P."""
+        return self.ring.num_stages
+
+    @property
+    def num_repeats(self) -> int:
+        """Number of repeats R."""
+        return self.ring.num_repeats
+
+    @property
+    def num_ticks(self) -> int:
+        """Number of ticks K."""
+        return self.forward.microbatch.shape[0]
+
+    @property
+    def kinds(self) -> tuple[tuple[Kind, Slots], ...]:
+        """The kinds of slots that this schedule has, in the order of a tick."""
+        if not self.trains:
+            return (("F", self.forward),)
+        if self.mixed:
+            return (("F", self.forward), ("I", self.backward), ("W", self.weight))
+        return (("F", self.forward), ("B", self.backward))
+
+    @property
+    def embed_microbatch(self) -> np.ndarray:
+        """`[K]`: microbatch that enters the network in this tick, or `IDLE`."""
+        first = self.forward.repeat[:, 0] == 0
+        return np.where(first, self.forward.microbatch[:, 0], IDLE)
+
+    @cached_property
+    def loss_microbatch(self) -> np.ndarray:
+        """`[K]`: microbatch that the loss head takes in this tick, or `IDLE`.
+
+        In mixed ticks the head takes what the tick before made: all stages meet at the head, and
+        at the start of a tick nobody has to wait for another one's slot.
+        """
+        stage = self.ring.last_stage
+        last = self.forward.repeat[:, stage] == self.num_repeats - 1
+        leaving = np.where(last, self.forward.microbatch[:, stage], IDLE)
+        return np.concatenate([[IDLE], leaving[:-1]]) if self.mixed else leaving
+
+    @property
+    def embed_grad_microbatch(self) -> np.ndarray:
+        """`[K]`: microbatch whose gradient reaches the embedding in this tick, or `IDLE`."""
+        first = self.backward.repeat[:, 0] == 0
+        return np.where(first, self.backward.microbatch[:, 0], IDLE)
+
+    def tick_costs(self, costs: Costs) -> np.ndarray:
+        """`[K]`: time of each tick. Stages advance in lockstep: the slowest one counts."""
+        spent = [costs.of(kind) * slots.active for kind, slots in self.kinds]
+        if self.mixed:
+            return np.sum(spent, axis=0).max(axis=1)
+        return np.sum([kind.max(axis=1) for kind in spent], axis=0)
+
+    def idle_fraction(self, costs: Costs | None = None) -> float:
+        """Share of the step in which a stage waits."""
+        costs = costs or Costs()
+        total = float(self.tick_costs(costs).sum())
+        work = self.num_microbatches * self.num_repeats
+        done = work * (costs.forward + (costs.backward if self.trains else 0.0))
+        return 1.0 - done / total if total else 0.0
+
+    def stash_depth(self) -> np.ndarray:
+        """`[K, P]`: chunks whose activations a stage holds while it computes tick k.
+
+        What I leaves for W counts as well: it is of the same size.
+        """
+        written = np.cumsum(self.forward.active, axis=0)
+        freed = np.cumsum((self.weight if self.mixed else self.backward).active, axis=0)
+        return written - np.concatenate([np.zeros_like(freed[:1]), freed[:-1]])
+
+
+class Costs(NamedTuple):
+    """Time of one chunk's slot of each kind, in any unit; a whole backward is I and W."""
+
+    forward: float = 1.0
+    input: float = 1.0
+    weight: float = 1.0
+
+    @property
+    def backward(self) -> float:
+        """Time of a whole backward."""
+        return self.input + self.weight
+
+    def of(self, kind: Kind) -> float:
+        """Time of a slot of this kind."""
+        return {"F": self.forward, "I": self.input, "W": self.weight, "B": self.backward}[kind]
