@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from maxpipe.errors import MaxpipeError, Preempted, StorageError
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "configs/model/tiny.yml")
+HANDWRITTEN = str(ROOT / "tests/golden/handwritten.csv")
 
 Capture = pytest.CaptureFixture[str]
 
@@ -51,8 +53,10 @@ def fails(capsys: Capture, *args: str, code: int = 2) -> str:
         ["config", "print", TINY, "train.steps=1"],
         ["config", "explain", "pipeline.schedule"],
         ["schedule"],
+        ["schedule", "zb_v", "--svg", "/dev/null", "--perfetto", "/dev/null"],
+        ["schedule", "--compare", "1f1b,zb_v"],
     ],
-    ids=lambda args: args[0],
+    ids=lambda args: "-".join(args[:2]),
 )
 def test_commands_that_need_no_device_do_not_import_jax(args: list[str]):
     code = (
@@ -67,13 +71,14 @@ def test_commands_that_need_no_device_do_not_import_jax(args: list[str]):
         assert ran.stderr.strip() == "[]"
 
 
-def test_help_is_fast():
+@pytest.mark.parametrize(("args", "seconds"), [("--help", 0.5), ("schedule --compare 1f1b", 1.0)])
+def test_what_needs_no_device_is_fast(args: str, seconds: float):
     best = float("inf")
     for _ in range(4):
         start = time.perf_counter()
-        assert run("--help").returncode == 0
+        assert run(*args.split()).returncode == 0
         best = min(best, time.perf_counter() - start)
-    assert best < 0.5
+    assert best < seconds
 
 
 @pytest.mark.parametrize(
@@ -111,6 +116,23 @@ def test_version(capsys: Capture):
         ("checkpoints list", "the following arguments are required: RUN_DIR"),
         ("checkpoints show a --step x", "x is not an integer"),
         ("schedule gpip", "Did you mean `maxpipe schedule gpipe`?"),
+        ("schedule mine.csv", "Did you mean `maxpipe schedule file:mine.csv`?"),
+        ("schedule file:mine.csv", "cannot be read: No such file"),
+        ("schedule --compare 1f1b,zb_w", "command line: --compare zb_w\n"),
+        ("schedule --compare 1f1b,,zb_v", "is not a schedule: the schedules are gpipe"),
+        ("schedule --compare=", "Did you mean `maxpipe schedule interleaved`?"),
+        ("schedule zb_v --compare 1f1b", "Leave out --compare or zb_v."),
+        ("schedule --compare 1f1b --svg a.svg", "--svg draws one schedule."),
+        ("schedule --compare gpipe,zb_v --group 4", "the schedule is gpipe, zb_v"),
+        ("schedule --compare gpipe,zb_v --delayed", "and the schedule is zb_v"),
+        ("schedule zb_v --delayed", "pipeline.delayed_forwarding = True\n"),
+        ("schedule zb_v --repeats 3", "must be 2 with pipeline.schedule=zb_v"),
+        ("schedule --costs 1,2", "1,2 is not three positive numbers, such as 1,1,1.5"),
+        ("schedule --costs 1,0,1", "not three positive numbers"),
+        ("schedule --costs 1,x,1", "not three positive numbers"),
+        ("schedule --costs 1,inf,1", "not three positive numbers"),
+        ("schedule file:HAND --stages 3", "must be 2, as in HAND."),
+        ("schedule --compare 1f1b,file:HAND --microbatches 3", "must be 2, as in HAND."),
         ("schedule --repeats x", "x is not an integer"),
         ("schedule --stages", "expected one argument"),
         ("schedule --stages 0", "must be at least 1"),
@@ -131,8 +153,8 @@ def test_version(capsys: Capture):
     ],
 )
 def test_a_mistake_is_explained_in_four_parts(args: str, message: str, capsys: Capture):
-    err = fails(capsys, *args.replace("TINY", TINY).split())
-    assert message in err
+    err = fails(capsys, *args.replace("TINY", TINY).replace("HAND", HANDWRITTEN).split())
+    assert message.replace("HAND", HANDWRITTEN) in err
     lines = err.rstrip("\n").split("\n")
     assert len(lines) % 3 == 0
     for where, rule, action in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
@@ -218,11 +240,68 @@ def test_config_docs_writes_and_checks(
             "gpipe TINY train.steps=1 pipeline.group=4 pipeline.microbatches=4 mesh.ici_stage=4",
             "gpipe: 4 stages x 1 repeats, 4 microbatches",
         ),
+        ("zb_v", "zb_v: 4 stages x 2 repeats in a V, 8 microbatches"),
+        ("zb_h1 --microbatches 5", "zb_h1: 4 stages x 1 repeats, 5 microbatches"),
+        ("circular --delayed", "circular: 4 stages x 2 repeats, 8 microbatches in groups of 8, me"),
+        ("file:HAND", "file:HAND: 2 stages x 2 repeats in a V, 2 microbatches"),
+        ("file:HAND --delayed --stages 2", "file:HAND: 2 stages x 2 repeats in a V, 2 micro"),
     ],
 )
 def test_schedule_draws(args: str, start: str, capsys: Capture):
-    assert main(["schedule", *args.replace("TINY", TINY).split()]) == 0
-    assert capsys.readouterr().out.startswith(start)
+    args = args.replace("TINY", TINY).replace("HAND", HANDWRITTEN)
+    assert main(["schedule", *args.split()]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(start.replace("HAND", HANDWRITTEN))
+    assert "\ntick " in out
+
+
+def test_schedule_counts_costs(capsys: Capture):
+    assert main(["schedule", "zb_v", "--costs", "1,2,0.5"]) == 0
+    assert re.search(r"idle 5\.9% \(\d+\.\d% at 1:2:0\.5\), ", capsys.readouterr().out)
+
+
+def test_schedule_writes_files_instead_of_the_text(capsys: Capture, tmp_path: Path):
+    files = {kind: tmp_path / f"zb_v.{kind}" for kind in ("svg", "png", "csv", "perfetto")}
+    options = [part for kind, path in files.items() for part in (f"--{kind}", str(path))]
+    assert main(["schedule", "zb_v", "--stages", "3", "--costs", "1,1,1.5", *options]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "zb_v: 3 stages x 2 repeats in a V, 8 microbatches in groups of 8"
+    assert out[2:] == [f"wrote {path}" for path in files.values()]
+    assert files["svg"].read_text().startswith("<svg ")
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    assert files["csv"].read_text().startswith("0F0,0F1,")
+    assert len(json.loads(files["perfetto"].read_text())["traceEvents"]) > 3 * 3 * 2 * 8
+    # What was written is a schedule, of the same sizes unless told otherwise.
+    assert main(["schedule", f"file:{files['csv']}"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith(out[0].removeprefix("zb_v"))
+
+
+@pytest.mark.parametrize("kind", ["svg", "png", "csv", "perfetto"])
+def test_a_drawing_that_cannot_be_written_is_a_storage_error(
+    kind: str, capsys: Capture, tmp_path: Path
+):
+    for path, reason in (
+        (tmp_path / "nowhere" / "a", "No such file or directory"),
+        (tmp_path, "Is a directory"),
+        ("", "Is a directory"),
+    ):
+        err = fails(capsys, "schedule", f"--{kind}", str(path), code=74)
+        assert err.startswith(f"command line: --{kind} = ")
+        assert f"\n  cannot be written: {reason}.\n" in err
+
+
+def test_schedules_are_compared_side_by_side(capsys: Capture):
+    names = f"gpipe,interleaved,zb_v,dualpipe_v,file:{HANDWRITTEN}"
+    assert main(["schedule", "--compare", names, "--repeats", "3", "--costs", "1,1,2"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    # A file has sizes; what is compared with it takes them, but for fixed repeats.
+    assert out[0] == "2 stages, 2 microbatches"
+    rows = [line.split() for line in out[3:8]]
+    assert [row[0] for row in rows] == names.split(",")
+    assert [row[1] for row in rows] == ["1", "3", "2", "2", "2"]
+    assert len({len(line) for line in out[3:8]}) == 1
+    assert main(["schedule", TINY, "train.steps=1", "mesh.ici_stage=4", "--compare", "1f1b"]) == 0
+    assert capsys.readouterr().out.startswith("4 stages, 1 microbatches\n")
 
 
 # --- exit codes ----------------------------------------------------------------------------

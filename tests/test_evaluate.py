@@ -101,8 +101,13 @@ def test_batches_have_padded_rows_and_other_numbers_of_targets(datasets: Dataset
         (MeshConfig(ici_stage=2, ici_data=2), PipelineConfig(microbatches=2, repeats=2)),
         (MeshConfig(ici_stage=3), PipelineConfig(schedule="circular", microbatches=4, repeats=2)),
         (MeshConfig(ici_fsdp=4), PipelineConfig(schedule="gpipe", weight_gather="step")),
+        (MeshConfig(ici_stage=2), PipelineConfig(schedule="zb_v", repeats=2, microbatches=4)),
+        (
+            MeshConfig(ici_fsdp=2),
+            PipelineConfig(repeats=3, microbatches=2, weight_gather="visit", idle="compute"),
+        ),
     ],
-    ids=["one device", "stage-fsdp", "stage-data-repeats", "padded layers", "fsdp"],
+    ids=["one device", "stage-fsdp", "stage-data-repeats", "padded layers", "fsdp", "V", "visits"],
 )
 def test_loss_equals_the_plain_loop(
     mesh: MeshConfig, pipeline: PipelineConfig, datasets: Datasets, expected: dict[str, float]
@@ -115,6 +120,28 @@ def test_loss_equals_the_plain_loop(
         for number in range(loader.num_batches)
     ]
     found = evaluate(steps.compile_eval(), steps.init().params, batches)
+    assert found == pytest.approx(expected, rel=SAME)
+
+
+@pytest.mark.parametrize("rows", [4, 12, 28])
+def test_a_batch_may_have_any_size_that_the_devices_divide(
+    rows: int, datasets: Datasets, expected: dict[str, float]
+) -> None:
+    """28 rows on 4 devices are 7 on each, which 4 microbatches do not divide."""
+    mesh = MeshConfig(ici_stage=2, ici_fsdp=4)
+    steps = steps_of(mesh, PipelineConfig(schedule="1f1b", microbatches=2), datasets)
+    loader = datasets.validation
+    assert loader is not None
+    sequences = loader.sequences
+    numbers = range(-(-len(sequences) // rows) * rows)
+    examples = [sequences[i] if i < len(sequences) else sequences.padding() for i in numbers]
+    batches = []
+    for start in range(0, len(examples), rows):
+        part = examples[start : start + rows]
+        batch = {name: np.stack([example[name] for example in part]) for name in part[0]}
+        batch["example_ids"] = np.arange(rows, dtype=np.int32)
+        batches.append(jax.device_put(batch, steps.batch_sharding))
+    found = evaluate(steps.compile_eval(rows), steps.init().params, batches)
     assert found == pytest.approx(expected, rel=SAME)
 
 

@@ -312,6 +312,20 @@ _splits_evenly("head_size", "model.head_size")
 _splits_evenly("mlp", "model.d_mlp")
 
 
+@rule("eval.batch_size", *axis_keys("data", "fsdp"))
+def _eval_batch_divides(config: Config) -> Iterator[Finding]:
+    size = config.eval.batch_size
+    data, fsdp = axis_size(config.mesh, "data"), axis_size(config.mesh, "fsdp")
+    shards = (data or 1) * (fsdp or 1)
+    if size % shards:
+        yield Finding(
+            "eval.batch_size",
+            f"must be a multiple of data ({data or 1}) x fsdp ({fsdp or 1}) = {shards}: each "
+            "device gets the same number of sequences.",
+            f"Set eval.batch_size={up(size, shards)}, or 0 for train.batch_size.",
+        )
+
+
 @rule("train.steps", "train.tokens")
 def _run_has_a_length(config: Config) -> Iterator[Finding]:
     if not config.train.steps and not config.train.tokens:

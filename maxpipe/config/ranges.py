@@ -72,6 +72,7 @@ _RANGES = (
     Bound("checkpoint.every", 1000, 0, why="0 saves the last step only"),
     Bound("checkpoint.keep", 3, 1, why="the newest checkpoint is never deleted"),
     Bound("eval.every", 100, 0, why="0 evaluates after the last step only"),
+    Bound("eval.batch_size", 8, 0, why="0 takes train.batch_size"),
     Bound("eval.batches", 8, 0, why="0 turns evaluation off"),
     Bound("log.every", 10, 1),
     Bound("runtime.num_processes", 1, 0, why="0 asks the cluster"),

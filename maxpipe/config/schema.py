@@ -253,7 +253,10 @@ class EvalConfig:
     every: int = 0
     """Steps between evaluations. 0 evaluates only after the last step."""
     batches: int = 8
-    """Batches of `train.batch_size` sequences per evaluation. 0 turns evaluation off."""
+    """Batches per evaluation. 0 turns evaluation off."""
+    batch_size: int = 0
+    """Sequences per batch over all devices, any multiple of the data and fsdp sizes. 0 takes
+    `train.batch_size`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -185,11 +185,13 @@ def build(
     seed: int,
     batch_size: int,
     sequence_length: int,
+    eval_batch_size: int = 0,
     cache_dir: str | None = None,
 ) -> Datasets:
     """Opens source and tokenizer, indexes the documents and splits them.
 
-    The first time it reads every document once; `cache_dir` keeps what it found.
+    The first time it reads every document once; `cache_dir` keeps what it found. Validation
+    takes batches of `eval_batch_size`, or of `batch_size` when that is 0.
 
     Raises:
         ConfigError: anything the user has to change in `data` or `tokenizer`.
@@ -215,7 +217,7 @@ def build(
     def loader(order: np.ndarray, repeat: bool) -> Loader:
         return Loader(
             PackedSequences(documents, order, sequence_length),
-            batch_size=batch_size,
+            batch_size=batch_size if repeat else eval_batch_size or batch_size,
             repeat=repeat,
             seed=seed,
             threads=data.threads,

@@ -48,6 +48,12 @@ def forward_then_backward(ring: Ring, num_microbatches: int, group: int) -> Orde
     return [both[0] + both[1] for _ in range(ring.num_stages)]
 
 
+def forward_sweep(ring: Ring, num_microbatches: int, group: int) -> Orders:
+    """Forwards alone, the same on every stage."""
+    sizes = group_sizes(num_microbatches, ring.num_stages, group)
+    return [_ring_sequence(sizes, ring.num_repeats, "F") for _ in range(ring.num_stages)]
+
+
 def one_forward_one_backward(ring: Ring, num_microbatches: int, group: int) -> Orders:
     """Warm-up forwards, then one forward and one backward in turn, then the rest.
 

@@ -143,11 +143,13 @@ def build(
     return schedule
 
 
-def ring_shape(name: str, stages: int) -> Literal["loop", "v"]:
-    """How the schedule lays chunks on stages; decides where parameters live."""
-    if name.startswith(FILE_PREFIX):
-        return read_orders(Path(name.removeprefix(FILE_PREFIX)), stages)[0].shape
-    return _shape(SCHEDULES[name], stages)
+def forward_only(ring: Ring, microbatches: int) -> Schedule:
+    """A forward sweep over the ring, for evaluation: any number of microbatches."""
+    group = min(ring.num_stages, microbatches)
+    order = orders.forward_sweep(ring, microbatches, group)
+    schedule = place("forward", ring, order, num_microbatches=microbatches, group=group)
+    verify(schedule)
+    return schedule
 
 
 def _shape(family: Family, stages: int) -> Literal["loop", "v"]:

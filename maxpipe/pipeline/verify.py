@@ -169,6 +169,9 @@ class _Replay:
     def __init__(self, schedule: Schedule):
         stages, visits = range(schedule.num_stages), schedule.visits
         self.schedule = schedule
+        # Lists are read much faster than arrays, one number at a time.
+        self.arrivals = [(a.port, a.step, a.slot.tolist()) for a in schedule.arrivals]
+        self.visited = {*visits.gather_tick.tolist(), *visits.reduce_tick.tolist()}
         self.inbox = [[_DEAD] * schedule.num_inbox for _ in stages]
         self.unread: list[set[int]] = [set() for _ in stages]
         # By stage, what is in each slot that is in use.
@@ -226,13 +229,11 @@ class _Replay:
         schedule = self.schedule
         for stage in range(schedule.num_stages):
             writes: list[tuple[bool, int, str, str]] = []
-            for arrival in schedule.arrivals:
-                row = (travelling if arrival.step else staying).get(arrival.port)
+            for port, step, slots in self.arrivals:
+                row = (travelling if step else staying).get(port)
                 if row is not None:
-                    message = row[(stage - arrival.step) % schedule.num_stages]
-                    unwanted = message.step != arrival.step
-                    slot = int(arrival.slot[tick, stage])
-                    writes.append((unwanted, slot, message.value, arrival.port))
+                    message = row[(stage - step) % schedule.num_stages]
+                    writes.append((message.step != step, slots[tick][stage], message.value, port))
             if not writes:
                 continue
             self._count("inbox", len(self.unread[stage]) + len(writes), tick, stage)
@@ -361,6 +362,8 @@ class _Replay:
 
     def _visit(self, tick: int) -> None:
         """Reductions and gathers that are due before this tick."""
+        if tick not in self.visited:
+            return
         schedule, visits = self.schedule, self.schedule.visits
         for event in np.flatnonzero(visits.reduce_tick == tick):
             for stage in range(schedule.num_stages):

@@ -83,7 +83,7 @@ class Run:
 
     def batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
         """Global batches of the steps from `start` to before `stop`, read ahead."""
-        sharding, num_rows = self.steps.batch_sharding, self.steps.shape[0]
+        sharding, num_rows = self.steps.batch_sharding, loader.batch_size
         rows = local_rows(sharding, num_rows)
         source = loader.batches(start, rows.tolist(), stop_step=stop)
 
@@ -261,6 +261,7 @@ def _set_up(
             seed=config.run.seed,
             batch_size=config.train.batch_size,
             sequence_length=config.train.sequence_length,
+            eval_batch_size=config.eval.batch_size,
             cache_dir=str(Path(config.run.dir).expanduser() / ".index"),
         )
     stack.callback(datasets.close)
@@ -295,7 +296,7 @@ def _set_up(
     eval_step = None
     if config.eval.batches and datasets.validation is not None:
         with console.stage("compiling eval step"):
-            eval_step = steps.compile_eval()
+            eval_step = steps.compile_eval(config.eval.batch_size)
     events = EventLog(run_dir, process)
     events.write("start", step=first, version=maxpipe.__version__, devices=jax.device_count())
     writer = MetricWriter(run_dir, config.log.tensorboard, first, process)

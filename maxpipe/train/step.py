@@ -8,6 +8,7 @@ Source: the idea of one call that partitions a model is Pax's.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -20,13 +21,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import ModelConfig, OptimConfig, PipelineConfig, TrainConfig
-from maxpipe.mesh import STAGE
+from maxpipe.mesh import BATCH_AXES, STAGE
 from maxpipe.model.decoder import Decoder
 from maxpipe.pipeline.executor import Engine
 from maxpipe.pipeline.layout import Layout, balanced_cut
 from maxpipe.pipeline.program import Network
 from maxpipe.pipeline.remat import Keep
-from maxpipe.pipeline.schedule import build
+from maxpipe.pipeline.schedule import build, forward_only
 from maxpipe.pipeline.table import Schedule
 from maxpipe.sharding import BATCH_SPEC, AxisRules
 from maxpipe.train.optim import build_optimizer, learning_rate, moments, with_moments
@@ -47,7 +48,6 @@ class Steps:
     optimizer: optax.GradientTransformation
     rate: optax.Schedule
     train_schedule: Schedule
-    eval_schedule: Schedule
     engine: Engine
     shape: tuple[int, int]
     """Rows and tokens of a global batch."""
@@ -109,33 +109,45 @@ class Steps:
             out_shardings=(self.state_sharding, metrics),
         )
         with jax.set_mesh(self.partition.mesh):
-            return step.lower(jax.eval_shape(self._init), self.abstract_batch).compile()
+            return step.lower(jax.eval_shape(self._init), self.abstract_batch()).compile()
 
-    def compile_eval(self) -> Any:
-        """(params, batch) -> sums over the batch's target tokens."""
+    def compile_eval(self, rows: int = 0) -> Any:
+        """(params, batch) -> sums over the batch's target tokens.
+
+        `rows` is the size of the global batch, any multiple of the devices that split it; 0 takes
+        the training batch's. A microbatch gets at most as many rows as in training.
+        """
+        rows = rows or self.shape[0]
         step = jax.jit(
-            self._eval_step,
+            partial(self._eval_step, self._eval_schedule(rows)),
             in_shardings=(self.state_sharding.params, self.batch_sharding),
             out_shardings=NamedSharding(self.partition.mesh, PartitionSpec()),
         )
         with jax.set_mesh(self.partition.mesh):
-            return step.lower(self._abstract_params, self.abstract_batch).compile()
+            return step.lower(self._abstract_params, self.abstract_batch(rows)).compile()
+
+    def _eval_schedule(self, rows: int) -> Schedule:
+        shards = math.prod(self.partition.mesh.shape[axis] for axis in BATCH_AXES)
+        largest = self.shape[0] // shards // self.train_schedule.num_microbatches
+        mine = rows // shards
+        counts = (count for count in range(1, mine + 1) if mine % count == 0)
+        count = next(count for count in counts if mine // count <= largest)
+        return forward_only(self.train_schedule.ring, count)
 
     def buffer_bytes(self) -> dict[str, int]:
         """Bytes on one device of what the train step's loop carries, before compiling it."""
         return self.engine.buffer_bytes(
-            self.train_schedule, self._abstract_params, self.abstract_batch
+            self.train_schedule, self._abstract_params, self.abstract_batch()
         )
 
-    @property
-    def abstract_batch(self) -> Tree:
-        """Shapes and types of a global batch."""
-        rows, _ = self.shape
+    def abstract_batch(self, rows: int = 0) -> Tree:
+        """Shapes and types of a global batch, of the training batch's size if not given."""
+        shape = (rows or self.shape[0], self.shape[1])
         ids = partial(jax.ShapeDtypeStruct, sharding=self.batch_sharding)
         names = ("tokens", "targets", "segment_ids", "positions")
-        return {name: ids(self.shape, jnp.int32) for name in names} | {
-            "loss_mask": ids(self.shape, jnp.float32),
-            "example_ids": ids((rows,), jnp.int32),
+        return {name: ids(shape, jnp.int32) for name in names} | {
+            "loss_mask": ids(shape, jnp.float32),
+            "example_ids": ids(shape[:1], jnp.int32),
         }
 
     @cached_property
@@ -195,8 +207,8 @@ class Steps:
         }
         return TrainState(state.step + 1, params, optimizer), metrics
 
-    def _eval_step(self, params: Tree, batch: Tree) -> Metrics:
-        loss, _ = self.engine.loss(self.eval_schedule)(params, batch, None)
+    def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:
+        loss, _ = self.engine.loss(schedule)(params, batch, None)
         mask = batch["loss_mask"]
         size = jnp.asarray(self.byte_lengths, jnp.float32)[batch["targets"]]
         return {"loss": loss, "targets": mask.sum(), "bytes": (size * mask).sum()}
@@ -221,8 +233,7 @@ def partition(
             does not allow these sizes.
     """
     decoder = Decoder(model, rules)
-    place = partial(
-        build,
+    schedule = build(
         pipeline.schedule,
         stages=mesh.shape[STAGE],
         repeats=pipeline.repeats,
@@ -230,8 +241,7 @@ def partition(
         group=pipeline.group,
         delayed=pipeline.delayed_forwarding,
     )
-    schedules = place(), place(backward=False)
-    ring = schedules[0].ring
+    ring = schedule.ring
     # Embedding and loss head are spread over all stages: only layers weigh on the cut.
     cut = pipeline.cut or balanced_cut([1.0] * model.num_layers, ring.num_chunks)
     layout = Layout(ring, tuple(cut))
@@ -243,8 +253,7 @@ def partition(
         partition=parts,
         optimizer=build_optimizer(optim, total_steps, parts.decayed),
         rate=learning_rate(optim, total_steps),
-        train_schedule=schedules[0],
-        eval_schedule=schedules[1],
+        train_schedule=schedule,
         engine=Engine(
             network,
             layout,

@@ -70,6 +70,7 @@ BROKEN: list[tuple[str, str, str]] = [
     ("mesh.ici_tensor=8", "model.num_kv_heads", "tensor size (8)"),
     ("mesh.ici_tensor=4 model.d_mlp=6", "model.d_mlp", "tensor size (4)"),
     ("pipeline.schedule=gpipe pipeline.repeats=2", "pipeline.repeats", "visits each stage once"),
+    ("eval.batch_size=3 mesh.ici_data=2", "eval.batch_size", "data (2) x fsdp (1) = 2"),
     ("pipeline.schedule=zb_v", "pipeline.repeats", "which turns back once, a V"),
     ("pipeline.schedule=1fb1", "pipeline.schedule", "must be one of gpipe, circular, 1f1b"),
     ("pipeline.delayed_forwarding=true", "pipeline.delayed_forwarding", "gpipe, circular and file"),

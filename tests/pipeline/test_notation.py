@@ -168,7 +168,7 @@ WRONG: list[tuple[str, list[str]]] = [
 ]
 
 
-def explained(file: Path, **sizes: int) -> str:
+def explained(file: Path, **sizes: Any) -> str:
     """The message; four parts, whatever is wrong."""
     defaults: dict[str, Any] = {"stages": 2, "repeats": 1, "microbatches": 1}
     with pytest.raises(ConfigError) as caught:

@@ -177,9 +177,9 @@ def test_the_trace_has_every_slot_message_and_depth(name: str, costs: Costs) -> 
         assert own[0][0] >= 0 and own[-1][1] <= end + 1e-6
         assert all(first[1] <= then[0] + 1e-6 for first, then in pairwise(own))
     for event in slices:
-        name = re.fullmatch(r"(\d+)([FBIW])(\d+)", event["name"])
-        assert name
-        chunk, kind, microbatch = name.groups()
+        match = re.fullmatch(r"(\d+)([FBIW])(\d+)", event["name"])
+        assert match
+        chunk, kind, microbatch = match.groups()
         args = event["args"]
         assert (int(chunk), int(microbatch)) == (args["chunk"], args["microbatch"])
         assert schedule.ring.home(args["chunk"]) == (event["tid"], args["repeat"])

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+import itertools
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 from maxpipe.errors import ConfigError
-from maxpipe.pipeline.schedule import SCHEDULES, build, repeats_rule, ring_shape
-from maxpipe.pipeline.table import IDLE, Costs, Schedule, Slots
-
-ROOT = Path(__file__).parents[2]
-
+from maxpipe.pipeline.schedule import SCHEDULES, build, forward_only, repeats_rule
+from maxpipe.pipeline.table import IDLE, Costs, Ring, Schedule, Slots
 
 SMALL, LARGE = (1, 2, 3, 4), (5, 6, 7, 8)
 every_stages = pytest.mark.parametrize(
@@ -77,14 +74,15 @@ def test_forward_only_tables_do_the_forwards_and_keep_nothing(name: str) -> None
             assert only.idle_fraction() == pytest.approx(ideal)
 
 
-@pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 2.0, 2.0), Costs(2.0, 1.0, 0.5)])
 @pytest.mark.parametrize("name", ["gpipe", "circular", "1f1b", "interleaved", "breadth_first"])
-def test_typed_slots_idle_as_little_as_interleaved_1f1b(name: str, costs: Costs) -> None:
+def test_typed_slots_idle_as_little_as_interleaved_1f1b(name: str) -> None:
     for sizes in all_sizes(name):
         stages, work = sizes["stages"], sizes["microbatches"] * sizes["repeats"]
         if sizes["microbatches"] >= stages:
             ideal = (stages - 1) / (work + stages - 1)
-            assert build(name, **sizes).idle_fraction(costs) == pytest.approx(ideal, rel=1e-12)
+            schedule = build(name, **sizes)
+            for costs in (Costs(), Costs(1.0, 2.0, 2.0), Costs(2.0, 1.0, 0.5)):
+                assert schedule.idle_fraction(costs) == pytest.approx(ideal, rel=1e-12)
 
 
 @every_stages
@@ -174,13 +172,23 @@ def test_illegal_sizes_are_config_errors(name: str, change: dict[str, Any], key:
     assert problem.rule.endswith(".") and problem.action.startswith("Set ")
 
 
-def test_the_ring_of_a_schedule_is_known_without_its_sizes() -> None:
-    assert {name: ring_shape(name, 4) for name, family in SCHEDULES.items()} == {
-        name: build(name, stages=4, repeats=family.repeats or 1, microbatches=1).ring.shape
-        for name, family in SCHEDULES.items()
-    }
-    assert ring_shape("zb_v", 1) == "loop", "on one stage there is no way back"
-    assert ring_shape(f"file:{ROOT / 'tests/golden/handwritten.csv'}", 2) == "v"
+@pytest.mark.parametrize("shape", ["loop", "v"])
+def test_a_forward_sweep_runs_on_any_ring(shape: Literal["loop", "v"]) -> None:
+    for stages, repeats in ((1, 1), (1, 3), (2, 2), (3, 2), (4, 3)):
+        ring = Ring(stages, repeats, shape)
+        for microbatches in (1, 2, 3, 5, 8, 13):
+            schedule = forward_only(ring, microbatches)
+            assert schedule.ring == ring and not schedule.trains
+            assert schedule.num_microbatches == microbatches
+            everything = itertools.product(range(stages), range(microbatches), range(repeats))
+            assert items(schedule.forward) == set(everything)
+            if shape == "loop" and microbatches >= stages:
+                assert schedule.num_ticks == microbatches * repeats + stages - 1
+
+
+def test_on_one_stage_a_v_is_a_loop() -> None:
+    assert build("zb_v", stages=1, repeats=2, microbatches=3).ring.shape == "loop"
+    assert build("zb_v", stages=2, repeats=2, microbatches=3).ring.shape == "v"
 
 
 def test_why_repeats_are_fixed_is_said() -> None:

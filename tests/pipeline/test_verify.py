@@ -65,11 +65,15 @@ def any_order(rng: Random) -> Schedule:
         orders[stage].append(Action(kind, microbatch, repeat))
         done.add((kind, chunk, microbatch))
         last = chunk == ring.num_chunks - 1
-        if kind == "F":
-            ready.append((kinds[1], chunk, microbatch) if last else ("F", chunk + 1, microbatch))
+        if kind == "F" and last:
+            ready.append((kinds[1], chunk, microbatch))
+        elif kind == "F":
+            ready.append((kind, chunk + 1, microbatch))
         elif kind != "W":
-            ready += [(kind, chunk - 1, microbatch)] if chunk else []
-            ready += [("W", chunk, microbatch)] if mixed else []
+            if chunk:
+                ready.append((kind, chunk - 1, microbatch))
+            if mixed:
+                ready.append(("W", chunk, microbatch))
     if rng.random() < 0.2:
         orders = [[action for action in order if action.kind == "F"] for order in orders]
     return place(
@@ -167,8 +171,9 @@ class Message(NamedTuple):
 
 def messages(schedule: Schedule) -> Iterator[Message]:
     """Every message that somebody reads."""
-    ring, backward = schedule.ring, schedule.kinds[1][0] if schedule.trains else "B"
-    ticks = {
+    ring = schedule.ring
+    backward: Kind = "I" if schedule.mixed else "B"
+    ticks: dict[tuple[Kind, int, int, int], int] = {
         (kind, stage, repeat, microbatch): tick
         for kind, _ in schedule.kinds
         for tick, stage in active_cells(schedule, kind)
@@ -211,8 +216,8 @@ def another(rng: Random, size: int, value: int) -> int | None:
 
 def pick(schedule: Schedule, rng: Random, *kinds: str) -> tuple[Kind, Cell]:
     """An action of one of these kinds, or of any."""
-    own = [kind for kind, _ in schedule.kinds if not kinds or kind in kinds]
-    kind = rng.choice(own or ["F"])
+    own: list[Kind] = [kind for kind, _ in schedule.kinds if not kinds or kind in kinds]
+    kind = rng.choice(own) if own else "F"
     return kind, rng.choice(active_cells(schedule, kind))
 
 
@@ -264,7 +269,7 @@ def two_actions_in_a_tick(schedule: Schedule, rng: Random) -> Schedule | None:
     if not schedule.mixed:
         return None
     kind, cell = pick(schedule, rng)
-    others = [other for other, _ in schedule.kinds if other != kind]
+    others: list[Kind] = [other for other, _ in schedule.kinds if other != kind]
     ticks = [k for other in others for k, p in active_cells(schedule, other) if p == cell[1]]
     return moved(schedule, kind, cell, (rng.choice(ticks), cell[1]))
 

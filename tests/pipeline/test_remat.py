@@ -1,0 +1,165 @@
+"""A layer in pieces: what each way of keeping keeps, and that the pieces are the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.config.schema import ACTIVATIONS, MeshConfig
+from maxpipe.model.decoder import Decoder
+from maxpipe.pipeline.remat import Differentiated, Keep, Kept, differentiate
+from maxpipe.sharding import AxisRules
+from tests.cases import MODEL
+
+# Wide enough that matmuls dominate the operations.
+CONFIG = replace(MODEL, d_model=128, head_size=16, d_mlp=256)
+DECODER = Decoder(CONFIG, AxisRules.from_config(MeshConfig()))
+ROWS, TOKENS = 2, 128
+KEEPS = [
+    Keep("full"),
+    Keep("names", ("gate", "up")),
+    Keep("names", ACTIVATIONS),
+    Keep("names", ("gate", "up"), offloaded=("query", "up")),
+    Keep("none"),
+]
+
+
+def arguments() -> tuple[Any, jax.Array, Any, jax.Array]:
+    """Weights, input, constants and cotangent."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shape = (ROWS, TOKENS, CONFIG.d_model)
+    ids = jnp.broadcast_to(jnp.arange(TOKENS), (ROWS, TOKENS))
+    inputs = {"segment_ids": ids // 50, "positions": ids % 50}
+    weights = DECODER.init_layer(keys[0])
+    x, cotangent = (jax.random.normal(key, shape) for key in keys[1:])
+    return weights, x, (inputs, jnp.int32(1), None), cotangent
+
+
+def layer(weights: Any, x: jax.Array, constants: Any) -> jax.Array:
+    return DECODER.layer(weights, x, *constants)
+
+
+def pieces_of(keep: Keep) -> Differentiated:
+    found: list[Differentiated] = []
+
+    def trace(weights: Any, x: jax.Array, constants: Any) -> jax.Array:
+        found.append(differentiate(layer, keep, weights, x, constants, halves=True))
+        return x
+
+    jax.eval_shape(trace, *arguments()[:3])
+    return found[0]
+
+
+def flops(function: Any, *inputs: Any) -> float:
+    cost: Any = jax.jit(function).lower(*inputs).compile().cost_analysis()
+    return cost["flops"]
+
+
+def shapes(kept: tuple[Kept, ...]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in kept]
+
+
+def name_of(keep: Keep) -> str:
+    return "-".join([keep.remat, *map(str, (len(keep.names), len(keep.offloaded)))])
+
+
+@pytest.mark.parametrize("keep", KEEPS, ids=name_of)
+def test_the_pieces_are_the_layer(keep: Keep) -> None:
+    weights, x, constants, cotangent = arguments()
+    pieces = pieces_of(keep)
+    wanted, pullback = jax.vjp(lambda w, x: layer(w, x, constants), weights, x)
+    wanted_weights, wanted_x = pullback(cotangent)
+    output, saved = jax.jit(pieces.forward)(weights, x, constants)
+    d_weights, d_x = jax.jit(pieces.backward)(weights, saved, constants, cotangent)
+    for a, b in zip(
+        jax.tree.leaves((wanted, wanted_weights, wanted_x)),
+        jax.tree.leaves((output, d_weights, d_x)),
+        strict=True,
+    ):
+        assert np.abs(a - b).max() <= 1e-5 * np.abs(a).max()
+    # The halves do the same operations: not close, equal.
+    half_x, later = jax.jit(pieces.input_grad)(weights, saved, constants, cotangent)
+    half_weights = jax.jit(pieces.weight_grad)(later, constants)
+    for a, b in zip(
+        jax.tree.leaves((d_weights, d_x)), jax.tree.leaves((half_weights, half_x)), strict=True
+    ):
+        assert np.abs(a - b).max() <= 1e-6 * np.abs(a).max()
+
+
+@pytest.mark.parametrize("keep", KEEPS, ids=name_of)
+def test_a_split_backward_costs_no_more_than_a_whole_one(keep: Keep) -> None:
+    """By the compiler's count of operations; what is offloaded is not traced on the host."""
+    pieces = pieces_of(replace(keep, offloaded=()))
+    weights, x, constants, _ = arguments()
+    saved, later = shapes(pieces.saved), shapes(pieces.deferred)
+    whole = flops(pieces.backward, weights, saved, constants, x)
+    halves = flops(pieces.input_grad, weights, saved, constants, x)
+    halves += flops(pieces.weight_grad, later, constants)
+    assert halves <= 1.02 * whole
+    # The second half reads no weight matrix: it needs no gather.
+    matrices = {leaf.shape for leaf in jax.tree.leaves(weights) if leaf.ndim > 1}
+    assert not matrices & {leaf.shape for leaf in pieces.deferred}
+
+
+def test_two_pullbacks_would_cost_half_as_much_again() -> None:
+    """What the cut saves: each of two plain pullbacks replays the layer."""
+    pieces = pieces_of(Keep("full"))
+    weights, x, constants, cotangent = arguments()
+
+    def inputs_only(weights: Any, x: jax.Array) -> jax.Array:
+        return jax.vjp(lambda x: layer(weights, x, constants), x)[1](cotangent)[0]
+
+    def weights_only(weights: Any, x: jax.Array) -> Any:
+        return jax.vjp(lambda w: layer(w, x, constants), weights)[1](cotangent)
+
+    twice = flops(inputs_only, weights, x) + flops(weights_only, weights, x)
+    whole = flops(pieces.backward, weights, shapes(pieces.saved), constants, x)
+    assert twice > 1.3 * whole
+
+
+def test_what_is_kept() -> None:
+    row = (ROWS, TOKENS, CONFIG.d_model)
+    assert [leaf.shape for leaf in pieces_of(Keep("full")).saved] == [row]
+    some = pieces_of(Keep("names", ("gate", "up"))).saved
+    assert sorted(leaf.shape for leaf in some) == sorted([row, *[(ROWS, TOKENS, 256)] * 2])
+    assert not any(leaf.on_host for leaf in some)
+    # Every name of the schema stands for one activation of the layer.
+    assert len(pieces_of(Keep("names", ACTIVATIONS)).saved) == 1 + len(ACTIVATIONS)
+    assert len(pieces_of(Keep("none")).saved) > 1 + len(ACTIVATIONS)
+
+
+def test_offloaded_names_are_kept_on_the_host() -> None:
+    saved = pieces_of(Keep("names", ("gate", "up"), offloaded=("up", "query"))).saved
+    assert sorted(leaf.shape for leaf in saved if leaf.on_host) == [
+        (ROWS, TOKENS, 8, 16),
+        (ROWS, TOKENS, 256),
+    ]
+    assert sum(not leaf.on_host for leaf in saved) == 2
+
+
+def test_keeping_names_saves_their_matmuls() -> None:
+    weights, x, constants, _ = arguments()
+
+    def cost(keep: Keep) -> float:
+        pieces = pieces_of(keep)
+        return flops(pieces.backward, weights, shapes(pieces.saved), constants, x)
+
+    full, names, none = cost(Keep("full")), cost(Keep("names", ACTIVATIONS)), cost(Keep("none"))
+    # Gate and up of 128 x 256, query, key, value and output of 128 x 128 or half of it.
+    matmuls = 2 * ROWS * TOKENS * 128 * (2 * 256 + 128 + 2 * 64)
+    assert full - names >= matmuls
+    assert none < names
+
+
+def test_a_weight_that_would_be_kept_in_every_slot_is_noticed() -> None:
+    def scaled(weights: Any, x: jax.Array, constants: Any) -> jax.Array:
+        return jnp.sin(x @ (2 * weights["w"]))
+
+    weights = {"w": jnp.ones((128, 128))}
+    with pytest.raises(AssertionError, match=r"a weight of shape \(128, 128\)"):
+        differentiate(scaled, Keep("none"), weights, jnp.ones((3, 128)), (), halves=False)

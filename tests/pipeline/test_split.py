@@ -1,0 +1,99 @@
+"""Cutting a program in two: what the second part is given, and what it repeats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxpipe.pipeline.split import split
+
+
+def halves_of(function: Any, *arguments: Any, first: list[int], free: list[int] | None = None):
+    return split(jax.make_jaxpr(function)(*arguments), first_outputs=first, free_inputs=free or [])
+
+
+def names_in(function: Any, *arguments: Any) -> list[str]:
+    return [equation.primitive.name for equation in jax.make_jaxpr(function)(*arguments).eqns]
+
+
+def test_a_product_is_kept_and_cheap_work_behind_it_is_repeated() -> None:
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
+
+    def function(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        product = x @ w
+        wide = jnp.concatenate([jnp.sin(product)] * 4, axis=1)
+        return wide.sum(), jnp.cos(wide)
+
+    halves = halves_of(function, x, w, first=[0])
+    assert [aval.shape for aval in halves.kept] == [(4, 8)]  # not the four times wider array
+    (total,), kept = halves.first([x, w])
+    (found,) = halves.second(kept, [])
+    wanted_total, wanted = function(x, w)
+    np.testing.assert_array_equal(total, wanted_total)
+    np.testing.assert_array_equal(found, wanted)
+    assert "dot_general" not in names_in(lambda kept: halves.second(kept, []), kept)
+
+
+def test_work_that_only_the_second_part_needs_is_done_there() -> None:
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
+
+    def function(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.sin(x), x.T @ (x @ w)
+
+    halves = halves_of(function, x, w, first=[0])
+    first = names_in(lambda x, w: halves.first([x, w]), x, w)
+    assert "dot_general" not in first
+    assert sorted(aval.shape for aval in halves.kept) == [(4, 8), (8, 8)]
+
+
+def test_the_narrowest_place_is_cut() -> None:
+    x = jnp.ones((64, 64))
+
+    def function(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        row = (x @ x).sum(axis=0)  # one row instead of the matrix
+        wide = jnp.broadcast_to(row, (64, 64)) * 2.0
+        return wide.sum(), jnp.tanh(wide)
+
+    halves = halves_of(function, x, first=[0])
+    assert [aval.shape for aval in halves.kept] == [(64,)]
+
+
+def test_free_inputs_cost_nothing_and_are_not_kept() -> None:
+    x, ids = jnp.ones((4, 8)), jnp.arange(4.0)
+
+    def function(x: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mask = ids[:, None] > 1
+        return jnp.where(mask, x, 0).sum(), jnp.where(mask, x @ x.T @ x, 1.0)
+
+    halves = halves_of(function, x, ids, first=[0], free=[1])
+    assert [aval.shape for aval in halves.kept] == [(4, 8)]
+    (total,), kept = halves.first([x, ids])
+    np.testing.assert_array_equal(halves.second(kept, [ids])[0], function(x, ids)[1])
+    assert total == 16
+
+
+def test_wrapping_calls_are_opened() -> None:
+    x = jnp.ones((4, 4))
+
+    @jax.jit
+    def inner(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        product = x @ x
+        return product.sum(), jax.checkpoint(lambda y: jnp.sin(y) @ y)(product)
+
+    halves = halves_of(inner, x, first=[0])
+    first = names_in(lambda x: halves.first([x]), x)
+    assert first.count("dot_general") == 1
+    _, kept = halves.first([x])
+    np.testing.assert_allclose(halves.second(kept, [])[0], inner(x)[1], rtol=1e-6)
+
+
+def test_an_output_of_the_first_part_may_be_kept_as_well() -> None:
+    x = jnp.ones((4, 4))
+    halves = halves_of(lambda x: (x @ x, jnp.sin(x @ x)), x, first=[0])
+    (product,), kept = halves.first([x])
+    np.testing.assert_allclose(halves.second(kept, [])[0], jnp.sin(product), rtol=1e-6)
+    nothing = halves_of(lambda x: (x @ x, jnp.ones(3)), x, first=[0])
+    assert nothing.kept == () and nothing.second([], [])[0].tolist() == [1, 1, 1]
