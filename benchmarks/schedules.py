@@ -1,4 +1,4 @@
-"""Table-driven schedules against the circular pipeline differentiated through its scan.
+"""Table-driven schedules against the circular pipeline through autodiff, and against no pipeline.
 
     python benchmarks/schedules.py            # prints the table
     python benchmarks/schedules.py --write    # and writes benchmarks/schedules.md
@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from circular_autodiff import loss as circular_loss
+from references import circular_loss, sharded_loss
 
 from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
 from maxpipe.mesh import build_mesh
@@ -43,6 +43,39 @@ MODEL = ModelConfig(
 STAGES, FSDP, REPEATS, TOKENS, ROWS_PER_MICROBATCH = 4, 2, 2, 256, 2
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all")
 REFERENCE = "circular, autodiff through the scan"
+NO_PIPELINE = "no pipeline, fsdp 8, autodiff"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One row of the table."""
+
+    name: str
+    schedule: str = "interleaved"
+    gather: str = "iteration"
+    remat: str = "full"
+    repeats: int = REPEATS
+    group: int = 0
+
+    @property
+    def stages(self) -> int:
+        return 1 if self.name == NO_PIPELINE else STAGES
+
+
+CHOICES = [
+    Choice(REFERENCE, "circular"),
+    Choice(NO_PIPELINE, repeats=1),
+    *(
+        Choice(f"{schedule}, gather per iteration", schedule)
+        for schedule in ("circular", "breadth_first", "interleaved")
+    ),
+    Choice("1f1b, one repeat, gather per iteration", "1f1b", repeats=1),
+    Choice("interleaved, gather per step", gather="step"),
+    Choice("interleaved, gather per step, activations kept by name", gather="step", remat="names"),
+    Choice("zb_v, gather per step, activations kept by name", "zb_v", "step", "names"),
+    Choice("zb_h1, gather per step, activations kept by name", "zb_h1", "step", "names", 1),
+]
+GROWING = [CHOICES[0], CHOICES[3], CHOICES[4], CHOICES[6], CHOICES[8]]
 
 
 @dataclass
@@ -51,22 +84,25 @@ class Program:
 
     name: str
     run: Callable[[], Any]
+    layout: Any
     temp_bytes: int
     collectives: dict[str, int]
     bubble: float
 
 
-def steps_for(schedule: str, weight_gather: str, microbatches: int) -> Steps:
-    sizes = MeshConfig(ici_stage=STAGES, ici_fsdp=FSDP)
+def steps_for(choice: Choice, microbatches: int) -> Steps:
+    sizes = MeshConfig(ici_stage=choice.stages, ici_fsdp=STAGES * FSDP // choice.stages)
     mesh = build_mesh(sizes, jax.devices())
     return partition(
         mesh,
         model=MODEL,
         pipeline=PipelineConfig(
-            schedule=schedule,  # type: ignore[arg-type]
-            repeats=REPEATS if schedule != "gpipe" else 1,
-            microbatches=microbatches,
-            weight_gather=weight_gather,  # type: ignore[arg-type]
+            schedule=choice.schedule,
+            repeats=choice.repeats,
+            microbatches=microbatches if choice.stages > 1 else 1,
+            group=choice.group,
+            weight_gather=choice.gather,  # type: ignore[arg-type]
+            remat=choice.remat,  # type: ignore[arg-type]
         ),
         optim=OptimConfig(),
         train=TrainConfig(batch_size=microbatches * ROWS_PER_MICROBATCH, sequence_length=TOKENS),
@@ -77,12 +113,14 @@ def steps_for(schedule: str, weight_gather: str, microbatches: int) -> Steps:
     )
 
 
-def program(name: str, schedule: str, weight_gather: str, microbatches: int) -> Program:
-    steps = steps_for(schedule, weight_gather, microbatches)
+def program(choice: Choice, microbatches: int) -> Program:
+    steps = steps_for(choice, microbatches)
     parts = steps.partition
-    if name == REFERENCE:
+    if choice.name == REFERENCE:
         loss = partial(circular_loss, parts.decoder, parts.layout, parts.mesh, microbatches)
         function = jax.value_and_grad(loss)
+    elif choice.name == NO_PIPELINE:
+        function = jax.value_and_grad(partial(sharded_loss, parts.decoder))
     else:
         run = steps.engine.value_and_grad(steps.train_schedule)
         function = lambda params, batch: run(params, batch, None)  # noqa: E731
@@ -92,8 +130,9 @@ def program(name: str, schedule: str, weight_gather: str, microbatches: int) -> 
         compiled = jax.jit(function, out_shardings=out).lower(params, batch).compile()
     text = compiled.as_text() or ""
     return Program(
-        name,
+        choice.name,
         lambda: jax.block_until_ready(compiled(params, batch)),
+        parts,
         compiled.memory_analysis().temp_size_in_bytes,
         {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in COLLECTIVES},
         steps.train_schedule.idle_fraction(),
@@ -114,33 +153,34 @@ def _batch(steps: Steps) -> dict[str, jax.Array]:
     return jax.device_put(batch, steps.batch_sharding)
 
 
-def measure(programs: list[Program], rounds: int) -> dict[str, tuple[float, float]]:
-    """Median wall and CPU time of each program relative to the reference of its round."""
+def measure(programs: list[Program], rounds: int) -> dict[str, dict[str, float]]:
+    """Median wall and CPU time of each program relative to both references of its round."""
     for each in programs:
         each.run()
-    ratios: dict[str, list[tuple[float, float]]] = {each.name: [] for each in programs}
+    ratios: dict[str, list[tuple[float, float, float]]] = {each.name: [] for each in programs}
     for _ in range(rounds):
         spent = {}
         for each in programs:
             wall, cpu = time.perf_counter(), time.process_time()
             each.run()
             spent[each.name] = (time.perf_counter() - wall, time.process_time() - cpu)
-        base = spent[REFERENCE]
+        circular, sharded = spent[REFERENCE], spent[NO_PIPELINE]
         for name, (wall, cpu) in spent.items():
-            ratios[name].append((wall / base[0], cpu / base[1]))
-    medians = {}
-    for name, pairs in ratios.items():
-        wall, cpu = zip(*pairs, strict=True)
-        medians[name] = (statistics.median(wall), statistics.median(cpu))
-    return medians
+            ratios[name].append((wall / circular[0], cpu / circular[1], cpu / sharded[1]))
+    return {
+        name: dict(
+            zip(("wall", "cpu", "cpu_sharded"), map(statistics.median, zip(*found)), strict=True)  # noqa: B905
+        )
+        for name, found in ratios.items()
+    }
 
 
 def agree(programs: list[Program]) -> float:
     """Largest difference of any gradient from the reference, relative to the leaf's maximum."""
-    _, wanted = programs[0].run()
+    wanted = jax.jit(programs[0].layout.unstack)(programs[0].run()[1])
     worst = 0.0
     for each in programs[1:]:
-        _, found = each.run()
+        found = jax.jit(each.layout.unstack)(each.run()[1])
         for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
             a, b = np.asarray(a), np.asarray(b)
             worst = max(worst, float(np.abs(a - b).max() / np.abs(a).max()))
@@ -148,45 +188,46 @@ def agree(programs: list[Program]) -> float:
 
 
 def tables(rounds: int) -> str:
-    choices = [(REFERENCE, "circular", "iteration")] + [
-        (f"{schedule}, gather per {gather}", schedule, gather)
-        for schedule in ("circular", "1f1b", "interleaved", "breadth_first")
-        for gather in ("iteration", "step")
-        if not (schedule != "interleaved" and gather == "step")
-    ]
-    programs = [program(*choice, 8) for choice in choices]
+    programs = [program(choice, 8) for choice in CHOICES]
     error = agree(programs)
     medians = measure(programs, rounds)
+    reference = programs[0].temp_bytes
     lines = [
         f"Model: {MODEL.num_layers} layers, D {MODEL.d_model}, F {MODEL.d_mlp}, "
         f"{MODEL.num_heads} heads, T {TOKENS}, V {MODEL.vocab_size}, float32; stages {STAGES} x "
-        f"fsdp {FSDP}, {REPEATS} repeats, {ROWS_PER_MICROBATCH} sequences per microbatch.",
+        f"fsdp {FSDP}, {REPEATS} repeats unless said, {ROWS_PER_MICROBATCH} sequences per "
+        "microbatch; value and gradients.",
         "",
-        f"M = 8. Times relative to the first row (medians of {rounds} rounds); collectives are "
-        f"counted in the program text. Gradients differ by at most {error:.1e} of a leaf's "
-        "maximum.",
+        f"M = 8. Times are medians of {rounds} rounds relative to the first row, the last CPU "
+        "time relative to the second; collectives are counted in the program text. Gradients "
+        f"differ by at most {error:.1e} of a leaf's maximum.",
         "",
-        "| program | wall time | CPU time | temp MiB | bubble | " + " | ".join(COLLECTIVES) + " |",
-        "|---" * (5 + len(COLLECTIVES)) + "|",
+        "| program | wall time | CPU time | CPU time / fsdp 8 | temp MiB | temp ratio | bubble | "
+        + " | ".join(COLLECTIVES)
+        + " |",
+        "|---" * (7 + len(COLLECTIVES)) + "|",
     ]
     for each in programs:
-        wall, cpu = medians[each.name]
+        found = medians[each.name]
         counts = " | ".join(str(each.collectives[kind]) for kind in COLLECTIVES)
+        bubble = "-" if each.name == NO_PIPELINE else f"{100 * each.bubble:.1f}%"
         lines.append(
-            f"| {each.name} | {wall:.2f} | {cpu:.2f} | {each.temp_bytes / 2**20:.1f} | "
-            f"{100 * each.bubble:.1f}% | {counts} |"
+            f"| {each.name} | {found['wall']:.2f} | {found['cpu']:.2f} | "
+            f"{found['cpu_sharded']:.2f} | {each.temp_bytes / 2**20:.1f} | "
+            f"{each.temp_bytes / reference:.2f} | {bubble} | {counts} |"
         )
     lines += ["", "Temporary MiB by number of microbatches of the same size:", ""]
     counts = (8, 16, 32, 64)
     lines.append("| program | " + " | ".join(f"M = {m}" for m in counts) + " |")
     lines.append("|---" * (1 + len(counts)) + "|")
-    for choice in [choices[0], *choices[-3:]]:
-        sizes = [program(*choice, count).temp_bytes / 2**20 for count in counts]
-        lines.append(f"| {choice[0]} | " + " | ".join(f"{size:.1f}" for size in sizes) + " |")
+    for choice in GROWING:
+        sizes = [program(choice, count).temp_bytes / 2**20 for count in counts]
+        lines.append(f"| {choice.name} | " + " | ".join(f"{size:.1f}" for size in sizes) + " |")
     lines += [
         "",
         "The reference's scan saves its whole carry in every tick, the wrap-around store of all "
-        "microbatches included: hence its growth.",
+        "microbatches included: hence its growth. On CPU devices that share two cores an idle "
+        "stage costs nothing, so that times compare work, not bubbles.",
     ]
     return "\n".join(lines) + "\n"
 

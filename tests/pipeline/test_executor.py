@@ -168,7 +168,9 @@ def matrix() -> list[Case]:
                 dropout=(0.0, 0.3)[turns % 5 == 0],
                 layers=stages * repeats + turns % 4,
                 tied=turns % 7 == 0,
-                **{("fsdp", "data", "tensor")[turns % 3]: 2},
+                fsdp=1 + (turns % 3 == 0),
+                data=1 + (turns % 3 == 1),
+                tensor=1 + (turns % 3 == 2),
             )
         )
     eight = ("1f1b", "interleaved", "zb_v")

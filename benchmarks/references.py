@@ -1,10 +1,13 @@
-"""Reference: the circular pipeline as published, differentiated through its scan.
+"""What the engine is measured against; kept for comparison only, with the decoder's own layers.
 
-One scan over M * R + P - 1 ticks runs the forward of a ring of stages, each tick under
-`jax.checkpoint`; reverse-mode differentiation of that scan is the backward. fsdp is left to
-the compiler. Embedding and loss head lie outside, with the batch split over the stages too.
-This is how praxis and MaxText run their circular pipelines; it is kept here for comparison
-only and shares the decoder's layers with the engine.
+`circular_loss` is the circular pipeline as published, differentiated through its scan. One scan
+over M * R + P - 1 ticks runs the forward of a ring of stages, each tick under `jax.checkpoint`;
+reverse-mode differentiation of that scan is the backward. fsdp is left to the compiler. Embedding
+and loss head lie outside, with the batch split over the stages too. This is how praxis and MaxText
+run their circular pipelines.
+
+`sharded_loss` has no pipeline: the whole batch at once, every layer under `jax.checkpoint`, rows
+and parameters split over all devices, gathers and reductions left to the compiler.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from maxpipe.pipeline.layout import Layout
 Tree = Any
 
 
-def loss(
+def circular_loss(
     decoder: Decoder, layout: Layout, mesh: Mesh, num_microbatches: int, params: Tree, batch: Tree
 ) -> jax.Array:
     """Mean loss over the target tokens; `params` are stacked `[R, P, L]`."""
@@ -55,6 +58,20 @@ def loss(
     return -(picked * mask).sum() / mask.sum()
 
 
+def sharded_loss(decoder: Decoder, params: Tree, batch: Tree) -> jax.Array:
+    """Mean loss over the target tokens; `params` are stacked `[1, 1, L]`."""
+    dtype = jnp.dtype(decoder.config.compute_dtype)
+    layers = jax.tree.map(lambda leaf: leaf[0, 0], params["layers"])
+    table = _whole(params["embedding"], dtype)
+    x = _chunk(decoder, layers, _rows(table[batch["tokens"]]), batch)
+    hidden = decoder.norm(params["final_norm"], x)
+    head = _whole(params["head"], dtype)
+    logits = jnp.einsum("btd,dv->btv", hidden, head, preferred_element_type=jnp.float32)
+    scores = jax.nn.log_softmax(_rows(logits)[..., : decoder.config.vocab_size])
+    picked = jnp.take_along_axis(scores, batch["targets"][..., None], axis=-1)[..., 0]
+    return -(picked * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
+
+
 def _spread(x: jax.Array, dim: int) -> jax.Array:
     return lax.with_sharding_constraint(x, PartitionSpec(*(None,) * dim, BATCH_AXES))
 
@@ -68,10 +85,10 @@ def _ring(
     inputs: Tree,
 ) -> jax.Array:
     """The last stage's outputs `[M, rows, T, D]`."""
-    stages = layout.num_stages
+    stages = layout.ring.num_stages
     stage = lax.axis_index(STAGE)
     layers = jax.tree.map(lambda leaf: leaf[:, 0], layers)
-    work = num_microbatches * layout.num_repeats
+    work = num_microbatches * layout.ring.num_repeats
 
     def tick(carry: tuple[jax.Array, ...], k: jax.Array):
         arrived, waiting = carry
@@ -101,13 +118,15 @@ def _chunk(decoder: Decoder, layers: Tree, x: jax.Array, inputs: Tree) -> jax.Ar
 
     @jax.checkpoint
     def body(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
-        whole = jax.tree.map(
-            lambda leaf: lax.with_sharding_constraint(leaf.astype(dtype), PartitionSpec()), layer
-        )
+        whole = jax.tree.map(lambda leaf: _whole(leaf, dtype), layer)
         y = decoder.layer(whole, _rows(x), inputs, jnp.int32(0))
         return _rows(y), None
 
     return lax.scan(body, x, layers)[0]
+
+
+def _whole(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return lax.with_sharding_constraint(weight.astype(dtype), PartitionSpec())
 
 
 def _rows(x: jax.Array) -> jax.Array:
