@@ -37,8 +37,9 @@ check: $(DEV)  ## format, lint, types, and whether generated docs are up to date
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 	@$(BIN)/maxpipe config docs --check
 
-docs: $(DEV)  ## write docs/config.md from the config schema
+docs: $(DEV)  ## write what is generated in docs/ and README.md
 	@$(BIN)/maxpipe config docs
+	@$(BIN)/python -m pytest -q --update-golden tests/test_docs.py tests/test_architecture.py
 
 bench: $(DEV)  ## run every benchmark and print its table
 	@for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done

@@ -7,9 +7,10 @@
 Nothing runs on a TPU: the train step of an 8B-class model is compiled for 32 chips (v5p:2x4x4,
 4 stages x 8 fsdp shards) by libtpu on this machine (`pip install '.[tpu]'`), and the compiler's
 memory analysis and per-instruction cycle estimates are added up by `maxpipe.hlo`. Synchronous
-collectives have no estimate: their traffic is a separate column. Each program compiles in a
-process of its own; results are kept in `--cache`, by source and settings, so that a second call
-goes on where the first one stopped. A mode that this version does not have is left out, by name.
+collectives have no estimate: their traffic is a separate column. How often a loop turns or a
+conditional works follows from the schedule's table. Each program compiles in a process of its own;
+results are kept in `--cache`, by source and settings, so that a second call goes on where the first
+one stopped.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 TOPOLOGY, ACCELERATOR, STAGES, FSDP = "v5p:2x4x4", "v5p-64", 4, 8
-LAYERS, TOKENS = 32, 2048
+LAYERS, TOKENS, WIDTH = 32, 2048, 4096
 MICROBATCHES = (16, 64)
 GIB = 2**30
+ACTIVATION = TOKENS * WIDTH * 2
+"""Bytes of what a stage hands to the next. Buffers hold at least two."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +61,6 @@ MODES = [
 ]
 
 
-def missing(mode: Mode) -> list[str]:
-    """Values that this version's config does not know; the engine would take them unchecked."""
-    from maxpipe.config.schema import PipelineConfig
-
-    kinds = get_type_hints(PipelineConfig)
-    return [
-        f"{key}={value}"
-        for key, value in asdict(mode).items()
-        if get_origin(kinds[key]) is Literal and value not in get_args(kinds[key])
-    ]
-
-
 def compile_one(mode: Mode, microbatches: int) -> dict[str, Any]:
     """Compiles and reads one program. Runs in a process of its own."""
     os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE=ACCELERATOR, JAX_PLATFORMS="cpu")
@@ -93,7 +84,7 @@ def compile_one(mode: Mode, microbatches: int) -> dict[str, Any]:
         build_mesh(sizes, devices),
         model=ModelConfig(
             num_layers=LAYERS,
-            d_model=4096,
+            d_model=WIDTH,
             num_heads=32,
             num_kv_heads=32,
             head_size=128,
@@ -112,7 +103,7 @@ def compile_one(mode: Mode, microbatches: int) -> dict[str, Any]:
     compiled = steps.compile_train()
     seconds = time.monotonic() - start
     memory = compiled.memory_analysis()
-    found = read(compiled.as_text(), steps.train_schedule, mode.repeats, microbatches)
+    found = read(compiled.as_text(), steps.train_schedule, mode)
     return found | {
         "seconds": seconds,
         "arguments": memory.argument_size_in_bytes / GIB,
@@ -120,36 +111,67 @@ def compile_one(mode: Mode, microbatches: int) -> dict[str, Any]:
     }
 
 
-def read(text: str, schedule: Any, repeats: int, microbatches: int) -> dict[str, Any]:
-    """Cycles, traffic in GiB per device and the largest entries of a compiled train step."""
+def read(text: str, schedule: Any, mode: Mode) -> dict[str, Any]:
+    """Cycles, traffic in GiB per device, overlap and the largest entries of a compiled step."""
     from maxpipe.hlo import parse, profile
 
-    # A stage waits for the slowest of its ring: a tick costs a full slot if any stage has one.
-    ticks = len(schedule.forward.active)
-    layers = -(-LAYERS // (STAGES * repeats))
-    slots = {
-        "forward": schedule.forward.active.any(axis=1).sum() / ticks,
-        "backward": schedule.backward.active.any(axis=1).sum() / ticks,
-    }
-    slots["input_grad"] = slots["weight_grad"] = slots["backward"]
-    once = microbatches / ticks
+    trips, shares = executions(schedule, mode)
+    scopes = "replay", *SLOTS.values(), "head", "embed", "embed_grad", "gather", "reduce"
     found = profile(
         parse(text),
-        trips={rf"/{slot}/while$": layers * busy for slot, busy in slots.items()},
-        shares={r"/(head|embed|forward|backward)/cond$": once},
-        regions={name: f"/{name}/" for name in [*slots, "head", "embed"]},
+        trips=trips,
+        shares=shares,
+        regions={scope: f"/{scope}/" for scope in scopes},
+        copy_bytes=2 * ACTIVATION,
     )
     entries = [
         (each.cycles / 1e6, each.count, each.instruction.opcode, each.instruction.op_name)
         for each in found.largest(50)
     ]
+    large = [each for each in found.collectives if each.total_bytes >= ACTIVATION]
+    sends = [each for each in large if each.kind == "collective-permute"]
     return {
         "gigacycles": found.cycles / 1e9,
         "fsdp": found.bytes_moved(group_size=FSDP) / GIB,
         "stage": found.bytes_moved(group_size=STAGES) / GIB,
+        "collectives": len(large),
+        "asynchronous": sum(each.is_async for each in large),
+        "sends": len(sends),
+        "overlapped": sum(each.cycles_between > 0 for each in sends),
+        "copies": len(found.copies),
         "unknown_loops": found.unknown_loops,
         "entries": entries,
     }
+
+
+SLOTS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
+"""Kind of slot -> scope of its layers in the program."""
+
+
+def executions(schedule: Any, mode: Mode) -> tuple[dict[str, float], dict[str, float]]:
+    """(average trips of each loop whose trips are data, share of each conditional that works)."""
+    import numpy as np
+
+    layers = LAYERS / (STAGES * mode.repeats)
+    # Stages wait for each other in every tick: it takes as long as on the busiest stage.
+    trips = {
+        rf"/{SLOTS[kind]}/(replay/)?while$": layers * slots.active.any(axis=1).mean()
+        for kind, slots in schedule.kinds
+    }
+    visits = schedule.visits
+    if mode.weight_gather == "visit" and visits.num_window:
+        turns = len(visits.gather_tick) + 1
+        last = visits.gather_tick[-1]
+        reduced = np.count_nonzero(visits.reduce_tick <= last)
+        trips[r"/ticks/while$"] = schedule.num_ticks / turns
+        trips[r"/body/.*reduce/while$"] = reduced / turns
+        trips[r"/reduce/while$"] = len(visits.reduce_tick) - reduced
+    shares = {
+        r"/head/cond$": schedule.loss_microbatch,
+        r"/embed/cond$": schedule.embed_microbatch,
+        r"/embed_grad/cond$": schedule.embed_grad_microbatch,
+    }
+    return trips, {name: float((column >= 0).mean()) for name, column in shares.items()}
 
 
 def result(mode: Mode, microbatches: int, cache: Path) -> dict[str, Any] | None:
@@ -181,16 +203,14 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def table(cache: Path, num_entries: int) -> str:
+def table(modes: list[Mode], cache: Path, num_entries: int) -> str:
     """The benchmark page."""
     head = ["arguments GiB", *(f"temp GiB M = {m}" for m in MICROBATCHES), "flat"]
-    head += [*(f"Gcycles M = {m}" for m in MICROBATCHES), "fsdp GiB", "stage GiB", "compile s"]
+    head += [*(f"Gcycles M = {m}" for m in MICROBATCHES), "fsdp GiB", "stage GiB"]
+    head += ["async", "sends hidden", "copies", "compile s"]
     lines = ["| mode | " + " | ".join(head) + " |", "|" + "---|" * (len(head) + 1)]
     details: list[str] = []
-    for mode in MODES:
-        if unknown := missing(mode):
-            print(f"left out: {mode.name}: no {', '.join(unknown)} here", file=sys.stderr)
-            continue
+    for mode in modes:
         results = [result(mode, count, cache) for count in MICROBATCHES]
         few, many = results
         if few is None or many is None:
@@ -199,8 +219,10 @@ def table(cache: Path, num_entries: int) -> str:
         cells = [f"{few['arguments']:.2f}", *(f"{each['temporary']:.2f}" for each in (few, many))]
         cells += ["yes" if flat else "no"]
         cells += [f"{each['gigacycles']:.2f}" for each in (few, many)]
-        cells += [f"{few['fsdp']:.1f}", f"{few['stage']:.1f}", f"{few['seconds']:.0f}"]
-        lines.append(f"| {mode.name} | " + " | ".join(cells) + " |")
+        cells += [f"{few['fsdp']:.1f}", f"{few['stage']:.1f}"]
+        cells += [f"{few['asynchronous']} of {few['collectives']}"]
+        cells += [f"{few['overlapped']} of {few['sends']}", f"{few['copies']}"]
+        lines.append(f"| {mode.name} | " + " | ".join([*cells, f"{few['seconds']:.0f}"]) + " |")
         if few["unknown_loops"]:
             details += [f"{mode.name}: loops counted once: {', '.join(few['unknown_loops'])}", ""]
         if num_entries:
@@ -222,6 +244,9 @@ PREAMBLE = f"""\
 {TOPOLOGY} as {STAGES} stages x {FSDP} fsdp shards, one sequence per device and microbatch. Cycles
 are the compiler's estimates and leave out synchronous collectives; traffic is what a device sends
 per step at M = {MICROBATCHES[0]}. Flat: temporary memory differs by at most 1% between the two M.
+Async: collectives whose start and done are two instructions, of all that move at least
+{ACTIVATION >> 20} MiB. Sends hidden: messages between stages with work between start and done.
+Copies: of {2 * ACTIVATION >> 20} MiB or more, in loops.
 
 """
 
@@ -229,6 +254,7 @@ per step at M = {MICROBATCHES[0]}. Flat: temporary memory differs by at most 1% 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--only", default="", metavar="TEXT", help="modes with this in their name")
     parser.add_argument("--entries", type=int, default=0, metavar="N")
     cache = Path(tempfile.gettempdir()) / "maxpipe-ahead-of-time"
     parser.add_argument("--cache", type=Path, default=cache)
@@ -241,7 +267,8 @@ def main() -> None:
         options.out.write_text(json.dumps(found), encoding="utf-8")
         return
     options.cache.mkdir(parents=True, exist_ok=True)
-    page = table(options.cache, options.entries)
+    modes = [mode for mode in MODES if options.only in mode.name]
+    page = table(modes, options.cache, options.entries)
     print(page)
     if options.write:
         target = Path(__file__).with_suffix(".md")

@@ -417,6 +417,8 @@ class _Walk:
         if wrapped is not None and each.opcode == "fusion":
             # A fusion may have other operands too; the collective's own are inside.
             operands = [self._inside(each)[name] for name in wrapped.operands]
+            if kind == "all-reduce" and self._keeps_a_slice(each):
+                kind = "reduce-scatter"  # as XLA for TPU writes it
         size = sum(operand.num_bytes for operand in operands)
         is_async = self._is_start(each)
         between = self._between(each, computation) if is_async else []
@@ -445,6 +447,10 @@ class _Walk:
                 continues = "chain_id=" in other.attributes and not self._is_start(each)
                 return None if continues else other
         return None
+
+    def _keeps_a_slice(self, each: Instruction) -> bool:
+        *_, root = self._inside(each).values()
+        return root.opcode == "dynamic-slice"
 
     def _inside(self, each: Instruction) -> Computation:
         return self.module.computations.get(each.computation("calls") or "", {})

@@ -184,6 +184,28 @@ def test_a_collective_in_several_tpu_fusions_counts_once():
     assert (found.is_async, found.between, found.cycles_between) == (True, ("work",), 50)
 
 
+SCATTERED = """\
+HloModule jit_step, is_scheduled=true, num_partitions=4
+
+%scatter (x: f32[32,128]) -> f32[8,128] {
+  %x = f32[32,128]{1,0} parameter(0)
+  %sum.1 = f32[32,128]{1,0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+  %place = s32[] constant(0)
+  ROOT %mine = f32[8,128]{1,0} dynamic-slice(%sum.1, %place, %place), dynamic_slice_sizes={8,128}
+}
+
+ENTRY %main (x: f32[32,128]) -> f32[8,128] {
+  %x = f32[32,128]{1,0} parameter(0)
+  ROOT %reduced = f32[8,128]{1,0} fusion(%x), kind=kCustom, calls=%scatter
+}
+"""
+
+
+def test_an_all_reduce_that_keeps_a_slice_is_a_reduce_scatter():
+    (found,) = profile(parse(SCATTERED)).collectives
+    assert (found.kind, found.num_bytes) == ("reduce-scatter", 32 * 128 * 4 * 3 / 4)
+
+
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [

@@ -1,0 +1,89 @@
+"""Pages in docs/: their pictures, tables and code are what the project makes today."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from maxpipe.cli import main
+
+DOCS = Path(__file__).parents[1] / "docs"
+PICTURES = re.findall(
+    r"<!-- maxpipe (.*?) -->\n!\[\w+\]\((.*?)\)", (DOCS / "engine.md").read_text(encoding="utf-8")
+)
+
+
+def printed(arguments: list[str]) -> str:
+    """What the command prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(arguments) == 0
+    return out.getvalue()
+
+
+def replace_block(page: Path, name: str, text: str, update: bool) -> None:
+    """The text between the page's markers of this name is `text`."""
+    content = page.read_text(encoding="utf-8")
+    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    assert pattern.search(content), f"{page.name} has no block {name}"
+    fresh = pattern.sub(lambda found: f"{found[1]}{text}{found[2]}", content)
+    if update:
+        page.write_text(fresh, encoding="utf-8")
+    assert page.read_text(encoding="utf-8") == fresh, (
+        "run: pytest tests/test_docs.py --update-golden"
+    )
+
+
+@pytest.mark.parametrize(("command", "picture"), PICTURES, ids=[name for _, name in PICTURES])
+def test_pictures_are_what_their_command_draws(
+    command: str, picture: str, tmp_path: Path, update_golden: bool
+) -> None:
+    drawn = tmp_path / "drawn.svg"
+    printed([*command.split(), "--svg", str(drawn)])
+    file = DOCS / picture
+    if update_golden:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(drawn.read_text(encoding="utf-8"), encoding="utf-8")
+    assert file.read_text(encoding="utf-8") == drawn.read_text(encoding="utf-8")
+
+
+def test_every_picture_is_shown() -> None:
+    assert {DOCS / name for _, name in PICTURES} == set((DOCS / "pictures").iterdir())
+
+
+def test_the_comparison_is_what_its_command_prints(update_golden: bool) -> None:
+    page = DOCS / "engine.md"
+    command = re.search(r"<!-- compare -->\n```\nmaxpipe (.*?)\n", page.read_text(encoding="utf-8"))
+    assert command
+    text = f"```\nmaxpipe {command[1]}\n{printed(command[1].split())}```\n"
+    replace_block(page, "compare", text, update_golden)
+
+
+def test_the_schedule_in_the_guide_runs(update_golden: bool) -> None:
+    page = DOCS / "write_a_schedule.md"
+    code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec("\n".join(code), {})
+    replace_block(page, "drawing", f"```\n{out.getvalue()}```\n", update_golden)
+    generator = code[0].split("def ")[1]
+    assert len(generator.splitlines()) <= 30
+
+
+def test_the_files_of_the_guide_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / "write_a_schedule.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^maxpipe (schedule .*)$", text, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        assert printed(command.split())
+
+
+def test_links_lead_somewhere() -> None:
+    for page in DOCS.glob("*.md"):
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (DOCS / target).exists(), f"{page.name}: {target}"
