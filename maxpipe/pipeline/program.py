@@ -233,7 +233,7 @@ class Program:
         if self.schedule.mixed:
             return ("X",)
         if not self.schedule.trains:
-            return ("F",) if self.schedule.delayed else ()
+            return ()
         return ("F", "B") if self.schedule.delayed else ("B",)
 
     # A tick.

@@ -109,11 +109,8 @@ def build(
     microbatches: int,
     group: int = 0,
     delayed: bool = False,
-    backward: bool = True,
 ) -> Schedule:
     """The named schedule, placed and verified.
-
-    `backward=False` keeps the forwards only, for evaluation.
 
     Raises:
         ConfigError: unknown name, or sizes that the schedule does not allow.
@@ -132,10 +129,8 @@ def build(
         largest = min(size[family.group], microbatches)
         order = family.generate(ring, microbatches, largest)
         largest = max(orders.group_sizes(microbatches, stages, largest))
-        if family.idle is not None and microbatches >= stages and backward and not delayed:
+        if family.idle is not None and microbatches >= stages and not delayed:
             closed_form = family.idle(stages, repeats, microbatches)
-    if not backward:
-        order = [[action for action in each if action.kind == "F"] for each in order]
     schedule = place(
         name, ring, order, num_microbatches=microbatches, group=largest, delayed=delayed
     )
@@ -147,7 +142,8 @@ def forward_only(ring: Ring, microbatches: int) -> Schedule:
     """A forward sweep over the ring, for evaluation: any number of microbatches."""
     group = min(ring.num_stages, microbatches)
     order = orders.forward_sweep(ring, microbatches, group)
-    schedule = place("forward", ring, order, num_microbatches=microbatches, group=group)
+    largest = max(orders.group_sizes(microbatches, ring.num_stages, group))
+    schedule = place("forward", ring, order, num_microbatches=microbatches, group=largest)
     verify(schedule)
     return schedule
 

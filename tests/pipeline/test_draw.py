@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from maxpipe.pipeline import draw
-from maxpipe.pipeline.schedule import SCHEDULES, build
-from maxpipe.pipeline.table import Costs
+from maxpipe.pipeline.schedule import SCHEDULES, build, forward_only
+from maxpipe.pipeline.table import Costs, Ring
 
 Golden = Callable[[str, str], None]
 
@@ -54,7 +54,7 @@ def test_the_drawing_is_the_golden_one(name: str, golden: Golden) -> None:
 
 
 def test_forward_only_tables_have_no_backward_rows(golden: Golden) -> None:
-    schedule = build("interleaved", stages=3, repeats=2, microbatches=5, backward=False)
+    schedule = forward_only(Ring(3, 2), 5)
     golden("schedule-forward-only.txt", draw.text(schedule) + "\n")
 
 
@@ -85,9 +85,10 @@ def test_the_summary_counts_what_the_table_needs() -> None:
         "51 ticks, idle 5.9% (21.1% at 1:1:1.5), at most 8 saved chunks and 6 deferred weight "
         "gradients on a stage, 5 messages waiting",
     ]
-    late = build("circular", stages=2, microbatches=2, delayed=True, backward=False)
-    first, second = draw.summary(late).splitlines()
-    assert first.endswith("groups of 2, messages delayed") and "no saved chunks" in second
+    late = build("circular", stages=2, microbatches=2, delayed=True)
+    first, _ = draw.summary(late).splitlines()
+    assert first.endswith("groups of 2, messages delayed")
+    assert "no saved chunks" in draw.summary(forward_only(Ring(2, 1), 2))
 
 
 def test_rows_stay_aligned_with_many_stages() -> None:

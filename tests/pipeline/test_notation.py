@@ -65,15 +65,13 @@ def test_a_written_schedule_reads_back_exactly(
                     assert_same(build(f"file:{file}", **sizes), schedule)
 
 
-def test_a_file_can_be_delayed_or_run_forward_only(tmp_path: Path) -> None:
+def test_a_file_can_be_delayed(tmp_path: Path) -> None:
     file = tmp_path / "schedule.csv"
     sizes: dict[str, Any] = {"stages": 3, "repeats": 2, "microbatches": 4}
     file.write_text(to_csv(build("zb_v", **sizes)))
     # A generated zero-bubble schedule has no delayed form, its actions in a file do.
     prompt, delayed = (build(f"file:{file}", **sizes, delayed=late) for late in (False, True))
     assert delayed.delayed and delayed.num_ticks > prompt.num_ticks
-    only = build(f"file:{file}", **sizes, backward=False)
-    assert_same(only, build("zb_v", **sizes, backward=False))
 
 
 def test_the_notation_is_the_usual_one() -> None:

@@ -18,8 +18,8 @@ import pytest
 from PIL import Image
 
 from maxpipe.pipeline import draw, pictures
-from maxpipe.pipeline.schedule import SCHEDULES, build
-from maxpipe.pipeline.table import Costs, Schedule
+from maxpipe.pipeline.schedule import SCHEDULES, build, forward_only
+from maxpipe.pipeline.table import Costs, Ring, Schedule
 
 Golden = Callable[[str, str], None]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -109,7 +109,7 @@ def test_what_is_odd_is_drawn_too(tmp_path: Path) -> None:
     file.write_text("0F0,0B0\n")
     named = pictures.svg(build(f"file:{file}", stages=1, microbatches=1))
     assert "a&amp;b&lt;c&gt;.csv" in named and ElementTree.fromstring(named) is not None
-    only = small("interleaved", backward=False)
+    only = forward_only(Ring(3, 2), 5)
     assert "polygon" not in pictures.svg(only) and "saved" in pictures.svg(only)
     assert '"ph": "C"' not in pictures.perfetto(only)
     many = pictures.svg(build("1f1b", stages=1, repeats=12, microbatches=1))

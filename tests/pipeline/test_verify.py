@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from maxpipe.pipeline.placement import place
-from maxpipe.pipeline.schedule import SCHEDULES, build
+from maxpipe.pipeline.schedule import SCHEDULES, build, forward_only
 from maxpipe.pipeline.table import IDLE, Action, Kind, Orders, Ring, Schedule, Slots
 from maxpipe.pipeline.verify import ScheduleError, verify
 
@@ -35,6 +35,8 @@ def named(rng: Random) -> Schedule:
     name = rng.choice(sorted(SCHEDULES))
     family = SCHEDULES[name]
     stages, microbatches = rng.randint(1, 6), rng.randint(1, 10)
+    if rng.random() < 0.2:
+        return forward_only(Ring(stages, rng.randint(1, 4), family.shape), microbatches)
     group = rng.choice([0, rng.randint(min(stages, microbatches), microbatches)])
     return build(
         name,
@@ -43,7 +45,6 @@ def named(rng: Random) -> Schedule:
         microbatches=microbatches,
         group=group if family.group == "chosen" else 0,
         delayed=family.delays and rng.random() < 0.5,
-        backward=rng.random() < 0.8,
     )
 
 
