@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxpipe.pipeline import program, slots
 from maxpipe.train.step import Steps
 from tests.cases import TOKENS, TOLERANCE, Case, batch_of, steps_of
 
@@ -63,28 +65,48 @@ def test_loss_curve_is_the_same_under_every_layout(
     assert unsharded_curve[-1] < unsharded_curve[0]
 
 
-def test_idle_slots_and_padding_never_reach_the_result() -> None:
-    """NaN in everything that an idle slot may touch changes nothing."""
-    case = Case(4, 2, 5, layers=6, fsdp=2, idle="compute")
-    steps = steps_of(case, rows=20)
+POISONED = [
+    Case(4, 2, 5, layers=10, fsdp=2, idle="compute"),
+    Case(4, 2, 5, layers=11, fsdp=2, remat="names"),
+    Case(3, 3, 4, layers=11, fsdp=2, gather="visit", remat="chunk", idle="compute"),
+    Case(4, 1, 5, schedule="zb_h1", layers=6, fsdp=2, idle="compute", remat="none"),
+    Case(4, 2, 5, schedule="zb_v", layers=10, fsdp=2, idle="compute", tied=True),
+    Case(2, 2, 4, schedule="circular", delayed=True, layers=6, fsdp=2, idle="compute"),
+]
+
+
+@pytest.mark.parametrize("case", POISONED, ids=str)
+def test_idle_slots_and_padding_never_reach_the_result(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN in everything that an idle slot may touch changes nothing: padding and all buffers."""
+    steps = steps_of(case, rows=20 if case.microbatches == 5 else 16)
     parts = steps.partition
-    batch = jax.device_put(batch_of(20), steps.batch_sharding)
-    run = jax.jit(steps.engine.value_and_grad(steps.train_schedule))
-    with jax.set_mesh(parts.mesh):
-        params = steps.init().params
-        used = jnp.asarray(parts.layout.layer_at >= 0).reshape(parts.layout.shape)
-        poisoned = dict(params)
-        poisoned["layers"] = jax.tree.map(
-            lambda leaf: jnp.where(
-                jnp.expand_dims(used, tuple(range(3, leaf.ndim))), leaf, jnp.nan
-            ),
-            params["layers"],
-        )
-        loss, gradients = run(params, batch, None)
-        poisoned_loss, poisoned_gradients = run(poisoned, batch, None)
-    assert float(loss) == float(poisoned_loss)
-    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(poisoned_gradients), strict=True):
+    batch = jax.device_put(batch_of(steps.shape[0]), steps.batch_sharding)
+
+    def gradients(params: Any) -> Any:
+        run = steps.engine.value_and_grad(steps.train_schedule)
+        with jax.set_mesh(parts.mesh):
+            return jax.jit(run)(params, batch, None)
+
+    params = steps.init().params
+    used = jnp.asarray(parts.layout.layer_at >= 0).reshape(parts.layout.shape)
+    assert not used.all()
+    poisoned = dict(params)
+    poisoned["layers"] = jax.tree.map(
+        lambda leaf: jnp.where(jnp.expand_dims(used, tuple(range(3, leaf.ndim))), leaf, jnp.nan),
+        params["layers"],
+    )
+    wanted = gradients(params)
+    for module in (slots, program):
+        monkeypatch.setattr(module, "zeros", lambda *like, real=slots.zeros: nan_of(real(*like)))
+    found = gradients(poisoned)
+    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def nan_of(empty: jax.Array) -> jax.Array:
+    return empty + jnp.nan if jnp.issubdtype(empty.dtype, jnp.inexact) else empty
 
 
 def test_memory_does_not_grow_with_microbatches() -> None:
