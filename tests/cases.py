@@ -44,9 +44,11 @@ class Case:
     delayed: bool = False
     offloaded: tuple[str, ...] = ()
     cut: tuple[int, ...] = ()
+    outside: int = 0
     layers: int = 5
     dropout: float = 0.0
     tied: bool = False
+    dtype: str = "float32"
 
     def __str__(self) -> str:
         shown = [f"{self.schedule}-P{self.stages}R{self.repeats}M{self.microbatches}"]
@@ -59,7 +61,13 @@ class Case:
 
 
 def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:
-    config = replace(MODEL, num_layers=case.layers, dropout=case.dropout, tied_embeddings=case.tied)
+    config = replace(
+        MODEL,
+        num_layers=case.layers,
+        dropout=case.dropout,
+        tied_embeddings=case.tied,
+        compute_dtype=case.dtype,  # type: ignore[arg-type]
+    )
     size = case.stages * case.fsdp * case.data * case.tensor
     mesh = MeshConfig(
         ici_stage=case.stages, ici_fsdp=case.fsdp, ici_data=case.data, ici_tensor=case.tensor
@@ -74,6 +82,7 @@ def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:
             group=case.group,
             delayed_forwarding=case.delayed,
             cut=list(case.cut),
+            layers_outside=case.outside,
             weight_gather=case.gather,  # type: ignore[arg-type]
             remat=case.remat,  # type: ignore[arg-type]
             offloaded_names=list(case.offloaded),

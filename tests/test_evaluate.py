@@ -106,8 +106,23 @@ def test_batches_have_padded_rows_and_other_numbers_of_targets(datasets: Dataset
             MeshConfig(ici_fsdp=2),
             PipelineConfig(repeats=3, microbatches=2, weight_gather="visit", idle="compute"),
         ),
+        (MeshConfig(ici_stage=3), PipelineConfig(microbatches=4, layers_outside=1)),
+        (
+            MeshConfig(ici_stage=2, ici_fsdp=2),
+            PipelineConfig(schedule="zb_h1", microbatches=4, layers_outside=2),
+        ),
     ],
-    ids=["one device", "stage-fsdp", "stage-data-repeats", "padded layers", "fsdp", "V", "visits"],
+    ids=[
+        "one device",
+        "stage-fsdp",
+        "stage-data-repeats",
+        "padded layers",
+        "fsdp",
+        "V",
+        "visits",
+        "a layer outside",
+        "layers outside-fsdp",
+    ],
 )
 def test_loss_equals_the_plain_loop(
     mesh: MeshConfig, pipeline: PipelineConfig, datasets: Datasets, expected: dict[str, float]

@@ -51,19 +51,29 @@ def _delay_is_read(config: Config) -> Iterator[Finding]:
         )
 
 
-@rule("pipeline.cut", "pipeline.repeats", "model.num_layers", *axis_keys("stage"))
+@rule(
+    "pipeline.cut",
+    "pipeline.layers_outside",
+    "pipeline.repeats",
+    "model.num_layers",
+    *axis_keys("stage"),
+)
 def _cut_covers_the_layers(config: Config) -> Iterator[Finding]:
-    cut, layers = config.pipeline.cut, config.model.num_layers
+    cut, outside = config.pipeline.cut, config.pipeline.layers_outside
+    layers = config.model.num_layers - outside
     if not cut:
         return
     stages = axis_size(config.mesh, "stage")
     chunks = config.pipeline.repeats * stages if stages else len(cut)
     if len(cut) == chunks and sum(cut) == layers and min(cut) >= 1:
         return
+    wanted = f"model.num_layers ({config.model.num_layers})"
+    if outside:
+        wanted += f" - pipeline.layers_outside ({outside}) = {layers}"
     yield Finding(
         "pipeline.cut",
         f"must hold {chunks} numbers of at least 1 (stages x repeats) that add up to "
-        f"model.num_layers ({layers}): here are {len(cut)} that add up to {sum(cut)}.",
+        f"{wanted}: here are {len(cut)} that add up to {sum(cut)}.",
         "Set pipeline.cut=[] for an even cut.",
     )
 
@@ -115,6 +125,21 @@ def _each_chunk_has_a_layer(config: Config) -> Iterator[Finding]:
     else:
         fewer = f"or at most {layers} stages with pipeline.repeats=1"
         yield Finding("mesh.ici_stage", rule, f"Set {more}, {fewer}.")
+
+
+@rule("pipeline.layers_outside", "pipeline.repeats", "model.num_layers", *axis_keys("stage"))
+def _the_ring_keeps_its_layers(config: Config) -> Iterator[Finding]:
+    stages = axis_size(config.mesh, "stage")
+    layers, repeats = config.model.num_layers, config.pipeline.repeats
+    most = layers - (stages or 1) * repeats
+    if stages is None or not 0 <= most < config.pipeline.layers_outside:
+        return
+    yield Finding(
+        "pipeline.layers_outside",
+        f"must be at most {most}, that is model.num_layers ({layers}) - stages ({stages}) x "
+        f"repeats ({repeats}): each chunk of the ring holds at least one layer.",
+        f"Set pipeline.layers_outside={layers % (stages * repeats)} for an even cut.",
+    )
 
 
 @rule("pipeline.group", "pipeline.schedule")

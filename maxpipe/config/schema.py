@@ -138,6 +138,10 @@ class PipelineConfig:
     cut: list[int] = field(default_factory=list)
     """Layers of each chunk in network order, stages x repeats numbers. Empty cuts as evenly as
     possible."""
+    layers_outside: int = 0
+    """The network's first layers that run outside the ring: on all stages at once, each with its
+    own microbatch. Leaves the ring a number of layers that divides evenly, so that no chunk waits
+    for a longer one. Every stage holds their weights."""
     weight_gather: Literal["iteration", "visit", "step"] = "iteration"
     """When weights sharded over fsdp are gathered: `iteration` for every layer of every forward
     and backward (least memory), `visit` each time a stage turns to another chunk (a window of

@@ -6,7 +6,7 @@ compilers have tripped over. Callers name axes and need not know their sizes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -59,7 +59,15 @@ def size_of(axis: str) -> int:
 def sum_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
     """The sum over all devices of these axes, the same on each."""
     present = _present(axes)
-    return lax.psum(x, present) if present else x
+    return _summed(lambda x: lax.psum(x, present), x) if present else x
+
+
+def _summed(add: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """The sum, on CPUs in float32: XLA aborts there on bfloat16 beside an automatic axis."""
+    if x.dtype != jnp.bfloat16:
+        return add(x)
+    wide = lambda x: add(x.astype(jnp.float32)).astype(x.dtype)  # noqa: E731
+    return lax.platform_dependent(x, cpu=wide, default=add)
 
 
 def max_over(x: jax.Array, axis: str) -> jax.Array:
@@ -67,7 +75,7 @@ def max_over(x: jax.Array, axis: str) -> jax.Array:
     return lax.pmax(x, axis) if _present(axis) else x
 
 
-def from_position(x: jax.Array, axis: str, position: int) -> jax.Array:
+def from_position(x: jax.Array, axis: str, position: int | jax.Array) -> jax.Array:
     """The value of the device at `position` of the axis, on all of them."""
     return sum_over(jnp.where(index_on(axis) == position, x, 0), axis)
 
@@ -81,7 +89,7 @@ def scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """This device's shard along `dim` of the sum over the axis."""
     if not _present(axis):
         return x
-    return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    return _summed(lambda x: lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True), x)
 
 
 def shift(x: jax.Array, axis: str, step: int, size: int) -> jax.Array:

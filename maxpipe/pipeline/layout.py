@@ -2,7 +2,7 @@
 
 A cut divides the network's layers into chunks, runs of consecutive layers; the ring says which
 stage holds which chunk. Chunks may differ in length; shorter ones are padded with unused zeros,
-which the engine skips.
+which the engine skips. The first layers of the network may stay outside: every stage has them.
 """
 
 from __future__ import annotations
@@ -68,11 +68,13 @@ class Layout:
     ring: Ring
     cut: tuple[int, ...]
     """Layers of each chunk, in network order."""
+    outside: int = 0
+    """Layers in front of the first chunk, which every stage holds."""
 
     @property
     def num_layers(self) -> int:
-        """Layers of all chunks."""
-        return sum(self.cut)
+        """Layers of the network."""
+        return self.outside + sum(self.cut)
 
     @property
     def layers_per_chunk(self) -> int:
@@ -100,7 +102,7 @@ class Layout:
     def first_layer(self) -> np.ndarray:
         """int32 `[R, P]`: network position of each chunk's first layer."""
         sizes = np.array(self.cut)
-        return (np.cumsum(sizes) - sizes).astype(np.int32)[self._chunk_at]
+        return (self.outside + np.cumsum(sizes) - sizes).astype(np.int32)[self._chunk_at]
 
     @cached_property
     def layer_at(self) -> np.ndarray:
@@ -113,25 +115,31 @@ class Layout:
     @property
     def _is_plain(self) -> bool:
         """Whether stacked order is network order: no padding, and no way back on the ring."""
-        return bool((self.layer_at == np.arange(self.layer_at.size)).all())
+        return bool((self.layer_at == self.outside + np.arange(self.layer_at.size)).all())
 
     @cached_property
     def _place_of(self) -> np.ndarray:
-        """int `[num_layers]`: the stacked position of each layer."""
+        """int: the stacked position of each layer of the ring, in network order."""
         used = np.flatnonzero(self.layer_at >= 0)
         return used[np.argsort(self.layer_at[used])]
 
     def stack(self, layers: jax.Array) -> jax.Array:
-        """`[num_layers, ...]` in network order -> `[R, P, L, ...]`, zeros in the padding."""
-        if not self._is_plain:
+        """`[num_layers, ...]` in network order -> the ring's `[R, P, L, ...]`, zeros as padding."""
+        if self._is_plain:
+            ring = layers[self.outside :]
+        else:
             padded = jnp.concatenate([layers, jnp.zeros_like(layers[:1])])
-            layers = padded[self.layer_at]  # -1 picks the zeros
-        return layers.reshape(*self.shape, *layers.shape[1:])
+            ring = padded[self.layer_at]  # -1 picks the zeros
+        return ring.reshape(*self.shape, *layers.shape[1:])
 
-    def unstack(self, stacked: jax.Array) -> jax.Array:
-        """`[R, P, L, ...]` -> `[num_layers, ...]` in network order, padding dropped."""
+    def unstack(self, stacked: jax.Array, outside: jax.Array | None = None) -> jax.Array:
+        """`[R, P, L, ...]` -> `[num_layers, ...]` in network order, padding dropped.
+
+        `outside` are the layers in front of the ring, if there are any.
+        """
         flat = stacked.reshape(-1, *stacked.shape[3:])
-        return flat if self._is_plain else flat[self._place_of]
+        ring = flat if self._is_plain else flat[self._place_of]
+        return ring if outside is None else jnp.concatenate([outside, ring])
 
 
 def pad_vocabulary(table: jax.Array, dim: int, size: int) -> jax.Array:

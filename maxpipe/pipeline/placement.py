@@ -5,12 +5,13 @@
    interval of time on one stage; colouring the intervals gives buffer slots, the fewest possible.
 3. `_visits`: runs of one chunk on a stage become gathers into a window of chunks, and their
    gradients reductions out of it.
+4. `_outside`: microbatches that enter become rounds, which pass the layers outside the ring.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from maxpipe.pipeline.table import (
     Arrival,
     Kind,
     Orders,
+    Outside,
     Ring,
     Schedule,
     Slots,
@@ -77,6 +79,7 @@ def place(
         num_stash=buffers.stash(),
         num_deferred=buffers.deferred(),
         visits=_visits(ring, slots, num_ticks, mixed=mixed),
+        outside=_outside(ring, slots["F"].at_first_chunk, slots["I"].at_first_chunk),
     )
 
 
@@ -167,7 +170,7 @@ class _Interval(NamedTuple):
 
     start: int
     end: int
-    cells: list[tuple[np.ndarray, _Cell]]
+    cells: Sequence[tuple[np.ndarray, _Cell | int]]
 
 
 def _colour(intervals: Iterable[_Interval]) -> int:
@@ -404,3 +407,31 @@ def _event_slots(
                     cells += [(run.column, (tick, stage)) for tick in ticks]
             found[stage].append(_Interval(starts[event], last, cells))
     return repeat, slot, max(_colour(intervals) for intervals in found.values())
+
+
+# Layers outside the ring.
+
+
+def _outside(ring: Ring, entering: np.ndarray, returning: np.ndarray) -> Outside:
+    """Rounds of the microbatches `[K]` that enter the ring, and of those that come back."""
+    forward, backward = (np.full(len(entering), IDLE, np.int32) for _ in range(2))
+    forward_slot, backward_slot = np.zeros_like(forward), np.zeros_like(backward)
+
+    def by_round(microbatches: np.ndarray) -> dict[int, list[int]]:
+        ticks: dict[int, list[int]] = {}
+        for tick in np.flatnonzero(microbatches != IDLE).tolist():
+            ticks.setdefault(int(microbatches[tick]) // ring.num_stages, []).append(tick)
+        return ticks
+
+    back = by_round(returning)
+    found = []
+    for number, ticks in by_round(entering).items():
+        forward[ticks[0]] = number
+        start, end = (_MOMENTS * tick + _FORWARD for tick in (ticks[0], ticks[-1]))
+        cells = [(forward_slot, tick) for tick in ticks]
+        if number in back:
+            backward[back[number][-1]] = number
+            end = _MOMENTS * back[number][-1] + _END
+            cells += [(backward_slot, tick) for tick in back[number]]
+        found.append(_Interval(start, end, cells))
+    return Outside(forward, forward_slot, backward, backward_slot, _colour(found))

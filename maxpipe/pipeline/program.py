@@ -19,9 +19,10 @@ from jax import lax
 from maxpipe.mesh import STAGE
 from maxpipe.pipeline.collectives import from_position, index_on, shift, vary
 from maxpipe.pipeline.layout import Layout
+from maxpipe.pipeline.outside import OutsideBuffers, OutsideLayers, OutsideRow
 from maxpipe.pipeline.remat import Keep
 from maxpipe.pipeline.slots import Idle, LayerSlots, SlotRow, microbatch, read, write, zeros
-from maxpipe.pipeline.table import Schedule, Slots
+from maxpipe.pipeline.table import Ring, Schedule, Slots
 from maxpipe.pipeline.vocabulary import LossHead, accumulate_embedding, embed
 from maxpipe.pipeline.weights import (
     NOT_SHARDED,
@@ -40,7 +41,8 @@ class Network:
     """What the engine runs: a stack of like layers between an embedding and a loss head.
 
     Parameters are `{embedding [V, D], layers {... [R, P, L, ...]}, final_norm, head [D, V]}`;
-    without `head` the embedding table is used.
+    without `head` the embedding table is used. Layers in front of the ring are in `outside`,
+    stacked `[layers, ...]`.
     """
 
     layer: Callable[[Tree, jax.Array, Tree, jax.Array, jax.Array | None], jax.Array]
@@ -78,6 +80,7 @@ class Row(NamedTuple):
     embed: Any
     loss: Any
     embed_grad: Any
+    outside: OutsideRow
 
 
 class Table(NamedTuple):
@@ -105,6 +108,7 @@ class Table(NamedTuple):
             schedule.embed_microbatch,
             schedule.loss_microbatch,
             schedule.embed_grad_microbatch,
+            OutsideRow(*(getattr(schedule.outside, name) for name in OutsideRow._fields)),
         )
         visits = schedule.visits
         events = (visits.gather_repeat, visits.gather_slot)
@@ -119,6 +123,7 @@ class Gradients(NamedTuple):
     layers: Tree
     final_norm: Tree
     head: jax.Array | None
+    outside: Tree
 
 
 class Buffers(NamedTuple):
@@ -136,6 +141,7 @@ class Buffers(NamedTuple):
     """Whole chunks of weights `[slots * L, ...]`, when gathered by visit."""
     partial: Tree
     """Their gradients, not yet reduced."""
+    outside: OutsideBuffers | None
     gradients: Gradients | None
     loss: jax.Array
 
@@ -152,7 +158,9 @@ class Program:
         # A window that has room for all chunks is never refilled: every chunk stays.
         self.by_visit = schedule.visits.num_window > 0 and plan.weight_gather == "visit"
         self._hold_ends(params)
-        self._hold_layers(params["layers"], None if key is None else vary(key))
+        key = None if key is None else vary(key)
+        self._hold_layers(params["layers"], key)
+        self.outside = self._outside(params["outside"], key) if "outside" in params else None
 
     def _hold_ends(self, params: Tree) -> None:
         dims, dtype = self.plan.dims, self.network.compute_dtype
@@ -166,10 +174,10 @@ class Program:
     def _hold_layers(self, params: Tree, key: jax.Array | None) -> None:
         plan, dtype = self.plan, self.network.compute_dtype
         mode = plan.weight_gather
-        # Stacked dims [R, 1, L] of this stage become one; the fsdp dim is one layer's.
+        # Stacked dims [R, 1, L] of this stage become one.
         self.weights = LayerWeights(
             "step" if mode == "visit" and not self.by_visit else mode,
-            jax.tree.map(lambda dim: dim if dim == NOT_SHARDED else dim - 3, plan.dims["layers"]),
+            _of_one_layer(plan.dims["layers"], num_stacked=3),
             dtype,
         )
         flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), params)
@@ -188,6 +196,20 @@ class Program:
             inputs = microbatch(self.batch, vary(jnp.int32(0)))
             halves = self.schedule.mixed
             self.pieces = self.slots.pieces(held, self._activation(), inputs, halves=halves)
+
+    def _outside(self, params: Tree, key: jax.Array | None) -> OutsideLayers:
+        """The layers in front of the ring: one chunk that every stage holds."""
+        plan, trains = self.plan, self.schedule.trains
+        weights = LayerWeights(
+            "iteration" if plan.weight_gather == "iteration" else "step",
+            _of_one_layer(plan.dims["outside"], num_stacked=1),
+            self.network.compute_dtype,
+        )
+        held, layout = weights.hold(params), Layout(Ring(1, 1), (plan.layout.outside,))
+        slots = LayerSlots(self.network.layer, layout, weights, plan.keep, "skip", key, False)
+        inputs = microbatch(self.batch, vary(jnp.int32(0)))
+        pieces = slots.pieces(held, self._activation(), inputs, halves=False) if trains else None
+        return OutsideLayers(slots, held, self.schedule, self.batch, pieces)
 
     def _window(self, num_chunks: int, dtype: Any) -> Tree:
         return self.weights.window(self.held, num_chunks * self.slots.length, jnp.dtype(dtype))
@@ -216,6 +238,7 @@ class Program:
                 self.weights.zeros(self.held),
                 jax.tree.map(wide, self.final_norm),
                 None if self.tied else wide(self.head),
+                self.outside and self.outside.slots.weights.zeros(self.outside.held),
             )
         return Buffers(
             inbox=zeros(schedule.num_inbox, empty),
@@ -224,6 +247,7 @@ class Program:
             sent=dict.fromkeys(self._ports_between_ticks(), empty),
             window=self._window(visits.num_window, empty.dtype) if self.by_visit else None,
             partial=sums,
+            outside=self.outside and self.outside.buffers(empty),
             gradients=vary(gradients),
             loss=vary(jnp.float32(0)),
         )
@@ -320,13 +344,7 @@ class Program:
 
     def _forward_slot(self, carry: Buffers, row: Row) -> tuple[jax.Array, Buffers]:
         """The chunk's output; what the backward slot will need goes to the stash."""
-        with jax.named_scope("embed"):
-            tokens = read(self.batch["tokens"], jnp.maximum(row.embed, 0))
-            entering = lax.cond(
-                row.embed >= 0,
-                lambda: vary(embed(self.embedding, tokens)),
-                lambda: self._activation(),
-            )
+        entering, carry = self._enter(carry, row)
         is_first = (self.stage == 0) & (row.forward.repeat == 0)
         x = jnp.where(is_first, entering, read(carry.inbox, row.forward.inbox))
         work, held = self.slots.work(row.forward, self.batch), self._held(carry)
@@ -376,10 +394,40 @@ class Program:
 
     # The two ends of the network.
 
+    def _enter(self, carry: Buffers, row: Row) -> tuple[jax.Array, Buffers]:
+        """What the network's first chunk takes in this tick."""
+        if self.outside is not None:
+            assert carry.outside is not None
+            entering, outside = self.outside.enter(
+                carry.outside, row.outside, row.embed, self.embedding
+            )
+            return entering, carry._replace(outside=outside)
+        with jax.named_scope("embed"):
+            tokens = read(self.batch["tokens"], jnp.maximum(row.embed, 0))
+            entering = lax.cond(
+                row.embed >= 0,
+                lambda: vary(embed(self.embedding, tokens)),
+                lambda: self._activation(),
+            )
+        return entering, carry
+
     def _embed_grad(self, carry: Buffers, row: Row, d_input: jax.Array) -> Buffers:
+        """Adds the gradients of what is in front of the first chunk."""
         tokens = read(self.batch["tokens"], jnp.maximum(row.embed_grad, 0))
         gradients = carry.gradients
         assert gradients is not None
+        if self.outside is not None:
+            assert carry.outside is not None
+            outside, layers, embedding = self.outside.leave(
+                carry.outside,
+                row.outside,
+                row.embed_grad,
+                d_input,
+                gradients.outside,
+                gradients.embedding,
+            )
+            gradients = gradients._replace(outside=layers, embedding=embedding)
+            return carry._replace(outside=outside, gradients=gradients)
         with jax.named_scope("embed_grad"):
             embedding = lax.cond(
                 row.embed_grad >= 0,
@@ -513,7 +561,14 @@ class Program:
         }
         if gradients.head is not None:
             found["head"] = vocabulary(gradients.head, dims["head"])
+        if self.outside is not None:
+            found["outside"] = self.outside.finish(gradients.outside)
         return found
+
+
+def _of_one_layer(dims: Tree, *, num_stacked: int) -> Tree:
+    """Sharded dims of one layer's weights, from those of weights stacked along so many dims."""
+    return jax.tree.map(lambda dim: dim if dim == NOT_SHARDED else dim - num_stacked, dims)
 
 
 def _cut(num_microbatches: int, rows: jax.Array) -> jax.Array:

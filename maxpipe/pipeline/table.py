@@ -117,6 +117,11 @@ class Slots:
         """bool `[K, P]`: there is work in the slot."""
         return self.microbatch != IDLE
 
+    @property
+    def at_first_chunk(self) -> np.ndarray:
+        """`[K]`: microbatch that is in the network's first chunk in this tick, or `IDLE`."""
+        return np.where(self.repeat[:, 0] == 0, self.microbatch[:, 0], IDLE)
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -152,6 +157,26 @@ class Visits:
     num_gradient: int
 
 
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """When layers outside the ring run, if there are any; arrays `[K]`, the same for all stages.
+
+    They run for a round of P microbatches at a time: of round i, stage p has microbatch i*P + p.
+    The round goes forward when the first of its microbatches enters the ring, and backward when the
+    last of them is back. In between each stage keeps what it has of the round in one slot.
+    """
+
+    forward: np.ndarray
+    """Round that goes forward before this tick's microbatch enters, or `IDLE`."""
+    forward_slot: np.ndarray
+    """Slot of the round to which the entering microbatch belongs."""
+    backward: np.ndarray
+    """Round that goes backward after this tick's microbatch is back, or `IDLE`."""
+    backward_slot: np.ndarray
+    """Slot of the round to which the microbatch that is back belongs."""
+    num_slots: int
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A placed schedule: everything the engine needs to know about time and buffers."""
@@ -177,6 +202,7 @@ class Schedule:
     num_stash: int
     num_deferred: int
     visits: Visits
+    outside: Outside
 
     @property
     def num_stages(self) -> int:
@@ -205,8 +231,7 @@ class Schedule:
     @property
     def embed_microbatch(self) -> np.ndarray:
         """`[K]`: microbatch that enters the network in this tick, or `IDLE`."""
-        first = self.forward.repeat[:, 0] == 0
-        return np.where(first, self.forward.microbatch[:, 0], IDLE)
+        return self.forward.at_first_chunk
 
     @cached_property
     def loss_microbatch(self) -> np.ndarray:
@@ -223,8 +248,7 @@ class Schedule:
     @property
     def embed_grad_microbatch(self) -> np.ndarray:
         """`[K]`: microbatch whose gradient reaches the embedding in this tick, or `IDLE`."""
-        first = self.backward.repeat[:, 0] == 0
-        return np.where(first, self.backward.microbatch[:, 0], IDLE)
+        return self.backward.at_first_chunk
 
     def tick_costs(self, costs: Costs) -> np.ndarray:
         """`[K]`: time of each tick. Stages advance in lockstep: the slowest one counts."""

@@ -41,6 +41,7 @@ def verify(schedule: Schedule, *, idle: float | None = None) -> None:
     _check_kinds(schedule)
     _check_completeness(schedule)
     _Replay(schedule).run()
+    _Rounds(schedule).run()
     found = schedule.idle_fraction()
     if idle is not None and abs(found - idle) > IDLE_TOLERANCE:
         reason = f"the table idles {found:.2%} of the time and its family {idle:.2%}."
@@ -397,3 +398,73 @@ class _Replay:
             if declared != needed:
                 reason = f"the {buffer} has {declared} slots and needs {needed}."
                 raise ScheduleError(schedule, tick, stage, "F", reason)
+
+
+class _Rounds:
+    """What the layers outside the ring do, replayed: one slot holds one round from end to end."""
+
+    def __init__(self, schedule: Schedule):
+        self.schedule, self.outside = schedule, schedule.outside
+        # By slot: the round, its microbatches that have yet to enter, and those not yet back.
+        self.held: dict[int, tuple[int, set[int], set[int]]] = {}
+        self.peak = (0, 0)
+
+    def run(self) -> None:
+        """Every microbatch enters out of its round's slot and comes back to it."""
+        schedule, outside = self.schedule, self.outside
+        for column in ("forward", "forward_slot", "backward", "backward_slot"):
+            is_slot = column.endswith("slot")
+            array = getattr(outside, column)[:, None]
+            rounds = -(-schedule.num_microbatches // schedule.num_stages)
+            bounds = (0, outside.num_slots) if is_slot else (IDLE, rounds)
+            _check_range(schedule, "F", f"outside {column}", array, *bounds)
+        for tick in range(schedule.num_ticks):
+            self._forward(tick)
+            self._pass(tick, "F", int(schedule.embed_microbatch[tick]))
+            if schedule.trains:
+                self._pass(tick, schedule.kinds[1][0], int(schedule.embed_grad_microbatch[tick]))
+                self._backward(tick)
+        for number, _, _ in self.held.values():
+            self._fail(schedule.num_ticks - 1, "F", f"round {number} is never done.")
+        needed, tick = self.peak
+        if needed != outside.num_slots:
+            reason = f"rounds have {outside.num_slots} slots and need {needed}."
+            self._fail(tick, "F", reason)
+
+    def _fail(self, tick: int, kind: Kind, reason: str) -> None:
+        raise ScheduleError(self.schedule, tick, 0, kind, f"outside the ring, {reason}")
+
+    def _forward(self, tick: int) -> None:
+        number, slot = int(self.outside.forward[tick]), int(self.outside.forward_slot[tick])
+        if number == IDLE:
+            return
+        if slot in self.held:
+            self._fail(tick, "F", f"round {number} overwrites round {self.held[slot][0]}.")
+        stages, count = self.schedule.num_stages, self.schedule.num_microbatches
+        own = set(range(number * stages, min(count, (number + 1) * stages)))
+        self.held[slot] = (number, own, set(own) if self.schedule.trains else set())
+        if len(self.held) > self.peak[0]:
+            self.peak = (len(self.held), tick)
+
+    def _pass(self, tick: int, kind: Kind, microbatch: int) -> None:
+        """A microbatch enters, or its cotangent is back."""
+        if microbatch == IDLE:
+            return
+        column = self.outside.forward_slot if kind == "F" else self.outside.backward_slot
+        slot = int(column[tick])
+        _, entering, returning = self.held.get(slot, (IDLE, set(), set()))
+        waiting = entering if kind == "F" else returning - entering
+        if microbatch not in waiting:
+            self._fail(tick, kind, f"microbatch {microbatch} is not in slot {slot}.")
+        (entering if kind == "F" else returning).discard(microbatch)
+        if not self.schedule.trains and not entering:
+            del self.held[slot]
+
+    def _backward(self, tick: int) -> None:
+        number, slot = int(self.outside.backward[tick]), int(self.outside.backward_slot[tick])
+        if number == IDLE:
+            return
+        found, _, returning = self.held.pop(slot, (IDLE, set(), set()))
+        if found != number or returning:
+            kind = self.schedule.kinds[1][0]
+            self._fail(tick, kind, f"round {number} goes backward before all of it is back.")

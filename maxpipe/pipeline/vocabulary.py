@@ -11,13 +11,22 @@ Source: the vocabulary-parallel cross entropy of Megatron-LM (arXiv:1909.08053).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from maxpipe.mesh import STAGE
-from maxpipe.pipeline.collectives import from_position, index_on, max_over, sum_over, vary
+from maxpipe.pipeline.collectives import (
+    from_position,
+    gather_shards,
+    index_on,
+    max_over,
+    scatter_sum,
+    sum_over,
+    vary,
+)
 
 
 def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -28,10 +37,26 @@ def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 def accumulate_embedding(total: jax.Array, tokens: jax.Array, cotangent: jax.Array) -> jax.Array:
     """Adds stage 0's `cotangent [B, T, D]` to the rows of `total [V/P, D]` held here."""
-    cotangent = from_position(cotangent, STAGE, 0).astype(total.dtype)
+    return _add_rows(total, tokens, from_position(cotangent, STAGE, 0))
+
+
+def embed_own(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`table [V/P, D]`, `tokens [P, B, T]` -> `[B, T, D]`: to each stage its own microbatch."""
+    row, mine = _own_rows(tokens, table.shape[0])
+    return scatter_sum(jnp.where(mine[..., None], table[row], 0), STAGE, 0)[0]
+
+
+def accumulate_embedding_of_all(
+    total: jax.Array, tokens: jax.Array, cotangent: jax.Array
+) -> jax.Array:
+    """Adds every stage's own `cotangent [B, T, D]` for `tokens [P, B, T]` to the rows here."""
+    return _add_rows(total, tokens, gather_shards(cotangent[None], STAGE, 0))
+
+
+def _add_rows(total: jax.Array, tokens: jax.Array, cotangent: jax.Array) -> jax.Array:
     row, mine = _own_rows(tokens, total.shape[0])
-    out_of_range = total.shape[0]
-    return total.at[jnp.where(mine, row, out_of_range)].add(vary(cotangent), mode="drop")
+    row = jnp.where(mine, row, total.shape[0])  # out of range is dropped
+    return total.at[row].add(vary(cotangent.astype(total.dtype)), mode="drop")
 
 
 def _own_rows(tokens: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
@@ -91,8 +116,8 @@ class LossHead(NamedTuple):
         weight = (mask * scale)[..., None]
         error = (exponent / normaliser[..., None] - is_target) * weight
         error = error.astype(hidden.dtype)
-        d_head = jnp.einsum("btd,btv->dv", hidden, error, preferred_element_type=jnp.float32)
-        d_hidden = jnp.einsum("btv,dv->btd", error, head, preferred_element_type=jnp.float32)
+        d_head = _product("btd,btv->dv", hidden, error)
+        d_hidden = _product("btv,dv->btd", error, head)
         d_hidden = vary(sum_over(d_hidden, STAGE)).astype(hidden.dtype)
         d_norm, d_output = norm_vjp(d_hidden)
         return Loss(total, d_output, d_norm, d_head)
@@ -105,7 +130,7 @@ class LossHead(NamedTuple):
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Loss, exp(logits - max) `[B, T, V/P]`, its sum `[B, T]`, and one-hot targets."""
         num_columns = head.shape[1]
-        logits = jnp.einsum("btd,dv->btv", hidden, head, preferred_element_type=jnp.float32)
+        logits = _product("btd,dv->btv", hidden, head)
         column = index_on(STAGE) * num_columns + jnp.arange(num_columns)
         logits = jnp.where(column < self.vocab_size, logits, jnp.finfo(jnp.float32).min)
         largest = max_over(logits.max(axis=-1), STAGE)
@@ -115,3 +140,12 @@ class LossHead(NamedTuple):
         picked = sum_over(jnp.where(is_target, logits, 0.0).sum(axis=-1), STAGE)
         total = ((jnp.log(normaliser) + largest - picked) * mask).sum()
         return vary(total), exponent, normaliser, is_target.astype(jnp.float32)
+
+
+def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The einsum, summed in float32. XLA for CPU lacks some such products of bfloat16."""
+    multiply = partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
+    if a.dtype != jnp.bfloat16:
+        return multiply(a, b)
+    wide = lambda a, b: multiply(a.astype(jnp.float32), b.astype(jnp.float32))  # noqa: E731
+    return jax.lax.platform_dependent(a, b, cpu=wide, default=multiply)

@@ -1,8 +1,9 @@
 """The train state, and its two forms: stacked on the mesh, and in network order.
 
-On the mesh layers are stacked `[R, P, L]` and the vocabulary is padded to divide its
-shards; in checkpoints everything is in network order without padding. `Partition` is
-the only place that converts, and it knows the sharding of both forms.
+On the mesh layers are stacked `[R, P, L]`, those in front of the ring `[layers]`, and the
+vocabulary is padded to divide its shards; in checkpoints everything is in network order
+without padding. `Partition` is the only place that converts, and it knows the sharding of
+both forms.
 """
 
 from __future__ import annotations
@@ -48,10 +49,16 @@ class Partition:
 
         def spec(path: tuple[Any, ...], axes: tuple[str, ...]) -> PartitionSpec:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            stacked = name.startswith("layers.")
-            return rules.spec((*STACK, *axes) if stacked else axes, where=name)
+            stack = {"layers": STACK, "outside": STACK[-1:]}.get(name.partition(".")[0], ())
+            return rules.spec((*stack, *axes), where=name)
 
-        return jax.tree_util.tree_map_with_path(spec, self.decoder.axes(), is_leaf=_is_axes)
+        return jax.tree_util.tree_map_with_path(spec, self._axes, is_leaf=_is_axes)
+
+    @cached_property
+    def _axes(self) -> Tree:
+        """Logical axes of each parameter, without those of stacking."""
+        axes = self.decoder.axes()
+        return axes | {"outside": axes["layers"]} if self.layout.outside else axes
 
     @cached_property
     def network_specs(self) -> Tree:
@@ -85,7 +92,7 @@ class Partition:
     @cached_property
     def decayed(self) -> Tree:
         """Which parameters weight decay applies to: all but normalisation scales."""
-        return jax.tree.map(lambda axes: axes != ("norm",), self.decoder.axes(), is_leaf=_is_axes)
+        return jax.tree.map(lambda axes: axes != ("norm",), self._axes, is_leaf=_is_axes)
 
     def shardings(self, specs: Tree) -> Tree:
         """The specs on this mesh."""
@@ -100,22 +107,29 @@ class Partition:
             used = (layers >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
             return jnp.where(used, leaf, 0).reshape(*self.layout.shape, *leaf.shape[1:])
 
-        outer = self._pad_vocabulary(self.decoder.init_outer(key))
-        return outer | {"layers": jax.tree.map(stack, drawn)}
+        params = self._pad_vocabulary(self.decoder.init_outer(key))
+        params["layers"] = jax.tree.map(stack, drawn)
+        if self.layout.outside:
+            params["outside"] = self.decoder.init_layers(key, jnp.arange(self.layout.outside))
+        return params
 
     def stack(self, params: Tree) -> Tree:
         """Network order -> the stacked, padded form."""
-        stacked = self._pad_vocabulary(params)
-        return stacked | {"layers": jax.tree.map(self.layout.stack, params["layers"])}
+        layout, stacked = self.layout, self._pad_vocabulary(params)
+        stacked["layers"] = jax.tree.map(layout.stack, params["layers"])
+        if layout.outside:
+            stacked["outside"] = jax.tree.map(lambda leaf: leaf[: layout.outside], params["layers"])
+        return stacked
 
     def unstack(self, params: Tree) -> Tree:
         """The stacked form -> network order without padding."""
         size = self.decoder.config.vocab_size
-        plain = {name: leaf for name, leaf in params.items() if name != "layers"}
+        plain = dict(params)
+        layers = (plain.pop("layers"), *([plain.pop("outside")] if self.layout.outside else []))
         plain["embedding"] = plain["embedding"][:size]
         if "head" in plain:
             plain["head"] = plain["head"][:, :size]
-        return plain | {"layers": jax.tree.map(self.layout.unstack, params["layers"])}
+        return plain | {"layers": jax.tree.map(self.layout.unstack, *layers)}
 
     def _pad_vocabulary(self, params: Tree) -> Tree:
         shape = self.mesh.shape

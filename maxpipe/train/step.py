@@ -243,8 +243,9 @@ def partition(
     )
     ring = schedule.ring
     # Embedding and loss head are spread over all stages: only layers weigh on the cut.
-    cut = pipeline.cut or balanced_cut([1.0] * model.num_layers, ring.num_chunks)
-    layout = Layout(ring, tuple(cut))
+    outside = pipeline.layers_outside
+    cut = pipeline.cut or balanced_cut([1.0] * (model.num_layers - outside), ring.num_chunks)
+    layout = Layout(ring, tuple(cut), outside)
     parts = Partition(decoder, layout, mesh)
     network = Network(decoder.layer, decoder.norm, model.vocab_size, jnp.dtype(model.compute_dtype))
     lengths = np.zeros(model.vocab_size, np.int32)

@@ -76,6 +76,16 @@ BROKEN: list[tuple[str, str, str]] = [
     ("pipeline.delayed_forwarding=true", "pipeline.delayed_forwarding", "gpipe, circular and file"),
     ("pipeline.cut=[1,2]", "pipeline.cut", "1 numbers of at least 1"),
     ("pipeline.cut=[8,0] mesh.ici_stage=2", "pipeline.cut", "add up to model.num_layers (8)"),
+    (
+        "pipeline.cut=[4,4] mesh.ici_stage=2 pipeline.layers_outside=2",
+        "pipeline.cut",
+        "add up to model.num_layers (8) - pipeline.layers_outside (2) = 6",
+    ),
+    (
+        "pipeline.layers_outside=3 mesh.ici_stage=3 pipeline.repeats=2",
+        "pipeline.layers_outside",
+        "at most 2, that is model.num_layers (8) - stages (3) x repeats (2)",
+    ),
     ("pipeline.saved_names=[gates]", "pipeline.saved_names", "neither an activation"),
     ("pipeline.offloaded_names=[up]", "pipeline.offloaded_names", "pipeline.remat=names only"),
     ("mesh.ici_stage=4 pipeline.repeats=3", "pipeline.repeats", "needs at least 12 layers"),
@@ -155,6 +165,9 @@ def test_every_number_has_a_range():
         "pipeline.group=8 pipeline.microbatches=8 mesh.ici_stage=4",
         "mesh.ici_stage=3 pipeline.repeats=2",  # layers need not divide
         "mesh.ici_stage=-1 pipeline.repeats=8",
+        "mesh.ici_stage=3 pipeline.repeats=2 pipeline.layers_outside=2",
+        "mesh.ici_stage=2 pipeline.layers_outside=3 pipeline.cut=[2,3]",
+        "mesh.ici_stage=-1 pipeline.layers_outside=7",
         "mesh.ici_data=-1 mesh.dcn_data=-1",
         "mesh.ici_tensor=8 mesh.axis_rules.kv_heads=[]",
         "mesh.ici_tensor=8 mesh.axis_rules={heads: [], kv_heads: [], head_size: [tensor]}",
@@ -274,6 +287,7 @@ SMALL = st.integers(1, 12)
         optional={
             **{f"mesh.{link}_{a}": SIZES for link in ("ici", "dcn") for a in check.MESH_AXES},
             **{f"pipeline.{name}": SMALL for name in ("microbatches", "repeats", "group")},
+            "pipeline.layers_outside": SMALL,
             **{f"model.{name}": SMALL for name in ("num_layers", "num_heads", "num_kv_heads")},
             "model.d_model": st.integers(1, 300),
             "train.batch_size": st.integers(1, 64),

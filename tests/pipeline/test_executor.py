@@ -137,6 +137,35 @@ def test_the_window_of_weights_holds_the_right_chunks(case: Case) -> None:
     check_gradients(replace(case, gather="visit"))
 
 
+OUTSIDE = [
+    # Microbatches in whole rounds, with a short last round, and less than one round.
+    Case(1, 1, 1, outside=2),
+    Case(1, 3, 3, outside=2, fsdp=2, data=2, gather="visit"),
+    Case(2, 2, 4, outside=1, fsdp=2, gather="step", dropout=0.3),
+    Case(2, 2, 5, outside=1, tied=True, tensor=2, fsdp=2),
+    Case(3, 1, 2, outside=2, schedule="1f1b", remat="none", data=2),
+    Case(3, 2, 7, outside=3, layers=9, remat="names", dropout=0.3, fsdp=2),
+    Case(3, 3, 6, outside=1, layers=11, gather="visit", fsdp=2),
+    Case(4, 1, 4, outside=1, tensor=2),
+    Case(4, 2, 9, outside=2, layers=10, fsdp=2, remat="chunk", idle="compute"),
+    Case(4, 2, 3, outside=3, layers=12, fsdp=2, tied=True),
+    Case(2, 2, 4, outside=1, cut=(2, 1, 1, 2), layers=7, fsdp=2),
+    Case(8, 1, 9, outside=1, layers=9, dropout=0.3),
+    # Forward and backward sweeps hold every round; delayed messages; split backwards, on a V.
+    Case(3, 2, 7, outside=2, schedule="circular", layers=8, delayed=True, fsdp=2),
+    Case(4, 1, 9, outside=1, schedule="gpipe", data=2, gather="step"),
+    Case(2, 1, 5, outside=2, schedule="zb_h1", fsdp=2, remat="names", idle="compute"),
+    Case(4, 2, 8, outside=2, schedule="zb_v", layers=10, fsdp=2, remat="full", dropout=0.3),
+    Case(2, 2, 5, outside=1, schedule="v_min", tensor=2, remat="none", tied=True),
+    Case(3, 2, 4, outside=2, schedule="dualpipe_v", layers=8, data=2, remat="chunk"),
+]
+
+
+@pytest.mark.parametrize("case", OUTSIDE, ids=str)
+def test_layers_outside_the_ring(case: Case) -> None:
+    check_gradients(case)
+
+
 NAMES = ("gpipe", "circular", "1f1b", "interleaved", "breadth_first", "zb_h1", "zb_h2", "zb_v")
 NAMES += ("v_half", "v_min", "dualpipe_v", "delayed")
 
@@ -155,6 +184,7 @@ def matrix() -> list[Case]:
         schedule = "circular" if name == "delayed" else name
         turns = number // 2 + number // 8  # not in step with any of the choices above
         repeats = SCHEDULES[schedule].repeats or (3 if gather == "visit" else 1 + turns % 3)
+        more = turns % 4
         cases.append(
             Case(
                 stages,
@@ -166,7 +196,8 @@ def matrix() -> list[Case]:
                 idle=idle,
                 remat=remat,
                 dropout=(0.0, 0.3)[turns % 5 == 0],
-                layers=stages * repeats + turns % 4,
+                layers=stages * repeats + more,
+                outside=(0, more)[number // 3 % 2],
                 tied=turns % 7 == 0,
                 fsdp=1 + (turns % 3 == 0),
                 data=1 + (turns % 3 == 1),
@@ -206,5 +237,6 @@ def test_the_matrix_has_every_choice() -> None:
             found = {case.microbatches for case in mine if case.stages == stages}
             assert found == {stages, 2 * stages, 2 * stages + 1}, (schedule, stages)
         assert {case.dropout > 0 for case in mine} == {True, False}
+        assert {case.outside for case in mine} == {0, 1, 2, 3}
         if SCHEDULES[schedule].repeats is None:
             assert {case.repeats for case in mine} == {1, 2, 3}

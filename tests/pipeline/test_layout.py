@@ -14,14 +14,16 @@ from maxpipe.pipeline.layout import Layout, balanced_cut, pad_vocabulary, padded
 from maxpipe.pipeline.table import Ring
 
 
-def even(layers: int, stages: int, repeats: int, shape: str = "loop") -> Layout:
+def even(layers: int, stages: int, repeats: int, shape: str = "loop", outside: int = 0) -> Layout:
+    """`layers` of the ring are cut evenly."""
     ring = Ring(stages, repeats, shape)  # type: ignore[arg-type]
-    return Layout(ring, balanced_cut([1.0] * max(layers, ring.num_chunks), ring.num_chunks))
+    cut = balanced_cut([1.0] * max(layers, ring.num_chunks), ring.num_chunks)
+    return Layout(ring, cut, outside)
 
 
 def layouts(layers: int, stages: int, repeats: int) -> st.SearchStrategy[Layout]:
     numbers = (st.integers(1, layers), st.integers(1, stages), st.integers(1, repeats))
-    return st.builds(even, *numbers, st.sampled_from(["loop", "v"]))
+    return st.builds(even, *numbers, st.sampled_from(["loop", "v"]), st.integers(0, 3))
 
 
 @given(layouts(40, 8, 4))
@@ -30,16 +32,16 @@ def test_chunks_are_even_and_in_network_order(layout: Layout) -> None:
     sizes, first = layout.chunk_sizes, layout.first_layer
     assert sizes.shape == first.shape == (layout.ring.num_repeats, layout.ring.num_stages)
     assert sizes.dtype == first.dtype == np.int32
-    assert sizes.sum() == layout.num_layers and sizes.max() - sizes.min() <= 1
+    assert sizes.sum() == layout.num_layers - layout.outside and sizes.max() - sizes.min() <= 1
     assert sizes.max() == layout.layers_per_chunk
     # Each chunk follows the one before it without a gap, wherever the ring has it.
-    expected = 0
+    expected = layout.outside
     for chunk in range(layout.ring.num_chunks):
         stage, repeat = layout.ring.home(chunk)
         assert first[repeat, stage] == expected
         expected += sizes[repeat, stage]
     used = layout.layer_at[layout.layer_at >= 0]
-    assert sorted(used.tolist()) == list(range(layout.num_layers))
+    assert sorted(used.tolist()) == list(range(layout.outside, layout.num_layers))
     assert layout.layer_at.size == np.prod(layout.shape)
 
 
@@ -94,7 +96,10 @@ def test_stacking_is_undone_and_pads_with_zeros(layout: Layout) -> None:
                 stacked[repeat, stage, :size], layers[start : start + size]
             )
             assert not stacked[repeat, stage, size:].any()
-    np.testing.assert_array_equal(layout.unstack(jnp.asarray(stacked)), layers)
+    ring = layout.unstack(jnp.asarray(stacked))
+    np.testing.assert_array_equal(ring, layers[layout.outside :])
+    whole = layout.unstack(jnp.asarray(stacked), jnp.asarray(layers[: layout.outside]))
+    np.testing.assert_array_equal(whole, layers)
 
 
 def test_nothing_reads_the_padding() -> None:
@@ -117,6 +122,15 @@ def test_a_cut_on_a_v_by_hand() -> None:
     assert layout.chunk_sizes.tolist() == [[1, 2], [1, 1]]
     assert layout.first_layer.tolist() == [[0, 1], [4, 3]]
     assert layout.layer_at.tolist() == [0, -1, 1, 2, 4, -1, 3, -1]
+
+
+def test_layers_in_front_of_the_ring_by_hand() -> None:
+    layout = Layout(Ring(2, 1), (2, 1), outside=2)
+    assert layout.num_layers == 5 and layout.first_layer.tolist() == [[2, 4]]
+    assert layout.layer_at.tolist() == [2, 3, 4, -1]
+    stacked = layout.stack(jnp.arange(5.0))
+    assert stacked.tolist() == [[[2.0, 3.0], [4.0, 0.0]]]
+    assert layout.unstack(stacked, jnp.arange(2.0)).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int32])

@@ -11,7 +11,7 @@ import pytest
 from maxpipe.errors import ConfigError
 from maxpipe.pipeline.placement import OrderError, place
 from maxpipe.pipeline.schedule import SCHEDULES, build, forward_only
-from maxpipe.pipeline.table import Action, Ring, Schedule, Slots
+from maxpipe.pipeline.table import IDLE, Action, Ring, Schedule, Slots
 
 SMALL = [
     (stages, repeats, group)
@@ -282,3 +282,45 @@ def test_forward_only_visits_reduce_nothing() -> None:
     # Three groups of two microbatches; a chunk is gathered again for each.
     assert len(visits.gather_tick) == 3 * 4 and visits.num_window == 2
     assert not visits.reduce_tick.size and visits.num_gradient == 0
+
+
+# Layers outside the ring.
+
+
+def test_rounds_by_hand() -> None:
+    outside = build("1f1b", stages=2, microbatches=3).outside
+    # Microbatches 0, 1, 2 enter in ticks 0, 1, 2 and are back in ticks 2, 3, 4.
+    assert outside.forward.tolist() == [0, IDLE, 1, IDLE, IDLE]
+    assert outside.forward_slot.tolist() == [0, 0, 1, 0, 0]
+    assert outside.backward.tolist() == [IDLE, IDLE, IDLE, 0, 1]
+    assert outside.backward_slot.tolist() == [0, 0, 0, 0, 1]
+    assert outside.num_slots == 2
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_round_goes_with_its_first_microbatch_and_comes_back_with_its_last(name: str) -> None:
+    stages, microbatches = 3, 7
+    repeats = SCHEDULES[name].repeats or 2
+    schedule = build(name, stages=stages, repeats=repeats, microbatches=microbatches)
+    entering, returning = schedule.embed_microbatch, schedule.embed_grad_microbatch
+    for number in range(3):
+        own = np.arange(number * stages, min(microbatches, (number + 1) * stages))
+        (goes,) = np.flatnonzero(schedule.outside.forward == number)
+        assert goes == np.flatnonzero(np.isin(entering, own)).min()
+        (comes_back,) = np.flatnonzero(schedule.outside.backward == number)
+        assert comes_back == np.flatnonzero(np.isin(returning, own)).max()
+    assert (schedule.outside.forward >= 0).sum() == (schedule.outside.backward >= 0).sum() == 3
+    forward = forward_only(schedule.ring, microbatches).outside
+    assert (forward.backward == IDLE).all() and forward.num_slots == 1
+
+
+@pytest.mark.parametrize(("stages", "repeats"), [(1, 1), (2, 1), (4, 1), (2, 3), (4, 2), (8, 3)])
+def test_rounds_kept_at_once(stages: int, repeats: int) -> None:
+    sizes: dict[str, Any] = {"stages": stages, "repeats": repeats}
+    for rounds in (4, 8):
+        outside = build("1f1b", microbatches=rounds * stages, **sizes).outside
+        # A round is away for (2R+1)*P - 2 ticks, and every P*R ticks another one goes.
+        away = (2 * repeats + 1) * stages - 2
+        assert outside.num_slots == -(-away // (stages * repeats)) <= 3
+        sweep = build("circular", microbatches=rounds * stages, **sizes).outside
+        assert sweep.num_slots == rounds

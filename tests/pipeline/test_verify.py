@@ -147,6 +147,14 @@ def rescheduled(schedule: Schedule, column: str, index: Any, value: int) -> Sche
     return dataclasses.replace(schedule, visits=visits)
 
 
+def rounded(schedule: Schedule, column: str, tick: int, value: int) -> Schedule:
+    """The table with one entry of its rounds outside the ring replaced."""
+    array = getattr(schedule.outside, column).copy()
+    array[tick] = value
+    outside = dataclasses.replace(schedule.outside, **{column: array})
+    return dataclasses.replace(schedule, outside=outside)
+
+
 def active_cells(schedule: Schedule, kind: Kind) -> list[Cell]:
     return [(int(k), int(p)) for k, p in np.argwhere(slots_of(schedule, kind).active)]
 
@@ -498,6 +506,53 @@ def visit_out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
         return None
     index = tuple(rng.randrange(size) for size in array.shape)
     return rescheduled(schedule, column, index, rng.choice([-1, bounds[column] + 1]))
+
+
+def ends(schedule: Schedule) -> list[str]:
+    """Where rounds go: only training has a way back."""
+    return ["forward", "backward"] if schedule.trains else ["forward"]
+
+
+@corruption
+def other_round(schedule: Schedule, rng: Random) -> Schedule | None:
+    """A round goes too early, too late, twice, or never."""
+    column, tick = rng.choice(ends(schedule)), rng.randrange(schedule.num_ticks)
+    rounds = -(-schedule.num_microbatches // schedule.num_stages)
+    old = int(getattr(schedule.outside, column)[tick])
+    value = rng.choice([number for number in range(IDLE, rounds) if number != old])
+    return rounded(schedule, column, tick, value)
+
+
+@corruption
+def other_slot_of_a_round(schedule: Schedule, rng: Random) -> Schedule | None:
+    """A microbatch enters out of another round's slot, or comes back to it."""
+    column = rng.choice(ends(schedule))
+    passing = schedule.embed_microbatch
+    if column == "backward":
+        passing = schedule.embed_grad_microbatch
+    tick = rng.choice(np.flatnonzero(passing != IDLE).tolist())
+    old = int(getattr(schedule.outside, f"{column}_slot")[tick])
+    value = another(rng, schedule.outside.num_slots, old)
+    return None if value is None else rounded(schedule, f"{column}_slot", tick, value)
+
+
+@corruption
+def round_out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
+    """A round or a slot that there is not."""
+    rounds = -(-schedule.num_microbatches // schedule.num_stages)
+    column, tick = rng.choice(ends(schedule)), rng.randrange(schedule.num_ticks)
+    if rng.random() < 0.5:
+        return rounded(schedule, column, tick, rng.choice([IDLE - 1, rounds]))
+    value = rng.choice([-1, schedule.outside.num_slots])
+    return rounded(schedule, f"{column}_slot", tick, value)
+
+
+@corruption
+def wrong_number_of_rounds(schedule: Schedule, rng: Random) -> Schedule | None:
+    """More or fewer slots than the rounds need."""
+    size = schedule.outside.num_slots + rng.choice([-1, 1])
+    outside = dataclasses.replace(schedule.outside, num_slots=size)
+    return dataclasses.replace(schedule, outside=outside)
 
 
 # Of the window: weights are wrong where the table says another chunk than was gathered last, and

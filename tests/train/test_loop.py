@@ -216,7 +216,7 @@ def test_stopped_runs_end_as_the_unbroken_one(
     assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
 
 
-# Overrides of three layouts that have nothing in common with the unbroken run's.
+# Overrides of layouts that have nothing in common with the unbroken run's.
 LAYOUTS = {
     "repeats": "mesh.ici_stage=2 mesh.ici_fsdp=2 pipeline.repeats=2 pipeline.schedule=interleaved"
     " pipeline.microbatches=2 pipeline.weight_gather=step",
@@ -224,13 +224,15 @@ LAYOUTS = {
     " pipeline.schedule=gpipe",
     "padded": "mesh.ici_stage=3 mesh.ici_fsdp=2 mesh.cpu_devices=6 pipeline.microbatches=4"
     " pipeline.schedule=1f1b pipeline.idle=compute",
+    "a layer outside": "mesh.ici_stage=3 mesh.cpu_devices=3 pipeline.microbatches=8"
+    " pipeline.layers_outside=1",
 }
 
 
 @pytest.mark.slow
 def test_run_goes_on_under_other_layouts(copy: Path, unbroken: Path, tiny: Path, run: Run):
-    """Each layout makes the next eight steps; the loss curve is that of one layout."""
-    for resumed, overrides in zip((8, 16, 20), LAYOUTS.values(), strict=True):
+    """Each layout makes the next steps; the loss curve is that of one layout."""
+    for resumed, overrides in zip((4, 8, 16, 20), LAYOUTS.values(), strict=True):
         forget_after(copy, resumed)
         output = run("train", tiny, f"run.dir={copy.parent}", *overrides.split())
         assert f"after step {resumed}" in output

@@ -39,8 +39,10 @@ MESHES = {
     "four stages, fsdp": ({"ici_stage": 4, "ici_fsdp": 2}, 1),
     "tensor": ({"ici_tensor": 2, "ici_data": 2}, 1),
     "stages, fsdp, tensor": ({"ici_stage": 2, "ici_fsdp": 2, "ici_tensor": 2}, 2),
+    "one outside": ({"ici_stage": 4, "ici_fsdp": 2}, 1, 1),
+    "two outside, padded": ({"ici_stage": 2, "ici_tensor": 2}, 1, 2),
 }
-"""Sizes of the mesh, and repeats."""
+"""Sizes of the mesh, repeats, and layers outside the ring."""
 
 
 def make_mesh(sizes: dict[str, Any]) -> Mesh:
@@ -48,13 +50,19 @@ def make_mesh(sizes: dict[str, Any]) -> Mesh:
 
 
 def make_partition(
-    sizes: dict[str, Any], repeats: int = 1, rules: dict[str, list[str]] | None = None, **model: Any
+    sizes: dict[str, Any],
+    repeats: int = 1,
+    outside: int = 0,
+    *,
+    rules: dict[str, list[str]] | None = None,
+    **model: Any,
 ) -> Partition:
     mesh = make_mesh(sizes)
     config = dataclasses.replace(SMALL, **model)
     decoder = Decoder(config, AxisRules.from_config(MeshConfig(axis_rules=rules or {})))
     ring = Ring(mesh.shape["stage"], repeats)
-    layout = Layout(ring, balanced_cut([1.0] * config.num_layers, ring.num_chunks))
+    cut = balanced_cut([1.0] * (config.num_layers - outside), ring.num_chunks)
+    layout = Layout(ring, cut, outside)
     return Partition(decoder, layout, mesh)
 
 
@@ -101,7 +109,9 @@ def test_init_has_the_bits_of_the_plain_model(name: str, network: dict[str, Any]
     assert_same_bits(again, stacked)
 
 
-@pytest.mark.parametrize("name", ["stages, fsdp, tensor", "four stages, fsdp"])
+@pytest.mark.parametrize(
+    "name", ["stages, fsdp, tensor", "four stages, fsdp", "two outside, padded"]
+)
 def test_padding_is_zero_and_shapes_divide_their_shards(name: str) -> None:
     partition, stacked = drawn_stacked(name)
     layout, shape = partition.layout, partition.mesh.shape
@@ -129,8 +139,21 @@ def test_tied_embeddings_go_there_and_back(network: dict[str, Any]) -> None:
     assert_same_bits(partition.unstack(stacked), plain)
 
 
-def test_stacking_works_on_shapes_alone() -> None:
-    partition = make_partition({"ici_stage": 2}, 2)
+def test_every_stage_holds_the_layers_outside(network: dict[str, Any]) -> None:
+    partition, stacked = drawn_stacked("two outside, padded")
+    first = jax.tree.map(lambda leaf: leaf[:2], network["layers"])
+    assert_same_bits(stacked["outside"], first)
+    for leaf, specs in zip(
+        jax.tree.leaves(stacked["outside"]),
+        named_leaves(partition.specs["outside"]).values(),
+        strict=True,
+    ):
+        assert leaf.sharding.spec == specs and "stage" not in str(specs)
+
+
+@pytest.mark.parametrize("outside", [0, 1])
+def test_stacking_works_on_shapes_alone(outside: int) -> None:
+    partition = make_partition({"ici_stage": 2}, 2, outside)
     abstract = jax.eval_shape(partition.init, KEY)
     back = jax.eval_shape(partition.unstack, abstract)
     wanted = jax.eval_shape(partition.decoder.init, KEY)
@@ -153,15 +176,30 @@ def test_specs_of_the_stacked_form() -> None:
     assert specs["layers.attention.out"] == PartitionSpec(*stacked, "tensor", None, "fsdp")
     assert specs["layers.mlp.down"] == PartitionSpec(*stacked, "tensor", "fsdp")
     assert specs["layers.mlp_norm.scale"] == PartitionSpec(*stacked, None)
+    assert not [name for name in specs if name.startswith("outside")]
+
+
+def test_layers_outside_lie_like_other_layers_on_every_stage() -> None:
+    specs = make_partition({"ici_stage": 2}, 2, 1).specs
+    in_ring, outside = named_leaves(specs["layers"]), named_leaves(specs["outside"])
+    assert {name: PartitionSpec(None, *spec[3:]) for name, spec in in_ring.items()} == outside
 
 
 @pytest.mark.parametrize(("num_layers", "on"), [(4, "stage"), (5, None)])
 @pytest.mark.parametrize(("vocab_size", "split"), [(40, ("stage", "tensor")), (37, None)])
+@pytest.mark.parametrize("outside", [0, 1])
 def test_specs_of_the_network_form_split_what_divides(
-    num_layers: int, on: str | None, vocab_size: int, split: tuple[str, str] | None
+    num_layers: int,
+    on: str | None,
+    vocab_size: int,
+    split: tuple[str, str] | None,
+    outside: int,
 ) -> None:
     partition = make_partition(
-        {"ici_stage": 2, "ici_tensor": 2}, num_layers=num_layers, vocab_size=vocab_size
+        {"ici_stage": 2, "ici_tensor": 2},
+        outside=outside,
+        num_layers=num_layers,
+        vocab_size=vocab_size,
     )
     specs = named_leaves(partition.network_specs)
     assert specs["embedding"] == PartitionSpec(split, "fsdp")
@@ -181,16 +219,19 @@ def test_a_conflict_names_the_parameter() -> None:
 
 
 def test_all_but_norm_scales_decay() -> None:
-    decayed = named_leaves(make_partition({}).decayed)
+    decayed = named_leaves(make_partition({}, 1, 1).decayed)
     assert {name for name, decays in decayed.items() if not decays} == {
         "final_norm.scale",
         "layers.attention_norm.scale",
         "layers.mlp_norm.scale",
+        "outside.attention_norm.scale",
+        "outside.mlp_norm.scale",
     }
 
 
-def test_moments_are_stacked_like_their_parameters(network: dict[str, Any]) -> None:
-    partition = make_partition({"ici_stage": 2}, 2)
+@pytest.mark.parametrize("outside", [0, 1])
+def test_moments_are_stacked_like_their_parameters(network: dict[str, Any], outside: int) -> None:
+    partition = make_partition({"ici_stage": 2}, 2, outside)
     stacked = jax.tree.map(jnp.asarray, partition.stack(network))
     optimizer = optax.scale_by_adam()
     _, state = optimizer.update(stacked, optimizer.init(stacked))

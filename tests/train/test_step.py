@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.pipeline import program, slots
+from maxpipe.pipeline import outside, program, slots
 from maxpipe.train.step import Steps
 from tests.cases import TOKENS, TOLERANCE, Case, batch_of, steps_of
 
@@ -45,7 +45,7 @@ CURVES = [
     Case(4, 2, 1),
     Case(8, 1, 8, schedule="1f1b"),
     Case(8, 1, 24, schedule="circular"),
-    Case(4, 2, 8, schedule="circular", delayed=True, fsdp=2),
+    Case(4, 2, 6, schedule="circular", delayed=True, fsdp=2),
     Case(4, 1, 12, schedule="zb_h1", remat="none"),
     Case(2, 1, 6, schedule="zb_h2", tensor=2, fsdp=2, remat="names"),
     Case(4, 2, 12, schedule="zb_v", fsdp=2, remat="names"),
@@ -54,6 +54,9 @@ CURVES = [
     Case(4, 2, 24, schedule="dualpipe_v", remat="chunk"),
     Case(2, 4, 6, fsdp=2, gather="visit", remat="names"),
     Case(2, 2, 4, cut=(3, 1, 2, 2), tensor=2),
+    Case(3, 2, 4, outside=2, fsdp=2, remat="names"),
+    Case(4, 1, 6, schedule="zb_h1", outside=4, gather="step", fsdp=2),
+    Case(2, 3, 3, outside=2, cut=(1,) * 6, gather="visit", tensor=2),
 ]
 
 
@@ -65,6 +68,22 @@ def test_loss_curve_is_the_same_under_every_layout(
     assert unsharded_curve[-1] < unsharded_curve[0]
 
 
+IN_BFLOAT16 = [
+    Case(2, 2, 3, fsdp=2, tensor=2, tied=True),
+    Case(4, 2, 6, fsdp=2, gather="step", remat="names"),
+    Case(2, 2, 3, schedule="zb_v", outside=1, fsdp=2, data=2),
+    Case(2, 3, 4, outside=2, gather="visit", fsdp=2, remat="chunk"),
+]
+
+
+@pytest.mark.parametrize("case", IN_BFLOAT16, ids=str)
+def test_bfloat16_follows_float32(case: Case) -> None:
+    """Eight bits of mantissa: losses agree to about one part in a hundred."""
+    case = replace(case, layers=8)
+    wide, narrow = (loss_curve(replace(case, dtype=d), 3) for d in ("float32", "bfloat16"))
+    np.testing.assert_allclose(narrow, wide, rtol=2e-2)
+
+
 POISONED = [
     Case(4, 2, 5, layers=10, fsdp=2, idle="compute"),
     Case(4, 2, 5, layers=11, fsdp=2, remat="names"),
@@ -72,6 +91,8 @@ POISONED = [
     Case(4, 1, 5, schedule="zb_h1", layers=6, fsdp=2, idle="compute", remat="none"),
     Case(4, 2, 5, schedule="zb_v", layers=10, fsdp=2, idle="compute", tied=True),
     Case(2, 2, 4, schedule="circular", delayed=True, layers=6, fsdp=2, idle="compute"),
+    Case(4, 1, 5, outside=2, layers=7, fsdp=2, remat="names"),
+    Case(4, 1, 5, schedule="zb_h1", outside=1, layers=6, fsdp=2, remat="chunk"),
 ]
 
 
@@ -98,7 +119,7 @@ def test_idle_slots_and_padding_never_reach_the_result(
         params["layers"],
     )
     wanted = gradients(params)
-    for module in (slots, program):
+    for module in (slots, program, outside):
         monkeypatch.setattr(module, "zeros", lambda *like, real=slots.zeros: nan_of(real(*like)))
     found = gradients(poisoned)
     for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
@@ -109,16 +130,17 @@ def nan_of(empty: jax.Array) -> jax.Array:
     return empty + jnp.nan if jnp.issubdtype(empty.dtype, jnp.inexact) else empty
 
 
-def test_memory_does_not_grow_with_microbatches() -> None:
+@pytest.mark.parametrize("outside", [0, 4])
+def test_memory_does_not_grow_with_microbatches(outside: int) -> None:
     def temp_bytes(microbatches: int) -> int:
-        case = Case(4, 2, microbatches, fsdp=2, layers=8)
+        case = Case(4, 2, microbatches, fsdp=2, layers=8 + outside, outside=outside)
         compiled = steps_of(case, rows=2 * microbatches).compile_train()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    few, many = temp_bytes(8), temp_bytes(32)
+    few, many = temp_bytes(12), temp_bytes(36)
     # What may grow is the batch: five arrays of 4-byte entries. Two saved chunks more for
     # each microbatch, as a forward-then-backward schedule keeps, would be far more.
-    assert many - few < (32 - 8) * 2 * TOKENS * 4 * 5
+    assert many - few < (36 - 12) * 2 * TOKENS * 4 * 5
 
 
 MATRICES = 7
@@ -146,6 +168,18 @@ def test_weights_are_gathered_when_the_mode_says(gather: str, schedule: str) -> 
     assert (gathers, reductions) == (2 * expected, expected)
 
 
+@pytest.mark.parametrize(("gather", "mode"), [("iteration", "iteration"), ("visit", "step")])
+def test_layers_outside_are_gathered_like_the_others(gather: str, mode: str) -> None:
+    """`visit` has no visits of these layers to wait for: they are gathered once per step."""
+    case = Case(2, 3, 4, outside=2, fsdp=2, layers=8, gather=gather)
+    with_outside, without = (steps_of(c, rows=8) for c in (case, replace(case, outside=0)))
+    for kind, passes in (("all-gather", 2), ("reduce-scatter", 1)):
+        inside, others = np.subtract(collectives(with_outside, kind), collectives(without, kind))
+        # Besides weights, one each over the stages: embeddings of a round, and their cotangents.
+        expected = (1 + passes * MATRICES, 0) if mode == "iteration" else (1, MATRICES)
+        assert (inside, others) == expected
+
+
 @pytest.mark.parametrize("stages, repeats, group", [(2, 3, 8), (4, 4, 4), (4, 3, 8)])
 def test_visits_gather_twice_for_each_group(stages: int, repeats: int, group: int) -> None:
     """At most 2 * M / N gathers and M / N reductions of each weight per step, none in a tick."""
@@ -171,18 +205,22 @@ def test_visits_gather_twice_for_each_group(stages: int, repeats: int, group: in
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb_v"])
-@pytest.mark.parametrize("remat", ["full", "names", "none"])
-def test_buffers_are_as_large_as_foretold(remat: str, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("remat", "outside"), [("full", 0), ("names", 0), ("names", 3), ("none", 0)]
+)
+def test_buffers_are_as_large_as_foretold(remat: str, outside: int, schedule: str) -> None:
     """What the loop over ticks carries, from shapes alone, against the compiled program.
 
     The compiled loop carries weights and batch as well: more saved chunks tell them apart.
     """
 
     def sizes(microbatches: int, group: int) -> tuple[int, int]:
-        case = Case(4, 2, microbatches, schedule, group, fsdp=2, layers=8, remat=remat)
+        case = Case(4, 2, microbatches, schedule, group, fsdp=2, remat=remat)
+        case = replace(case, layers=8 + outside, outside=outside)
         # The same rows in each microbatch; the batch itself is not counted.
         steps = steps_of(case, rows=16 * microbatches)
         foretold = steps.buffer_bytes()
+        assert (foretold["outside"] > 0) == (outside > 0)
         assert foretold["stash"] > 0 and (foretold["deferred"] > 0) == steps.train_schedule.mixed
         return sum(foretold.values()), carried_bytes(steps.compile_train().as_text())
 

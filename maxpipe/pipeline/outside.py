@@ -1,0 +1,160 @@
+"""The network's first layers outside the ring: all stages run them, each on its own microbatch.
+
+They go forward for a round of P microbatches at a time, one on each stage, when the first of the
+round enters the ring. Each stage keeps its microbatch until that enters too, and later takes back
+its cotangent; with the last one of the round the layers go backward, again on all stages at once.
+Every stage holds the same weights, like replicas in data parallelism. Nothing here diverges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from maxpipe.mesh import STAGE
+from maxpipe.pipeline.collectives import from_position, index_on, sum_over, vary
+from maxpipe.pipeline.slots import LayerSlots, SlotRow, Work, microbatch, read, write, zeros
+from maxpipe.pipeline.table import IDLE, Schedule
+from maxpipe.pipeline.vocabulary import accumulate_embedding_of_all, embed_own
+
+Tree = Any
+
+
+class OutsideRow(NamedTuple):
+    """One tick as all stages see it; columns of `table.Outside`."""
+
+    forward: Any
+    forward_slot: Any
+    backward: Any
+    backward_slot: Any
+
+
+class OutsideBuffers(NamedTuple):
+    """What rounds leave between their forward and their backward."""
+
+    waiting: jax.Array
+    """`[slots, B, T, D]`: the layers' output until it enters, then its cotangent."""
+    stash: list[jax.Array]
+    """What the layers keep for their backward `[slots * layers, ...]`."""
+
+
+@dataclass(frozen=True)
+class OutsideLayers:
+    """Runs the layers in front of the ring."""
+
+    slots: LayerSlots
+    held: Tree
+    """What their weights are read from."""
+    schedule: Schedule
+    batch: Tree
+    """Arrays of all microbatches `[M, B, ...]`."""
+    pieces: Any
+    """The layer differentiated; None when only forward."""
+
+    def buffers(self, like: jax.Array) -> OutsideBuffers:
+        """Empty slots for rounds, `like` one activation."""
+        count = self.schedule.outside.num_slots
+        trains = self.schedule.trains
+        stash = self.slots.empty_stash(self.pieces, count, like) if trains else []
+        return OutsideBuffers(zeros(count, like), stash)
+
+    def enter(
+        self, buffers: OutsideBuffers, row: OutsideRow, entering: jax.Array, embedding: jax.Array
+    ) -> tuple[jax.Array, OutsideBuffers]:
+        """The microbatch that enters the ring `[B, T, D]`, after the round that starts with it."""
+        starts = row.forward >= 0
+        nothing = jnp.zeros_like(buffers.waiting[0])
+        with jax.named_scope("embed"):
+            tokens = self.batch["tokens"][self._members(row.forward)]
+            x = lax.cond(starts, lambda: vary(embed_own(embedding, tokens)), lambda: nothing)
+        work, stash = self._work(row.forward, row.forward_slot), buffers.stash
+        with jax.named_scope("forward"):
+            if self.schedule.trains:
+                y, stash = self.slots.forward_and_keep(self.pieces, self.held, work, x, stash)
+            else:
+                y = self.slots.forward(self.held, work, x)
+        waiting = _put(buffers.waiting, row.forward_slot, y, starts)
+        with jax.named_scope("send"):
+            output = lax.cond(
+                entering >= 0,
+                lambda mine: vary(from_position(mine, STAGE, self._owner(entering))),
+                lambda mine: nothing,
+                read(waiting, row.forward_slot),
+            )
+        return output, OutsideBuffers(waiting, stash)
+
+    def leave(
+        self,
+        buffers: OutsideBuffers,
+        row: OutsideRow,
+        returning: jax.Array,
+        cotangent: jax.Array,
+        totals: Tree,
+        embedding: jax.Array,
+    ) -> tuple[OutsideBuffers, Tree, jax.Array]:
+        """Takes stage 0's cotangent of the microbatch that is back, and the round it completes.
+
+        `totals` and `embedding` are the gradients of the layers and of the embedding so far.
+        """
+        with jax.named_scope("send"):
+            arrived = lax.cond(
+                returning >= 0,
+                lambda cotangent: vary(from_position(cotangent, STAGE, 0)),
+                jnp.zeros_like,
+                cotangent,
+            )
+        mine = (returning >= 0) & (index_on(STAGE) == self._owner(returning))
+        waiting = _put(buffers.waiting, row.backward_slot, arrived, mine)
+        # The last round may be short: what has no microbatch works on another one's for nothing.
+        exists = self._own(row.backward) < self.schedule.num_microbatches
+        d_output = jnp.where(exists, read(waiting, row.backward_slot), 0)
+        work = self._work(row.backward, row.backward_slot)
+        with jax.named_scope("backward"):
+            d_input, totals = self.slots.backward(
+                self.pieces, self.held, work, d_output, buffers.stash, totals
+            )
+        tokens = self.batch["tokens"][self._members(row.backward)]
+        with jax.named_scope("embed_grad"):
+            embedding = lax.cond(
+                row.backward >= 0,
+                lambda total: vary(accumulate_embedding_of_all(total, tokens, d_input)),
+                lambda total: total,
+                embedding,
+            )
+        return buffers._replace(waiting=waiting), totals, embedding
+
+    def finish(self, totals: Tree) -> Tree:
+        """Gradients summed over devices, in the form of the parameters."""
+        return jax.tree.map(lambda total: sum_over(total, STAGE), self.slots.weights.finish(totals))
+
+    def _owner(self, microbatch: jax.Array) -> jax.Array:
+        """The stage that has this microbatch in its round."""
+        return jnp.maximum(microbatch, 0) % self.schedule.num_stages
+
+    def _own(self, number: jax.Array) -> jax.Array:
+        """This stage's microbatch of a round."""
+        return jnp.maximum(number, 0) * self.schedule.num_stages + index_on(STAGE)
+
+    def _members(self, number: jax.Array) -> jax.Array:
+        """int `[P]`: microbatches of a round; where it is short, the last one again."""
+        first = jnp.maximum(number, 0) * self.schedule.num_stages
+        members = first + jnp.arange(self.schedule.num_stages)
+        return jnp.minimum(members, self.schedule.num_microbatches - 1)
+
+    def _work(self, number: jax.Array, slot: jax.Array) -> Work:
+        """A round on this stage; every stage does the same."""
+        own = jnp.minimum(self._own(number), self.schedule.num_microbatches - 1)
+        none, runs = vary(jnp.int32(0)), number >= 0
+        row = SlotRow(jnp.where(runs, own, IDLE), none, none, slot, none, none, none, any_work=runs)
+        size = jnp.where(runs, self.slots.length, 0)
+        inputs = microbatch(self.batch, own)
+        return Work(row, none, none, first=none, size=size, trips=size, inputs=inputs)
+
+
+def _put(buffer: jax.Array, slot: jax.Array, value: jax.Array, counts: jax.Array) -> jax.Array:
+    """The buffer with the value in a slot, where it counts."""
+    return write(buffer, slot, jnp.where(counts, value, read(buffer, slot)))
