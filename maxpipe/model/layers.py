@@ -88,7 +88,7 @@ def _gated_backward(
     saved: tuple[jax.Array, ...], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     _, vjp = jax.vjp(_gated, *saved)
-    return jax.lax.optimization_barrier(vjp(cotangent))
+    return jax.lax.optimization_barrier(vjp(jax.lax.optimization_barrier(cotangent)))
 
 
 gated.defvjp(_gated_forward, _gated_backward)

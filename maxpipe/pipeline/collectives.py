@@ -92,6 +92,11 @@ def scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return _summed(lambda x: lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True), x)
 
 
+def exchange(x: jax.Array, axis: str, split: int, join: int) -> jax.Array:
+    """To each device of the axis its part along `split`; what arrives is joined along `join`."""
+    return lax.all_to_all(x, axis, split, join, tiled=True) if _present(axis) else x
+
+
 def shift(x: jax.Array, axis: str, step: int, size: int) -> jax.Array:
     """The value of the device `step` positions before, around the ring of `size`."""
     if not _present(axis):

@@ -17,9 +17,9 @@ from jax import lax
 
 from maxpipe.mesh import STAGE
 from maxpipe.pipeline.collectives import from_position, index_on, sum_over, vary
-from maxpipe.pipeline.slots import LayerSlots, SlotRow, Work, microbatch, read, write, zeros
+from maxpipe.pipeline.slots import LayerSlots, SlotRow, Work, microbatch, read, room, write
 from maxpipe.pipeline.table import IDLE, Schedule
-from maxpipe.pipeline.vocabulary import accumulate_embedding_of_all, embed_own
+from maxpipe.pipeline.vocabulary import Embedding
 
 Tree = Any
 
@@ -54,23 +54,30 @@ class OutsideLayers:
     """Arrays of all microbatches `[M, B, ...]`."""
     pieces: Any
     """The layer differentiated; None when only forward."""
+    embedding: Embedding
+    table: jax.Array
+    """What the embedding looks up."""
 
     def buffers(self, like: jax.Array) -> OutsideBuffers:
         """Empty slots for rounds, `like` one activation."""
         count = self.schedule.outside.num_slots
         trains = self.schedule.trains
         stash = self.slots.empty_stash(self.pieces, count, like) if trains else []
-        return OutsideBuffers(zeros(count, like), stash)
+        return OutsideBuffers(room(count, like), stash)
 
     def enter(
-        self, buffers: OutsideBuffers, row: OutsideRow, entering: jax.Array, embedding: jax.Array
+        self, buffers: OutsideBuffers, row: OutsideRow, entering: jax.Array
     ) -> tuple[jax.Array, OutsideBuffers]:
         """The microbatch that enters the ring `[B, T, D]`, after the round that starts with it."""
         starts = row.forward >= 0
         nothing = jnp.zeros_like(buffers.waiting[0])
         with jax.named_scope("embed"):
             tokens = self.batch["tokens"][self._members(row.forward)]
-            x = lax.cond(starts, lambda: vary(embed_own(embedding, tokens)), lambda: nothing)
+            x = lax.cond(
+                starts,
+                lambda: vary(self.embedding.lookup_own(self.table, tokens)),
+                lambda: nothing,
+            )
         work, stash = self._work(row.forward, row.forward_slot), buffers.stash
         with jax.named_scope("forward"):
             if self.schedule.trains:
@@ -121,7 +128,7 @@ class OutsideLayers:
         with jax.named_scope("embed_grad"):
             embedding = lax.cond(
                 row.backward >= 0,
-                lambda total: vary(accumulate_embedding_of_all(total, tokens, d_input)),
+                lambda total: vary(self.embedding.accumulate_own(total, tokens, d_input)),
                 lambda total: total,
                 embedding,
             )

@@ -21,17 +21,10 @@ from maxpipe.pipeline.collectives import from_position, index_on, shift, vary
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.outside import OutsideBuffers, OutsideLayers, OutsideRow
 from maxpipe.pipeline.remat import Keep
-from maxpipe.pipeline.slots import Idle, LayerSlots, SlotRow, microbatch, read, write, zeros
+from maxpipe.pipeline.slots import Idle, LayerSlots, SlotRow, microbatch, read, room, write
 from maxpipe.pipeline.table import Ring, Schedule, Slots
-from maxpipe.pipeline.vocabulary import LossHead, accumulate_embedding, embed
-from maxpipe.pipeline.weights import (
-    NOT_SHARDED,
-    Gather,
-    LayerWeights,
-    gather,
-    scatter,
-    sum_over_batch,
-)
+from maxpipe.pipeline.vocabulary import Embedding, LossHead
+from maxpipe.pipeline.weights import NOT_SHARDED, Gather, LayerWeights, sum_over_batch
 
 Tree = Any
 
@@ -122,7 +115,7 @@ class Gradients(NamedTuple):
     embedding: jax.Array
     layers: Tree
     final_norm: Tree
-    head: jax.Array | None
+    head: jax.Array
     outside: Tree
 
 
@@ -163,11 +156,19 @@ class Program:
         self.outside = self._outside(params["outside"], key) if "outside" in params else None
 
     def _hold_ends(self, params: Tree) -> None:
-        dims, dtype = self.plan.dims, self.network.compute_dtype
-        self.embedding = gather(params["embedding"], dims["embedding"], dtype)
+        dims, dtype, table = self.plan.dims, self.network.compute_dtype, params["embedding"]
+        self.embedding = Embedding(dims["embedding"])
+        self.table = self.embedding.hold(table, dtype)
         self.final_norm = jax.tree.map(lambda leaf: vary(leaf.astype(dtype)), params["final_norm"])
         self.tied = "head" not in params
-        self.head = self.embedding.T if self.tied else gather(params["head"], dims["head"], dtype)
+        head, dim = (
+            (table.T, _turned(dims["embedding"])) if self.tied else (params["head"], dims["head"])
+        )
+        # A stack of one.
+        self.head_weights = LayerWeights(
+            "iteration" if self.plan.weight_gather == "iteration" else "step", dim, dtype
+        )
+        self.head = self.head_weights.hold(head[None])
         last_stage = self.schedule.ring.last_stage
         self.loss_head = LossHead(self.network.norm, last_stage, self.network.vocab_size)
 
@@ -209,16 +210,16 @@ class Program:
         slots = LayerSlots(self.network.layer, layout, weights, plan.keep, "skip", key, False)
         inputs = microbatch(self.batch, vary(jnp.int32(0)))
         pieces = slots.pieces(held, self._activation(), inputs, halves=False) if trains else None
-        return OutsideLayers(slots, held, self.schedule, self.batch, pieces)
+        ends = (self.embedding, self.table)
+        return OutsideLayers(slots, held, self.schedule, self.batch, pieces, *ends)
 
     def _window(self, num_chunks: int, dtype: Any) -> Tree:
         return self.weights.window(self.held, num_chunks * self.slots.length, jnp.dtype(dtype))
 
     def _activation(self) -> jax.Array:
-        """Zeros of one message `[B, T, D]`."""
-        _, rows, tokens = self.batch["tokens"].shape
-        shape = (rows, tokens, self.embedding.shape[1])
-        return vary(jnp.zeros(shape, self.network.compute_dtype))
+        """An empty message `[B, T, D]`."""
+        like = jax.eval_shape(self.embedding.lookup, self.table, self.batch["tokens"][0])
+        return vary(lax.empty(like.shape, like.dtype))
 
     def buffers(self) -> Buffers:
         """Everything empty, at the sizes that the table declares."""
@@ -234,14 +235,14 @@ class Program:
                 sums = self._window(visits.num_gradient, jnp.float32)
             wide = partial(jnp.zeros_like, dtype=jnp.float32)
             gradients = Gradients(
-                wide(self.embedding),
+                wide(self.table),
                 self.weights.zeros(self.held),
                 jax.tree.map(wide, self.final_norm),
-                None if self.tied else wide(self.head),
+                self.head_weights.zeros(self.head),
                 self.outside and self.outside.slots.weights.zeros(self.outside.held),
             )
         return Buffers(
-            inbox=zeros(schedule.num_inbox, empty),
+            inbox=room(schedule.num_inbox, empty),
             stash=stash,
             deferred=deferred,
             sent=dict.fromkeys(self._ports_between_ticks(), empty),
@@ -344,9 +345,7 @@ class Program:
 
     def _forward_slot(self, carry: Buffers, row: Row) -> tuple[jax.Array, Buffers]:
         """The chunk's output; what the backward slot will need goes to the stash."""
-        entering, carry = self._enter(carry, row)
-        is_first = (self.stage == 0) & (row.forward.repeat == 0)
-        x = jnp.where(is_first, entering, read(carry.inbox, row.forward.inbox))
+        x, carry = self._enter(carry, row, read(carry.inbox, row.forward.inbox))
         work, held = self.slots.work(row.forward, self.batch), self._held(carry)
         with jax.named_scope("forward"):
             if not self.schedule.trains:
@@ -394,22 +393,20 @@ class Program:
 
     # The two ends of the network.
 
-    def _enter(self, carry: Buffers, row: Row) -> tuple[jax.Array, Buffers]:
-        """What the network's first chunk takes in this tick."""
+    def _enter(self, carry: Buffers, row: Row, x: jax.Array) -> tuple[jax.Array, Buffers]:
+        """`x`, or in the first chunk the microbatch that enters the network."""
+        is_first = (self.stage == 0) & (row.forward.repeat == 0)
         if self.outside is not None:
             assert carry.outside is not None
-            entering, outside = self.outside.enter(
-                carry.outside, row.outside, row.embed, self.embedding
-            )
-            return entering, carry._replace(outside=outside)
+            entering, outside = self.outside.enter(carry.outside, row.outside, row.embed)
+            return jnp.where(is_first, entering, x), carry._replace(outside=outside)
+        tokens = read(self.batch["tokens"], jnp.maximum(row.embed, 0))
+
+        def enter(x: jax.Array) -> jax.Array:
+            return jnp.where(is_first, self.embedding.lookup(self.table, tokens), x)
+
         with jax.named_scope("embed"):
-            tokens = read(self.batch["tokens"], jnp.maximum(row.embed, 0))
-            entering = lax.cond(
-                row.embed >= 0,
-                lambda: vary(embed(self.embedding, tokens)),
-                lambda: self._activation(),
-            )
-        return entering, carry
+            return lax.cond(row.embed >= 0, enter, lambda x: x, x), carry
 
     def _embed_grad(self, carry: Buffers, row: Row, d_input: jax.Array) -> Buffers:
         """Adds the gradients of what is in front of the first chunk."""
@@ -431,50 +428,52 @@ class Program:
         with jax.named_scope("embed_grad"):
             embedding = lax.cond(
                 row.embed_grad >= 0,
-                lambda total: vary(accumulate_embedding(total, tokens, d_input)),
+                lambda total: self.embedding.accumulate(total, tokens, d_input),
                 lambda total: total,
                 gradients.embedding,
             )
         return carry._replace(gradients=gradients._replace(embedding=embedding))
 
     def _loss(self, carry: Buffers, row: Row, output: jax.Array) -> jax.Array:
-        inputs = microbatch(self.batch, row.loss)
-        args = (self.final_norm, self.head, output, inputs["targets"], inputs["loss_mask"])
+        def work(loss: jax.Array) -> jax.Array:
+            return loss + self.loss_head.loss(*self._head_inputs(row, output))
+
         with jax.named_scope("head"):
-            more = lax.cond(
-                row.loss >= 0, lambda: self.loss_head.loss(*args), lambda: vary(jnp.float32(0))
-            )
-        return carry.loss + more
+            return lax.cond(row.loss >= 0, work, lambda loss: loss, carry.loss)
+
+    def _head_inputs(
+        self, row: Row, output: jax.Array
+    ) -> tuple[Tree, Any, jax.Array, jax.Array, jax.Array]:
+        inputs = microbatch(self.batch, row.loss)
+        head = self.head_weights.layer(self.head, 0)
+        return self.final_norm, head, output, inputs["targets"], inputs["loss_mask"]
 
     def _loss_and_grad(
         self, carry: Buffers, row: Row, output: jax.Array, scale: jax.Array | None
     ) -> Buffers:
         """Adds the leaving microbatch's loss; its cotangent goes to the inbox."""
-        inputs = microbatch(self.batch, row.loss)
-        args = (self.final_norm, self.head, output, inputs["targets"], inputs["loss_mask"])
         gradients = carry.gradients
         assert gradients is not None and scale is not None
 
         def work(loss: jax.Array, norm: Tree, head: jax.Array):
-            found = self.loss_head.loss_and_grad(*args, scale)
-            d_head = found.head.T if self.tied else found.head
+            found = self.loss_head.loss_and_grad(*self._head_inputs(row, output), scale)
             norm = jax.tree.map(jnp.add, norm, found.norm)
-            return found.output, loss + found.total, norm, head + d_head
+            head = self.head_weights.accumulate(head, 0, found.head)
+            return found.output, loss + found.total, norm, head
 
         def rest(loss: jax.Array, norm: Tree, head: jax.Array):
             return jnp.zeros_like(output), loss, norm, head
 
-        head = gradients.embedding if self.tied else gradients.head
         with jax.named_scope("head"):
             cotangent, loss, norm, head = lax.cond(
-                row.loss >= 0, work, rest, carry.loss, gradients.final_norm, head
+                row.loss >= 0, work, rest, carry.loss, gradients.final_norm, gradients.head
             )
-        gradients = gradients._replace(
-            final_norm=norm, **{"embedding" if self.tied else "head": head}
-        )
         place = next(i for i, way in enumerate(self.schedule.arrivals) if way.port == "loss")
-        inbox = write(carry.inbox, row.arrivals[place], cotangent)
-        return carry._replace(loss=loss, gradients=gradients, inbox=inbox)
+        return carry._replace(
+            loss=loss,
+            gradients=gradients._replace(final_norm=norm, head=head),
+            inbox=write(carry.inbox, row.arrivals[place], cotangent),
+        )
 
     # Ticks in order.
 
@@ -497,19 +496,26 @@ class Program:
         # turns the first has no tick, and the last repeats the last gather for want of another.
         stops = np.append(visits.gather_tick, self.schedule.num_ticks)
         starts = np.append(visits.gather_tick[:1], stops[:-1])
-        # Reductions due when a turn begins; what is due at the end comes after the last turn.
-        due = np.searchsorted(visits.reduce_tick, starts, side="right")
+        # Layers to be reduced before a turn; what is due at the end comes after the last turn.
+        due = length * np.searchsorted(visits.reduce_tick, starts, side="right")
 
-        def reduce_one(event: jax.Array, carry: Buffers) -> Buffers:
+        def reduce_layer(number: jax.Array, carry: Buffers) -> Buffers:
             gradients = carry.gradients
             assert gradients is not None
-            first = length * read(table.reduce_repeat, event)
-            slot = read(table.reduce_slot, event)
-            with jax.named_scope("reduce"):
-                layers, sums = self.weights.reduce_chunk(
-                    gradients.layers, carry.partial, first, slot, length
-                )
+            event, layer = number // length, number % length
+            layers, sums = self.weights.reduce(
+                gradients.layers,
+                length * read(table.reduce_repeat, event) + layer,
+                carry.partial,
+                length * read(table.reduce_slot, event) + layer,
+            )
             return carry._replace(partial=sums, gradients=gradients._replace(layers=layers))
+
+        def reduce(first: Any, last: Any, carry: Buffers) -> Buffers:
+            if not self.schedule.trains:
+                return carry
+            with jax.named_scope("reduce"):
+                return lax.fori_loop(first, last, reduce_layer, carry)
 
         def one_tick(tick: jax.Array, carry: Buffers) -> Buffers:
             return self.tick(carry, jax.tree.map(lambda leaf: read(leaf, tick), table.rows), scale)
@@ -518,8 +524,7 @@ class Program:
             start, stop, first_due, last_due, repeat, slot = turn
             with jax.named_scope("gather"):
                 chunk = self.weights.gather_chunk(self.held, length * repeat, length)
-            if self.schedule.trains:
-                carry = lax.fori_loop(first_due, last_due, reduce_one, carry)
+            carry = reduce(first_due, last_due, carry)
             with jax.named_scope("ticks"):
                 carry = lax.fori_loop(start, stop, one_tick, carry)
             window = jax.tree.map(
@@ -534,36 +539,33 @@ class Program:
         events = (table.gather_repeat, table.gather_slot)
         turns += tuple(jnp.append(column, column[-1:]) for column in events)
         carry, _ = lax.scan(one_turn, self.buffers(), turns)
-        if self.schedule.trains:
-            carry = lax.fori_loop(int(due[-1]), len(visits.reduce_tick), reduce_one, carry)
-        return carry
+        return reduce(due[-1], length * len(visits.reduce_tick), carry)
 
     def finish(self, gradients: Gradients) -> Tree:
         """Gradients summed over devices, in the form of the parameters."""
-        shape, dims = self.plan.layout.shape, self.plan.dims
+        shape = self.plan.layout.shape
         layers = jax.tree.map(
             lambda leaf: leaf.reshape(shape[0], 1, shape[2], *leaf.shape[1:]),
             self.weights.finish(gradients.layers),
         )
-
-        def vocabulary(gradient: jax.Array, dim: int) -> jax.Array:
-            return sum_over_batch(scatter(gradient, dim), dim)
-
         # Every stage computed the same gradient of the final norm; one counts.
         final_norm = jax.tree.map(
             lambda leaf: sum_over_batch(from_position(leaf, STAGE, 0), NOT_SHARDED),
             gradients.final_norm,
         )
-        found = {
-            "embedding": vocabulary(gradients.embedding, dims["embedding"]),
-            "layers": layers,
-            "final_norm": final_norm,
-        }
-        if gradients.head is not None:
-            found["head"] = vocabulary(gradients.head, dims["head"])
+        embedding = self.embedding.finish(gradients.embedding)
+        head = self.head_weights.finish(gradients.head)[0]
+        found = {"layers": layers, "final_norm": final_norm}
         if self.outside is not None:
             found["outside"] = self.outside.finish(gradients.outside)
-        return found
+        if self.tied:
+            return found | {"embedding": embedding + head.T}
+        return found | {"embedding": embedding, "head": head}
+
+
+def _turned(dim: int) -> int:
+    """A matrix' dim after it is transposed."""
+    return dim if dim == NOT_SHARDED else 1 - dim
 
 
 def _of_one_layer(dims: Tree, *, num_stacked: int) -> Tree:

@@ -97,12 +97,12 @@ class LayerSlots:
     def empty_stash(self, pieces: Differentiated, count: int, like: jax.Array) -> list[jax.Array]:
         """Room for what `count` chunks keep for their backward."""
         if self.keep.remat == "chunk":
-            return [zeros(count, like)]
-        return [zeros(count * self.length, leaf) for leaf in pieces.saved]
+            return [room(count, like)]
+        return [room(count * self.length, leaf) for leaf in pieces.saved]
 
     def empty_deferred(self, pieces: Differentiated, count: int) -> list[jax.Array]:
         """Room for what `count` chunks keep for their weights' gradients."""
-        return [zeros(count * self.length, leaf) for leaf in pieces.deferred]
+        return [room(count * self.length, leaf) for leaf in pieces.deferred]
 
     def work(self, row: SlotRow, batch: Tree) -> Work:
         """What this slot does on this stage."""
@@ -174,7 +174,7 @@ class LayerSlots:
         """What the layers kept, and the first one's place; `chunk` replays the chunk for it."""
         if self.keep.remat != "chunk":
             return stash, work.row.stash * self.length
-        scratch = [zeros(self.length, leaf) for leaf in pieces.saved]
+        scratch = [room(self.length, leaf) for leaf in pieces.saved]
         base = jnp.zeros_like(work.row.stash)
         with jax.named_scope("replay"):
             x = read(stash[0], work.row.stash)
@@ -256,9 +256,9 @@ class LayerSlots:
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
-def zeros(count: int, like: Any) -> jax.Array:
-    """Empty slots for arrays like this one, where it is kept."""
-    empty = vary(jnp.zeros((count, *like.shape), like.dtype))
+def room(count: int, like: Any) -> jax.Array:
+    """Slots for arrays like this one, where it is kept; what lies in them is undefined."""
+    empty = vary(lax.empty((count, *like.shape), like.dtype))
     return jax.device_put(empty, _HOST) if isinstance(like, Kept) and like.on_host else empty
 
 

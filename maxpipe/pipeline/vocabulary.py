@@ -5,6 +5,9 @@ stage axis puts the parts together: every stage does an equal share of the work 
 would otherwise sit on the first and the last. Forward and backward are explicit;
 both run in control flow that is the same on all stages.
 
+The embedding's columns stay divided over fsdp: tokens go to all shards and activations come back,
+which is less than the table.
+
 Source: the vocabulary-parallel cross entropy of Megatron-LM (arXiv:1909.08053).
 """
 
@@ -17,51 +20,86 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxpipe.mesh import STAGE
+from maxpipe.mesh import FSDP, STAGE
 from maxpipe.pipeline.collectives import (
+    exchange,
     from_position,
     gather_shards,
     index_on,
     max_over,
     scatter_sum,
+    size_of,
     sum_over,
     vary,
 )
+from maxpipe.pipeline.weights import gather, scatter, sum_over_batch
 
 
-def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """`table [V/P, D]`, `tokens [B, T]` -> `[B, T, D]`, the same on every stage."""
-    row, mine = _own_rows(tokens, table.shape[0])
-    return sum_over(jnp.where(mine[..., None], table[row], 0), STAGE)
+class Embedding(NamedTuple):
+    """Lookup in this stage's rows of the table `[V/P, D]`."""
 
+    dim: int
+    """The table's dim that is sharded over fsdp, or `NOT_SHARDED`."""
 
-def accumulate_embedding(total: jax.Array, tokens: jax.Array, cotangent: jax.Array) -> jax.Array:
-    """Adds stage 0's `cotangent [B, T, D]` to the rows of `total [V/P, D]` held here."""
-    return _add_rows(total, tokens, from_position(cotangent, STAGE, 0))
+    @property
+    def by_column(self) -> bool:
+        """Whether devices along fsdp each look up their own columns."""
+        return self.dim == 1
 
+    def hold(self, shard: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """What `lookup` reads."""
+        return vary(shard.astype(dtype)) if self.by_column else gather(shard, self.dim, dtype)
 
-def embed_own(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """`table [V/P, D]`, `tokens [P, B, T]` -> `[B, T, D]`: to each stage its own microbatch."""
-    row, mine = _own_rows(tokens, table.shape[0])
-    return scatter_sum(jnp.where(mine[..., None], table[row], 0), STAGE, 0)[0]
+    def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        """`tokens [B, T]` -> `[B, T, D]`, the same on every stage."""
+        return self._to_rows(sum_over(self._found(table, tokens), STAGE))
 
+    def lookup_own(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        """`tokens [P, B, T]` -> `[B, T, D]`: to each stage its own microbatch."""
+        return self._to_rows(scatter_sum(self._found(table, tokens), STAGE, 0)[0])
 
-def accumulate_embedding_of_all(
-    total: jax.Array, tokens: jax.Array, cotangent: jax.Array
-) -> jax.Array:
-    """Adds every stage's own `cotangent [B, T, D]` for `tokens [P, B, T]` to the rows here."""
-    return _add_rows(total, tokens, gather_shards(cotangent[None], STAGE, 0))
+    def accumulate(self, total: jax.Array, tokens: jax.Array, cotangent: jax.Array) -> jax.Array:
+        """Adds stage 0's `cotangent [B, T, D]` to the gradient of what is held."""
+        return self._add(total, tokens, self._to_columns(vary(from_position(cotangent, STAGE, 0))))
 
+    def accumulate_own(
+        self, total: jax.Array, tokens: jax.Array, cotangent: jax.Array
+    ) -> jax.Array:
+        """Adds every stage's own `cotangent [B, T, D]` for `tokens [P, B, T]`."""
+        columns = self._to_columns(cotangent)[None]
+        return self._add(total, tokens, gather_shards(columns, STAGE, 0))
 
-def _add_rows(total: jax.Array, tokens: jax.Array, cotangent: jax.Array) -> jax.Array:
-    row, mine = _own_rows(tokens, total.shape[0])
-    row = jnp.where(mine, row, total.shape[0])  # out of range is dropped
-    return total.at[row].add(vary(cotangent.astype(total.dtype)), mode="drop")
+    def finish(self, total: jax.Array) -> jax.Array:
+        """Summed over data and fsdp, in the form of the stored shard."""
+        total = total if self.by_column else scatter(total, self.dim)
+        return sum_over_batch(total, self.dim)
 
+    def _found(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        row, mine = self._own_rows(tokens, table.shape[0])
+        return jnp.where(mine[..., None], table[row], 0)
 
-def _own_rows(tokens: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    row = tokens - index_on(STAGE) * num_rows
-    return jnp.clip(row, 0, num_rows - 1), (row >= 0) & (row < num_rows)
+    def _add(self, total: jax.Array, tokens: jax.Array, cotangent: jax.Array) -> jax.Array:
+        row, mine = self._own_rows(tokens, total.shape[0])
+        row = jnp.where(mine, row, total.shape[0])  # out of range: dropped
+        return total.at[row].add(vary(cotangent.astype(total.dtype)), mode="drop")
+
+    def _to_rows(self, x: jax.Array) -> jax.Array:
+        """This device's columns of all shards' rows -> all columns of its own rows."""
+        return exchange(x, FSDP, 0, 2) if self.by_column else x
+
+    def _to_columns(self, x: jax.Array) -> jax.Array:
+        """All columns of this device's rows -> its own columns of all shards' rows."""
+        if not self.by_column:
+            return x
+        # XLA for TPU takes five times as long to exchange from dim 2 to dim 0.
+        return exchange(jnp.concatenate(jnp.split(x, size_of(FSDP), axis=2)), FSDP, 0, 0)
+
+    def _own_rows(self, tokens: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+        """Row of every token that is looked up here, and whether it is held here."""
+        if self.by_column:
+            tokens = gather_shards(tokens, FSDP, tokens.ndim - 2)
+        row = tokens - index_on(STAGE) * num_rows
+        return jnp.clip(row, 0, num_rows - 1), (row >= 0) & (row < num_rows)
 
 
 class Loss(NamedTuple):

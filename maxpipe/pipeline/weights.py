@@ -60,7 +60,7 @@ class LayerWeights:
             lambda shard, dim: gather(shard, _stacked(dim), self.dtype), shards, self.dims
         )
 
-    def layer(self, held: Tree, index: jax.Array) -> Tree:
+    def layer(self, held: Tree, index: jax.Array | int) -> Tree:
         """One layer's whole weights."""
         picked = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, False), held)
         if self.mode != "iteration":
@@ -71,15 +71,12 @@ class LayerWeights:
         """Empty float32 accumulators in the form of what is held."""
         return jax.tree.map(lambda leaf: vary(jnp.zeros(leaf.shape, jnp.float32)), held)
 
-    def accumulate(self, totals: Tree, index: jax.Array, gradient: Tree) -> Tree:
+    def accumulate(self, totals: Tree, index: jax.Array | int, gradient: Tree) -> Tree:
         """Adds one layer's gradient in place."""
 
         def add(total: jax.Array, part: jax.Array, dim: int) -> jax.Array:
             part = part.astype(jnp.float32)
-            if self.mode == "iteration":
-                part = scatter(part, dim)
-            old = lax.dynamic_index_in_dim(total, index, 0, False)
-            return lax.dynamic_update_index_in_dim(total, old + part, index, 0)
+            return _add(total, index, scatter(part, dim) if self.mode == "iteration" else part)
 
         return jax.tree.map(add, totals, gradient, self.dims)
 
@@ -113,23 +110,29 @@ class LayerWeights:
             lambda shard, dim: gather(cut(shard), _stacked(dim), self.dtype), shards, self.dims
         )
 
-    def reduce_chunk(
-        self, totals: Tree, partial_sums: Tree, first: jax.Array, slot: jax.Array, length: int
+    def reduce(
+        self, totals: Tree, index: jax.Array, partial_sums: Tree, place: jax.Array
     ) -> tuple[Tree, Tree]:
-        """Adds a slot of whole gradients to the sharded totals and empties it."""
+        """Adds one layer's whole gradient to the sharded totals, and empties its place."""
 
         def add(total: jax.Array, sums: jax.Array, dim: int) -> jax.Array:
-            part = lax.dynamic_slice_in_dim(sums, slot * length, length)
-            old = lax.dynamic_slice_in_dim(total, first, length)
-            part = old + scatter(part, _stacked(dim))
-            return lax.dynamic_update_slice_in_dim(total, part, first, 0)
+            part = lax.dynamic_index_in_dim(sums, place, 0, False)
+            return _add(total, index, scatter(part, dim))
 
         def clear(sums: jax.Array) -> jax.Array:
-            zeros = vary(jnp.zeros((length, *sums.shape[1:]), sums.dtype))
-            return lax.dynamic_update_slice_in_dim(sums, zeros, slot * length, 0)
+            zeros = vary(jnp.zeros(sums.shape[1:], sums.dtype))
+            return lax.dynamic_update_index_in_dim(sums, zeros, place, 0)
 
         totals = jax.tree.map(add, totals, partial_sums, self.dims)
         return totals, jax.tree.map(clear, partial_sums)
+
+
+def _add(totals: jax.Array, index: jax.Array | int, part: jax.Array) -> jax.Array:
+    """Adds to one entry in place."""
+    # With the entry's first dim dropped, XLA for TPU no longer adds where it multiplies: it copies
+    # the entry before.
+    old = lax.dynamic_slice_in_dim(totals, index, 1)
+    return lax.dynamic_update_slice_in_dim(totals, old + part[None], index, 0)
 
 
 def sum_over_batch(gradient: jax.Array, dim: int) -> jax.Array:
