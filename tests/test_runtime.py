@@ -181,3 +181,10 @@ def test_join_reports_jax_own_reason(monkeypatch: pytest.MonkeyPatch):
             runtime._join(config)
     finally:
         jax.config.update("jax_cpu_collectives_implementation", before)
+
+
+def test_compiler_options_are_for_tpus_only() -> None:
+    assert runtime.compiler_options("cpu", "cpu") == {}
+    assert runtime.compiler_options("gpu", "NVIDIA H100") == {}
+    old, new = (runtime.compiler_options("tpu", kind) for kind in ("TPU v4", "TPU v5"))
+    assert old.items() < new.items()

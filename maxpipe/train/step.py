@@ -29,6 +29,7 @@ from maxpipe.pipeline.program import Network
 from maxpipe.pipeline.remat import Keep
 from maxpipe.pipeline.schedule import build, forward_only
 from maxpipe.pipeline.table import Schedule
+from maxpipe.runtime import compiler_options
 from maxpipe.sharding import BATCH_SPEC, AxisRules
 from maxpipe.train.optim import build_optimizer, learning_rate, moments, with_moments
 from maxpipe.train.state import Partition, TrainState
@@ -109,7 +110,8 @@ class Steps:
             out_shardings=(self.state_sharding, metrics),
         )
         with jax.set_mesh(self.partition.mesh):
-            return step.lower(jax.eval_shape(self._init), self.abstract_batch()).compile()
+            lowered = step.lower(jax.eval_shape(self._init), self.abstract_batch())
+            return lowered.compile(self._compiler_options)
 
     def compile_eval(self, rows: int = 0) -> Any:
         """(params, batch) -> sums over the batch's target tokens.
@@ -124,7 +126,13 @@ class Steps:
             out_shardings=NamedSharding(self.partition.mesh, PartitionSpec()),
         )
         with jax.set_mesh(self.partition.mesh):
-            return step.lower(self._abstract_params, self.abstract_batch(rows)).compile()
+            lowered = step.lower(self._abstract_params, self.abstract_batch(rows))
+            return lowered.compile(self._compiler_options)
+
+    @property
+    def _compiler_options(self) -> dict[str, Any]:
+        device = self.partition.mesh.devices.flat[0]
+        return compiler_options(device.platform, device.device_kind)
 
     def _eval_schedule(self, rows: int) -> Schedule:
         shards = math.prod(self.partition.mesh.shape[axis] for axis in BATCH_AXES)
