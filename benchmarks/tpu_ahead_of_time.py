@@ -164,8 +164,8 @@ def executions(schedule: Any, mode: Mode) -> tuple[dict[str, float], dict[str, f
         last = visits.gather_tick[-1]
         reduced = np.count_nonzero(visits.reduce_tick <= last)
         trips[r"/ticks/while$"] = schedule.num_ticks / turns
-        trips[r"/body/.*reduce/while$"] = reduced / turns
-        trips[r"/reduce/while$"] = len(visits.reduce_tick) - reduced
+        trips[r"/body/.*reduce/while$"] = layers * reduced / turns
+        trips[r"/reduce/while$"] = layers * (len(visits.reduce_tick) - reduced)
     shares = {
         r"/head/cond$": schedule.loss_microbatch,
         r"/embed/cond$": schedule.embed_microbatch,
@@ -264,7 +264,7 @@ def main() -> None:
     if options.one:
         task = json.loads(options.one)
         found = compile_one(Mode(**task["mode"]), task["microbatches"])
-        options.out.write_text(json.dumps(found), encoding="utf-8")
+        options.out.write_text(json.dumps(found, default=float), encoding="utf-8")
         return
     options.cache.mkdir(parents=True, exist_ok=True)
     modes = [mode for mode in MODES if options.only in mode.name]

@@ -57,8 +57,8 @@ def start(config: RuntimeConfig, cpu_devices: int) -> None:
         _keep_stdout_for_python()
 
 
-_TPU_OPTIONS = {
-    # Both together make gathers asynchronous: one that is issued early travels behind a loop.
+_ASYNCHRONOUS = {
+    # Both together: a gather that is issued early travels behind a loop, and takes memory there.
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
 }
@@ -67,14 +67,15 @@ _LARGE_VMEM = {"xla_tpu_scoped_vmem_limit_kib": "32768"}
 _LARGE_VMEM_KINDS = ("TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x")
 
 
-def compiler_options(platform: str, kind: str) -> dict[str, str]:
+def compiler_options(platform: str, kind: str, *, spares_memory: bool = False) -> dict[str, str]:
     """What XLA should do differently for the step on devices of this platform and kind.
 
-    The gains are the compiler's own numbers (`benchmarks/tpu_ahead_of_time.py`).
+    With `spares_memory`, only what costs none. The gains are the compiler's own numbers (`benchmarks/tpu_ahead_of_time.py`).
     """
     if platform != "tpu":
         return {}
-    return _TPU_OPTIONS | (_LARGE_VMEM if kind in _LARGE_VMEM_KINDS else {})
+    large = _LARGE_VMEM if kind in _LARGE_VMEM_KINDS else {}
+    return large if spares_memory else _ASYNCHRONOUS | large
 
 
 def use_no_devices() -> None:

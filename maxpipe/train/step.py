@@ -132,7 +132,8 @@ class Steps:
     @property
     def _compiler_options(self) -> dict[str, Any]:
         device = self.partition.mesh.devices.flat[0]
-        return compiler_options(device.platform, device.device_kind)
+        spares_memory = self.engine.keep.remat == "chunk"
+        return compiler_options(device.platform, device.device_kind, spares_memory=spares_memory)
 
     def _eval_schedule(self, rows: int) -> Schedule:
         shards = math.prod(self.partition.mesh.shape[axis] for axis in BATCH_AXES)
