@@ -70,7 +70,8 @@ _LARGE_VMEM_KINDS = ("TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x")
 def compiler_options(platform: str, kind: str, *, spares_memory: bool = False) -> dict[str, str]:
     """What XLA should do differently for the step on devices of this platform and kind.
 
-    With `spares_memory`, only what costs none. The gains are the compiler's own numbers (`benchmarks/tpu_ahead_of_time.py`).
+    With `spares_memory`, only what costs none. The gains are the compiler's own numbers
+    (`benchmarks/tpu_ahead_of_time.py`).
     """
     if platform != "tpu":
         return {}
