@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from maxpipe.model.decoder import Decoder
+from maxpipe.pipeline.notation import read_orders
 from maxpipe.pipeline.schedule import SCHEDULES
 from tests.cases import TOLERANCE, Case, batch_of, steps_of
+from tests.conftest import GOLDEN
 
 
 @functools.cache
@@ -112,6 +114,17 @@ SHAPES = [
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_gradients_equal_the_plain_loop(case: Case) -> None:
     check_gradients(case)
+
+
+HANDWRITTEN = f"file:{GOLDEN / 'handwritten.csv'}"
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_handwritten_schedule_runs(delayed: bool) -> None:
+    ring, orders = read_orders(GOLDEN / "handwritten.csv")
+    count = 1 + max(action.microbatch for action in orders[0])
+    case = Case(ring.num_stages, ring.num_repeats, count, schedule=HANDWRITTEN, delayed=delayed)
+    check_gradients(replace(case, layers=7, fsdp=2, remat="names"))
 
 
 @pytest.mark.parametrize("group", [2, 3, 4, 5])
