@@ -40,6 +40,7 @@ def start(config: RuntimeConfig, cpu_devices: int) -> None:
     if config.platform != "auto":
         jax.config.update("jax_platforms", config.platform)
     jax.config.update("jax_num_cpu_devices", cpu_devices)
+    give_threads(cpu_devices)
     _open_cache(config.compilation_cache)
     _join(config)
     try:
@@ -55,6 +56,17 @@ def start(config: RuntimeConfig, cpu_devices: int) -> None:
         ) from error
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         _keep_stdout_for_python()
+
+
+def give_threads(cpu_devices: int) -> None:
+    """Two threads for each virtual device, besides those that compute.
+
+    A device that meets others in a collective keeps its thread while it waits. XLA's own number,
+    one for each device, can be used up by devices that wait for one that has got none.
+    """
+    if cpu_devices > 1:
+        count = 2 * cpu_devices + (os.cpu_count() or 1)
+        os.environ.setdefault("PJRT_NPROC", str(count))
 
 
 _ASYNCHRONOUS = {

@@ -1,14 +1,16 @@
 """Test set-up: eight virtual CPU devices, a compilation cache, golden files.
 
 jax is configured the moment a test module, or code under test, first imports
-it: early enough for every backend use, and free for tests that never do. No
-environment variable is set, so a subprocess of a test starts like a user's.
+it: early enough for every backend use, and free for tests that never do. The
+environment gets nothing but room for threads, so a subprocess of a test starts
+like a user's.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.machinery
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 
 NUM_DEVICES = 8
+os.environ.setdefault("PJRT_NPROC", str(2 * NUM_DEVICES + 2))  # see maxpipe.runtime.give_threads
 GOLDEN = Path(__file__).parent / "golden"
 
 

@@ -190,3 +190,17 @@ def test_compiler_options_are_for_tpus_only() -> None:
     assert old.items() < new.items()
     spare = runtime.compiler_options("tpu", "TPU v5", spares_memory=True)
     assert not spare.keys() & old.keys()
+
+
+def test_devices_that_wait_for_each_other_leave_threads_for_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PJRT_NPROC", raising=False)
+    runtime.give_threads(1)
+    assert "PJRT_NPROC" not in os.environ
+    monkeypatch.setenv("PJRT_NPROC", "3")
+    runtime.give_threads(4)
+    assert os.environ["PJRT_NPROC"] == "3"
+    monkeypatch.delenv("PJRT_NPROC")
+    runtime.give_threads(4)
+    assert int(os.environ["PJRT_NPROC"]) > 8

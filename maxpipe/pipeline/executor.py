@@ -118,25 +118,28 @@ def _train(
     plan: Plan, schedule: Schedule, params: Tree, batch: Tree, key: jax.Array | None, table: Table
 ) -> tuple[jax.Array, Tree]:
     program = Program(plan, schedule, params, batch, key)
-    count = _count_targets(batch)
+    count = jnp.maximum(sum_over(_targets(batch), BATCH_AXES), 1.0)
     carry = program.run(table, vary(1.0 / count))
     assert carry.gradients is not None
-    return _total_loss(carry.loss) / count, program.finish(carry.gradients)
+    loss = sum_over(_of_one_stage(carry.loss), BATCH_AXES)
+    return loss / count, program.finish(carry.gradients)
 
 
 def _evaluate(
     plan: Plan, schedule: Schedule, params: Tree, batch: Tree, key: jax.Array | None, table: Table
 ) -> tuple[jax.Array, jax.Array]:
-    program = Program(plan, schedule, params, batch, key)
-    return _total_loss(program.run(table, None).loss), _count_targets(batch)
+    carry = Program(plan, schedule, params, batch, key).run(table, None)
+    # One collective for both: a second one would not wait for the loop.
+    sums = jnp.stack([_of_one_stage(carry.loss), _targets(batch)])
+    loss, count = sum_over(sums, BATCH_AXES)
+    return loss, count
 
 
-def _count_targets(batch: Tree) -> jax.Array:
-    """Target tokens of the whole batch, at least 1."""
-    mine = batch["loss_mask"].astype(jnp.float32).sum()
-    return jnp.maximum(sum_over(mine, BATCH_AXES), 1.0)
+def _targets(batch: Tree) -> jax.Array:
+    """Target tokens of this device's rows."""
+    return batch["loss_mask"].astype(jnp.float32).sum()
 
 
-def _total_loss(loss: jax.Array) -> jax.Array:
-    # Every stage computed the same loss; one counts.
-    return sum_over(from_position(loss, STAGE, 0), BATCH_AXES)
+def _of_one_stage(loss: jax.Array) -> jax.Array:
+    """The loss of this device's rows: every stage computed the same, one counts."""
+    return from_position(loss, STAGE, 0)

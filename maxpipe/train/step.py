@@ -217,10 +217,9 @@ class Steps:
         return TrainState(state.step + 1, params, optimizer), metrics
 
     def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:
-        loss, _ = self.engine.loss(schedule)(params, batch, None)
-        mask = batch["loss_mask"]
+        loss, targets = self.engine.loss(schedule)(params, batch, None)
         size = jnp.asarray(self.byte_lengths, jnp.float32)[batch["targets"]]
-        return {"loss": loss, "targets": mask.sum(), "bytes": (size * mask).sum()}
+        return {"loss": loss, "targets": targets, "bytes": (size * batch["loss_mask"]).sum()}
 
 
 def partition(
