@@ -41,8 +41,8 @@ docs: $(DEV)  ## write what is generated in docs/ and README.md
 	@$(BIN)/maxpipe config docs
 	@$(BIN)/python -m pytest -q --update-golden tests/test_docs.py tests/test_architecture.py
 
-bench: $(DEV)  ## run every benchmark and print its table
-	@for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+bench: $(DEV)  ## measure the schedules against their references on this machine
+	@$(BIN)/python benchmarks/schedules.py
 
 clean:  ## remove the environment, caches and build output; runs/ stays
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

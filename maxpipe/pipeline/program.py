@@ -58,6 +58,11 @@ class Plan:
     dims: Tree
     """For each parameter the dim that is sharded over fsdp, or `NOT_SHARDED`."""
 
+    @property
+    def gather_outside_ring(self) -> Gather:
+        """When weights outside the ring are gathered: no window holds them."""
+        return "step" if self.weight_gather == "visit" else self.weight_gather
+
 
 # The table on the devices.
 
@@ -165,9 +170,7 @@ class Program:
             (table.T, _turned(dims["embedding"])) if self.tied else (params["head"], dims["head"])
         )
         # A stack of one.
-        self.head_weights = LayerWeights(
-            "iteration" if self.plan.weight_gather == "iteration" else "step", dim, dtype
-        )
+        self.head_weights = LayerWeights(self.plan.gather_outside_ring, dim, dtype)
         self.head = self.head_weights.hold(head[None])
         last_stage = self.schedule.ring.last_stage
         self.loss_head = LossHead(self.network.norm, last_stage, self.network.vocab_size)
@@ -202,7 +205,7 @@ class Program:
         """The layers in front of the ring: one chunk that every stage holds."""
         plan, trains = self.plan, self.schedule.trains
         weights = LayerWeights(
-            "iteration" if plan.weight_gather == "iteration" else "step",
+            plan.gather_outside_ring,
             _of_one_layer(plan.dims["outside"], num_stacked=1),
             self.network.compute_dtype,
         )
@@ -417,7 +420,6 @@ class Program:
 
     def _embed_grad(self, carry: Buffers, row: Row, d_input: jax.Array) -> Buffers:
         """Adds the gradients of what is in front of the first chunk."""
-        tokens = read(self.batch["tokens"], jnp.maximum(row.embed_grad, 0))
         gradients = carry.gradients
         assert gradients is not None
         if self.outside is not None:
@@ -432,6 +434,7 @@ class Program:
             )
             gradients = gradients._replace(outside=layers, embedding=embedding)
             return carry._replace(outside=outside, gradients=gradients)
+        tokens = read(self.batch["tokens"], jnp.maximum(row.embed_grad, 0))
         with jax.named_scope("embed_grad"):
             embedding = lax.cond(
                 row.embed_grad >= 0,

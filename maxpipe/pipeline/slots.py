@@ -180,6 +180,15 @@ class LayerSlots:
             x = read(stash[0], work.row.stash)
             return self._keep_layers(pieces, held, work, x, scratch, base)[1], base
 
+    def _layer_from_last(
+        self, held: Tree, work: Work, turn: jax.Array, kept: list[jax.Array], base: jax.Array
+    ) -> tuple[jax.Array, tuple[Tree, list[jax.Array], Tree]]:
+        """A layer's place in the chunk, last one first; its weights, what it kept and constants."""
+        step = work.trips - 1 - turn
+        weights = self.weights.layer(held, work.weights + step)
+        values = [read(leaf, base + step) for leaf in kept]
+        return step, (weights, values, self._constants(work, step))
+
     def backward(
         self,
         pieces: Differentiated,
@@ -194,14 +203,10 @@ class LayerSlots:
 
         def body(turn: jax.Array, state: tuple[jax.Array, Tree]):
             cotangent, totals = state
-            step = work.trips - 1 - turn
-            used = self._uses(work, step)
-            weights = self.weights.layer(held, work.weights + step)
-            values = [read(leaf, base + step) for leaf in kept]
-            constants = self._constants(work, step)
-            d_weights, d_x = pieces.backward(weights, values, constants, cotangent)
+            step, layer = self._layer_from_last(held, work, turn, kept, base)
+            d_weights, d_x = pieces.backward(*layer, cotangent)
             totals = self._accumulate(totals, work, step, d_weights)
-            return _pick(used, d_x, cotangent), totals
+            return _pick(self._uses(work, step), d_x, cotangent), totals
 
         return lax.fori_loop(0, work.trips, body, (cotangent, totals))
 
@@ -220,12 +225,9 @@ class LayerSlots:
 
         def body(turn: jax.Array, state: tuple[jax.Array, list[jax.Array]]):
             cotangent, deferred = state
-            step = work.trips - 1 - turn
+            step, layer = self._layer_from_last(held, work, turn, kept, base)
+            d_x, later = pieces.input_grad(*layer, cotangent)
             used = self._uses(work, step)
-            weights = self.weights.layer(held, work.weights + step)
-            values = [read(leaf, base + step) for leaf in kept]
-            constants = self._constants(work, step)
-            d_x, later = pieces.input_grad(weights, values, constants, cotangent)
             return _pick(used, d_x, cotangent), _write_all(deferred, place + step, later, used)
 
         return lax.fori_loop(0, work.trips, body, (cotangent, deferred))

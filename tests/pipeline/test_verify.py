@@ -598,20 +598,27 @@ def other_window(schedule: Schedule, rng: Random) -> Schedule | None:
     return wrong if wrong and weights_are_wrong(wrong) else None
 
 
+def other_event(
+    schedule: Schedule, rng: Random, event: str, num_slots: int, num_ticks: int
+) -> Schedule | None:
+    """Gathers or reductions (`event`) with one entry changed."""
+    shape = getattr(schedule.visits, f"{event}_repeat").shape
+    if 0 in shape:
+        return None
+    index = tuple(rng.randrange(size) for size in shape)
+    name, size = rng.choice([("repeat", schedule.num_repeats), ("slot", num_slots)])
+    if rng.random() < 0.3:
+        name, size, index = "tick", num_ticks, index[0]
+    column = f"{event}_{name}"
+    value = another(rng, size, int(getattr(schedule.visits, column)[index]))
+    return None if value is None else rescheduled(schedule, column, index, value)
+
+
 @corruption
 def other_gather(schedule: Schedule, rng: Random) -> Schedule | None:
     """Weights are gathered at another time, of another chunk, or to another slot."""
-    visits = schedule.visits
-    if not visits.gather_repeat.size:
-        return None
-    index = tuple(rng.randrange(size) for size in visits.gather_repeat.shape)
-    column, size = rng.choice(
-        [("gather_repeat", schedule.num_repeats), ("gather_slot", visits.num_window)]
-    )
-    if rng.random() < 0.3:
-        column, size, index = "gather_tick", schedule.num_ticks, index[0]
-    value = another(rng, size, int(getattr(visits, column)[index]))
-    wrong = None if value is None else rescheduled(schedule, column, index, value)
+    slots, ticks = schedule.visits.num_window, schedule.num_ticks
+    wrong = other_event(schedule, rng, "gather", slots, ticks)
     return wrong if wrong and weights_are_wrong(wrong) else None
 
 
@@ -628,17 +635,8 @@ def other_gradient(schedule: Schedule, rng: Random) -> Schedule | None:
 @corruption
 def other_reduction(schedule: Schedule, rng: Random) -> Schedule | None:
     """Gradients are reduced before they are complete, as another chunk's, or from elsewhere."""
-    visits = schedule.visits
-    if not visits.reduce_repeat.size:
-        return None
-    index = tuple(rng.randrange(size) for size in visits.reduce_repeat.shape)
-    column, size = rng.choice(
-        [("reduce_repeat", schedule.num_repeats), ("reduce_slot", visits.num_gradient)]
-    )
-    if rng.random() < 0.3:
-        column, size, index = "reduce_tick", schedule.num_ticks + 1, index[0]
-    value = another(rng, size, int(getattr(visits, column)[index]))
-    wrong = None if value is None else rescheduled(schedule, column, index, value)
+    slots, ticks = schedule.visits.num_gradient, schedule.num_ticks + 1
+    wrong = other_event(schedule, rng, "reduce", slots, ticks)
     return wrong if wrong and gradients_are_wrong(wrong) else None
 
 
