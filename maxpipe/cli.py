@@ -76,6 +76,26 @@ def _train(options: argparse.Namespace) -> int:
     return train(loaded)
 
 
+def _compile(options: argparse.Namespace) -> int:
+    from maxpipe.config.load import load
+    from maxpipe.plan import topology
+
+    loaded = load(options.inputs)
+    target = topology.parse(options.topology, options.slices)
+    topology.prepare(target)
+    from maxpipe.plan.compile import compile_step
+    from maxpipe.plan.report import compiled
+
+    report, _, _ = compile_step(loaded, target)
+    if options.json:
+        import json
+
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        print(compiled(report))
+    return ExitCode.DONE
+
+
 def _config_print(options: argparse.Namespace) -> int:
     from maxpipe.config import load, render
 
@@ -366,6 +386,7 @@ def _parser() -> _Parser:
     train.add_argument("inputs", nargs="*", metavar="FILE|section.key=value", help=_INPUTS_HELP)
     train.set_defaults(command=_train)
 
+    _add_compile(commands)
     _add_config(commands)
     _add_schedule(commands)
     _add_checkpoints(commands)
@@ -377,6 +398,35 @@ def _commands(parser: _Parser) -> argparse._SubParsersAction[_Parser]:
     return parser.add_subparsers(
         metavar="COMMAND", dest="command_name", required=True, parser_class=_Parser
     )
+
+
+def _add_compile(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "compile",
+        help="compile the train step for devices that need not be there",
+        description="Compile the real train step for a topology and say what the compiler knows:\n"
+        "memory, operations, collectives and what they hide behind. TPU programs need libtpu\n"
+        "(pip install 'maxpipe[tpu]') and no TPU.",
+        epilog="examples:\n  maxpipe compile configs/quickstart.yml --topology cpu:8 "
+        "mesh.ici_stage=4 mesh.ici_fsdp=2\n"
+        "  maxpipe compile run.yml --topology v5p:4x4x4 --slices 2 mesh.dcn_stage=2",
+    )
+    parser.add_argument("inputs", nargs="*", metavar="FILE|section.key=value", help=_INPUTS_HELP)
+    parser.add_argument(
+        "--topology",
+        required=True,
+        metavar="KIND:SIZE",
+        help="kind of device and size of one slice: v5p:4x4x4, v6e:16x16, cpu:8",
+    )
+    parser.add_argument(
+        "--slices",
+        type=_integer,
+        default=1,
+        metavar="NUMBER",
+        help="slices, joined by the data-centre network; 1 by default",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    parser.set_defaults(command=_compile)
 
 
 def _add_config(commands: argparse._SubParsersAction[_Parser]) -> None:

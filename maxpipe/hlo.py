@@ -85,6 +85,11 @@ class Module:
     num_devices: int
 
 
+def array_dims(shape: str) -> list[tuple[int, ...]]:
+    """Dims of each array in a printed shape."""
+    return [tuple(int(dim) for dim in dims.split(",") if dim) for _, dims in _ARRAY.findall(shape)]
+
+
 def array_bytes(shape: str) -> list[int]:
     """Bytes of each array in a printed shape; tokens and opaque values have none."""
     sizes = []
@@ -216,6 +221,8 @@ class Entry:
     region: str
     count: float
     """Executions per run of the program."""
+    flops: float = 0.0
+    """Operations of the matmuls in one execution, a multiply-add counting 2."""
 
     @property
     def cycles(self) -> float:
@@ -275,6 +282,11 @@ class Profile:
     def cycles(self) -> float:
         """All estimates; synchronous collectives have none."""
         return sum(entry.cycles for entry in self.entries)
+
+    @property
+    def flops(self) -> float:
+        """Operations of all matmuls."""
+        return sum(entry.flops * entry.count for entry in self.entries)
 
     @property
     def cycles_by_region(self) -> dict[str, float]:
@@ -346,8 +358,9 @@ class _Walk:
             for name, times in self._called(each):
                 self.visit(name, count * times, region, depth + (each.opcode == "while"))
             return
-        if each.cycles:
-            self.profile.entries.append(Entry(each, region, count))
+        flops = self._flops(each, computation)
+        if each.cycles or flops:
+            self.profile.entries.append(Entry(each, region, count, flops))
         if found := self._collective(each, computation):
             self.profile.collectives.append(replace(found, region=region, count=count))
         if depth and self._is_copy(each) and max(array_bytes(each.shape)) >= self.copy_bytes:
@@ -403,6 +416,18 @@ class _Walk:
             return each.cycles, 1
         parts = [(self.cost(name), times) for name, times in self._called(each)]
         return sum(c * times for (c, _), times in parts), 1 + sum(s for (_, s), _ in parts)
+
+    # Work.
+
+    def _flops(self, each: Instruction, computation: Computation) -> float:
+        """Of one execution, those of a fusion's matmuls included."""
+        if each.opcode == "fusion":
+            inside = self._inside(each)
+            return sum(self._flops(other, inside) for other in inside.values())
+        if each.opcode not in ("dot", "convolution"):
+            return 0.0
+        left, right = (computation[name].shape for name in each.operands[:2])
+        return 2.0 * _products(each, array_dims(left)[0], array_dims(right)[0])
 
     # Data movement.
 
@@ -492,6 +517,43 @@ class _Walk:
         kinds = {each.opcode} | {other.opcode for other in self._inside(each).values()}
         moves = {"copy", "transpose"}
         return bool(kinds & moves) and kinds <= moves | {"fusion", "parameter", "bitcast"}
+
+
+def _products(each: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    """Multiplications of a matmul."""
+    out = array_dims(each.shape)[0]
+    if each.opcode == "dot":
+        listed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", each.attributes)
+        dims = listed.group(1).split(",") if listed else []
+        return math.prod(out) * math.prod(left[int(dim)] for dim in dims if dim)
+    # A matmul as XLA for TPU writes it, other dims in the place of spatial ones.
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", each.attributes)
+    window = re.search(r"window=\{([^}]*)\}", each.attributes)
+    assert labels is not None
+    settings = dict(part.split("=") for part in window.group(1).split()) if window else {}
+    dims = {
+        place: (left[labels[1].index(place)], right[labels[2].index(place)], size)
+        for place, size in zip(labels[3], out, strict=True)
+        if place.isdigit()
+    }
+    count = right[labels[2].index("i")]
+    count *= math.prod(size for place, size in zip(labels[3], out, strict=True) if place in "bf")
+    for place, sizes in dims.items():
+        count *= _meetings(*sizes, settings, int(place))
+    return count
+
+
+def _meetings(length: int, kernel: int, out: int, settings: Mapping[str, str], place: int) -> int:
+    """How often an element of the kernel meets one of the array, along one spatial dim."""
+
+    def setting(name: str, default: int) -> int:
+        parts = settings.get(name, "").split("x")
+        return int(parts[place].partition("_")[0]) if parts != [""] else default
+
+    stride, spread, pad = setting("stride", 1), setting("lhs_dilate", 1), setting("pad", 0)
+    taps = np.arange(kernel) * setting("rhs_dilate", 1)
+    where = np.arange(out)[:, None] * stride + taps - pad
+    return int(((where >= 0) & (where <= (length - 1) * spread) & (where % spread == 0)).sum())
 
 
 def _first_match(table: Mapping[str, float], text: str, default: float) -> float:

@@ -17,6 +17,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from maxpipe.config.check import MESH_AXES
+from maxpipe.config.rules import fill
 from maxpipe.config.schema import MeshConfig
 from maxpipe.errors import ConfigError
 
@@ -49,9 +50,9 @@ def resolve(config: MeshConfig, devices: Sequence[Device]) -> MeshConfig:
         ConfigError: the sizes do not multiply to the number of devices or of slices.
     """
     slices = _num_slices(devices)
-    dcn = _fill("dcn", config, slices)
+    dcn = fill("dcn", config, AXES, slices)
     _check_slices(dcn, slices, devices[0].platform)
-    ici = _fill("ici", config, len(devices) // math.prod(dcn))
+    ici = fill("ici", config, AXES, len(devices) // math.prod(dcn))
     total = math.prod(ici) * math.prod(dcn)
     if total != len(devices):
         wanted = " x ".join(f"{axis} {i * d}" for axis, i, d in zip(AXES, ici, dcn, strict=True))
@@ -100,15 +101,6 @@ def _check_slices(dcn: list[int], slices: int, kind: str) -> None:
             f"in {slices} slices.",
             f"Set mesh.dcn_data={slices} and every other mesh.dcn_* to 1, or another split.",
         )
-
-
-def _fill(kind: str, config: MeshConfig, available: int) -> list[int]:
-    """Sizes of one kind in the order of `AXES`, the -1 replaced by what is left."""
-    sizes = [getattr(config, f"{kind}_{axis}") for axis in AXES]
-    if -1 in sizes:
-        rest = math.prod(size for size in sizes if size != -1)
-        sizes[sizes.index(-1)] = max(1, available // rest)
-    return sizes
 
 
 def _arrange(devices: list[Device], ici: list[int], dcn: list[int]) -> np.ndarray:

@@ -40,8 +40,6 @@ def start(config: RuntimeConfig, cpu_devices: int) -> None:
     if config.platform != "auto":
         jax.config.update("jax_platforms", config.platform)
     jax.config.update("jax_num_cpu_devices", cpu_devices)
-    give_threads(cpu_devices)
-    _open_cache(config.compilation_cache)
     _join(config)
     try:
         jax.devices()
@@ -54,19 +52,13 @@ def start(config: RuntimeConfig, cpu_devices: int) -> None:
             "Set runtime.platform=cpu, or install the extra for your device: "
             "pip install 'maxpipe[tpu]' or 'maxpipe[cuda]'.",
         ) from error
-    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+    on_cpu = jax.default_backend() == "cpu"
+    # XLA for CPU loads a program without the order of its collectives: devices that meet in
+    # different orders wait for each other forever, or get each other's values.
+    if not (on_cpu and jax.device_count() > 1):
+        _open_cache(config.compilation_cache)
+    if on_cpu and jax.process_count() > 1:
         _keep_stdout_for_python()
-
-
-def give_threads(cpu_devices: int) -> None:
-    """Two threads for each virtual device, besides those that compute.
-
-    A device that meets others in a collective keeps its thread while it waits. XLA's own number,
-    one for each device, can be used up by devices that wait for one that has got none.
-    """
-    if cpu_devices > 1:
-        count = 2 * cpu_devices + (os.cpu_count() or 1)
-        os.environ.setdefault("PJRT_NPROC", str(count))
 
 
 _ASYNCHRONOUS = {

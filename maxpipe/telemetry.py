@@ -1,4 +1,4 @@
-"""What a run reports: metric files, the event log, the console, and peak FLOP/s.
+"""What a run reports: metric files, the event log and the console.
 
 Owns `metrics.jsonl`, `tensorboard/` and `events.jsonl` of a run folder and all
 text on the console while a run lasts. Knows nothing about jax, models or
@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import os
-import re
 import sys
 import time
 from collections import deque
@@ -550,38 +549,3 @@ class _LiveView:
             "" if eta is None else f"eta {_duration(eta)}",
         )
         return line
-
-
-# --- peak FLOP/s ---------------------------------------------------------------
-
-# Dense bf16 peak of one jax device, by `device.device_kind`; the first match counts.
-# A chip of TPU v2, v3 and TPU7x is two devices, so each has half the chip's peak.
-# Source: Google Cloud's TPU system architecture pages (per chip); NVIDIA's data
-# sheets, the dense figure where both a dense and a sparse one are given.
-_PEAK_FLOPS: tuple[tuple[str, float], ...] = (
-    (r"TPU v2", 22.5e12),
-    (r"TPU v3", 61.5e12),
-    (r"TPU v4", 275e12),
-    (r"TPU v5 ?(lite|e)", 197e12),
-    (r"TPU v5p?", 459e12),
-    (r"TPU v6 ?(lite|e)", 918e12),
-    (r"TPU ?7x", 1153.5e12),
-    (r"NVIDIA GB200\b.*", 2500e12),
-    (r"NVIDIA B200\b.*", 2250e12),
-    (r"NVIDIA (H200(?! NVL)|GH200)\b.*", 989e12),
-    (r"NVIDIA H(100|800) (80GB HBM3|SXM).*", 989e12),
-    (r"NVIDIA H100 PCIe", 756e12),
-    (r"NVIDIA A100\b.*", 312e12),
-    (r"NVIDIA L40S", 362e12),
-    (r"NVIDIA L4", 121e12),
-)
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """The bf16 FLOP/s one device can do; None for a kind not in the table, never a guess."""
-    if "MIG" in device_kind:  # part of a GPU
-        return None
-    for pattern, value in _PEAK_FLOPS:
-        if re.fullmatch(pattern, device_kind, re.IGNORECASE):
-            return value
-    return None

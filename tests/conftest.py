@@ -1,16 +1,13 @@
-"""Test set-up: eight virtual CPU devices, a compilation cache, golden files.
+"""Test set-up: eight virtual CPU devices, golden files.
 
 jax is configured the moment a test module, or code under test, first imports
-it: early enough for every backend use, and free for tests that never do. The
-environment gets nothing but room for threads, so a subprocess of a test starts
-like a user's.
+it: early enough for every backend use, and free for tests that never do. No
+environment variable is set, so a subprocess of a test starts like a user's.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.machinery
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,30 +17,15 @@ from typing import Any
 import pytest
 
 NUM_DEVICES = 8
-os.environ.setdefault("PJRT_NPROC", str(2 * NUM_DEVICES + 2))  # see maxpipe.runtime.give_threads
 GOLDEN = Path(__file__).parent / "golden"
-
-
-def _cpu_fingerprint() -> str:
-    """Compiled CPU code is only good for the instruction set it was made for."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "any"
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return hashlib.sha256(flags.encode()).hexdigest()[:12]
 
 
 def _configure_jax(jax: Any) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     # Machine code half as fast in half the compile time; partitioning, fusion and memory stay
-    # as they are. Tests that run the command get the optimized code.
+    # as they are. There is no compilation cache: see `maxpipe.runtime.start`.
     jax.config.update("jax_disable_most_optimizations", True)
-    folder = Path.home() / ".cache" / "maxpipe" / "test-compiled" / _cpu_fingerprint()
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 class _JaxLoader(importlib.machinery.SourceFileLoader):

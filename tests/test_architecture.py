@@ -32,6 +32,7 @@ TABLES = (
 LEVELS = {
     "maxpipe": 0,
     "maxpipe.errors": 0,
+    "maxpipe.hardware": 0,
     "maxpipe.config.schema": 1,
     **dict.fromkeys((f"maxpipe.pipeline.{name}" for name in TABLES), 1),
     "maxpipe.config": 2,
@@ -67,11 +68,13 @@ FORBIDDEN = [
     ("maxpipe.telemetry", "jax", "telemetry is given numbers"),
     *((f"maxpipe.pipeline.{name}", "jax", "a schedule is data") for name in TABLES),
     ("maxpipe.errors", "jax", "errors are raised everywhere"),
+    ("maxpipe.hardware", "jax", "plans are made without devices"),
 ]
 
 # Importing one of these (or anything below it) imports no jax, not even indirectly.
 JAX_FREE = (
     "maxpipe.errors",
+    "maxpipe.hardware",
     "maxpipe.config",
     *(f"maxpipe.pipeline.{name}" for name in TABLES),
     "maxpipe.data",
@@ -91,7 +94,9 @@ ROOT_CONFIG = (
 )
 
 # Config keys that nothing outside config/ reads, and why that is right.
-UNREAD_KEYS: dict[str, str] = {}
+UNREAD_KEYS: dict[str, str] = {
+    "mesh.axis_rules": "read through config.check.axis_table, which sharding and plans share",
+}
 
 MAX_FUNCTION_LINES = 80
 MAX_FILE_LINES = 600

@@ -74,6 +74,13 @@ def test_start_gives_the_virtual_devices_and_says_nothing(tmp_path: Path):
     config = f"platform='cpu', compilation_cache={str(tmp_path / 'new')!r}"
     ran = python(started(config, 3, "import jax; print(json.dumps(len(jax.devices())))"))
     assert (ran.returncode, ran.stderr, json.loads(ran.stdout)) == (0, "", 3)
+    assert not (tmp_path / "new").exists()  # several devices: no cache
+
+
+def test_one_device_has_a_cache(tmp_path: Path):
+    config = f"platform='cpu', compilation_cache={str(tmp_path / 'new')!r}"
+    ran = python(started(config, 1))
+    assert (ran.returncode, ran.stderr) == (0, "")
     assert (tmp_path / "new").is_dir()
 
 
@@ -190,17 +197,3 @@ def test_compiler_options_are_for_tpus_only() -> None:
     assert old.items() < new.items()
     spare = runtime.compiler_options("tpu", "TPU v5", spares_memory=True)
     assert not spare.keys() & old.keys()
-
-
-def test_devices_that_wait_for_each_other_leave_threads_for_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("PJRT_NPROC", raising=False)
-    runtime.give_threads(1)
-    assert "PJRT_NPROC" not in os.environ
-    monkeypatch.setenv("PJRT_NPROC", "3")
-    runtime.give_threads(4)
-    assert os.environ["PJRT_NPROC"] == "3"
-    monkeypatch.delenv("PJRT_NPROC")
-    runtime.give_threads(4)
-    assert int(os.environ["PJRT_NPROC"]) > 8

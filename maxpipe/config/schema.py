@@ -293,7 +293,8 @@ class RuntimeConfig:
     heartbeat_timeout_seconds: int = 100
     """How long a process may stay silent before the others give it up."""
     compilation_cache: str = "~/.cache/maxpipe/compiled"
-    """Folder in which compiled programs are kept between runs. Empty turns the cache off."""
+    """Folder in which compiled programs are kept between runs. Empty turns the cache off. Not used
+    by several CPU devices: XLA loses the order in which such a program's devices meet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -56,34 +56,6 @@ def size_of(axis: str) -> int:
     return jax.sharding.get_abstract_mesh().shape[axis] if _present(axis) else 1
 
 
-def after(done: Any, waiting: Any) -> Any:
-    """`waiting`, integers that on CPU devices are not known before all of `done` is.
-
-    XLA for CPU starts a collective while a loop in front of it that has some, too, still runs,
-    unless data flows from one to the other. Devices then meet in different orders: they wait for
-    each other forever, or get each other's values. Whatever picks work with collectives in it
-    passes through here after other such work. Elsewhere the compiler keeps one order.
-    """
-    if not _present(MANUAL_AXES):
-        return waiting
-    leaves = [leaf.ravel()[0] for leaf in jax.tree.leaves(vary(done))]
-    zero = lax.platform_dependent(
-        leaves,
-        cpu=lambda leaves: sum(map(_zero, leaves), start=vary(jnp.int32(0))),
-        default=lambda _: vary(jnp.int32(0)),
-    )
-    return jax.tree.map(lambda leaf: leaf + zero, waiting)
-
-
-def _zero(x: jax.Array) -> jax.Array:
-    """0, from a computation that compilers do not see through."""
-    width = 8 * x.dtype.itemsize
-    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}"))
-    for shift_by in (width - 1, 1):
-        bits = lax.shift_right_logical(bits, bits.dtype.type(shift_by))
-    return bits.astype(jnp.int32)
-
-
 def sum_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
     """The sum over all devices of these axes, the same on each."""
     present = _present(axes)

@@ -56,23 +56,25 @@ class Engine:
         """(params, batch, None) -> (summed loss, number of target tokens), forward only."""
         return self._shard_map(_evaluate, schedule, (PartitionSpec(), PartitionSpec()))
 
-    def buffer_bytes(self, schedule: Schedule, params: Tree, batch: Tree) -> dict[str, int]:
-        """Bytes on one device of each buffer that the loop over ticks carries.
+    def buffer_shapes(self, schedule: Schedule, params: Tree, batch: Tree) -> dict[str, list[Any]]:
+        """Shapes on one device of each buffer that the loop over ticks carries.
 
-        Known from shapes alone, before anything is compiled.
+        Known before anything is compiled.
         """
-        found: dict[str, int] = {}
+        found: dict[str, list[Any]] = {}
 
         def measure(plan: Plan, schedule: Schedule, params: Tree, batch: Tree, *_: Any):
             buffers = Program(plan, schedule, params, batch, None).buffers()
-            for name, tree in buffers._asdict().items():
-                found[name] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-            return sum_over(jnp.float32(0), ())
+            found.update((name, jax.tree.leaves(tree)) for name, tree in buffers._asdict().items())
+            return jnp.float32(0)
 
         run = self._shard_map(measure, schedule, PartitionSpec())
         with jax.set_mesh(self.mesh):
             jax.eval_shape(run, params, batch, None)
-        return found
+        return {
+            name: [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+            for name, leaves in found.items()
+        }
 
     def _per_device(self, specs: Tree) -> Tree:
         """The specs as the per-device program sees them."""
@@ -129,7 +131,6 @@ def _evaluate(
     plan: Plan, schedule: Schedule, params: Tree, batch: Tree, key: jax.Array | None, table: Table
 ) -> tuple[jax.Array, jax.Array]:
     carry = Program(plan, schedule, params, batch, key).run(table, None)
-    # One collective for both: a second one would not wait for the loop.
     sums = jnp.stack([_of_one_stage(carry.loss), _targets(batch)])
     loss, count = sum_over(sums, BATCH_AXES)
     return loss, count

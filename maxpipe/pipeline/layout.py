@@ -7,7 +7,6 @@ which the engine skips. The first layers of the network may stay outside: every 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,49 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.pipeline.table import Ring
-
-
-def balanced_cut(
-    costs: Sequence[float], num_chunks: int, *, first: float = 0.0, last: float = 0.0
-) -> tuple[int, ...]:
-    """Layers of each chunk, at least one, such that the costliest chunk is as cheap as can be.
-
-    `costs` are those of the layers; `first` and `last` come on top of the first and the last chunk,
-    for an embedding and a loss head that one stage does alone. Among equally good cuts the most
-    even one is taken, longer chunks first: stages advance in lockstep, so long chunks should meet.
-
-    Source: dynamic programming over contiguous cuts, as in Alpa (arXiv:2201.12023).
-    """
-    total = np.concatenate([[0.0], np.cumsum(costs)])
-    ends = np.zeros(num_chunks)
-    ends[0] += first
-    ends[-1] += last
-
-    def best(limit: float) -> tuple[np.ndarray, np.ndarray]:
-        """Of the first n layers in k chunks: the worst chunk, or the squares when limited."""
-        value = np.full((num_chunks + 1, len(total)), np.inf)
-        taken = np.zeros(value.shape, np.int32)
-        value[0, 0] = 0.0
-        for chunk in range(1, num_chunks + 1):
-            for end in range(chunk, len(total)):
-                cost = total[end] - total[chunk - 1 : end] + ends[chunk - 1]
-                before = value[chunk - 1, chunk - 1 : end]
-                if np.isinf(limit):
-                    found = np.maximum(before, cost)
-                else:
-                    found = np.where(cost <= limit * (1 + 1e-9), before + cost**2, np.inf)
-                # Of equals the last: the shortest last chunk, so the longer ones come first.
-                place = len(found) - 1 - int(np.argmin(found[::-1]))
-                value[chunk, end], taken[chunk, end] = found[place], end - (chunk - 1 + place)
-        return value, taken
-
-    limit = best(np.inf)[0][-1, -1]
-    taken = best(float(limit))[1]
-    sizes, end = [], len(costs)
-    for chunk in range(num_chunks, 0, -1):
-        sizes.append(int(taken[chunk, end]))
-        end -= sizes[-1]
-    return tuple(reversed(sizes))
 
 
 @dataclass(frozen=True)

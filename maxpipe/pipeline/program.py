@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from maxpipe.mesh import STAGE
-from maxpipe.pipeline.collectives import after, from_position, index_on, shift, vary
+from maxpipe.pipeline.collectives import from_position, index_on, shift, vary
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.outside import OutsideBuffers, OutsideLayers, OutsideRow
 from maxpipe.pipeline.remat import Keep
@@ -280,11 +280,9 @@ class Program:
         """
         delayed, trains = self.schedule.delayed, self.schedule.trains
         travelling = self._send(carry.sent)
-        row = after(travelling, row)
         output, carry = self._forward_slot(carry, row)
         if not delayed:
             travelling |= self._send({"F": output})
-            row = after(travelling, row)
         sent = {"F": output}
         if trains:
             carry = self._loss_and_grad(carry, row, output, scale)
@@ -302,18 +300,13 @@ class Program:
         """One action of any kind; all that joins the stages stands before or after it."""
         delayed = self.schedule.delayed
         travelling = self._send(carry.sent) if delayed else {}
-        row = after(travelling, row)
         carry = self._loss_and_grad(carry, row, carry.sent["X"], scale)
-        row = after(carry.loss, row)
         output, carry = self._forward_slot(carry, row)
-        row = after(output, row)
         d_input, carry = self._input_grad_slot(carry, row)
+        carry = self._weight_grad_slot(carry, row)
         sent = {"X": jnp.where(row.forward.microbatch >= 0, output, d_input)}
         if not delayed:
             travelling = self._send(sent)
-            row = after(travelling, row)
-        carry = self._weight_grad_slot(carry, row)
-        row = after(self._totals(carry), row)
         carry = self._embed_grad(carry, row, d_input)
         carry = self._receive(carry, row, travelling | self._stay(sent), "X")
         return carry._replace(sent=sent)
@@ -408,7 +401,8 @@ class Program:
         is_first = (self.stage == 0) & (row.forward.repeat == 0)
         if self.outside is not None:
             assert carry.outside is not None
-            entering, outside = self.outside.enter(carry.outside, row.outside, row.embed)
+            with jax.named_scope("outside"):
+                entering, outside = self.outside.enter(carry.outside, row.outside, row.embed)
             return jnp.where(is_first, entering, x), carry._replace(outside=outside)
         tokens = read(self.batch["tokens"], jnp.maximum(row.embed, 0))
 
@@ -424,14 +418,15 @@ class Program:
         assert gradients is not None
         if self.outside is not None:
             assert carry.outside is not None
-            outside, layers, embedding = self.outside.leave(
-                carry.outside,
-                row.outside,
-                row.embed_grad,
-                d_input,
-                gradients.outside,
-                gradients.embedding,
-            )
+            with jax.named_scope("outside"):
+                outside, layers, embedding = self.outside.leave(
+                    carry.outside,
+                    row.outside,
+                    row.embed_grad,
+                    d_input,
+                    gradients.outside,
+                    gradients.embedding,
+                )
             gradients = gradients._replace(outside=layers, embedding=embedding)
             return carry._replace(outside=outside, gradients=gradients)
         tokens = read(self.batch["tokens"], jnp.maximum(row.embed_grad, 0))
@@ -531,10 +526,9 @@ class Program:
             return self.tick(carry, jax.tree.map(lambda leaf: read(leaf, tick), table.rows), scale)
 
         def one_turn(carry: Buffers, turn: tuple[jax.Array, ...]) -> tuple[Buffers, None]:
-            *spans, repeat, slot = turn
+            start, stop, first_due, last_due, repeat, slot = turn
             with jax.named_scope("gather"):
                 chunk = self.weights.gather_chunk(self.held, length * repeat, length)
-            start, stop, first_due, last_due = after(chunk, spans)
             carry = reduce(first_due, last_due, carry)
             with jax.named_scope("ticks"):
                 carry = lax.fori_loop(start, stop, one_tick, carry)

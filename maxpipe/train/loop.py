@@ -27,10 +27,11 @@ from maxpipe.data.loader import Datasets, Loader, build, compare
 from maxpipe.data.tokenizer import check_vocab
 from maxpipe.errors import ConfigError, ExitCode, Preempted, Problem, StorageError
 from maxpipe.evaluate import evaluate
+from maxpipe.hardware import peak_flops
 from maxpipe.mesh import build_mesh, describe, resolve
 from maxpipe.model.count import num_params, train_flops_per_token
 from maxpipe.sharding import AxisRules, local_rows, place_rows
-from maxpipe.telemetry import Console, EventLog, MetricWriter, peak_flops
+from maxpipe.telemetry import Console, EventLog, MetricWriter
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps, partition
 

@@ -23,8 +23,9 @@ from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import ModelConfig, OptimConfig, PipelineConfig, TrainConfig
 from maxpipe.mesh import BATCH_AXES, STAGE
 from maxpipe.model.decoder import Decoder
+from maxpipe.pipeline.cut import balanced_cut
 from maxpipe.pipeline.executor import Engine
-from maxpipe.pipeline.layout import Layout, balanced_cut
+from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.program import Network
 from maxpipe.pipeline.remat import Keep
 from maxpipe.pipeline.schedule import build, forward_only
@@ -85,6 +86,11 @@ class Steps:
         return self.partition.shardings(saved)
 
     @cached_property
+    def abstract_state(self) -> TrainState:
+        """Shapes and types of the stacked train state."""
+        return jax.eval_shape(self._init)
+
+    @cached_property
     def _abstract_params(self) -> Tree:
         return jax.eval_shape(self.partition.init, jax.random.key(0))
 
@@ -102,6 +108,10 @@ class Steps:
 
     def compile_train(self) -> Any:
         """(state, batch) -> (state, metrics); the state passed in is used up."""
+        return self.lower_train().compile(self.compiler_options)
+
+    def lower_train(self) -> Any:
+        """The train step traced and lowered, ready to be compiled."""
         metrics = NamedSharding(self.partition.mesh, PartitionSpec())
         step = jax.jit(
             self._train_step,
@@ -110,8 +120,7 @@ class Steps:
             out_shardings=(self.state_sharding, metrics),
         )
         with jax.set_mesh(self.partition.mesh):
-            lowered = step.lower(jax.eval_shape(self._init), self.abstract_batch())
-            return lowered.compile(self._compiler_options)
+            return step.lower(self.abstract_state, self.abstract_batch())
 
     def compile_eval(self, rows: int = 0) -> Any:
         """(params, batch) -> sums over the batch's target tokens.
@@ -127,10 +136,11 @@ class Steps:
         )
         with jax.set_mesh(self.partition.mesh):
             lowered = step.lower(self._abstract_params, self.abstract_batch(rows))
-            return lowered.compile(self._compiler_options)
+            return lowered.compile(self.compiler_options)
 
     @property
-    def _compiler_options(self) -> dict[str, Any]:
+    def compiler_options(self) -> dict[str, Any]:
+        """What XLA should do differently for this mesh."""
         device = self.partition.mesh.devices.flat[0]
         spares_memory = self.engine.keep.remat == "chunk"
         return compiler_options(device.platform, device.device_kind, spares_memory=spares_memory)
@@ -143,11 +153,18 @@ class Steps:
         count = next(count for count in counts if mine // count <= largest)
         return forward_only(self.train_schedule.ring, count)
 
-    def buffer_bytes(self) -> dict[str, int]:
-        """Bytes on one device of what the train step's loop carries, before compiling it."""
-        return self.engine.buffer_bytes(
+    def buffer_shapes(self) -> dict[str, list[Any]]:
+        """On one device, of what the train step's loop carries, before compiling it."""
+        return self.engine.buffer_shapes(
             self.train_schedule, self._abstract_params, self.abstract_batch()
         )
+
+    def buffer_bytes(self) -> dict[str, int]:
+        """Of the same."""
+        return {
+            name: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+            for name, leaves in self.buffer_shapes().items()
+        }
 
     def abstract_batch(self, rows: int = 0) -> Tree:
         """Shapes and types of a global batch, of the training batch's size if not given."""
@@ -186,7 +203,7 @@ class Steps:
     @cached_property
     def abstract_saved(self) -> Tree:
         """Shapes, types and shardings of the saved form."""
-        shapes = jax.eval_shape(self.to_saved, jax.eval_shape(self._init))
+        shapes = jax.eval_shape(self.to_saved, self.abstract_state)
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             shapes,

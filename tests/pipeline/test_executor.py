@@ -139,7 +139,7 @@ def test_a_handwritten_schedule_runs(delayed: bool) -> None:
     ids=str,
 )
 def test_collectives_meet_in_one_order(case: Case) -> None:
-    """Many runs of one program: none hangs, and all give the same bits."""
+    """Many runs of one program: no device waits for ever, and all runs give the same bits."""
     steps = steps_of(case, 2 * case.microbatches * case.fsdp)
     batch = jax.device_put(batch_of(steps.shape[0]), steps.batch_sharding)
     state, run = steps.init(), steps.compile_train()

@@ -17,7 +17,8 @@ from maxpipe.config.schema import MeshConfig, ModelConfig
 from maxpipe.errors import ConfigError
 from maxpipe.mesh import build_mesh
 from maxpipe.model.decoder import Decoder
-from maxpipe.pipeline.layout import Layout, balanced_cut
+from maxpipe.pipeline.cut import balanced_cut
+from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.table import Ring
 from maxpipe.sharding import AxisRules
 from maxpipe.train.optim import moments

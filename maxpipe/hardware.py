@@ -1,0 +1,85 @@
+"""What one device of each kind can do: the figures of `configs/hardware/*.yml`.
+
+No jax, and no guesses: a device without a file is unknown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+GIB = 2**30
+_FOLDERS = (
+    Path(__file__).parent / "configs" / "hardware",  # installed
+    Path(__file__).parents[1] / "configs" / "hardware",  # a checkout
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One device and its links. Rates are decimal, memory is binary, as vendors write them."""
+
+    name: str
+    topology: str
+    """What names of its topologies begin with, e.g. `v5p` of `v5p:2x4x4`."""
+    device_kind: str
+    """Pattern of jax's name of it."""
+    bf16_tflops: float
+    """Dense peak."""
+    memory_gib: float
+    memory_gb_per_second: float
+    links: int
+    """To neighbours in its slice."""
+    link_gb_per_second: float
+    """Of one link, one way."""
+    torus_dims: int
+    """Dims of the torus that the links form, 0 for a switch."""
+    network_gb_per_second: float
+    """Between slices, one device's share, one way."""
+    largest_slice: int
+    """Devices that the links can join."""
+    clock_ghz: float
+    """Of the matrix units, 0 where cycles are not estimated."""
+
+    @property
+    def flops(self) -> float:
+        """Peak bf16 operations per second."""
+        return self.bf16_tflops * 1e12
+
+    @property
+    def memory_bytes(self) -> float:
+        """On one device."""
+        return self.memory_gib * GIB
+
+
+@cache
+def known() -> Mapping[str, Hardware]:
+    """Every kind that has a file, by the name that its topologies begin with."""
+    folder = next((folder for folder in _FOLDERS if folder.is_dir()), None)
+    assert folder is not None, f"hardware files are in none of {_FOLDERS}"
+    found = {}
+    for path in sorted(folder.glob("*.yml")):
+        each = Hardware(**yaml.safe_load(path.read_text(encoding="utf-8")))
+        found[each.topology] = each
+    return found
+
+
+def of_device(device_kind: str) -> Hardware | None:
+    """The hardware that jax calls so; None without a file, and for a part of a GPU."""
+    if "MIG" in device_kind:
+        return None
+    for each in known().values():
+        if re.fullmatch(each.device_kind, device_kind, re.IGNORECASE):
+            return each
+    return None
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """The bf16 FLOP/s one device can do; None where nobody vouches for a figure."""
+    found = None if device_kind == "cpu" else of_device(device_kind)
+    return found and found.flops

@@ -1,0 +1,134 @@
+"""What takes memory, in the words of the config, and which keys shrink it.
+
+Plans and the compiler's out-of-memory messages use one table.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from maxpipe.hardware import GIB
+
+
+@dataclass(frozen=True)
+class Term:
+    """Something on the device."""
+
+    about: str
+    keys: str
+    """What makes it smaller."""
+
+
+TERMS: dict[str, Term] = {
+    "state": Term(
+        "parameters and the optimizer's moments",
+        "more mesh.ici_fsdp, mesh.ici_stage or mesh.ici_tensor",
+    ),
+    "gradients": Term(
+        "sums of gradients",
+        "pipeline.weight_gather=iteration (sharded over fsdp), more mesh.ici_fsdp or "
+        "mesh.ici_stage",
+    ),
+    "copies": Term(
+        "the parameters' shards in compute type",
+        "pipeline.remat=chunk (not kept on TPUs), more mesh.ici_fsdp",
+    ),
+    "held": Term(
+        "whole weights of a stage, gathered once for the step",
+        "pipeline.weight_gather=visit or iteration",
+    ),
+    "window": Term(
+        "whole weights of the chunks in use",
+        "pipeline.weight_gather=iteration, or more pipeline.repeats (shorter chunks)",
+    ),
+    "partial": Term(
+        "gradients of whole chunks that wait to be reduced",
+        "pipeline.weight_gather=iteration, or more pipeline.repeats (shorter chunks)",
+    ),
+    "stash": Term(
+        "what forwards keep for their backwards",
+        "pipeline.remat=full or chunk, pipeline.offloaded_names, more pipeline.microbatches of "
+        "fewer rows, a smaller pipeline.group",
+    ),
+    "deferred": Term(
+        "what weight gradients wait for",
+        "a schedule with whole backwards (pipeline.schedule=interleaved), more "
+        "pipeline.microbatches of fewer rows",
+    ),
+    "inbox": Term("messages that wait", "more pipeline.microbatches of fewer rows"),
+    "sent": Term("messages on their way", "more pipeline.microbatches of fewer rows"),
+    "outside": Term(
+        "what the layers outside the ring keep", "pipeline.layers_outside=0, pipeline.remat=chunk"
+    ),
+    "logits": Term(
+        "logits of a microbatch and their gradient",
+        "more mesh.ici_stage or mesh.ici_tensor (they share the vocabulary), more "
+        "pipeline.microbatches of fewer rows",
+    ),
+    "layer": Term(
+        "one layer at work: its whole weights, their gradient, its activations",
+        "more mesh.ici_tensor, more pipeline.microbatches of fewer rows, a shorter "
+        "train.sequence_length",
+    ),
+    "batch": Term("token ids of the step", "a smaller train.batch_size"),
+}
+
+
+def gib(size: float) -> str:
+    """For people."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
+
+
+def explain_out_of_memory(message: str, buffers: Mapping[str, tuple[tuple[int, ...], ...]]) -> str:
+    """The compiler's message in model terms: what is largest, and what shrinks it.
+
+    `buffers` maps names of `TERMS` to the shapes of their arrays.
+    """
+    found = _allocations(message)
+    total: dict[str, float] = {}
+    for size, shape, origin in found:
+        name = _term_of(shape, origin, buffers)
+        total[name] = total.get(name, 0.0) + size
+    lines = []
+    for name, size in sorted(total.items(), key=lambda item: -item[1])[:4]:
+        term = TERMS[name]
+        lines.append(f"  {gib(size):>10}  {term.about}; smaller with {term.keys}")
+    return "\n".join(lines)
+
+
+def capacity(message: str) -> tuple[float, float] | None:
+    """(bytes needed, bytes there are) in a compiler's out-of-memory message."""
+    found = re.search(r"[Uu]sed ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?)", message)
+    return found and (_bytes(found[1], found[2]), _bytes(found[3], found[4]))
+
+
+def _bytes(number: str, unit: str) -> float:
+    return float(number) * 1024.0 ** " KMGT".index(unit or " ")
+
+
+def _allocations(message: str) -> list[tuple[float, tuple[int, ...], str]]:
+    """(bytes, dims, origin) of the allocations that the compiler lists."""
+    found = []
+    for block in re.split(r"\n\s*\d+\. Size: ", message)[1:]:
+        size = re.match(r"([\d.]+)([KMGT]?)", block)
+        shape = re.search(r"Shape: \w+\[([\d,]*)\]", block)
+        origin = re.search(r'op_name="([^"]*)"', block)
+        dims = tuple(int(dim) for dim in shape[1].split(",") if dim) if shape else ()
+        if size:
+            found.append((_bytes(size[1], size[2]), dims, origin[1] if origin else ""))
+    return found
+
+
+def _term_of(
+    dims: tuple[int, ...], origin: str, buffers: Mapping[str, tuple[tuple[int, ...], ...]]
+) -> str:
+    for name, shapes in buffers.items():
+        # The compiler may drop dims of size one, or merge neighbours.
+        if any(math.prod(shape) == math.prod(dims) and dims for shape in shapes):
+            return name
+    if "/head/" in origin:
+        return "logits"
+    return "layer" if "/while/body" in origin else "state"

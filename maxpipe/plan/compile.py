@@ -1,0 +1,323 @@
+"""The real train step, compiled for devices that need not be there, and what the compiler says.
+
+Memory, operations, collectives and what they hide behind are read from the compiled program;
+nothing is run. How often loops over layers turn follows from the schedule's table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxpipe.config.check import check, total_steps
+from maxpipe.config.load import Loaded
+from maxpipe.config.schema import Config
+from maxpipe.errors import ConfigError
+from maxpipe.hlo import Collective, Profile, parse, profile
+from maxpipe.mesh import AXES, build_mesh, resolve
+from maxpipe.model.count import train_flops_per_token
+from maxpipe.pipeline.table import Slots
+from maxpipe.plan.advice import capacity, explain_out_of_memory, gib
+from maxpipe.plan.topology import WHERE, Topology, devices
+from maxpipe.sharding import AxisRules
+from maxpipe.train.step import Steps, partition
+
+SLOTS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
+"""Kind of slot -> scope of its layers in the program."""
+SCOPES = ("replay", *SLOTS.values(), "head", "embed", "embed_grad", "send", "gather", "reduce")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind over the same axes."""
+
+    kind: str
+    axes: str
+    """Mesh axes that the group spans, e.g. `data+fsdp`."""
+    link: str
+    """`ici`, or `dcn` where the group spans slices."""
+    asynchronous: bool
+    count: float
+    """Executions on one device in one step."""
+    total_bytes: float
+    """Sent by one device in one step."""
+    cycles_behind: float
+    """Estimated cycles of what is scheduled between their starts and dones."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler says of a train step; bytes and operations are of one device."""
+
+    topology: str
+    num_devices: int
+    num_slices: int
+    mesh: dict[str, int]
+    versions: dict[str, str]
+    lower_seconds: float
+    compile_seconds: float
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    """Of outputs that take the place of arguments."""
+    temp_bytes: int
+    program_bytes: int
+    host_bytes: int
+    """Temporary, in host memory."""
+    memory_bytes: float
+    """What one device has."""
+    flops: float
+    """Of all matmuls that run, replays included."""
+    model_flops: float
+    """What the model needs: forward and backward."""
+    cycles: float
+    """The compiler's estimate, synchronous collectives left out; 0 where it gives none."""
+    seconds: float
+    """The same as time."""
+    collectives: list[Traffic]
+    copies: int
+    """Buffers copied inside loops."""
+    buffers: dict[str, int]
+    """Bytes of what the loop over ticks carries, part of `temp_bytes`."""
+    largest: list[tuple[str, str, float]] = field(default_factory=list)
+    """(operation, where it comes from, cycles) of the costliest instructions."""
+    unknown_loops: list[str] = field(default_factory=list)
+
+    @property
+    def total_bytes(self) -> int:
+        """Needed on one device."""
+        held = self.argument_bytes + self.temp_bytes + self.program_bytes
+        return held + self.output_bytes - self.alias_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether one device has room for it."""
+        return self.total_bytes <= self.memory_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, sums included."""
+        found = dataclasses.asdict(self)
+        moved = sum(each.total_bytes for each in self.collectives)
+        return found | {
+            "total_bytes": self.total_bytes,
+            "fits": self.fits,
+            "collective_bytes": moved,
+        }
+
+
+def build_steps(loaded: Loaded, present: Sequence[Any]) -> Steps:
+    """The steps of a config on these devices.
+
+    Raises:
+        ConfigError: the config does not fit them.
+    """
+    config = dataclasses.replace(loaded.config, mesh=resolve(loaded.config.mesh, present))
+    problems = check(config, loaded.origins)
+    if problems:
+        raise ConfigError(problems)
+    return partition(
+        build_mesh(config.mesh, present),
+        model=config.model,
+        pipeline=config.pipeline,
+        optim=config.optim,
+        train=config.train,
+        total_steps=total_steps(config.train),
+        rules=AxisRules.from_config(config.mesh),
+        seed=config.run.seed,
+        # Only evaluation reads them, and it is not compiled here.
+        byte_lengths=np.ones(config.model.vocab_size, np.int32),
+    )
+
+
+def compile_step(loaded: Loaded, topology: Topology) -> tuple[Report, Steps, Any]:
+    """Compiles the train step of a config for a topology.
+
+    Raises:
+        ConfigError: the config does not fit the topology, this machine cannot describe it, or the
+            step needs more memory than a device has.
+    """
+    present = devices(topology)
+    steps = build_steps(loaded, present)
+    start = time.monotonic()
+    lowered = steps.lower_train()
+    lowered_at = time.monotonic()
+    try:
+        compiled = lowered.compile(steps.compiler_options)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise _out_of_memory(str(error), steps, topology) from error
+    done = time.monotonic()
+    report = _report(loaded.config, topology, steps, compiled)
+    seconds = {"lower_seconds": lowered_at - start, "compile_seconds": done - lowered_at}
+    return dataclasses.replace(report, **seconds), steps, compiled
+
+
+def _out_of_memory(message: str, steps: Steps, topology: Topology) -> ConfigError:
+    shapes = {
+        name: tuple(leaf.shape for leaf in leaves) for name, leaves in steps.buffer_shapes().items()
+    }
+    needed, there = capacity(message) or (math.nan, topology.hardware.memory_bytes)
+    return ConfigError.one(
+        WHERE,
+        topology.name,
+        f"a device has {gib(there)}, and the step needs {gib(needed)}. The compiler's largest "
+        "allocations:\n" + explain_out_of_memory(message, shapes),
+        "Change one of these keys; `maxpipe plan` with the same arguments names changes that fit.",
+    )
+
+
+def _report(config: Config, topology: Topology, steps: Steps, compiled: Any) -> Report:
+    mesh, memory = steps.partition.mesh, compiled.memory_analysis()
+    found, busiest = read(compiled.as_text(), steps, config.pipeline.weight_gather)
+    rows, tokens = steps.shape
+    clock = topology.hardware.clock_ghz * 1e9
+    needed = train_flops_per_token(config.model, tokens) * rows * tokens / mesh.size
+    return Report(
+        topology=topology.name,
+        num_devices=topology.num_devices,
+        num_slices=topology.num_slices,
+        mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
+        versions=versions(),
+        lower_seconds=0.0,
+        compile_seconds=0.0,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        program_bytes=memory.generated_code_size_in_bytes,
+        host_bytes=memory.host_temp_size_in_bytes,
+        memory_bytes=topology.hardware.memory_bytes,
+        flops=found.flops,
+        model_flops=needed,
+        cycles=busiest.cycles,
+        seconds=busiest.cycles / clock if clock else 0.0,
+        collectives=traffic(found.collectives, mesh),
+        copies=len(found.copies),
+        buffers=steps.buffer_bytes(),
+        largest=[
+            (each.instruction.opcode, each.instruction.op_name, each.cycles)
+            for each in busiest.largest(12)
+        ],
+        unknown_loops=found.unknown_loops,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of everything that decides what a program is compiled to."""
+    found = {}
+    for name in ("maxpipe", "jax", "jaxlib", "libtpu"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def read(text: str, steps: Steps, weight_gather: str) -> tuple[Profile, Profile]:
+    """Costs of a compiled train step: of the average stage, and along the busiest ones.
+
+    Work and traffic are the first's; time is the second's, because stages wait for each other.
+    """
+    module = parse(text)
+
+    def costs(average: bool) -> Profile:
+        trips, shares = executions(steps, weight_gather, average=average)
+        return profile(
+            module,
+            trips=trips,
+            shares=shares,
+            regions={scope: f"/{scope}/" for scope in SCOPES},
+            copy_bytes=2 * _activation_bytes(steps),
+        )
+
+    return costs(average=True), costs(average=False)
+
+
+def _activation_bytes(steps: Steps) -> int:
+    """Of what a stage hands to the next."""
+    rows, tokens = steps.shape
+    mesh, width = steps.partition.mesh, steps.partition.decoder.config.d_model
+    mine = rows // (mesh.shape["data"] * mesh.shape["fsdp"])
+    size = steps.engine.network.compute_dtype.itemsize
+    return mine // steps.train_schedule.num_microbatches * tokens * width * size
+
+
+def executions(
+    steps: Steps, weight_gather: str, *, average: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """(mean trips of each loop whose trips are data, share of each conditional that works).
+
+    Layers of a tick are those of the average stage, or of the busiest one.
+    """
+    schedule, layout = steps.train_schedule, steps.engine.layout
+    trips: dict[str, float] = {}
+    if layout.outside:
+        for scope, rounds in (
+            ("forward", schedule.outside.forward),
+            ("backward", schedule.outside.backward),
+        ):
+            share = float((np.asarray(rounds) >= 0).mean())
+            trips[rf"/outside/{scope}/(replay/)?while$"] = layout.outside * share
+    trips |= {
+        rf"/{SLOTS[kind]}/(replay/)?while$": _layers_per_tick(slots, layout.chunk_sizes, average)
+        for kind, slots in schedule.kinds
+    }
+    visits, layers = schedule.visits, layout.layers_per_chunk
+    if weight_gather == "visit" and visits.num_window:
+        turns = len(visits.gather_tick) + 1
+        last = visits.gather_tick[-1]
+        reduced = int(np.count_nonzero(visits.reduce_tick <= last))
+        trips[r"/ticks/while$"] = schedule.num_ticks / turns
+        trips[r"/body/.*reduce/while$"] = layers * reduced / turns
+        trips[r"/reduce/while$"] = layers * (len(visits.reduce_tick) - reduced)
+    shares = {
+        r"/head/cond$": schedule.loss_microbatch,
+        r"/embed/cond$": schedule.embed_microbatch,
+        r"/embed_grad/cond$": schedule.embed_grad_microbatch,
+    }
+    if layout.outside:
+        shares = {
+            r"/outside/embed/cond$": schedule.outside.forward,
+            r"/outside/embed_grad/cond$": schedule.outside.backward,
+        } | shares
+    return trips, {name: float((np.asarray(column) >= 0).mean()) for name, column in shares.items()}
+
+
+def _layers_per_tick(slots: Slots, sizes: np.ndarray, average: bool) -> float:
+    stages = np.arange(slots.repeat.shape[1])
+    layers = np.where(slots.active, sizes[np.maximum(slots.repeat, 0), stages], 0)
+    return float((layers.mean(axis=1) if average else layers.max(axis=1)).mean())
+
+
+def traffic(found: Sequence[Collective], mesh: Any) -> list[Traffic]:
+    """Collectives by kind, axes and link, most bytes first."""
+    placed = list(mesh.devices.flat)
+    slices = np.array([getattr(device, "slice_index", 0) or 0 for device in placed])
+    grouped: dict[tuple[str, str, str, bool], list[Collective]] = {}
+    for each in found:
+        members = np.array([member for member in each.group if member < len(placed)])
+        if len(members) < 2:
+            continue
+        places = np.array(np.unravel_index(members, mesh.devices.shape))
+        axes = [axis for axis, row in zip(AXES, places, strict=True) if len(set(row)) > 1]
+        link = "dcn" if len(set(slices[members])) > 1 else "ici"
+        grouped.setdefault((each.kind, "+".join(axes), link, each.is_async), []).append(each)
+    result = [
+        Traffic(
+            *key,
+            count=sum(each.count for each in group),
+            total_bytes=sum(each.total_bytes for each in group),
+            cycles_behind=sum(each.cycles_between * each.count for each in group),
+        )
+        for key, group in grouped.items()
+    ]
+    return sorted(result, key=lambda each: -each.total_bytes)

@@ -1,0 +1,152 @@
+"""Names of groups of devices, such as `v5p:4x4x4`, and the devices that they stand for.
+
+Parsing needs no jax. TPU devices come from libtpu, which describes chips that this machine does
+not have; CPU devices are virtual; GPUs must be there.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from maxpipe.config.rules import did_you_mean
+from maxpipe.errors import ConfigError
+from maxpipe.hardware import Hardware, known
+
+WHERE = "command line: --topology"
+_CORES_PER_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
+"""Accelerator types of these count cores; of later ones, chips."""
+_DEVICES_PER_CHIP = {"v2": 2, "v3": 2, "tpu7x": 2}
+_ACCELERATORS = {"v5e": "v5litepod"}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Slices of like devices."""
+
+    hardware: Hardware
+    dims: tuple[int, ...]
+    """Chips of one slice along each dim of its torus; of CPUs and GPUs, one number."""
+    num_slices: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of one slice, as given: `v5p:2x4x4`."""
+        return f"{self.hardware.topology}:{'x'.join(map(str, self.dims))}"
+
+    @property
+    def platform(self) -> str:
+        """jax's name of the backend."""
+        if self.hardware.topology == "cpu":
+            return "cpu"
+        return "tpu" if self.hardware.torus_dims else "cuda"
+
+    @property
+    def devices_per_slice(self) -> int:
+        """jax devices of one slice."""
+        return math.prod(self.dims) * _DEVICES_PER_CHIP.get(self.hardware.topology, 1)
+
+    @property
+    def num_devices(self) -> int:
+        """jax devices of all slices."""
+        return self.devices_per_slice * self.num_slices
+
+    def __str__(self) -> str:
+        slices = f"{self.num_slices} slices of " if self.num_slices > 1 else ""
+        return f"{slices}{self.name}, {self.num_devices} devices"
+
+
+def parse(text: str, num_slices: int = 1) -> Topology:
+    """The topology that `KIND:AxBxC` names.
+
+    Raises:
+        ConfigError: no such kind, or not a size that it can have.
+    """
+    kind, _, sizes = text.partition(":")
+    kinds = known()
+    if kind not in kinds:
+        guess = did_you_mean(kind, kinds) or "v5p"
+        rule = f"is not a kind of device: the kinds are {', '.join(kinds)}."
+        raise ConfigError.one(WHERE, text, rule, f"Did you mean {guess}:{sizes or '2x4x4'}?")
+    hardware = kinds[kind]
+    example = {0: "8", 2: "4x4", 3: "2x4x4"}[hardware.torus_dims]
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
+        rule = "must be a kind of device, a colon and its size."
+        raise ConfigError.one(WHERE, text, rule, f"Write {kind}:{example}.")
+    dims = tuple(int(size) for size in sizes.split("x"))
+    if len(dims) != max(1, hardware.torus_dims):
+        shape = f"{hardware.torus_dims} numbers" if hardware.torus_dims else "one number"
+        rule = f"must have {shape}, as {hardware.name} devices are joined."
+        raise ConfigError.one(WHERE, text, rule, f"Write {kind}:{example}.")
+    if num_slices < 1:
+        rule = "must be at least 1."
+        raise ConfigError.one("command line: --slices", num_slices, rule, "Leave out --slices.")
+    found = Topology(hardware, dims, num_slices)
+    if found.devices_per_slice > hardware.largest_slice:
+        rule = f"is {found.devices_per_slice} devices; the links of {hardware.name} join at most "
+        rule += f"{hardware.largest_slice}."
+        action = f"Name a smaller slice and add --slices, such as {kind}:{example} --slices 2."
+        raise ConfigError.one(WHERE, text, rule, action)
+    return found
+
+
+def prepare(topology: Topology) -> None:
+    """What must be set before jax is imported or looks for devices."""
+    if topology.platform != "tpu":
+        return
+    kind = topology.hardware.topology
+    cores = math.prod(topology.dims) * _CORES_PER_CHIP.get(kind, 1)
+    os.environ["TPU_ACCELERATOR_TYPE"] = f"{_ACCELERATORS.get(kind, kind)}-{cores}"
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    # Other processes may be compiling for TPUs, too: nobody holds one.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    # Its messages about hosts that it does not find are for those who run on TPUs.
+    os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+    os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
+
+
+def devices(topology: Topology) -> Sequence[Any]:
+    """jax's devices of the topology; those of TPUs can be compiled for, not run on.
+
+    Raises:
+        ConfigError: this machine cannot describe them.
+    """
+    import jax
+    from jax.experimental import topologies
+
+    platform, count = topology.platform, topology.num_devices
+    if platform == "tpu":
+        jax.config.update("jax_platforms", "cpu")
+        several = {"num_slices": topology.num_slices} if topology.num_slices > 1 else {}
+        try:
+            found = topologies.get_topology_desc(topology.name, platform="tpu", **several)
+        except (RuntimeError, ValueError, NotImplementedError, ImportError) as error:
+            raise _no_topology(topology, error) from error
+        return found.devices
+    jax.config.update("jax_platforms", platform)
+    if platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", count)
+    try:
+        present = jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        raise _no_topology(topology, error) from error
+    if len(present) < count:
+        rule = f"needs {count} devices, and this machine has {len(present)}: programs for GPUs "
+        rule += "are compiled where they are."
+        raise ConfigError.one(WHERE, topology.name, rule, f"Write {topology.name[:-1]}.")
+    return present[:count]
+
+
+def _no_topology(topology: Topology, error: Exception) -> ConfigError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+    extra = {"tpu": "tpu", "cuda": "cuda"}[topology.platform]
+    return ConfigError.one(
+        WHERE,
+        topology.name,
+        f"cannot be compiled for on this machine: {reason}",
+        f"Install the compiler, pip install 'maxpipe[{extra}]', or name a size that is sold.",
+    )

@@ -1,0 +1,120 @@
+"""Foretold memory against the engine's own buffers, and the model's own parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from maxpipe.config.load import Loaded, from_dict
+from maxpipe.config.schema import Config
+from maxpipe.mesh import AXES
+from maxpipe.plan.compile import build_steps
+from maxpipe.plan.memory import buffers, state
+from maxpipe.plan.sizes import Sizes, layer_weights
+from maxpipe.train.step import Steps
+
+MODEL = {
+    "num_layers": 12,
+    "d_model": 64,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_size": 16,
+    "d_mlp": 96,
+    "vocab_size": 262,
+}
+
+
+def config_of(model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]) -> Config:
+    rows = 2 * pipeline["microbatches"] * mesh.get("ici_fsdp", 1) * mesh.get("ici_data", 1)
+    train = {"batch_size": rows, "sequence_length": 32, "steps": 1}
+    sections = {"model": MODEL | model, "mesh": mesh, "pipeline": pipeline, "train": train}
+    return from_dict(sections)
+
+
+def steps_of(config: Config) -> Steps:
+    sizes = (getattr(config.mesh, f"ici_{axis}") for axis in AXES)
+    return build_steps(Loaded(config, {}), jax.devices()[: math.prod(sizes)])
+
+
+CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
+    ({}, {}, {"microbatches": 2}),
+    ({}, {"ici_stage": 2, "ici_fsdp": 2, "ici_data": 2}, {"microbatches": 4, "schedule": "1f1b"}),
+    ({}, {"ici_stage": 4, "ici_tensor": 2}, {"microbatches": 8, "repeats": 3}),
+    ({}, {"ici_stage": 4, "ici_fsdp": 2}, {"microbatches": 8, "repeats": 2, "remat": "chunk"}),
+    (
+        {"compute_dtype": "float32"},
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 4, "repeats": 2, "remat": "names", "weight_gather": "step"},
+    ),
+    (
+        {"tied_embeddings": True},
+        {"ici_stage": 2, "ici_fsdp": 4},
+        {"microbatches": 5, "repeats": 5, "weight_gather": "visit", "group": 4},
+    ),
+    ({}, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4, "remat": "none"}),
+    ({"vocab_size": 263}, {"ici_stage": 4}, {"microbatches": 6, "schedule": "zb_h1"}),
+    (
+        {},
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_h2", "remat": "names"},
+    ),
+    (
+        {},
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_v", "repeats": 2, "remat": "none"},
+    ),
+    (
+        {},
+        {"ici_stage": 4, "ici_fsdp": 2},
+        {
+            "microbatches": 8,
+            "schedule": "circular",
+            "repeats": 2,
+            "layers_outside": 3,
+            "delayed_forwarding": True,
+        },
+    ),
+    (
+        {},
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {
+            "microbatches": 4,
+            "remat": "names",
+            "saved_names": ["attention"],
+            "layers_outside": 2,
+            "weight_gather": "step",
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "mesh", "pipeline"), CASES)
+def test_buffers_and_state_are_those_of_the_engine(
+    model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
+) -> None:
+    config = config_of(model, mesh, pipeline)
+    steps, sizes = steps_of(config), Sizes(config)
+    if "ici_tensor" not in mesh:  # how buffers lie along it is the compiler's choice
+        found = steps.buffer_bytes()
+        for name, size in buffers(sizes, steps.train_schedule).items():
+            assert size == found[name], name
+    shards = jax.tree.map(
+        lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
+        steps.abstract_state,
+        steps.state_sharding,
+    )
+    assert state(sizes)["state"] == pytest.approx(sum(jax.tree.leaves(shards)), abs=64)
+
+
+def test_parameters_are_those_of_the_model() -> None:
+    steps = steps_of(config_of({}, {}, {"microbatches": 1}))
+    layers = jax.eval_shape(steps.partition.init, jax.random.key(0))["layers"]
+    mine = layer_weights(steps.partition.decoder.config)
+    elements = sum(math.prod(size for size, _ in dims) for dims in mine.values())
+    assert elements * MODEL["num_layers"] == sum(
+        int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(layers)
+    )
