@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_ARGS ?= -n 2 --dist loadfile
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 # 311 or 312: which pinned set fits this Python. The environment is rebuilt when it changes.
 LANE := $(shell $(PYTHON) -c 'import sys; print(311 if sys.version_info < (3, 12) else 312)')

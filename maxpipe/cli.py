@@ -96,6 +96,27 @@ def _compile(options: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
+def _plan(options: argparse.Namespace) -> int:
+    import json
+
+    from maxpipe.config.load import load, to_yaml
+    from maxpipe.plan import plan, report, topology
+
+    loaded = load(options.inputs)
+    target = topology.parse(options.topology, options.slices)
+    if options.search:
+        fixed = plan.fixed_keys(loaded, options.fix)
+        found = plan.best_layouts(loaded.config, target, fixed)
+        print(report.searched(found, target.hardware))
+        if options.write is not None:
+            Path(options.write).write_text(to_yaml(found.best[0].config), encoding="utf-8")
+            print(f"wrote {options.write}")
+        return ExitCode.DONE
+    values, nearest = plan.forecast(loaded, target)
+    print(json.dumps(values, indent=2) if options.json else report.planned(values, nearest))
+    return ExitCode.DONE
+
+
 def _config_print(options: argparse.Namespace) -> int:
     from maxpipe.config import load, render
 
@@ -386,6 +407,7 @@ def _parser() -> _Parser:
     train.add_argument("inputs", nargs="*", metavar="FILE|section.key=value", help=_INPUTS_HELP)
     train.set_defaults(command=_train)
 
+    _add_plan(commands)
     _add_compile(commands)
     _add_config(commands)
     _add_schedule(commands)
@@ -397,6 +419,47 @@ def _parser() -> _Parser:
 def _commands(parser: _Parser) -> argparse._SubParsersAction[_Parser]:
     return parser.add_subparsers(
         metavar="COMMAND", dest="command_name", required=True, parser_class=_Parser
+    )
+
+
+def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="foretell memory, traffic and step time, or search for the best layout",
+        description="Foretell what a run takes on a topology, from its config alone: memory of a\n"
+        "device term by term, bubble, traffic, step time. With --search, rank every legal layout.",
+        epilog="examples:\n  maxpipe plan run.yml --topology v5p:4x4x4\n"
+        "  maxpipe plan run.yml --topology v5p:8x8x8 --slices 2 --search "
+        "--fix mesh.dcn_stage=2 --write best.yml",
+    )
+    parser.add_argument("inputs", nargs="*", metavar="FILE|section.key=value", help=_INPUTS_HELP)
+    _add_topology(parser, required=True)
+    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
+    parser.add_argument("--search", action="store_true", help="rank the layouts of this topology")
+    parser.add_argument(
+        "--fix",
+        nargs="+",
+        default=[],
+        metavar="section.key=value",
+        help="what a search keeps",
+    )
+    parser.add_argument("--write", metavar="FILE", help="write the best layout's config there")
+    parser.set_defaults(command=_plan)
+
+
+def _add_topology(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    parser.add_argument(
+        "--topology",
+        required=required,
+        metavar="KIND:SIZE",
+        help="kind of device and size of one slice: v5p:4x4x4, v6e:16x16, h100:8, cpu:8",
+    )
+    parser.add_argument(
+        "--slices",
+        type=_integer,
+        default=1,
+        metavar="NUMBER",
+        help="slices, joined by the data-centre network; 1 by default",
     )
 
 
@@ -412,19 +475,7 @@ def _add_compile(commands: argparse._SubParsersAction[_Parser]) -> None:
         "  maxpipe compile run.yml --topology v5p:4x4x4 --slices 2 mesh.dcn_stage=2",
     )
     parser.add_argument("inputs", nargs="*", metavar="FILE|section.key=value", help=_INPUTS_HELP)
-    parser.add_argument(
-        "--topology",
-        required=True,
-        metavar="KIND:SIZE",
-        help="kind of device and size of one slice: v5p:4x4x4, v6e:16x16, cpu:8",
-    )
-    parser.add_argument(
-        "--slices",
-        type=_integer,
-        default=1,
-        metavar="NUMBER",
-        help="slices, joined by the data-centre network; 1 by default",
-    )
+    _add_topology(parser, required=True)
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.set_defaults(command=_compile)
 

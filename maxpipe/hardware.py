@@ -45,6 +45,16 @@ class Hardware:
     """Devices that the links can join."""
     clock_ghz: float
     """Of the matrix units, 0 where cycles are not estimated."""
+    matmul_efficiency: float = 0.7
+    """Share of the peak that a layer's matmuls reach."""
+    latency_us: float = 2.0
+    """Of a collective or message inside a slice."""
+    network_latency_us: float = 100.0
+    """The same across slices, on top."""
+    tick_us: float = 5.0
+    """Of a turn of the loop over ticks, whatever it does."""
+    cores: int = 0
+    """Cores that all devices share, 0 when each has its own."""
 
     @property
     def flops(self) -> float:

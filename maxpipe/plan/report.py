@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from maxpipe.plan.advice import gib
-from maxpipe.plan.compile import Report, Traffic
+from maxpipe.config.check import total_steps
+from maxpipe.hardware import GIB, Hardware
+from maxpipe.model.count import num_params
+from maxpipe.pipeline.table import Schedule
+from maxpipe.plan.advice import TERMS, gib
+from maxpipe.plan.search import Found, Search
+from maxpipe.plan.sizes import BYTES, Sizes
+
+if TYPE_CHECKING:  # it imports jax
+    from maxpipe.plan.compile import Report, Traffic
 
 
 def compiled(report: Report) -> str:
@@ -65,3 +74,111 @@ def _table(found: Sequence[Traffic]) -> list[str]:
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
         for row in (head, *rows)
     ]
+
+
+def facts(found: Found, hardware: Hardware, schedule: Schedule) -> dict[str, Any]:
+    """A plan as plain values."""
+    sizes, config = Sizes(found.config), found.config
+    parameters = num_params(config.model)
+    tokens = config.train.batch_size * config.train.sequence_length
+    per_stage = []
+    for stage in range(sizes.stages):
+        chunks = [schedule.ring.chunk(stage, repeat) for repeat in range(sizes.repeats)]
+        layers = [sizes.cut[chunk] for chunk in chunks]
+        deepest = int(schedule.stash_depth()[:, stage].max())
+        per_stage.append({"chunks": chunks, "layers": sum(layers), "chunks_in_flight": deepest})
+    return {
+        "hardware": hardware.name,
+        "num_devices": sizes.num_devices,
+        "num_slices": sizes.num_slices,
+        "layout": found.changes,
+        "parameters": parameters,
+        "tokens_per_step": tokens,
+        "steps": total_steps(config.train),
+        "flops_per_step": found.cost.model_flops * sizes.num_devices,
+        "checkpoint_bytes": 3 * BYTES[config.model.param_dtype] * parameters,
+        "memory_bytes": hardware.memory_bytes,
+        "total_bytes": found.memory.total,
+        "fits": found.memory.total <= hardware.memory_bytes,
+        "terms": dict(found.memory.largest),
+        "host_bytes": found.memory.host,
+        "stages": per_stage,
+        "ticks": schedule.num_ticks,
+        "bubble": schedule.idle_fraction(),
+        "traffic": [
+            {"axis": axis, "link": link, "bytes": sent}
+            for (axis, link), sent in found.cost.traffic.items()
+        ],
+        "seconds": found.cost.seconds,
+        "parts": found.cost.parts,
+        "mfu": found.cost.mfu,
+        "tokens_per_second": tokens / found.cost.seconds,
+    }
+
+
+def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
+    """A page for a terminal, from `facts`."""
+    layout = " ".join(f"{key}={value}" for key, value in values["layout"].items())
+    slices = f" in {values['num_slices']} slices" if values["num_slices"] > 1 else ""
+    share = values["total_bytes"] / values["memory_bytes"]
+    verdict = "fits" if values["fits"] else "does not fit"
+    lines = [
+        f"{values['num_devices']} devices of {values['hardware']}{slices}",
+        f"  {layout or 'one device'}",
+        "",
+        f"{values['parameters'] / 1e9:.4g} B parameters, {values['tokens_per_step']:,} tokens and "
+        f"{values['flops_per_step'] / 1e15:.4g} PFLOP in a step, checkpoints of "
+        f"{gib(values['checkpoint_bytes'])}",
+        "",
+        f"memory of one device: {gib(values['total_bytes'])} of {gib(values['memory_bytes'])} "
+        f"({share:.0%}): {verdict}",
+    ]
+    lines += [f"  {gib(size):>10}  {TERMS[name].about}" for name, size in values["terms"].items()]
+    if values["host_bytes"]:
+        lines.append(f"  in host memory {gib(values['host_bytes'])}")
+    lines += [f"  fits with {change}" for change in nearest]
+    stages = values["stages"]
+    layers = ", ".join(str(stage["layers"]) for stage in stages[:16])
+    depth = ", ".join(str(stage["chunks_in_flight"]) for stage in stages[:16])
+    more = ", ..." if len(stages) > 16 else ""
+    lines += [
+        "",
+        f"stages: layers {layers}{more}; chunks in flight {depth}{more}",
+        f"ticks: {values['ticks']}, of which a stage idles {values['bubble']:.1%}",
+        "",
+        f"step: {values['seconds']:.3g} s foretold, {values['tokens_per_second']:,.0f} tokens/s, "
+        f"MFU {values['mfu']:.1%}",
+        "  "
+        + ", ".join(
+            f"{name} {seconds / values['seconds']:.1%}"
+            for name, seconds in sorted(values["parts"].items(), key=lambda item: -item[1])
+        ),
+        "sent by a device in a step: "
+        + (
+            ", ".join(
+                f"{each['axis']} ({each['link']}) {gib(each['bytes'])}"
+                for each in values["traffic"]
+            )
+            or "nothing"
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def searched(found: Search, hardware: Hardware) -> str:
+    """The best layouts, a line each, with what their time goes to."""
+    lines = [
+        f"{found.considered:,} layouts, of which {found.too_large:,} do not fit "
+        f"{hardware.memory_gib:g} GiB",
+        "",
+    ]
+    for place, each in enumerate(found.best, 1):
+        parts = sorted(each.cost.parts.items(), key=lambda item: -item[1])
+        spent = ", ".join(f"{name} {s / each.cost.seconds:.0%}" for name, s in parts[:4])
+        keys = " ".join(f"{key}={value}" for key, value in each.changes.items())
+        lines += [
+            f"{place:>2}. {each.cost.seconds:.3g} s, MFU {each.cost.mfu:.1%}, "
+            f"{each.memory.total / GIB:.1f} GiB: {spent}",
+            f"    {keys}",
+        ]
+    return "\n".join(lines)

@@ -134,7 +134,6 @@ def test_a_handwritten_schedule_runs(delayed: bool) -> None:
     [
         Case(3, 2, 4, schedule="circular", fsdp=2, delayed=True, layers=7),
         Case(4, 2, 4, schedule="zb_v", fsdp=2, remat="chunk", idle="compute"),
-        Case(4, 2, 4, schedule="interleaved", fsdp=2, gather="visit"),
     ],
     ids=str,
 )
@@ -251,7 +250,7 @@ def matrix() -> list[Case]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", matrix()[::37], ids=str)
+@pytest.mark.parametrize("case", matrix()[::53], ids=str)
 def test_sample_of_the_matrix(case: Case) -> None:
     check_gradients(case)
 

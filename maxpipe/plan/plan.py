@@ -1,0 +1,150 @@
+"""Forecasts for a config on a topology: one run's, or the best layouts'. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from maxpipe.config.check import check
+from maxpipe.config.load import Loaded
+from maxpipe.config.schema import Config
+from maxpipe.errors import ConfigError
+from maxpipe.plan.report import facts
+from maxpipe.plan.search import ROOM, Found, Search, evaluate, schedule_of, search
+from maxpipe.plan.sizes import Sizes, resolved
+from maxpipe.plan.topology import Topology
+
+
+def forecast(loaded: Loaded, topology: Topology) -> tuple[dict[str, Any], list[str]]:
+    """(facts, the nearest changes that fit if this does not).
+
+    Raises:
+        ConfigError: the config does not fit the topology.
+    """
+    config = placed(loaded, topology)
+    found = evaluate(config, topology.hardware)
+    values = facts(found, topology.hardware, schedule_of(config))
+    return values, [] if values["fits"] else nearest(found, topology)
+
+
+def placed(loaded: Loaded, topology: Topology) -> Config:
+    """The config with its mesh resolved for a topology."""
+    mesh = resolved(loaded.config.mesh, topology.num_devices, topology.num_slices)
+    config = dataclasses.replace(loaded.config, mesh=mesh)
+    sizes = Sizes(config)
+    if sizes.num_devices != topology.num_devices or sizes.num_slices not in (
+        topology.num_slices,
+        1 if topology.platform != "tpu" else topology.num_slices,
+    ):
+        wanted = " x ".join(f"{axis} {size}" for axis, size in sizes.axes.items() if size > 1)
+        raise ConfigError.one(
+            "mesh",
+            wanted or "one device",
+            f"must multiply to the devices of the topology: it is {sizes.num_devices} in "
+            f"{sizes.num_slices} slices, and there are {topology}.",
+            "Set mesh.ici_data=-1 to use what is left, or another size for an axis.",
+        )
+    problems = check(config, loaded.origins)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def nearest(found: Found, topology: Topology) -> list[str]:
+    """Single changes, then pairs, after which the run fits; the fastest first."""
+    limit, hits = ROOM * topology.hardware.memory_bytes, []
+    singles = list(_changes(found.config))
+    for changes in (*([one] for one in singles), *_pairs(singles)):
+        if hits and len(changes) > 1:
+            break
+        config = found.config
+        for section, values in changes:
+            config = dataclasses.replace(
+                config, **{section: dataclasses.replace(getattr(config, section), **values)}
+            )
+        if check(config, {}):
+            continue
+        try:
+            other = evaluate(config, topology.hardware)
+        except ConfigError:
+            continue
+        if other.memory.total <= limit:
+            text = " ".join(
+                f"{section}.{key}={value}"
+                for section, values in changes
+                for key, value in values.items()
+            )
+            hits.append(
+                (
+                    other.cost.seconds,
+                    f"{text}: {other.memory.total / 2**30:.1f} GiB, "
+                    f"{other.cost.seconds:.3g} s a step",
+                )
+            )
+    return [text for _, text in sorted(hits)[:3]]
+
+
+Change = tuple[str, dict[str, Any]]
+
+
+def _changes(config: Config) -> Iterator[Change]:
+    pipeline, mesh = config.pipeline, config.mesh
+    for remat in ("names", "full", "chunk"):
+        if remat != pipeline.remat:
+            yield "pipeline", {"remat": remat, "offloaded_names": []}
+    for gather in ("visit", "iteration"):
+        if gather != pipeline.weight_gather:
+            yield "pipeline", {"weight_gather": gather}
+    for factor in (2, 4, 8):
+        yield "pipeline", {"microbatches": pipeline.microbatches * factor}
+    if pipeline.schedule not in ("interleaved", "1f1b") and pipeline.repeats == 1:
+        yield "pipeline", {"schedule": "1f1b"}
+    if pipeline.group:
+        yield "pipeline", {"group": 0}
+    for taker in ("fsdp", "stage"):
+        for factor in (2, 4, 8):
+            size = mesh.ici_data
+            if size % factor == 0 and size >= factor:
+                more = getattr(mesh, f"ici_{taker}") * factor
+                yield "mesh", {"ici_data": size // factor, f"ici_{taker}": more}
+
+
+def _pairs(singles: Sequence[Change]) -> Iterator[list[Change]]:
+    for place, one in enumerate(singles):
+        for other in singles[place + 1 :]:
+            if one[0] != other[0] or not one[1].keys() & other[1].keys():
+                yield [one, other]
+
+
+def fixed_keys(loaded: Loaded, texts: Sequence[str]) -> dict[str, Any]:
+    """The values of `section.key=value` that a search keeps.
+
+    Raises:
+        ConfigError: a key that no layout has.
+    """
+    from maxpipe.config.load import KEYS
+
+    found = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        if key not in KEYS or key.partition(".")[0] not in ("mesh", "pipeline") or not value:
+            raise ConfigError.one(
+                "command line: --fix",
+                text,
+                "must be a key of mesh or pipeline with its value.",
+                "Write --fix mesh.ici_stage=4.",
+            )
+        found[key] = int(value) if value.lstrip("-").isdigit() else value
+    return found
+
+
+def best_layouts(config: Config, topology: Topology, fixed: Mapping[str, Any]) -> Search:
+    """The fastest layouts of a config on a topology."""
+    return search(
+        config,
+        topology.hardware,
+        num_devices=topology.num_devices,
+        num_slices=topology.num_slices,
+        fixed=fixed,
+    )

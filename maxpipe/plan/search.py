@@ -1,0 +1,297 @@
+"""Every legal layout of a run, pruned by memory and ranked by foretold time.
+
+A layout is what does not change the loss curve: mesh axes, stages, repeats, group, microbatches,
+schedule, gathers and remat. Tables are long where there are many microbatches; time and buffers
+are found from two short tables and carried on, which is exact for schedules whose steady state
+repeats. The best few are computed again from their own tables.
+
+Source: enumerating plans for a compiler's cost model is Alpa's idea (arXiv:2201.12023).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from maxpipe.config.check import check
+from maxpipe.config.schema import Config
+from maxpipe.errors import ConfigError
+from maxpipe.hardware import Hardware
+from maxpipe.pipeline.schedule import SCHEDULES, build
+from maxpipe.pipeline.table import Schedule
+from maxpipe.plan.cost import Cost, cost
+from maxpipe.plan.memory import Memory, memory
+from maxpipe.plan.sizes import Sizes
+
+AXES = ("stage", "data", "fsdp", "tensor")
+REPEATS = (1, 2, 3, 4, 6, 8)
+GATHERS = ("iteration", "visit", "step")
+REMATS = ("none", "names", "full", "chunk")
+ROOM = 0.92
+"""Share of a device's memory that a plan may take: a forecast is not a promise."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout and what is foretold of it."""
+
+    config: Config
+    memory: Memory
+    cost: Cost
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The keys that make the layout."""
+        mesh, pipeline = self.config.mesh, self.config.pipeline
+        found: dict[str, Any] = {}
+        for link, axis in itertools.product(("ici", "dcn"), AXES):
+            size = getattr(mesh, f"{link}_{axis}")
+            if size > 1:
+                found[f"mesh.{link}_{axis}"] = size
+        for name in ("schedule", "repeats", "group", "microbatches", "weight_gather", "remat"):
+            value = getattr(pipeline, name)
+            if value not in (0, None):
+                found[f"pipeline.{name}"] = value
+        return found
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a search found."""
+
+    considered: int
+    too_large: int
+    best: list[Found]
+
+
+def search(
+    config: Config,
+    hardware: Hardware,
+    *,
+    num_devices: int,
+    num_slices: int = 1,
+    fixed: Mapping[str, Any] | None = None,
+    keep: int = 10,
+) -> Search:
+    """The layouts with the shortest foretold steps.
+
+    Args:
+        config: model, batch and optimizer; what it says of the layout is not read.
+        hardware: the kind of device.
+        num_devices: of all slices.
+        num_slices: slices that they lie in.
+        fixed: full keys of `mesh` and `pipeline` that keep their value.
+        keep: how many to return.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    considered = too_large = 0
+    limit, ranked = ROOM * hardware.memory_bytes, []
+    for candidate in candidates(config, num_devices, num_slices, fixed or {}):
+        considered += 1
+        sizes = Sizes(candidate)
+        short, long = _short_schedules(candidate)
+        if _memory(sizes, short, long).total > limit:
+            too_large += 1
+            continue
+        ranked.append((_seconds(candidate, short, long, hardware), candidate))
+    ranked.sort(key=lambda pair: pair[0])
+    best: list[Found] = []
+    for _, candidate in ranked:
+        if len(best) == keep:
+            break
+        if not check(candidate, {}):
+            best.append(evaluate(candidate, hardware))
+    if not best:
+        raise ConfigError.one(
+            "command line: maxpipe plan --search",
+            None,
+            f"found no layout that fits {hardware.memory_gib:g} GiB among {considered} on "
+            f"{num_devices} devices of {hardware.name}.",
+            "Name more devices, a smaller train.sequence_length, or fewer --fix.",
+        )
+    return Search(considered, too_large, sorted(best, key=lambda each: each.cost.seconds))
+
+
+def evaluate(config: Config, hardware: Hardware) -> Found:
+    """Forecasts from the layout's own table."""
+    sizes, schedule = Sizes(config), schedule_of(config)
+    tpu = bool(hardware.torus_dims)
+    return Found(config, memory(sizes, schedule, tpu=tpu), cost(sizes, schedule, hardware))
+
+
+def schedule_of(config: Config) -> Schedule:
+    """The table of a config whose mesh is resolved."""
+    pipeline = config.pipeline
+    return build(
+        pipeline.schedule,
+        stages=Sizes(config).stages,
+        repeats=pipeline.repeats,
+        microbatches=pipeline.microbatches,
+        group=pipeline.group,
+        delayed=pipeline.delayed_forwarding,
+    )
+
+
+# Candidates.
+
+
+def candidates(
+    config: Config, num_devices: int, num_slices: int, fixed: Mapping[str, Any]
+) -> Iterator[Config]:
+    """Legal layouts, as far as sizes go; `check` has the last word."""
+    for mesh in _meshes(config, num_devices, num_slices):
+        if any(
+            mesh.get(key.removeprefix("mesh."), 1) != value
+            for key, value in fixed.items()
+            if key.startswith("mesh.")
+        ):
+            continue
+        resolved = dataclasses.replace(
+            config.mesh,
+            **{f"{link}_{axis}": 1 for link in ("ici", "dcn") for axis in AXES} | mesh,
+        )
+        placed = dataclasses.replace(config, mesh=resolved)
+        for pipeline in _pipelines(placed):
+            if all(
+                pipeline.get(key.removeprefix("pipeline."), value) == value
+                for key, value in fixed.items()
+                if key.startswith("pipeline.")
+            ):
+                section = dataclasses.replace(config.pipeline, **pipeline)
+                yield dataclasses.replace(placed, pipeline=section)
+
+
+def _meshes(config: Config, num_devices: int, num_slices: int) -> Iterator[dict[str, int]]:
+    model, rows = config.model, config.train.batch_size
+    inside = num_devices // num_slices
+    across = ("data", "fsdp", "stage") if num_slices > 1 else ("data",)
+    for tensor in _divisors(inside):
+        if tensor > 8 or model.num_kv_heads % tensor or model.d_mlp % tensor:
+            continue
+        for stage in _divisors(inside // tensor):
+            for fsdp in _divisors(inside // tensor // stage):
+                data = inside // tensor // stage // fsdp
+                for axis in across:
+                    sizes = {"stage": stage, "data": data, "fsdp": fsdp, "tensor": tensor}
+                    total = sizes | {axis: sizes[axis] * num_slices}
+                    if total["stage"] > model.num_layers or rows % (total["data"] * total["fsdp"]):
+                        continue
+                    if model.d_model % total["fsdp"]:
+                        continue
+                    mesh = {f"ici_{name}": size for name, size in sizes.items()}
+                    yield mesh | ({f"dcn_{axis}": num_slices} if num_slices > 1 else {})
+
+
+def _pipelines(config: Config) -> Iterator[dict[str, Any]]:
+    sizes = Sizes(config)
+    stages, fsdp = sizes.stages, sizes.fsdp
+    layers = config.model.num_layers - config.pipeline.layers_outside
+    base = {"cut": [], "delayed_forwarding": False}
+    for name, repeats, group_factor in _schedules(stages):
+        if stages * repeats > layers:
+            continue
+        for count in _divisors(sizes.rows_per_device):
+            group = group_factor * stages
+            if stages > 1 and (count < stages or group > count):
+                continue
+            for gather in GATHERS if fsdp > 1 else ("iteration",):
+                # A window pays when several chunks share a stage and microbatches a gather.
+                if gather == "visit" and (repeats == 1 or name != "interleaved"):
+                    continue
+                if gather != "visit" and group_factor > 1:
+                    continue
+                for remat in REMATS:
+                    # A split backward replays for its inputs: it pays when little is replayed.
+                    if name.startswith(("zb", "v_")) and remat in ("full", "chunk"):
+                        continue
+                    yield base | {
+                        "schedule": name,
+                        "repeats": repeats,
+                        "group": group if group_factor > 1 else 0,
+                        "microbatches": count,
+                        "weight_gather": gather,
+                        "remat": remat,
+                    }
+
+
+def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:
+    """(name, repeats, group in stages)."""
+    if stages == 1:
+        yield "interleaved", 1, 1
+        return
+    for name, family in SCHEDULES.items():
+        if name in ("gpipe", "circular", "breadth_first", "dualpipe_v"):
+            continue  # never faster than the others, with more memory
+        for repeats in (family.repeats,) if family.repeats else REPEATS:
+            if (name == "1f1b" and repeats > 1) or (name == "interleaved" and repeats == 1):
+                continue  # the same table under two names
+            yield name, repeats, 1
+            if name == "interleaved":
+                yield name, repeats, 2
+                yield name, repeats, 4
+
+
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(each for each in range(1, number + 1) if number % each == 0)
+
+
+# Short tables in place of long ones.
+
+
+@cache
+def _table(name: str, stages: int, repeats: int, microbatches: int, group: int) -> Schedule:
+    return build(name, stages=stages, repeats=repeats, microbatches=microbatches, group=group)
+
+
+def _short_schedules(config: Config) -> tuple[Schedule, Schedule | None]:
+    """The config's table, or two short ones of the same kind."""
+    pipeline, stages = config.pipeline, Sizes(config).stages
+    turn = pipeline.group or stages
+    if pipeline.microbatches <= 4 * turn:
+        return _of(config, pipeline.microbatches), None
+    return _of(config, 2 * turn), _of(config, 3 * turn)
+
+
+def _of(config: Config, microbatches: int) -> Schedule:
+    pipeline = config.pipeline
+    return _table(
+        pipeline.schedule, Sizes(config).stages, pipeline.repeats, microbatches, pipeline.group
+    )
+
+
+def _memory(sizes: Sizes, short: Schedule, long: Schedule | None) -> Memory:
+    return memory(sizes, long or short)
+
+
+def _seconds(config: Config, short: Schedule, long: Schedule | None, hardware: Hardware) -> float:
+    sizes = Sizes(config)
+    few = cost(_with(config, sizes, short), short, hardware).seconds
+    if long is None:
+        return few
+    more = cost(_with(config, sizes, long), long, hardware).seconds
+    turns = (config.pipeline.microbatches - long.num_microbatches) / (
+        long.num_microbatches - short.num_microbatches
+    )
+    return more + turns * (more - few)
+
+
+def _with(config: Config, sizes: Sizes, schedule: Schedule) -> Sizes:
+    """The same microbatches, only as many as the table has."""
+    count = schedule.num_microbatches
+    if count == config.pipeline.microbatches:
+        return sizes
+    rows = config.train.batch_size * count // config.pipeline.microbatches
+    return Sizes(
+        dataclasses.replace(
+            config,
+            pipeline=dataclasses.replace(config.pipeline, microbatches=count),
+            train=dataclasses.replace(config.train, batch_size=rows),
+        )
+    )
