@@ -6,9 +6,8 @@
 
 Nothing runs on a TPU: the train step of an 8B-class model is compiled for 32 chips (v5p:2x4x4,
 4 stages x 8 fsdp shards) by libtpu on this machine (`pip install '.[tpu]'`), and the compiler's
-memory analysis and per-instruction cycle estimates are added up by `maxpipe.hlo`. Synchronous
-collectives have no estimate: their traffic is a separate column. How often a loop turns or a
-conditional works follows from the schedule's table. Each program compiles in a process of its own;
+memory analysis and per-instruction cycle estimates are added up as `maxpipe compile` does it.
+Synchronous collectives have no estimate: their traffic is a separate column. Each program compiles in a process of its own;
 results are kept in `--cache`, by source and settings, so that a second call goes on where the first
 one stopped.
 """
@@ -27,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-TOPOLOGY, ACCELERATOR, STAGES, FSDP = "v5p:2x4x4", "v5p-64", 4, 8
+TOPOLOGY, STAGES, FSDP = "v5p:2x4x4", 4, 8
 LAYERS, TOKENS, WIDTH = 32, 2048, 4096
 MICROBATCHES = (16, 64)
 GIB = 2**30
@@ -63,117 +62,58 @@ MODES = [
 
 def compile_one(mode: Mode, microbatches: int) -> dict[str, Any]:
     """Compiles and reads one program. Runs in a process of its own."""
-    os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE=ACCELERATOR, JAX_PLATFORMS="cpu")
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # another process may be compiling too
-    import numpy as np
-    from jax.experimental import topologies
+    from maxpipe.plan import topology
 
-    from maxpipe.config.schema import (
-        MeshConfig,
-        ModelConfig,
-        OptimConfig,
-        PipelineConfig,
-        TrainConfig,
-    )
-    from maxpipe.mesh import build_mesh
-    from maxpipe.sharding import AxisRules
-    from maxpipe.train.step import partition
+    target = topology.parse(TOPOLOGY)
+    topology.prepare(target)
 
-    sizes = MeshConfig(ici_stage=STAGES, ici_fsdp=FSDP)
-    devices = topologies.get_topology_desc(TOPOLOGY, platform="tpu").devices
-    steps = partition(
-        build_mesh(sizes, devices),
-        model=ModelConfig(
-            num_layers=LAYERS,
-            d_model=WIDTH,
-            num_heads=32,
-            num_kv_heads=32,
-            head_size=128,
-            d_mlp=14336,
-            vocab_size=128256,
-        ),
-        pipeline=PipelineConfig(microbatches=microbatches, **asdict(mode)),
-        optim=OptimConfig(),
-        train=TrainConfig(batch_size=microbatches * FSDP, sequence_length=TOKENS),
-        total_steps=10,
-        rules=AxisRules.from_config(sizes),
-        seed=0,
-        byte_lengths=np.ones(256),
+    from maxpipe.config.load import Loaded, from_dict
+    from maxpipe.plan.compile import build_steps, read
+
+    config = from_dict(
+        {
+            "model": {
+                "num_layers": LAYERS,
+                "d_model": WIDTH,
+                "num_heads": 32,
+                "num_kv_heads": 32,
+                "head_size": 128,
+                "d_mlp": 14336,
+                "vocab_size": 128256,
+            },
+            "mesh": {"ici_stage": STAGES, "ici_fsdp": FSDP},
+            "pipeline": {"microbatches": microbatches, **asdict(mode)},
+            "train": {"batch_size": microbatches * FSDP, "sequence_length": TOKENS, "steps": 10},
+        }
     )
+    steps = build_steps(Loaded(config, {}), topology.devices(target))
     start = time.monotonic()
     compiled = steps.compile_train()
     seconds = time.monotonic() - start
     memory = compiled.memory_analysis()
-    found = read(compiled.as_text(), steps.train_schedule, mode)
-    return found | {
-        "seconds": seconds,
-        "arguments": memory.argument_size_in_bytes / GIB,
-        "temporary": memory.temp_size_in_bytes / GIB,
-    }
-
-
-def read(text: str, schedule: Any, mode: Mode) -> dict[str, Any]:
-    """Cycles, traffic in GiB per device, overlap and the largest entries of a compiled step."""
-    from maxpipe.hlo import parse, profile
-
-    trips, shares = executions(schedule, mode)
-    scopes = "replay", *SLOTS.values(), "head", "embed", "embed_grad", "gather", "reduce"
-    found = profile(
-        parse(text),
-        trips=trips,
-        shares=shares,
-        regions={scope: f"/{scope}/" for scope in scopes},
-        copy_bytes=2 * ACTIVATION,
-    )
-    entries = [
-        (each.cycles / 1e6, each.count, each.instruction.opcode, each.instruction.op_name)
-        for each in found.largest(50)
-    ]
-    large = [each for each in found.collectives if each.total_bytes >= ACTIVATION]
+    average, busiest = read(compiled.as_text(), steps, mode.weight_gather)
+    large = [each for each in average.collectives if each.total_bytes >= ACTIVATION]
     permutes = [each for each in large if each.kind == "collective-permute"]
     sends = [each for each in permutes if len(each.group) == STAGES]
     return {
-        "gigacycles": found.cycles / 1e9,
-        "fsdp": found.bytes_moved(group_size=FSDP) / GIB,
-        "stage": found.bytes_moved(group_size=STAGES) / GIB,
+        "seconds": seconds,
+        "arguments": memory.argument_size_in_bytes / GIB,
+        "temporary": memory.temp_size_in_bytes / GIB,
+        "gigacycles": busiest.cycles / 1e9,
+        "teraflops": average.flops / 1e12,
+        "fsdp": average.bytes_moved(group_size=FSDP) / GIB,
+        "stage": average.bytes_moved(group_size=STAGES) / GIB,
         "collectives": len(large),
         "asynchronous": sum(each.is_async for each in large),
         "sends": len(sends),
         "overlapped": sum(bool(each.cycles_between > 0) for each in sends),
-        "copies": len(found.copies),
-        "unknown_loops": found.unknown_loops,
-        "entries": entries,
+        "copies": len(average.copies),
+        "unknown_loops": average.unknown_loops,
+        "entries": [
+            (each.cycles / 1e6, each.count, each.instruction.opcode, each.instruction.op_name)
+            for each in busiest.largest(50)
+        ],
     }
-
-
-SLOTS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
-"""Kind of slot -> scope of its layers in the program."""
-
-
-def executions(schedule: Any, mode: Mode) -> tuple[dict[str, float], dict[str, float]]:
-    """(average trips of each loop whose trips are data, share of each conditional that works)."""
-    import numpy as np
-
-    layers = LAYERS / (STAGES * mode.repeats)
-    # Stages wait for each other in every tick: it takes as long as on the busiest stage.
-    trips = {
-        rf"/{SLOTS[kind]}/(replay/)?while$": layers * slots.active.any(axis=1).mean()
-        for kind, slots in schedule.kinds
-    }
-    visits = schedule.visits
-    if mode.weight_gather == "visit" and visits.num_window:
-        turns = len(visits.gather_tick) + 1
-        last = visits.gather_tick[-1]
-        reduced = np.count_nonzero(visits.reduce_tick <= last)
-        trips[r"/ticks/while$"] = schedule.num_ticks / turns
-        trips[r"/body/.*reduce/while$"] = layers * reduced / turns
-        trips[r"/reduce/while$"] = layers * (len(visits.reduce_tick) - reduced)
-    shares = {
-        r"/head/cond$": schedule.loss_microbatch,
-        r"/embed/cond$": schedule.embed_microbatch,
-        r"/embed_grad/cond$": schedule.embed_grad_microbatch,
-    }
-    return trips, {name: float((column >= 0).mean()) for name, column in shares.items()}
 
 
 def result(mode: Mode, microbatches: int, cache: Path) -> dict[str, Any] | None:
@@ -209,7 +149,7 @@ def table(modes: list[Mode], cache: Path, num_entries: int) -> str:
     """The benchmark page."""
     head = ["arguments GiB", *(f"temp GiB M = {m}" for m in MICROBATCHES), "flat"]
     head += [*(f"Gcycles M = {m}" for m in MICROBATCHES), "fsdp GiB", "stage GiB"]
-    head += ["async", "sends hidden", "copies", "compile s"]
+    head += ["TFLOP", "async", "sends hidden", "copies", "compile s"]
     lines = ["| mode | " + " | ".join(head) + " |", "|" + "---|" * (len(head) + 1)]
     details: list[str] = []
     for mode in modes:
@@ -222,7 +162,7 @@ def table(modes: list[Mode], cache: Path, num_entries: int) -> str:
         cells += ["yes" if flat else "no"]
         cells += [f"{each['gigacycles']:.2f}" for each in (few, many)]
         cells += [f"{few['fsdp']:.1f}", f"{few['stage']:.1f}"]
-        cells += [f"{few['asynchronous']} of {few['collectives']}"]
+        cells += [f"{few['teraflops']:.0f}", f"{few['asynchronous']} of {few['collectives']}"]
         cells += [f"{few['overlapped']} of {few['sends']}", f"{few['copies']}"]
         lines.append(f"| {mode.name} | " + " | ".join([*cells, f"{few['seconds']:.0f}"]) + " |")
         if few["unknown_loops"]:
@@ -244,8 +184,8 @@ PREAMBLE = f"""\
 `python benchmarks/tpu_ahead_of_time.py --write`. Nothing ran on a TPU. 8B-class model
 ({LAYERS} layers, D 4096, F 14336, V 128256, T {TOKENS}), full train step with AdamW, compiled for
 {TOPOLOGY} as {STAGES} stages x {FSDP} fsdp shards, one sequence per device and microbatch. Cycles
-are the compiler's estimates and leave out synchronous collectives; traffic is what a device sends
-per step at M = {MICROBATCHES[0]}. Flat: temporary memory differs by at most 1% between the two M.
+are the compiler's estimates along the busiest stages, without synchronous collectives; traffic and
+TFLOP are what the average device sends and multiplies per step at M = {MICROBATCHES[0]}. Flat: temporary memory differs by at most 1% between the two M.
 Async: collectives whose start and done are two instructions, of all that move at least
 {ACTIVATION >> 20} MiB. Sends hidden: messages between stages with work between start and done.
 Copies: of {2 * ACTIVATION >> 20} MiB or more, in loops.
