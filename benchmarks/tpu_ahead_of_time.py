@@ -7,9 +7,9 @@
 Nothing runs on a TPU: the train step of an 8B-class model is compiled for 32 chips (v5p:2x4x4,
 4 stages x 8 fsdp shards) by libtpu on this machine (`pip install '.[tpu]'`), and the compiler's
 memory analysis and per-instruction cycle estimates are added up as `maxpipe compile` does it.
-Synchronous collectives have no estimate: their traffic is a separate column. Each program compiles in a process of its own;
-results are kept in `--cache`, by source and settings, so that a second call goes on where the first
-one stopped.
+Synchronous collectives have no estimate: their traffic is a separate column. Each program compiles
+in a process of its own; results are kept in `--cache`, by source and settings, so that a second
+call goes on where the first one stopped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -185,10 +184,11 @@ PREAMBLE = f"""\
 ({LAYERS} layers, D 4096, F 14336, V 128256, T {TOKENS}), full train step with AdamW, compiled for
 {TOPOLOGY} as {STAGES} stages x {FSDP} fsdp shards, one sequence per device and microbatch. Cycles
 are the compiler's estimates along the busiest stages, without synchronous collectives; traffic and
-TFLOP are what the average device sends and multiplies per step at M = {MICROBATCHES[0]}. Flat: temporary memory differs by at most 1% between the two M.
-Async: collectives whose start and done are two instructions, of all that move at least
-{ACTIVATION >> 20} MiB. Sends hidden: messages between stages with work between start and done.
-Copies: of {2 * ACTIVATION >> 20} MiB or more, in loops.
+TFLOP are what the average device sends and multiplies per step at M = {MICROBATCHES[0]}. Flat:
+temporary memory differs by at most 1% between the two M. Async: collectives whose start and done
+are two instructions, of all that move at least {ACTIVATION >> 20} MiB. Sends hidden: messages
+between stages with work between start and done. Copies: of {2 * ACTIVATION >> 20} MiB or more, in
+loops.
 
 """
 
