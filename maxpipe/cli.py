@@ -86,13 +86,16 @@ def _compile(options: argparse.Namespace) -> int:
     from maxpipe.plan.compile import compile_step
     from maxpipe.plan.report import compiled
 
-    report, _, _ = compile_step(loaded, target)
+    folder = None if options.save is None else Path(options.save).expanduser()
+    report = compile_step(loaded, target, folder)
     if options.json:
         import json
 
         print(json.dumps(report.to_json(), indent=2))
     else:
         print(compiled(report))
+        if folder is not None:
+            print(f"wrote {folder}: train with runtime.executable={folder}")
     return ExitCode.DONE
 
 
@@ -477,6 +480,11 @@ def _add_compile(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.add_argument("inputs", nargs="*", metavar="FILE|section.key=value", help=_INPUTS_HELP)
     _add_topology(parser, required=True)
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    parser.add_argument(
+        "--save",
+        metavar="FOLDER",
+        help="keep the compiled step there; `train` loads it with runtime.executable=FOLDER",
+    )
     parser.set_defaults(command=_compile)
 
 

@@ -25,6 +25,7 @@ TABLES = (
     "verify",
     "draw",
     "pictures",
+    "cut",
 )
 
 # A module imports lower levels, and its own level inside its own folder. The
@@ -48,6 +49,7 @@ LEVELS = {
     "maxpipe.train.optim": 5,
     "maxpipe.train": 6,
     "maxpipe.train.loop": 7,
+    "maxpipe.executable": 5,
     "maxpipe.evaluate": 6,
     "maxpipe.generate": 7,
     "maxpipe.plan": 7,
@@ -79,6 +81,9 @@ JAX_FREE = (
     *(f"maxpipe.pipeline.{name}" for name in TABLES),
     "maxpipe.data",
     "maxpipe.telemetry",
+    "maxpipe.model.count",
+    "maxpipe.plan.plan",
+    "maxpipe.plan.topology",
     "maxpipe.cli",
 )
 

@@ -295,6 +295,9 @@ class RuntimeConfig:
     compilation_cache: str = "~/.cache/maxpipe/compiled"
     """Folder in which compiled programs are kept between runs. Empty turns the cache off. Not used
     by several CPU devices: XLA loses the order in which such a program's devices meet."""
+    executable: str = ""
+    """Folder with a train step that `maxpipe compile --save` compiled ahead of time. It must have
+    been made for this config, these devices and this version of jax."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

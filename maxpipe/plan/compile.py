@@ -12,13 +12,15 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from maxpipe import executable
 from maxpipe.config.check import check, total_steps
-from maxpipe.config.load import Loaded
+from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hlo import Collective, Profile, parse, profile
@@ -113,8 +115,8 @@ class Report:
         }
 
 
-def build_steps(loaded: Loaded, present: Sequence[Any]) -> Steps:
-    """The steps of a config on these devices.
+def placed(loaded: Loaded, present: Sequence[Any]) -> Config:
+    """The config with its mesh resolved for these devices.
 
     Raises:
         ConfigError: the config does not fit them.
@@ -123,6 +125,16 @@ def build_steps(loaded: Loaded, present: Sequence[Any]) -> Steps:
     problems = check(config, loaded.origins)
     if problems:
         raise ConfigError(problems)
+    return config
+
+
+def build_steps(loaded: Loaded, present: Sequence[Any]) -> Steps:
+    """The steps of a config on these devices, -1 in its mesh resolved.
+
+    Raises:
+        ConfigError: the config does not fit them.
+    """
+    config = placed(loaded, present)
     return partition(
         build_mesh(config.mesh, present),
         model=config.model,
@@ -137,12 +149,13 @@ def build_steps(loaded: Loaded, present: Sequence[Any]) -> Steps:
     )
 
 
-def compile_step(loaded: Loaded, topology: Topology) -> tuple[Report, Steps, Any]:
-    """Compiles the train step of a config for a topology.
+def compile_step(loaded: Loaded, topology: Topology, save: Path | None = None) -> Report:
+    """Compiles the train step of a config for a topology; `save` is a folder to keep it in.
 
     Raises:
         ConfigError: the config does not fit the topology, this machine cannot describe it, or the
             step needs more memory than a device has.
+        StorageError: the program cannot be kept there.
     """
     present = devices(topology)
     steps = build_steps(loaded, present)
@@ -156,9 +169,12 @@ def compile_step(loaded: Loaded, topology: Topology) -> tuple[Report, Steps, Any
             raise
         raise _out_of_memory(str(error), steps, topology) from error
     done = time.monotonic()
+    if save is not None:
+        sections = to_dict(placed(loaded, present))
+        executable.save(compiled, save, executable.facts_of(sections, lowered, present))
     report = _report(loaded.config, topology, steps, compiled)
     seconds = {"lower_seconds": lowered_at - start, "compile_seconds": done - lowered_at}
-    return dataclasses.replace(report, **seconds), steps, compiled
+    return dataclasses.replace(report, **seconds)
 
 
 def _out_of_memory(message: str, steps: Steps, topology: Topology) -> ConfigError:

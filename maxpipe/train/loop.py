@@ -291,6 +291,10 @@ def _set_up(
     console.note(origin)
     if first == length:
         console.note(f"all {length} steps are done: nothing is left to train")
+    elif config.runtime.executable:
+        folder = Path(config.runtime.executable).expanduser()
+        with console.stage(f"loading train step from {folder}"):
+            train_step = steps.load_train(folder, to_dict(config))
     else:
         with console.stage("compiling train step"):
             train_step = steps.compile_train()

@@ -9,8 +9,10 @@ Source: the idea of one call that partitions a model is Pax's.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxpipe import executable
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import ModelConfig, OptimConfig, PipelineConfig, TrainConfig
 from maxpipe.mesh import BATCH_AXES, STAGE
@@ -109,6 +112,21 @@ class Steps:
     def compile_train(self) -> Any:
         """(state, batch) -> (state, metrics); the state passed in is used up."""
         return self.lower_train().compile(self.compiler_options)
+
+    def load_train(self, folder: Path, sections: Mapping[str, Mapping[str, Any]]) -> Any:
+        """A train step compiled ahead of time for the config with these sections.
+
+        Raises:
+            ConfigError: it was made for something else, or cannot be used on these devices.
+            StorageError: it cannot be read or trusted.
+        """
+        devices = list(self.partition.mesh.devices.flat)
+        lowered = self.lower_train()
+        facts = executable.facts_of(sections, lowered, devices)
+        arguments = (self.abstract_state, self.abstract_batch())
+        in_tree = jax.tree.structure((arguments, {}))
+        out_tree = jax.tree.structure(lowered.out_info)
+        return executable.load(folder, facts, in_tree, out_tree, devices)
 
     def lower_train(self) -> Any:
         """The train step traced and lowered, ready to be compiled."""

@@ -342,3 +342,18 @@ def test_restoring_from_a_folder_without_a_run(tiny: Path, run: Run, tmp_path: P
     output = run("train", tiny, f"run.dir={tmp_path}", restore, code=2)
     is_explained(output)
     assert f"command line: checkpoint.restore_from = {tmp_path / 'nothing'}" in output
+
+
+def test_a_step_compiled_before_gives_the_same_losses(tiny: Path, run: Run, tmp_path: Path) -> None:
+    alone = ("mesh.ici_stage=1", "mesh.cpu_devices=1", "train.steps=6", "eval.every=0")
+    folder = tmp_path / "step"
+    run("compile", tiny, *alone, "--topology", "cpu:1", "--save", folder)
+    losses = []
+    for name, more in (("fresh", ()), ("loaded", (f"runtime.executable={folder}",))):
+        run("train", tiny, *alone, f"run.dir={tmp_path}", f"run.name={name}", *more)
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line).get("train/loss") for line in lines])
+    assert losses[0] == losses[1]
+    more = (f"runtime.executable={folder}", f"run.dir={tmp_path}", "run.name=other")
+    other = run("train", tiny, *alone, *more, "mesh.ici_fsdp=2", "mesh.cpu_devices=2", code=2)
+    assert "was compiled for mesh.ici_fsdp = 1, and this run has 2." in other

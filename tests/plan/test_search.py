@@ -1,0 +1,158 @@
+"""Layouts enumerated, pruned and ranked; forecasts of one layout. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxpipe.config.check import check
+from maxpipe.config.load import Loaded, from_dict, load, to_yaml
+from maxpipe.config.schema import Config
+from maxpipe.errors import ConfigError
+from maxpipe.hardware import known
+from maxpipe.plan.cost import cost
+from maxpipe.plan.plan import best_layouts, fixed_keys, forecast
+from maxpipe.plan.search import _seconds, _short_schedules, candidates, evaluate, schedule_of
+from maxpipe.plan.sizes import Sizes
+from maxpipe.plan.topology import parse
+
+LAYERS = {
+    "num_layers": 32,
+    "d_model": 4096,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_size": 128,
+    "d_mlp": 14336,
+    "vocab_size": 128256,
+}
+
+
+def config_of(mesh: dict[str, int] | None = None, rows: int = 128, **pipeline: Any) -> Config:
+    train = {"batch_size": rows, "sequence_length": 2048, "steps": 1}
+    sections = {"model": LAYERS, "mesh": mesh or {}, "pipeline": pipeline, "train": train}
+    return from_dict(sections)
+
+
+STAGED = {"ici_stage": 4, "ici_fsdp": 8}
+
+
+def test_candidates_are_legal_and_use_all_devices() -> None:
+    found = list(candidates(config_of(), 32, 1, {}))
+    assert len(found) > 5000 and len(set(map(repr, found))) == len(found)
+    for config in found[::97]:
+        assert Sizes(config).num_devices == 32
+        assert not check(config, {})
+
+
+def test_slices_are_crossed_by_one_axis_only() -> None:
+    for config in list(candidates(config_of(), 32, 2, {}))[::97]:
+        assert Sizes(config).num_slices == 2 and Sizes(config).num_devices == 32
+
+
+@pytest.mark.parametrize(
+    ("schedule", "repeats", "group", "gather"),
+    [
+        ("1f1b", 1, 0, "iteration"),
+        ("interleaved", 2, 0, "step"),
+        ("interleaved", 4, 8, "visit"),
+        ("zb_h1", 1, 0, "iteration"),
+        ("zb_v", 2, 0, "step"),
+    ],
+)
+def test_short_tables_foretell_long_ones(
+    schedule: str, repeats: int, group: int, gather: str
+) -> None:
+    config = config_of(
+        STAGED,
+        512,
+        schedule=schedule,
+        repeats=repeats,
+        group=group,
+        weight_gather=gather,
+        microbatches=64,
+        remat="names",
+    )
+    hardware = known()["v5p"]
+    short = _seconds(config, *_short_schedules(config), hardware)
+    assert short == pytest.approx(cost(Sizes(config), schedule_of(config), hardware).seconds, 0.01)
+
+
+def test_what_takes_longer_is_foretold_to_take_longer() -> None:
+    hardware = known()["v5p"]
+
+    def seconds(mesh: dict[str, int] = STAGED, **changes: Any) -> float:
+        pipeline = {"schedule": "interleaved", "repeats": 2, "microbatches": 16, **changes}
+        return evaluate(config_of(mesh, **pipeline), hardware).cost.seconds
+
+    assert seconds(remat="names") < seconds(remat="full") < seconds(remat="chunk")
+    assert seconds(repeats=4) < seconds(repeats=2) < seconds(schedule="1f1b", repeats=1)
+    held: Any = {"remat": "none", "weight_gather": "step"}
+    assert seconds(schedule="zb_v", **held) < seconds(**held)
+    # The same work over the slow network.
+    across = {"ici_stage": 4, "ici_fsdp": 4, "dcn_fsdp": 2}
+    assert seconds() < seconds(across)
+
+
+def test_a_search_finds_something_at_least_as_fast() -> None:
+    topology = parse("v5p:2x4x4")
+    given = config_of(STAGED, schedule="interleaved", repeats=2, microbatches=16)
+    found = best_layouts(given, topology, fixed_keys(Loaded(given, {}), ["mesh.ici_stage=4"]))
+    seconds = [each.cost.seconds for each in found.best]
+    assert seconds == sorted(seconds)
+    assert seconds[0] <= evaluate(given, topology.hardware).cost.seconds
+    assert all(each.config.mesh.ici_stage == 4 for each in found.best)
+
+
+def test_the_winner_can_be_loaded(tmp_path: Path) -> None:
+    found = best_layouts(config_of(), parse("v5p:2x2x2"), {"mesh.ici_tensor": 1})
+    (tmp_path / "best.yml").write_text(to_yaml(found.best[0].config))
+    assert load([str(tmp_path / "best.yml")]).config == found.best[0].config
+
+
+def test_what_does_not_fit_is_told_what_would() -> None:
+    given = config_of(
+        {"ici_stage": 4, "ici_fsdp": 4},
+        schedule="interleaved",
+        repeats=2,
+        microbatches=8,
+        weight_gather="step",
+        remat="none",
+    )
+    values, nearest = forecast(Loaded(given, {}), parse("v5e:4x4"))
+    assert not values["fits"] and nearest
+    for line in nearest:
+        changed = load_with(given, line.partition(":")[0].split())
+        assert forecast(Loaded(changed, {}), parse("v5e:4x4"))[0]["fits"], line
+
+
+def load_with(config: Config, overrides: list[str]) -> Config:
+    for text in overrides:
+        key, _, value = text.partition("=")
+        section, name = key.split(".")
+        if value == "[]":
+            continue
+        typed = int(value) if value.isdigit() else value
+        part = dataclasses.replace(getattr(config, section), **{name: typed})
+        config = dataclasses.replace(config, **{section: part})
+    return config
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(ConfigError, match="found no layout that fits"):
+        best_layouts(config_of(), parse("v5e:1x1"), {})
+
+
+def test_a_mesh_of_another_size_is_refused() -> None:
+    with pytest.raises(ConfigError, match="it is 32 in 1 slices, and there are v5p:2x2x2"):
+        forecast(Loaded(config_of(STAGED), {}), parse("v5p:2x2x2"))
+
+
+def test_planning_takes_no_jax() -> None:
+    code = "import sys, maxpipe.plan.plan; print('jax' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"
