@@ -1,0 +1,315 @@
+"""Memory that `maxpipe plan` foretells against what the TPU compiler says.
+
+    python benchmarks/predicted_memory.py            # prints the table
+    python benchmarks/predicted_memory.py --write    # and writes predicted_memory.md
+    python benchmarks/predicted_memory.py --only 70b # rows with this in their name
+    python benchmarks/predicted_memory.py --terms    # and each row's terms
+
+Every row is a config of `configs/model/` on a topology that is not here: `maxpipe compile` compiles
+the real train step with libtpu (`pip install '.[tpu]'`), `maxpipe plan` does arithmetic. Results of
+the compiler are kept in `--cache`, by the package's source and the row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Row:
+    """One config on one topology."""
+
+    model: str
+    topology: str
+    slices: int
+    keys: str
+    """Sections mesh, pipeline and train, without their names where they are clear."""
+
+    @property
+    def name(self) -> str:
+        slices = f" x {self.slices}" if self.slices > 1 else ""
+        return f"{self.model} {self.topology}{slices}: {self.keys}"
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of `maxpipe plan` and `maxpipe compile`."""
+        fixed = "train.steps=10 tokenizer.kind=huggingface tokenizer.path=none"
+        placed = ["--topology", self.topology, "--slices", str(self.slices)]
+        keys = [f"{SECTION[key.partition('=')[0]]}.{key}" for key in self.keys.split()]
+        return [f"configs/model/llama3-{self.model}.yml", *fixed.split(), *keys, *placed]
+
+
+AXES = ("stage", "data", "fsdp", "tensor")
+PIPELINE = ("schedule", "repeats", "group", "microbatches", "weight_gather", "remat")
+SECTION = {
+    **{f"{link}_{axis}": "mesh" for link in ("ici", "dcn") for axis in AXES},
+    **dict.fromkeys(PIPELINE, "pipeline"),
+    "batch_size": "train",
+    "sequence_length": "train",
+}
+
+ROWS = [
+    Row(*row)
+    for row in (
+        (
+            "1b",
+            "v5e:4x4",
+            1,
+            "ici_fsdp=16 microbatches=2 batch_size=64 sequence_length=2048",
+        ),
+        (
+            "1b",
+            "v5e:4x4",
+            1,
+            "ici_stage=4 ici_fsdp=4 repeats=2 microbatches=16 batch_size=64 sequence_length=2048",
+        ),
+        (
+            "1b",
+            "v4:2x2x4",
+            1,
+            "ici_stage=2 ici_fsdp=8 schedule=1f1b microbatches=8 batch_size=128 "
+            "sequence_length=4096 remat=names weight_gather=step",
+        ),
+        (
+            "8b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=8 repeats=2 microbatches=16 batch_size=128 sequence_length=2048",
+        ),
+        (
+            "8b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=8 repeats=2 microbatches=16 batch_size=128 sequence_length=8192",
+        ),
+        (
+            "8b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=8 repeats=2 microbatches=16 batch_size=128 "
+            "sequence_length=2048 weight_gather=step remat=names",
+        ),
+        (
+            "8b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=8 repeats=8 group=16 microbatches=16 batch_size=128 "
+            "sequence_length=2048 weight_gather=visit",
+        ),
+        (
+            "8b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=8 schedule=zb_h1 microbatches=16 batch_size=128 "
+            "sequence_length=2048 weight_gather=step remat=names",
+        ),
+        (
+            "8b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=8 schedule=zb_v repeats=2 microbatches=16 batch_size=128 "
+            "sequence_length=2048 remat=names",
+        ),
+        (
+            "8b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=8 repeats=4 microbatches=16 batch_size=256 "
+            "sequence_length=4096 remat=chunk",
+        ),
+        (
+            "8b",
+            "v4:4x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=8 ici_tensor=2 repeats=2 microbatches=16 batch_size=128 "
+            "sequence_length=4096",
+        ),
+        (
+            "8b",
+            "v6e:8x8",
+            1,
+            "ici_fsdp=16 ici_tensor=4 microbatches=4 batch_size=64 sequence_length=8192",
+        ),
+        (
+            "8b",
+            "v6e:8x8",
+            1,
+            "ici_stage=4 ici_fsdp=16 schedule=1f1b microbatches=8 batch_size=128 "
+            "sequence_length=4096 weight_gather=step",
+        ),
+        (
+            "8b",
+            "v5e:8x8",
+            1,
+            "ici_stage=4 ici_fsdp=16 repeats=2 microbatches=8 batch_size=128 sequence_length=2048",
+        ),
+        (
+            "70b",
+            "v5p:4x4x8",
+            1,
+            "ici_stage=4 ici_fsdp=32 repeats=2 microbatches=8 batch_size=256 sequence_length=4096",
+        ),
+        (
+            "70b",
+            "v5p:4x4x8",
+            1,
+            "ici_stage=8 ici_fsdp=16 repeats=2 microbatches=16 batch_size=256 "
+            "sequence_length=4096 weight_gather=step remat=full",
+        ),
+        (
+            "70b",
+            "v5p:8x8x8",
+            1,
+            "ici_stage=8 ici_fsdp=16 ici_tensor=4 repeats=2 microbatches=16 batch_size=256 "
+            "sequence_length=8192",
+        ),
+        (
+            "70b",
+            "v6e:16x16",
+            1,
+            "ici_stage=4 ici_fsdp=16 ici_tensor=4 repeats=4 microbatches=8 batch_size=128 "
+            "sequence_length=4096",
+        ),
+        (
+            "70b",
+            "v5p:4x4x4",
+            2,
+            "dcn_stage=2 ici_stage=2 ici_fsdp=32 repeats=2 microbatches=16 batch_size=512 "
+            "sequence_length=4096",
+        ),
+        (
+            "70b",
+            "v5p:4x4x4",
+            4,
+            "dcn_data=4 ici_stage=4 ici_fsdp=16 repeats=2 microbatches=8 batch_size=512 "
+            "sequence_length=4096",
+        ),
+        (
+            "405b",
+            "v5p:8x8x8",
+            1,
+            "ici_stage=8 ici_fsdp=64 repeats=2 microbatches=16 batch_size=1024 "
+            "sequence_length=4096",
+        ),
+        (
+            "405b",
+            "v5p:16x16x16",
+            1,
+            "ici_stage=16 ici_fsdp=64 ici_tensor=4 repeats=2 microbatches=32 "
+            "batch_size=2048 sequence_length=8192",
+        ),
+        (
+            "405b",
+            "v5p:8x8x8",
+            2,
+            "dcn_stage=2 ici_stage=8 ici_fsdp=64 repeats=1 schedule=1f1b microbatches=16 "
+            "batch_size=1024 sequence_length=4096",
+        ),
+        (
+            "405b",
+            "v5p:8x8x8",
+            1,
+            "ici_stage=16 ici_fsdp=32 repeats=2 microbatches=32 batch_size=1024 "
+            "sequence_length=4096 remat=chunk",
+        ),
+    )
+]
+
+
+def compiled(row: Row, cache: Path) -> dict[str, Any] | None:
+    """The compiler's report, from the cache or a fresh process; None if there is none."""
+    key = hashlib.sha256(f"{_sources()}{row}".encode()).hexdigest()[:24]
+    path = cache / f"{key}.json"
+    if not path.exists():
+        print(f"compiling {row.name}", file=sys.stderr)
+        ran = _maxpipe("compile", row)
+        if ran.returncode:
+            print(f"left out: {ran.stderr.strip()[-600:]}", file=sys.stderr)
+            return None
+        path.write_text(ran.stdout, encoding="utf-8")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _maxpipe(command: str, row: Row) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "maxpipe", command, *row.arguments, "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def _sources() -> str:
+    """Digest of what decides the program; forecasts do not."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "maxpipe").rglob("*.py")):
+        if path.parent.name not in ("plan", "data", "config"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def table(rows: list[Row], cache: Path, *, terms: bool) -> str:
+    """The benchmark page's body."""
+    lines = ["| run | arguments GiB | temporary GiB | foretold | ratio of sums | compile s |"]
+    lines.append("|---|---|---|---|---|---|")
+    ratios, details = [], []
+    for row in rows:
+        report = compiled(row, cache)
+        if report is None:
+            continue
+        plan = json.loads(_maxpipe("plan", row).stdout)
+        arguments, temporary = report["argument_bytes"], report["temp_bytes"]
+        ratio = plan["total_bytes"] / (arguments + temporary)
+        ratios.append(ratio)
+        held = sum(plan["terms"].get(name, 0.0) for name in ("state", "batch"))
+        cells = [arguments, temporary, plan["total_bytes"] - held]
+        numbers = " | ".join(f"{size / GIB:.2f}" for size in cells)
+        seconds = report["lower_seconds"] + report["compile_seconds"]
+        lines.append(f"| {row.name} | {numbers} | {ratio:.3f} | {seconds:.0f} |")
+        if terms:
+            listed = ", ".join(f"{k} {v / GIB:.2f}" for k, v in plan["terms"].items())
+            details.append(f"{row.name}\n    {listed}")
+    near = sum(0.9 <= ratio <= 1.1 for ratio in ratios)
+    lines += ["", f"Within 10%: {near} of {len(ratios)}; lowest ratio {min(ratios):.3f}."]
+    return "\n".join([*lines, *details])
+
+
+PREAMBLE = """\
+# Foretold memory against the TPU compiler's
+
+`python benchmarks/predicted_memory.py --write`. Nothing ran on a TPU. Arguments and temporary are
+the compiler's, foretold is the temporary part of `maxpipe plan`; the ratio is of both sums.
+
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows with this in their name")
+    parser.add_argument("--terms", action="store_true")
+    cache = Path(tempfile.gettempdir()) / "maxpipe-predicted-memory"
+    parser.add_argument("--cache", type=Path, default=cache)
+    options = parser.parse_args()
+    options.cache.mkdir(parents=True, exist_ok=True)
+    rows = [row for row in ROWS if options.only in row.name]
+    page = table(rows, options.cache, terms=options.terms)
+    print(page)
+    if options.write:
+        Path(__file__).with_suffix(".md").write_text(PREAMBLE + page + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
