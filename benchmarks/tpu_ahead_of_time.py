@@ -20,7 +20,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,16 +85,13 @@ def compile_one(mode: Mode, microbatches: int) -> dict[str, Any]:
         }
     )
     steps = build_steps(Loaded(config, {}), topology.devices(target))
-    start = time.monotonic()
     compiled = steps.compile_train()
-    seconds = time.monotonic() - start
     memory = compiled.memory_analysis()
     average, busiest = read(compiled.as_text(), steps, mode.weight_gather)
     large = [each for each in average.collectives if each.total_bytes >= ACTIVATION]
     permutes = [each for each in large if each.kind == "collective-permute"]
     sends = [each for each in permutes if len(each.group) == STAGES]
     return {
-        "seconds": seconds,
         "arguments": memory.argument_size_in_bytes / GIB,
         "temporary": memory.temp_size_in_bytes / GIB,
         "gigacycles": busiest.cycles / 1e9,
@@ -148,7 +144,7 @@ def table(modes: list[Mode], cache: Path, num_entries: int) -> str:
     """The benchmark page."""
     head = ["arguments GiB", *(f"temp GiB M = {m}" for m in MICROBATCHES), "flat"]
     head += [*(f"Gcycles M = {m}" for m in MICROBATCHES), "fsdp GiB", "stage GiB"]
-    head += ["TFLOP", "async", "sends hidden", "copies", "compile s"]
+    head += ["TFLOP", "async", "sends hidden", "copies"]
     lines = ["| mode | " + " | ".join(head) + " |", "|" + "---|" * (len(head) + 1)]
     details: list[str] = []
     for mode in modes:
@@ -163,7 +159,7 @@ def table(modes: list[Mode], cache: Path, num_entries: int) -> str:
         cells += [f"{few['fsdp']:.1f}", f"{few['stage']:.1f}"]
         cells += [f"{few['teraflops']:.0f}", f"{few['asynchronous']} of {few['collectives']}"]
         cells += [f"{few['overlapped']} of {few['sends']}", f"{few['copies']}"]
-        lines.append(f"| {mode.name} | " + " | ".join([*cells, f"{few['seconds']:.0f}"]) + " |")
+        lines.append(f"| {mode.name} | " + " | ".join(cells) + " |")
         if few["unknown_loops"]:
             details += [f"{mode.name}: loops counted once: {', '.join(few['unknown_loops'])}", ""]
         if num_entries:

@@ -87,8 +87,8 @@ def load(
         raise ConfigError.one(
             WHERE,
             folder,
-            f"cannot be used by {len(devices)} CPU devices: XLA loses the order in which the devices "
-            "of a loaded program meet.",
+            f"cannot be used by {len(devices)} CPU devices: XLA loses the order in which the "
+            "devices of a loaded program meet.",
             f"Leave out {WHERE}, or train on one CPU device.",
         )
     if hashlib.sha256(payload).hexdigest() != digest:

@@ -1,0 +1,95 @@
+"""What is read from a compiled train step, on the CPU devices at hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import pytest
+
+from maxpipe.config.load import Loaded
+from maxpipe.plan.advice import TERMS, capacity, explain_out_of_memory
+from maxpipe.plan.compile import Report, build_steps, report_of
+from maxpipe.plan.report import compiled
+from maxpipe.plan.sizes import Sizes, query_blocks
+from maxpipe.plan.topology import parse
+from tests.plan.test_memory import config_of
+
+MESH = {"ici_stage": 2, "ici_fsdp": 2, "ici_data": 2}
+PIPELINE = {"schedule": "interleaved", "repeats": 2, "microbatches": 4}
+CONFIG = config_of({"compute_dtype": "float32"}, MESH, PIPELINE)
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    steps = build_steps(Loaded(CONFIG, {}), jax.devices()[:8])
+    return report_of(CONFIG, parse("cpu:8"), steps, steps.compile_train())
+
+
+def test_operations_are_those_of_the_layers_and_the_head(report: Report) -> None:
+    sizes, model = Sizes(CONFIG), CONFIG.model
+    matmuls = 2 * sizes.tokens * (sizes.layer_elements(whole=True) - 2 * model.d_model)
+    pairs = sum(width * stop for width, stop in query_blocks(CONFIG.train.sequence_length))
+    forward = matmuls + 4 * sizes.rows * pairs * model.num_heads * model.head_size
+    head = 2 * sizes.tokens * sizes.matrix_elements(whole=True)
+    # Forward, replay, and a backward of twice as much, but for the last matmul of the replay.
+    layers = 4 * forward - 2 * sizes.tokens * model.d_mlp * model.d_model
+    per_stage = sum(sizes.cut) / sizes.stages
+    wanted = sizes.microbatches * (per_stage * layers + 3 * head)
+    assert report.flops == pytest.approx(wanted, rel=0.02)
+    assert 1 < report.flops / report.model_flops < 1.7
+
+
+def test_collectives_are_named_by_their_axes(report: Report) -> None:
+    found = {(each.kind, each.axes) for each in report.collectives}
+    assert ("collective-permute", "stage") in found
+    assert ("all-gather", "fsdp") in found and ("reduce-scatter", "fsdp") in found
+    assert any(kind == "all-reduce" and "data" in axes for kind, axes in found)
+    assert all(each.link == "ici" and each.total_bytes > 0 for each in report.collectives)
+    sizes = Sizes(CONFIG)
+    (gathers,) = [
+        each for each in report.collectives if (each.kind, each.axes) == ("all-gather", "fsdp")
+    ]
+    # Each layer of each microbatch, forward and backward; a device sends its half of the weights.
+    whole = sizes.layer_elements(whole=True) * 4 / 2
+    layers = sizes.microbatches * sum(sizes.cut) / sizes.stages
+    assert gathers.total_bytes == pytest.approx(2 * layers * whole, rel=0.05)
+
+
+def test_the_report_is_text_and_json(report: Report) -> None:
+    values = json.loads(json.dumps(report.to_json()))
+    for name in ("temp_bytes", "argument_bytes", "output_bytes", "flops", "collectives"):
+        assert values[name]
+    assert values["total_bytes"] == report.total_bytes and values["fits"]
+    text = compiled(report)
+    assert "compiled for cpu:8: 8 devices, stage 2 x data 2 x fsdp 2" in text
+    assert "fits" in text and "reduce-scatter" in text
+    assert not report.unknown_loops
+
+
+MESSAGE = """\
+RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used \
+120.50G of 95.74G hbm. Exceeded hbm capacity by 24.76G.
+
+Largest program allocations in hbm:
+
+  1. Size: 40.00G
+     Operator: op_name="jit(_train_step)/shard_map/while"
+     Shape: bf16[44,8,2048,4096]{3,2,1,0}
+     Unpadded size: 40.00G
+
+  2. Size: 512.0M
+     Operator: op_name="jit(_train_step)/shard_map/while/body/closed_call/head/cond"
+     Shape: f32[8,2048,32064]{2,1,0}
+
+"""
+
+
+def test_out_of_memory_is_told_in_words_of_the_config() -> None:
+    needed, there = capacity(MESSAGE) or (0.0, 0.0)
+    assert (needed, there) == (120.5 * 2**30, 95.74 * 2**30)
+    buffers: dict[str, Any] = {"stash": ((44, 8, 2048, 4096),), "inbox": ((3, 8, 2048, 4096),)}
+    first, second = explain_out_of_memory(MESSAGE, buffers).splitlines()
+    assert "40.00 GiB" in first and TERMS["stash"].about in first and "pipeline.remat" in first
+    assert "0.50 GiB" in second and TERMS["logits"].about in second
