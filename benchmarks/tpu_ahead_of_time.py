@@ -184,7 +184,8 @@ TFLOP are what the average device sends and multiplies per step at M = {MICROBAT
 temporary memory differs by at most 1% between the two M. Async: collectives whose start and done
 are two instructions, of all that move at least {ACTIVATION >> 20} MiB. Sends hidden: messages
 between stages with work between start and done. Copies: of {2 * ACTIVATION >> 20} MiB or more, in
-loops.
+loops. With visits, M = 16 is a single group, which needs two slots of the window; from the second
+group on it is three, whatever M.
 
 """
 
