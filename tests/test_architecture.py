@@ -34,6 +34,7 @@ LEVELS = {
     "maxpipe": 0,
     "maxpipe.errors": 0,
     "maxpipe.hardware": 0,
+    "maxpipe.canvas": 0,
     "maxpipe.config.schema": 1,
     **dict.fromkeys((f"maxpipe.pipeline.{name}" for name in TABLES), 1),
     "maxpipe.config": 2,
@@ -55,8 +56,9 @@ LEVELS = {
     "maxpipe.plan": 7,
     "maxpipe.convert": 7,
     "maxpipe.launch": 7,
-    "maxpipe.cli": 8,
-    "maxpipe.__main__": 9,
+    "maxpipe.commands": 8,
+    "maxpipe.cli": 9,
+    "maxpipe.__main__": 10,
 }
 
 # (who, whom, why): never, not even inside a function.
@@ -84,6 +86,7 @@ JAX_FREE = (
     "maxpipe.model.count",
     "maxpipe.plan.plan",
     "maxpipe.plan.topology",
+    "maxpipe.commands",
     "maxpipe.cli",
 )
 
@@ -95,6 +98,7 @@ ROOT_CONFIG = (
     "maxpipe.generate",
     "maxpipe.plan",
     "maxpipe.launch",
+    "maxpipe.commands",
     "maxpipe.cli",
 )
 

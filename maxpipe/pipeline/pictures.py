@@ -2,7 +2,7 @@
 
 A picture has a lane for each stage: what it computes over time, with the number of the microbatch,
 and below that how many chunks' activations it keeps. Colours tell repeats apart, shades kinds of
-slots. Time is that of lockstep ticks at given costs. SVG and PNG draw the same `_Picture`.
+slots. Time is that of lockstep ticks at given costs.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-from xml.sax.saxutils import escape
 
 import numpy as np
 
+from maxpipe.canvas import Area, Box, Canvas, Label, text_width
 from maxpipe.pipeline.draw import EQUAL_COSTS, summary
 from maxpipe.pipeline.table import Costs, Kind, Schedule
 
@@ -28,63 +28,17 @@ _NAMES: dict[Kind, str] = {
 
 def svg(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
     """The picture as an SVG document; a box tells its chunk and tick under the pointer."""
-    picture = _Picture(schedule, costs)
-    size = f'width="{_number(picture.width)}" height="{_number(picture.height)}"'
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
-        f'viewBox="0 0 {_number(picture.width)} {_number(picture.height)}" '
-        'font-family="Inter, Helvetica, Arial, sans-serif">'
-    ]
-    for box in picture.boxes:
-        line = f'stroke="{box.line}" ' if box.line else ""
-        title = f"<title>{escape(box.title)}</title>" if box.title else ""
-        lines.append(
-            f'<rect x="{_number(box.x)}" y="{_number(box.y)}" width="{_number(box.width)}" '
-            f'height="{_number(box.height)}" rx="{_number(box.radius)}" {line}fill="{box.fill}"'
-            + (f">{title}</rect>" if title else "/>")
-        )
-    for area in picture.areas:
-        points = " ".join(f"{_number(x)},{_number(y)}" for x, y in area.points)
-        lines.append(f'<polygon points="{points}" fill="{area.fill}"/>')
-    anchors = {"l": "start", "m": "middle", "r": "end"}
-    for label in picture.labels:
-        weight = ' font-weight="600"' if label.bold else ""
-        lines.append(
-            f'<text x="{_number(label.x)}" y="{_number(label.y)}" font-size="{label.size}"{weight} '
-            f'text-anchor="{anchors[label.anchor]}" fill="{label.colour}" '
-            f'pointer-events="none">{escape(label.text)}</text>'
-        )
-    return "\n".join([*lines, "</svg>", ""])
+    return drawing(schedule, costs).svg()
 
 
 def png(schedule: Schedule, path: Path, costs: Costs = EQUAL_COSTS) -> None:
-    """Write the picture as PNG, at twice the size of the SVG where that is not too large."""
-    from PIL import Image, ImageDraw, ImageFont
+    """Write the picture as PNG."""
+    drawing(schedule, costs).png(path)
 
-    picture = _Picture(schedule, costs)
-    scale = 2 if picture.width * picture.height < _LARGE_PIXELS else 1
-    image = Image.new("RGB", (round(picture.width * scale), round(picture.height * scale)), "white")
-    canvas = ImageDraw.Draw(image)
-    fonts = {
-        size: ImageFont.load_default(size * scale) for size in {la.size for la in picture.labels}
-    }
-    for box in picture.boxes:
-        corners = [box.x, box.y, box.x + box.width, box.y + box.height]
-        left, top, right, bottom = (round(value * scale) for value in corners)
-        # Pillow includes the far edge.
-        edges = (left, top, max(left, right - 1), max(top, bottom - 1))
-        canvas.rounded_rectangle(edges, box.radius * scale, box.fill, box.line, scale)
-    for area in picture.areas:
-        canvas.polygon([(x * scale, y * scale) for x, y in area.points], area.fill)
-    for label in picture.labels:
-        canvas.text(
-            (label.x * scale, label.y * scale),
-            label.text,
-            label.colour,
-            fonts[label.size],
-            anchor=f"{label.anchor}s",
-        )
-    image.save(path, format="PNG")
+
+def drawing(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Canvas:
+    """The picture, to be written or put below another one."""
+    return _Picture(schedule, costs).canvas
 
 
 def perfetto(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
@@ -200,34 +154,6 @@ def _microseconds(time: float) -> float:
 # Geometry, in pixels.
 
 
-class _Box(NamedTuple):
-    x: float
-    y: float
-    width: float
-    height: float
-    fill: str
-    line: str | None = None
-    radius: float = 0.0
-    title: str = ""
-
-
-class _Area(NamedTuple):
-    points: list[tuple[float, float]]
-    fill: str
-
-
-class _Label(NamedTuple):
-    x: float
-    y: float
-    """Of the baseline."""
-    text: str
-    size: int
-    colour: str
-    anchor: str = "m"
-    """Where `x` is: l(eft), m(iddle), or r(ight)."""
-    bold: bool = False
-
-
 class _Shade(NamedTuple):
     fill: str
     text: str
@@ -253,16 +179,6 @@ _MIN_WIDTH = 720.0
 _WIDTH = 1500.0
 """As wide as a picture likes to be, if its boxes are then neither narrow nor wide."""
 _MIN_UNIT, _MAX_UNIT, _MAX_WIDTH = 13.0, 30.0, 16000.0
-_LARGE_PIXELS = 12e6
-
-
-def _number(value: float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-def _text_width(text: str, size: float) -> float:
-    """Fonts differ; this is enough for most."""
-    return 0.56 * size * len(text)
 
 
 def _shade(kind: Kind, repeat: int) -> _Shade:
@@ -273,14 +189,14 @@ def _shade(kind: Kind, repeat: int) -> _Shade:
 
 
 class _Picture:
-    """Boxes, areas and labels, to be drawn in this order."""
+    """A schedule's lanes, slots and strips."""
 
     def __init__(self, schedule: Schedule, costs: Costs):
         self.schedule, self.costs = schedule, costs
         self.times = _Times(schedule, costs)
-        self.boxes: list[_Box] = []
-        self.areas: list[_Area] = []
-        self.labels: list[_Label] = []
+        self.canvas = Canvas()
+        self.boxes, self.areas = self.canvas.boxes, self.canvas.areas
+        self.labels = self.canvas.labels
         total = float(self.times.ticks[-1])
         shortest = min(costs.of(kind) for kind, _ in schedule.kinds)
         unit = min(max(_WIDTH * shortest / total, _MIN_UNIT), _MAX_UNIT) / shortest
@@ -288,17 +204,18 @@ class _Picture:
         self.end = _LEFT + total * self.unit
         titles = summary(schedule, costs).splitlines()
         needed = [
-            _LEFT + _text_width(text, size) for text, size in zip(titles, (15, 12), strict=True)
+            _LEFT + text_width(text, size) for text, size in zip(titles, (15, 12), strict=True)
         ]
         self.width = round(max(_MIN_WIDTH, self.end + _RIGHT, *needed))
         self.labels += [
-            _Label(_LEFT, 27, titles[0], 15, _INK, "l", bold=True),
-            _Label(_LEFT, 47, titles[1], 12, _GREY, "l"),
+            Label(_LEFT, 27, titles[0], 15, _INK, "l", bold=True),
+            Label(_LEFT, 47, titles[1], 12, _GREY, "l"),
         ]
         self.top = self._legend(_TOP + 6) + 18
         strip = _STRIP_HEIGHT + 2 if schedule.trains else 0
         self.pitch = _BOX_HEIGHT + strip + _LANE_GAP
-        self.height = round(self.top + schedule.num_stages * self.pitch + _BOTTOM)
+        self.canvas.width = self.width
+        self.canvas.height = round(self.top + schedule.num_stages * self.pitch + _BOTTOM)
         self._lanes()
         self._axis()
         self._slots()
@@ -318,30 +235,30 @@ class _Picture:
         for repeat in range(min(self.schedule.num_repeats, len(_COLOURS))):
             last = repeat + 1 == len(_COLOURS) < self.schedule.num_repeats
             text = f"repeat {repeat}, and so on" if last else f"repeat {repeat}"
-            width = 19.0 * len(kinds) + 5 + _text_width(text, 12) + 16
+            width = 19.0 * len(kinds) + 5 + text_width(text, 12) + 16
             x, y = (x, y) if x + width <= self.width else (_LEFT, y + _LEGEND_LINE)
             for place, kind in enumerate(kinds):
                 self._chip(x + 19 * place, y, kind, _shade(kind, repeat))
-            self.labels.append(_Label(x + 19 * len(kinds) + 5, y + 12, text, 12, _INK, "l"))
+            self.labels.append(Label(x + 19 * len(kinds) + 5, y + 12, text, 12, _INK, "l"))
             x += width
         notes = [f"{kind} {_NAMES[kind]}" for kind in kinds]
         notes += ["box: microbatch"] + ["grey: saved chunks"] * self.schedule.trains
-        width = sum(_text_width(note, 12) + 16 for note in notes)
+        width = sum(text_width(note, 12) + 16 for note in notes)
         x, y = (x, y) if x + width <= self.width else (_LEFT, y + _LEGEND_LINE)
         for note in notes:
-            self.labels.append(_Label(x, y + 12, note, 12, _GREY, "l"))
-            x += _text_width(note, 12) + 16
+            self.labels.append(Label(x, y + 12, note, 12, _GREY, "l"))
+            x += text_width(note, 12) + 16
         return y + _LEGEND_LINE
 
     def _chip(self, x: float, y: float, kind: Kind, shade: _Shade) -> None:
-        self.boxes.append(_Box(x, y, 17, 16, shade.fill, shade.line, 3))
-        self.labels.append(_Label(x + 8.5, y + 12, kind, 11, shade.text))
+        self.boxes.append(Box(x, y, 17, 16, shade.fill, shade.line, 3))
+        self.labels.append(Label(x + 8.5, y + 12, kind, 11, shade.text))
 
     def _lanes(self) -> None:
         for stage in range(self.schedule.num_stages):
             y = self._lane(stage)
-            self.boxes.append(_Box(_LEFT, y, self.end - _LEFT, _BOX_HEIGHT, _PALE))
-            self.labels.append(_Label(_LEFT - 10, y + 16.5, f"stage {stage}", 12, _INK, "r"))
+            self.boxes.append(Box(_LEFT, y, self.end - _LEFT, _BOX_HEIGHT, _PALE))
+            self.labels.append(Label(_LEFT - 10, y + 16.5, f"stage {stage}", 12, _INK, "r"))
 
     def _axis(self) -> None:
         """The ticks for whose number there is room."""
@@ -350,10 +267,10 @@ class _Picture:
         for tick, time in enumerate(self.times.ticks[:-1]):
             x = self._x(time)
             if x >= free:
-                self.boxes.append(_Box(x - 0.5, self.top - 4, 1, bottom - self.top + 10, _RULE))
-                self.labels.append(_Label(x, bottom + 19, f"{tick}", 11, _GREY))
-                free = x + _text_width(f"{tick}", 11) + 9
-        self.labels.append(_Label(_LEFT - 10, bottom + 19, "tick", 11, _GREY, "r"))
+                self.boxes.append(Box(x - 0.5, self.top - 4, 1, bottom - self.top + 10, _RULE))
+                self.labels.append(Label(x, bottom + 19, f"{tick}", 11, _GREY))
+                free = x + text_width(f"{tick}", 11) + 9
+        self.labels.append(Label(_LEFT - 10, bottom + 19, "tick", 11, _GREY, "r"))
 
     def _slots(self) -> None:
         """The slots; a number that does not fit is left out."""
@@ -374,7 +291,7 @@ class _Picture:
             )
             inside = 0.5 if shade.line else 0.0  # a line is drawn half outside
             self.boxes.append(
-                _Box(
+                Box(
                     x + gap + inside,
                     y + inside,
                     width - 2 * (gap + inside),
@@ -387,11 +304,11 @@ class _Picture:
             )
             if self._fits(text, size[work.kind], work.kind):
                 baseline = y + _BOX_HEIGHT / 2 + 0.36 * size[work.kind]
-                label = _Label(x + width / 2, baseline, text, size[work.kind], shade.text)
+                label = Label(x + width / 2, baseline, text, size[work.kind], shade.text)
                 self.labels.append(label)
 
     def _fits(self, text: str, size: int, kind: Kind) -> bool:
-        return _text_width(text, size) + 2 <= self.costs.of(kind) * self.unit
+        return text_width(text, size) + 2 <= self.costs.of(kind) * self.unit
 
     def _kept(self) -> None:
         """Under each lane, how many chunks' activations the stage keeps; its most on the right."""
@@ -409,6 +326,6 @@ class _Picture:
                         (self._x(ticks[tick]), height),
                     ]
             points += [(self.end, points[-1][1]), (self.end, floor)]
-            self.areas.append(_Area(points, _KEPT))
+            self.areas.append(Area(points, _KEPT))
             most = f"{int(depths[:, stage].max())}"
-            self.labels.append(_Label(self.end + 8, floor - 2, most, 11, _GREY, "l"))
+            self.labels.append(Label(self.end + 8, floor - 2, most, 11, _GREY, "l"))

@@ -16,14 +16,23 @@ from maxpipe.plan.sizes import Sizes, resolved
 from maxpipe.plan.topology import Topology
 
 
+def layout(loaded: Loaded, topology: Topology) -> Found:
+    """What is foretold of a config on a topology.
+
+    Raises:
+        ConfigError: the config does not fit the topology.
+    """
+    return evaluate(placed(loaded, topology), topology.hardware)
+
+
 def forecast(loaded: Loaded, topology: Topology) -> tuple[dict[str, Any], list[str]]:
     """(facts, the nearest changes that fit if this does not).
 
     Raises:
         ConfigError: the config does not fit the topology.
     """
-    config = placed(loaded, topology)
-    found = evaluate(config, topology.hardware)
+    found = layout(loaded, topology)
+    config = found.config
     values = facts(found, topology.hardware, schedule_of(config))
     return values, [] if values["fits"] else nearest(found, topology)
 

@@ -95,7 +95,7 @@ def search(
     for candidate in candidates(config, num_devices, num_slices, fixed or {}):
         considered += 1
         sizes = Sizes(candidate)
-        short, long = _short_schedules(candidate)
+        short, long = short_schedules(candidate)
         if _memory(sizes, short, long).total > limit:
             too_large += 1
             continue
@@ -250,7 +250,7 @@ def _table(name: str, stages: int, repeats: int, microbatches: int, group: int) 
     return build(name, stages=stages, repeats=repeats, microbatches=microbatches, group=group)
 
 
-def _short_schedules(config: Config) -> tuple[Schedule, Schedule | None]:
+def short_schedules(config: Config) -> tuple[Schedule, Schedule | None]:
     """The config's table, or two short ones of the same kind."""
     pipeline, stages = config.pipeline, Sizes(config).stages
     turn = pipeline.group or stages

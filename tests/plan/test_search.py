@@ -17,7 +17,7 @@ from maxpipe.errors import ConfigError
 from maxpipe.hardware import known
 from maxpipe.plan.cost import cost
 from maxpipe.plan.plan import best_layouts, fixed_keys, forecast
-from maxpipe.plan.search import _seconds, _short_schedules, candidates, evaluate, schedule_of
+from maxpipe.plan.search import _seconds, candidates, evaluate, schedule_of, short_schedules
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import parse
 
@@ -78,7 +78,7 @@ def test_short_tables_foretell_long_ones(
         remat="names",
     )
     hardware = known()["v5p"]
-    short = _seconds(config, *_short_schedules(config), hardware)
+    short = _seconds(config, *short_schedules(config), hardware)
     assert short == pytest.approx(cost(Sizes(config), schedule_of(config), hardware).seconds, 0.01)
 
 

@@ -1,0 +1,69 @@
+"""What commands share: the parser that explains mistakes, kinds of arguments, files they write."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from maxpipe.errors import ConfigError, StorageError
+
+INPUTS_HELP = "config files, merged left to right, then section.key=value overrides"
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports mistakes as every other part of maxpipe does."""
+
+    def __init__(self, *args, **options):
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, allow_abbrev=False, **options)
+        self.command_names: tuple[str, ...] = ()
+
+    def error(self, message: str) -> NoReturn:
+        see = f"See `{self.prog} --help`."
+        choice = re.search(r"invalid choice: '(.*?)' \(", message)
+        if choice and self.command_names:
+            from maxpipe.config.check import did_you_mean
+
+            guess = did_you_mean(choice[1], self.command_names)
+            rule = f"is not a command: the commands are {', '.join(self.command_names)}."
+            action = f"Did you mean `{self.prog} {guess}`?" if guess else see
+            raise ConfigError.one(f"command line: {self.prog} {choice[1]}", None, rule, action)
+        if "arguments are required: COMMAND" in message:
+            message = f"a command is required: {', '.join(self.command_names)}"
+        raise ConfigError.one(f"command line: {self.prog}", None, f"{message}.", see)
+
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[Parser]
+else:  # it has no parameter when it runs
+    Commands = argparse._SubParsersAction
+
+
+def subcommands(parser: Parser) -> Commands:
+    """Where the commands of a command are added."""
+    return parser.add_subparsers(
+        metavar="COMMAND", dest="command_name", required=True, parser_class=Parser
+    )
+
+
+def integer(text: str) -> int:
+    """The type of an argument."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not an integer") from None
+
+
+def write_file(path: str | Path, option: str, writer: Callable[[Path], object]) -> None:
+    """Writes the file that an option names."""
+    try:
+        writer(Path(path))
+    except OSError as error:
+        raise StorageError(
+            f"command line: {option} = {path}\n"
+            f"  cannot be written: {error.strerror or error}.\n"
+            "  Name a file in a folder that exists and can be written."
+        ) from error

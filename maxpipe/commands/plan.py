@@ -1,0 +1,136 @@
+"""`maxpipe plan` and `maxpipe compile`: what a run will take, before it is launched."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from maxpipe.commands.parser import INPUTS_HELP, Commands, integer, write_file
+from maxpipe.errors import ExitCode
+
+
+def add(commands: Commands) -> None:
+    """Adds both commands."""
+    _add_plan(commands)
+    _add_compile(commands)
+
+
+def _compile(options: argparse.Namespace) -> int:
+    from maxpipe.config.load import load
+    from maxpipe.plan import topology
+
+    loaded = load(options.inputs)
+    target = topology.parse(options.topology, options.slices)
+    topology.prepare(target)
+    from maxpipe.plan.compile import compile_step
+    from maxpipe.plan.report import compiled
+
+    folder = None if options.save is None else Path(options.save).expanduser()
+    report = compile_step(loaded, target, folder)
+    if options.json:
+        import json
+
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        print(compiled(report))
+        if folder is not None:
+            print(f"wrote {folder}: train with runtime.executable={folder}")
+    return ExitCode.DONE
+
+
+def _plan(options: argparse.Namespace) -> int:
+    import json
+
+    from maxpipe.config.load import load, to_yaml
+    from maxpipe.plan import plan, report, topology
+
+    loaded = load(options.inputs)
+    target = topology.parse(options.topology, options.slices)
+    if options.search:
+        fixed = plan.fixed_keys(loaded, options.fix)
+        found = plan.best_layouts(loaded.config, target, fixed)
+        print(report.searched(found, target.hardware))
+        if options.write is not None:
+            best = to_yaml(found.best[0].config)
+            write_file(
+                options.write, "--write", lambda path: path.write_text(best, encoding="utf-8")
+            )
+            print(f"wrote {options.write}")
+        return ExitCode.DONE
+    if options.draw is not None:
+        from maxpipe.plan import draw
+
+        write_file(
+            options.draw,
+            "--draw",
+            lambda path: draw.write(plan.layout(loaded, target), target.hardware, path),
+        )
+    values, nearest = plan.forecast(loaded, target)
+    print(json.dumps(values, indent=2) if options.json else report.planned(values, nearest))
+    return ExitCode.DONE
+
+
+def _add_plan(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="foretell memory, traffic and step time, or search for the best layout",
+        description="Foretell what a run takes on a topology, from its config alone: memory of a\n"
+        "device term by term, bubble, traffic, step time. With --search, rank every legal layout.",
+        epilog="examples:\n  maxpipe plan run.yml --topology v5p:4x4x4\n"
+        "  maxpipe plan run.yml --topology v5p:8x8x8 --slices 2 --search "
+        "--fix mesh.dcn_stage=2 --write best.yml",
+    )
+    parser.add_argument("inputs", nargs="*", metavar="FILE|section.key=value", help=INPUTS_HELP)
+    _add_topology(parser, required=True)
+    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
+    parser.add_argument("--search", action="store_true", help="rank the layouts of this topology")
+    parser.add_argument(
+        "--fix",
+        nargs="+",
+        default=[],
+        metavar="section.key=value",
+        help="what a search keeps",
+    )
+    parser.add_argument("--write", metavar="FILE", help="write the best layout's config there")
+    parser.add_argument(
+        "--draw", metavar="FILE", help="draw memory and timeline, .svg or .png by the name"
+    )
+    parser.set_defaults(command=_plan)
+
+
+def _add_topology(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    parser.add_argument(
+        "--topology",
+        required=required,
+        metavar="KIND:SIZE",
+        help="kind of device and size of one slice: v5p:4x4x4, v6e:16x16, h100:8, cpu:8",
+    )
+    parser.add_argument(
+        "--slices",
+        type=integer,
+        default=1,
+        metavar="NUMBER",
+        help="slices, joined by the data-centre network; 1 by default",
+    )
+
+
+def _add_compile(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "compile",
+        help="compile the train step for devices that need not be there",
+        description="Compile the real train step for a topology and say what the compiler knows:\n"
+        "memory, operations, collectives and what they hide behind. TPU programs need libtpu\n"
+        "(pip install 'maxpipe[tpu]') and no TPU.",
+        epilog="examples:\n  maxpipe compile configs/quickstart.yml --topology cpu:8 "
+        "mesh.ici_stage=4 mesh.ici_fsdp=2\n"
+        "  maxpipe compile run.yml --topology v5p:4x4x4 --slices 2 mesh.dcn_stage=2",
+    )
+    parser.add_argument("inputs", nargs="*", metavar="FILE|section.key=value", help=INPUTS_HELP)
+    _add_topology(parser, required=True)
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    parser.add_argument(
+        "--save",
+        metavar="FOLDER",
+        help="keep the compiled step there; `train` loads it with runtime.executable=FOLDER",
+    )
+    parser.set_defaults(command=_compile)

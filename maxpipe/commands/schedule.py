@@ -1,0 +1,238 @@
+"""`maxpipe schedule`: schedules drawn, compared, imported and exported. No jax."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxpipe.commands.parser import INPUTS_HELP, Commands, integer, write_file
+from maxpipe.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from maxpipe.pipeline.table import Costs, Schedule
+
+
+def _schedule(options: argparse.Namespace) -> int:
+    from maxpipe.pipeline import draw, schedule
+    from maxpipe.pipeline.table import Costs
+
+    names, sizes = _schedule_names_and_sizes(options)
+    if sizes["group"] and "interleaved" not in names:
+        raise ConfigError.one(
+            "command line: --group",
+            sizes["group"],
+            f"is read by the schedule interleaved only, and the schedule is {', '.join(names)}.",
+            "Leave out --group, or draw `maxpipe schedule interleaved`.",
+        )
+    costs = Costs(*(options.costs or ()))
+    placed = []
+    for name in names:
+        own = dict(sizes)
+        if name != "interleaved":
+            own["group"] = 0
+        if options.compare is not None:
+            own["repeats"] = _only_repeats(name) or sizes["repeats"]
+        placed.append(schedule.build(name, **own))
+    if options.compare is not None:
+        print(draw.comparison(placed, costs))
+    elif _drawings(options):
+        written = _write_drawings(options, placed[0], costs)
+        print(draw.summary(placed[0], costs), *(f"wrote {path}" for path in written), sep="\n")
+    else:
+        print(draw.text(placed[0], costs, width=shutil.get_terminal_size().columns))
+    return ExitCode.DONE
+
+
+_DRAWINGS = {
+    "svg": "a picture for browsers and documents",
+    "png": "the same picture as pixels",
+    "csv": "the actions, to edit or exchange; file:FILE is then a schedule",
+    "perfetto": "a trace for ui.perfetto.dev",
+}
+
+
+def _drawings(options: argparse.Namespace) -> dict[str, Path]:
+    """Kinds of drawings that are asked for, and their files."""
+    asked = {kind: getattr(options, kind) for kind in _DRAWINGS}
+    return {kind: Path(path) for kind, path in asked.items() if path is not None}
+
+
+def _write_drawings(options: argparse.Namespace, placed: Schedule, costs: Costs) -> list[Path]:
+    from maxpipe.pipeline import notation, pictures
+
+    writers: dict[str, Callable[[Path], object]] = {
+        "svg": lambda path: path.write_text(pictures.svg(placed, costs), encoding="utf-8"),
+        "png": lambda path: pictures.png(placed, path, costs),
+        "csv": lambda path: path.write_text(notation.to_csv(placed), encoding="utf-8"),
+        "perfetto": lambda path: path.write_text(
+            pictures.perfetto(placed, costs), encoding="utf-8"
+        ),
+    }
+    drawings = _drawings(options)
+    for kind, path in drawings.items():
+        write_file(path, f"--{kind}", writers[kind])
+    return list(drawings.values())
+
+
+def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
+    """Names and sizes of schedules: options, then files, then an example that fits a screen."""
+    from maxpipe.pipeline.schedule import FILE_PREFIX, SCHEDULES
+
+    inputs = list(options.inputs)
+    named = bool(inputs) and (inputs[0] in SCHEDULES or inputs[0].startswith(FILE_PREFIX))
+    names = [inputs.pop(0)] if named else []
+    if options.compare is not None:
+        _check_alone(options, names)
+        names = [name.strip() for name in options.compare.split(",")]
+        for name in names:
+            if name not in SCHEDULES and not name.startswith(FILE_PREFIX):
+                raise _unknown_schedule(f"command line: --compare {name}", name)
+    elif inputs and re.fullmatch(r"\w+|[^=]*\.csv", inputs[0]):
+        raise _unknown_schedule(f"command line: {inputs[0]}", inputs[0])
+    if inputs:
+        names, sizes = _sizes_of_config(options, inputs, names)
+    else:
+        names = names or ["interleaved"]
+        sizes = _example_sizes(names)
+    given = {key: getattr(options, key) for key in sizes if getattr(options, key) is not None}
+    return names, sizes | given
+
+
+def _unknown_schedule(where: str, name: str) -> ConfigError:
+    from maxpipe.config.rules import did_you_mean
+    from maxpipe.pipeline.schedule import FILE_PREFIX, SCHEDULES
+
+    rule = f"is not a schedule: the schedules are {', '.join(SCHEDULES)} and {FILE_PREFIX}PATH."
+    is_file = name.endswith(".csv")
+    guess = f"{FILE_PREFIX}{name}" if is_file else did_you_mean(name, SCHEDULES) or "interleaved"
+    return ConfigError.one(where, None, rule, f"Did you mean `maxpipe schedule {guess}`?")
+
+
+def _check_alone(options: argparse.Namespace, names: list[str]) -> None:
+    """`--compare` names the schedules and prints a table, nothing else."""
+    others = [f"{names[0]} names a schedule too"] if names else []
+    others += [f"--{kind} draws one schedule" for kind in _drawings(options)]
+    if others:
+        rule = f"prints a table of the schedules that it names, and {others[0]}."
+        action = f"Leave out --compare or {others[0].split()[0]}."
+        raise ConfigError.one("command line: --compare", options.compare, rule, action)
+
+
+def _sizes_of_config(
+    options: argparse.Namespace, inputs: list[str], names: list[str]
+) -> tuple[list[str], dict[str, Any]]:
+    from maxpipe.config.load import load
+    from maxpipe.config.rules import axis_size
+
+    config = load(inputs).config
+    names = names or [config.pipeline.schedule]
+    stages = axis_size(config.mesh, "stage") or options.stages
+    if stages is None:
+        raise ConfigError.one(
+            "mesh.ici_stage",
+            config.mesh.ici_stage,
+            "depends on the number of devices, which are not looked at here.",
+            "Add --stages with the number of stages.",
+        )
+    return names, {
+        "stages": stages,
+        "repeats": config.pipeline.repeats,
+        "microbatches": config.pipeline.microbatches,
+        "group": config.pipeline.group if "interleaved" in names else 0,
+        "delayed": config.pipeline.delayed_forwarding,
+    }
+
+
+def _example_sizes(names: list[str]) -> dict[str, Any]:
+    """Sizes for a first look, or those of a file."""
+    from maxpipe.pipeline.notation import read_orders
+    from maxpipe.pipeline.schedule import FILE_PREFIX
+
+    sizes: dict[str, Any] = {"stages": 4, "repeats": 2, "microbatches": 8, "group": 0}
+    sizes["delayed"] = False
+    if len(names) == 1:
+        sizes["repeats"] = 1 if names[0] == "1f1b" else _only_repeats(names[0]) or 2
+    for name in names:
+        if name.startswith(FILE_PREFIX):
+            ring, orders = read_orders(Path(name.removeprefix(FILE_PREFIX)))
+            count = 1 + max(action.microbatch for order in orders for action in order)
+            sizes |= {"stages": ring.num_stages, "microbatches": count}
+            break
+    return sizes
+
+
+def _only_repeats(name: str) -> int | None:
+    """The one number of repeats that a schedule has, None where it can be chosen."""
+    from maxpipe.pipeline.notation import read_orders
+    from maxpipe.pipeline.schedule import FILE_PREFIX, SCHEDULES
+
+    if name.startswith(FILE_PREFIX):
+        return read_orders(Path(name.removeprefix(FILE_PREFIX)))[0].num_repeats
+    return SCHEDULES[name].repeats
+
+
+def _costs(text: str) -> tuple[float, ...]:
+    try:
+        costs = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        costs = ()
+    if len(costs) != 3 or not all(0 < cost < math.inf for cost in costs):
+        message = f"{text} is not three positive numbers, such as 1,1,1.5"
+        raise argparse.ArgumentTypeError(message)
+    return costs
+
+
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "schedule",
+        help="draw and compare pipeline schedules",
+        description="Draw a pipeline schedule as text: by name, from a CSV file, or the one that\n"
+        "config files and overrides give. With --svg, --png, --csv or --perfetto, write it to\n"
+        "files instead. With --compare, print a table of several.",
+        epilog="examples:\n  maxpipe schedule 1f1b --stages 4 --microbatches 8\n"
+        "  maxpipe schedule zb_v --costs 1,1,1.2 --svg zb_v.svg --csv zb_v.csv\n"
+        "  maxpipe schedule file:zb_v.csv\n"
+        "  maxpipe schedule --compare 1f1b,interleaved,zb_v --stages 8 --microbatches 32\n"
+        "  maxpipe schedule configs/quickstart.yml pipeline.repeats=2",
+    )
+    parser.add_argument(
+        "inputs",
+        nargs="*",
+        metavar="NAME|file:PATH|FILE|section.key=value",
+        help="name of a schedule, by default interleaved, or file: and the path of a schedule in "
+        f"CSV; {INPUTS_HELP}",
+    )
+    for option, about in (
+        ("stages", "pipeline stages"),
+        ("repeats", "visits of a microbatch to each stage"),
+        ("microbatches", "pieces of the batch"),
+        ("group", "microbatches run back to back (interleaved); 0: the number of stages"),
+    ):
+        parser.add_argument(f"--{option}", type=integer, metavar="NUMBER", help=about)
+    parser.add_argument(
+        "--delayed",
+        action="store_true",
+        default=None,
+        help="messages take two ticks, so that they can travel behind a whole tick of work",
+    )
+    parser.add_argument(
+        "--costs",
+        type=_costs,
+        metavar="F,I,W",
+        help="time of a forward, of an input gradient and of a weight gradient, in any unit; "
+        "by default 1,1,1",
+    )
+    parser.add_argument(
+        "--compare",
+        metavar="NAME,NAME,...",
+        help="print a table of these schedules; --repeats counts where it can be chosen",
+    )
+    for kind, about in _DRAWINGS.items():
+        parser.add_argument(f"--{kind}", metavar="FILE", help=f"write {about}")
+    parser.set_defaults(command=_schedule)

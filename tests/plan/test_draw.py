@@ -1,0 +1,52 @@
+"""Pictures of plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from maxpipe.canvas import Canvas
+from maxpipe.hardware import known
+from maxpipe.plan.advice import TERMS
+from maxpipe.plan.draw import COLOURS, picture, write
+from maxpipe.plan.search import Found, evaluate
+from tests.plan.test_search import STAGED, config_of
+
+V5P = known()["v5p"]
+
+
+def found(rows: int = 128, **pipeline: object) -> Found:
+    sections = {"schedule": "interleaved", "repeats": 2, "microbatches": 16, **pipeline}
+    return evaluate(config_of(STAGED, rows, **sections), V5P)
+
+
+def texts(canvas: Canvas) -> str:
+    return "\n".join(label.text for label in canvas.labels)
+
+
+def test_every_term_has_a_colour_of_its_own() -> None:
+    assert COLOURS.keys() == TERMS.keys()
+    assert len(set(COLOURS.values())) == len(COLOURS)
+
+
+def test_memory_and_timeline_are_drawn() -> None:
+    plan = found()
+    drawn = texts(picture(plan, V5P))
+    for name, _ in plan.memory.largest:
+        assert TERMS[name].about in drawn
+    assert "fits" in drawn and "interleaved: 4 stages x 2 repeats, 16 microbatches" in drawn
+    bars = [box for box in picture(plan, V5P).boxes if "GiB" in box.title or "MiB" in box.title]
+    limit = next(box for box in picture(plan, V5P).boxes if box.height == bars[0].height)
+    share = sum(box.width for box in bars) / limit.width
+    assert share == pytest.approx(plan.memory.total / V5P.memory_bytes, rel=0.01)
+
+
+def test_a_long_step_is_drawn_with_fewer_microbatches() -> None:
+    assert "drawn with 8 of its microbatches" in texts(picture(found(2048, microbatches=256), V5P))
+
+
+@pytest.mark.parametrize(("name", "start"), [("plan.svg", b"<svg"), ("plan.png", b"\x89PNG")])
+def test_files(name: str, start: bytes, tmp_path: Path) -> None:
+    write(found(schedule="zb_v", remat="names"), V5P, tmp_path / name)
+    assert (tmp_path / name).read_bytes().startswith(start)
