@@ -273,8 +273,7 @@ def table(rows: list[Row], cache: Path, *, terms: bool) -> str:
         arguments, temporary = report["argument_bytes"], report["temp_bytes"]
         ratio = plan["total_bytes"] / (arguments + temporary)
         ratios.append(ratio)
-        held = sum(plan["terms"].get(name, 0.0) for name in ("state", "batch"))
-        cells = [arguments, temporary, plan["total_bytes"] - held]
+        cells = [arguments, temporary, plan["temp_bytes"]]
         numbers = " | ".join(f"{size / GIB:.2f}" for size in cells)
         seconds = report["lower_seconds"] + report["compile_seconds"]
         lines.append(f"| {row.name} | {numbers} | {ratio:.3f} | {seconds:.0f} |")

@@ -57,6 +57,11 @@ class Hardware:
     """Cores that all devices share, 0 when each has its own."""
 
     @property
+    def is_tpu(self) -> bool:
+        """Whether its links form a torus."""
+        return self.torus_dims > 0
+
+    @property
     def flops(self) -> float:
         """Peak bf16 operations per second."""
         return self.bf16_tflops * 1e12

@@ -57,15 +57,12 @@ def _plan(options: argparse.Namespace) -> int:
             )
             print(f"wrote {options.write}")
         return ExitCode.DONE
+    layout = plan.layout(loaded, target)
     if options.draw is not None:
         from maxpipe.plan import draw
 
-        write_file(
-            options.draw,
-            "--draw",
-            lambda path: draw.write(plan.layout(loaded, target), target.hardware, path),
-        )
-    values, nearest = plan.forecast(loaded, target)
+        write_file(options.draw, "--draw", lambda path: draw.write(layout, target.hardware, path))
+    values, nearest = plan.forecast(layout, target)
     print(json.dumps(values, indent=2) if options.json else report.planned(values, nearest))
     return ExitCode.DONE
 

@@ -16,6 +16,7 @@ import numpy as np
 from maxpipe.hardware import Hardware
 from maxpipe.model.count import train_flops_per_token
 from maxpipe.pipeline.table import Schedule
+from maxpipe.plan.memory import state
 from maxpipe.plan.sizes import BYTES, Sizes, layer_weights, query_blocks
 
 REPLAYS = {"none": 0.0, "names": 0.15, "full": 1.0, "chunk": 2.0}
@@ -265,16 +266,12 @@ def _reductions(model: Model, schedule: Schedule) -> float:
         layers = sizes.layer_slots
     elif mode == "visit":
         layers = len(schedule.visits.reduce_tick) * sizes.layers_per_chunk
-    shards = sizes.layer_slots * sizes.layer_elements()
-    shards += sizes.num_matrices * sizes.matrix_elements()
-    over_data = model.move("data", 2 * model._around("data") * 4.0 * shards)
+    over_data = model.move("data", 2 * model._around("data") * 4.0 * sizes.shard_elements)
     return layers * model.scatter + over_data
 
 
 def _update(model: Model) -> float:
     """The optimizer reads and writes the state, and reads gradients."""
-    from maxpipe.plan.memory import state
-
     moved = 2.4 * state(model.sizes)["state"]
     return moved / (model.hardware.memory_gb_per_second * 1e9)
 
@@ -294,13 +291,11 @@ def traffic(model: Model, schedule: Schedule) -> dict[tuple[str, str], float]:
     else:
         fsdp = sizes.layer_slots * (gather + scatter)
     message = size * sizes.activation
-    shards = sizes.layer_slots * sizes.layer_elements()
-    shards += sizes.num_matrices * sizes.matrix_elements()
     ways = sum(1 for way in schedule.arrivals if way.step)
     found: Mapping[str, float] = {
         "fsdp": fsdp,
         "stage": schedule.num_ticks * ways * message if sizes.stages > 1 else 0.0,
         "tensor": micro * layers * (4 + 2 * model.replays) * 2 * model._around("tensor") * message,
-        "data": 2 * model._around("data") * 4.0 * shards,
+        "data": 2 * model._around("data") * 4.0 * sizes.shard_elements,
     }
     return {(axis, model.link(axis)): sent for axis, sent in found.items() if sent}

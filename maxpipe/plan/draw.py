@@ -7,10 +7,10 @@ from pathlib import Path
 from maxpipe.canvas import Box, Canvas, Label, text_width
 from maxpipe.hardware import Hardware
 from maxpipe.pipeline import pictures
-from maxpipe.pipeline.table import Costs, Schedule
+from maxpipe.pipeline.table import Costs
 from maxpipe.plan.advice import TERMS, gib
 from maxpipe.plan.cost import Model
-from maxpipe.plan.search import Found, schedule_of, short_schedules
+from maxpipe.plan.search import Found, short_schedules
 from maxpipe.plan.sizes import Sizes
 
 COLOURS = {
@@ -79,7 +79,9 @@ def _memory(found: Found, hardware: Hardware) -> Canvas:
 
 def _timeline(found: Found, hardware: Hardware) -> Canvas:
     model = Model(Sizes(found.config), hardware)
-    schedule = _short(found)
+    schedule = found.schedule
+    if schedule.num_ticks > _MOST_TICKS:
+        schedule = short_schedules(found.config)[0]
     forward = model.slot("F")
     if schedule.mixed:
         later = [model.slot("I") / forward, max(model.slot("W") / forward, 0.01)]
@@ -97,11 +99,3 @@ def _timeline(found: Found, hardware: Hardware) -> Canvas:
         below.height = 50
     below.put(canvas, below.height)
     return below
-
-
-def _short(found: Found) -> Schedule:
-    """The run's own table, or one of fewer microbatches that fits a picture."""
-    schedule = schedule_of(found.config)
-    if schedule.num_ticks <= _MOST_TICKS:
-        return schedule
-    return short_schedules(found.config)[0]

@@ -59,12 +59,12 @@ def memory(sizes: Sizes, schedule: Schedule, *, tpu: bool = True) -> Memory:
 def state(sizes: Sizes) -> dict[str, float]:
     """Arguments of the step."""
     model, train = sizes.config.model, sizes.config.train
-    elements = sizes.layer_slots * sizes.layer_elements()
-    elements += sizes.config.pipeline.layers_outside * sizes.layer_elements()
-    elements += sizes.num_matrices * sizes.matrix_elements() + model.d_model
     # Four arrays of ids and the mask, int32 and float32.
     batch = sizes.rows_per_device * (5 * 4 * train.sequence_length + 4)
-    return {"state": 3.0 * BYTES[model.param_dtype] * elements + 12, "batch": float(batch)}
+    return {
+        "state": 3.0 * BYTES[model.param_dtype] * sizes.shard_elements + 12,
+        "batch": float(batch),
+    }
 
 
 def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:

@@ -11,7 +11,7 @@ from maxpipe.config.load import Loaded
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.plan.report import facts
-from maxpipe.plan.search import ROOM, Found, Search, evaluate, schedule_of, search
+from maxpipe.plan.search import ROOM, Found, Search, evaluate, search
 from maxpipe.plan.sizes import Sizes, resolved
 from maxpipe.plan.topology import Topology
 
@@ -25,15 +25,9 @@ def layout(loaded: Loaded, topology: Topology) -> Found:
     return evaluate(placed(loaded, topology), topology.hardware)
 
 
-def forecast(loaded: Loaded, topology: Topology) -> tuple[dict[str, Any], list[str]]:
-    """(facts, the nearest changes that fit if this does not).
-
-    Raises:
-        ConfigError: the config does not fit the topology.
-    """
-    found = layout(loaded, topology)
-    config = found.config
-    values = facts(found, topology.hardware, schedule_of(config))
+def forecast(found: Found, topology: Topology) -> tuple[dict[str, Any], list[str]]:
+    """(facts, the nearest changes that fit if this does not)."""
+    values = facts(found, topology.hardware)
     return values, [] if values["fits"] else nearest(found, topology)
 
 
@@ -42,10 +36,9 @@ def placed(loaded: Loaded, topology: Topology) -> Config:
     mesh = resolved(loaded.config.mesh, topology.num_devices, topology.num_slices)
     config = dataclasses.replace(loaded.config, mesh=mesh)
     sizes = Sizes(config)
-    if sizes.num_devices != topology.num_devices or sizes.num_slices not in (
-        topology.num_slices,
-        1 if topology.platform != "tpu" else topology.num_slices,
-    ):
+    # On other devices than TPUs ici sizes may ignore where slices end.
+    slices = {topology.num_slices} if topology.platform == "tpu" else {1, topology.num_slices}
+    if sizes.num_devices != topology.num_devices or sizes.num_slices not in slices:
         wanted = " x ".join(f"{axis} {size}" for axis, size in sizes.axes.items() if size > 1)
         raise ConfigError.one(
             "mesh",

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from maxpipe.config.check import total_steps
 from maxpipe.hardware import GIB, Hardware
 from maxpipe.model.count import num_params
-from maxpipe.pipeline.table import Schedule
 from maxpipe.plan.advice import TERMS, gib
 from maxpipe.plan.search import Found, Search
 from maxpipe.plan.sizes import BYTES, Sizes
@@ -76,9 +75,9 @@ def _table(found: Sequence[Traffic]) -> list[str]:
     ]
 
 
-def facts(found: Found, hardware: Hardware, schedule: Schedule) -> dict[str, Any]:
+def facts(found: Found, hardware: Hardware) -> dict[str, Any]:
     """A plan as plain values."""
-    sizes, config = Sizes(found.config), found.config
+    sizes, config, schedule = Sizes(found.config), found.config, found.schedule
     parameters = num_params(config.model)
     tokens = config.train.batch_size * config.train.sequence_length
     per_stage = []
@@ -98,6 +97,8 @@ def facts(found: Found, hardware: Hardware, schedule: Schedule) -> dict[str, Any
         "flops_per_step": found.cost.model_flops * sizes.num_devices,
         "checkpoint_bytes": 3 * BYTES[config.model.param_dtype] * parameters,
         "memory_bytes": hardware.memory_bytes,
+        "argument_bytes": found.memory.arguments,
+        "temp_bytes": found.memory.temporary,
         "total_bytes": found.memory.total,
         "fits": found.memory.total <= hardware.memory_bytes,
         "terms": dict(found.memory.largest),

@@ -40,6 +40,7 @@ class Found:
     """A layout and what is foretold of it."""
 
     config: Config
+    schedule: Schedule
     memory: Memory
     cost: Cost
 
@@ -96,7 +97,7 @@ def search(
         considered += 1
         sizes = Sizes(candidate)
         short, long = short_schedules(candidate)
-        if _memory(sizes, short, long).total > limit:
+        if memory(sizes, long or short, tpu=hardware.is_tpu).total > limit:
             too_large += 1
             continue
         ranked.append((_seconds(candidate, short, long, hardware), candidate))
@@ -121,8 +122,8 @@ def search(
 def evaluate(config: Config, hardware: Hardware) -> Found:
     """Forecasts from the layout's own table."""
     sizes, schedule = Sizes(config), schedule_of(config)
-    tpu = bool(hardware.torus_dims)
-    return Found(config, memory(sizes, schedule, tpu=tpu), cost(sizes, schedule, hardware))
+    held = memory(sizes, schedule, tpu=hardware.is_tpu)
+    return Found(config, schedule, held, cost(sizes, schedule, hardware))
 
 
 def schedule_of(config: Config) -> Schedule:
@@ -264,10 +265,6 @@ def _of(config: Config, microbatches: int) -> Schedule:
     return _table(
         pipeline.schedule, Sizes(config).stages, pipeline.repeats, microbatches, pipeline.group
     )
-
-
-def _memory(sizes: Sizes, short: Schedule, long: Schedule | None) -> Memory:
-    return memory(sizes, long or short)
 
 
 def _seconds(config: Config, short: Schedule, long: Schedule | None, hardware: Hardware) -> float:

@@ -171,6 +171,13 @@ class Sizes:
         """Embedding, and head if it is one of its own."""
         return 1 if self.config.model.tied_embeddings else 2
 
+    @property
+    def shard_elements(self) -> int:
+        """Parameters on one device."""
+        model, outside = self.config.model, self.config.pipeline.layers_outside
+        layers = (self.layer_slots + outside) * self.layer_elements()
+        return layers + self.num_matrices * self.matrix_elements() + model.d_model
+
     # Activations of one layer, in elements, of a microbatch on one device.
 
     @property

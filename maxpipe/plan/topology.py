@@ -43,7 +43,7 @@ class Topology:
         """jax's name of the backend."""
         if self.hardware.topology == "cpu":
             return "cpu"
-        return "tpu" if self.hardware.torus_dims else "cuda"
+        return "tpu" if self.hardware.is_tpu else "cuda"
 
     @property
     def devices_per_slice(self) -> int:

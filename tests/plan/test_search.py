@@ -16,7 +16,7 @@ from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import known
 from maxpipe.plan.cost import cost
-from maxpipe.plan.plan import best_layouts, fixed_keys, forecast
+from maxpipe.plan.plan import best_layouts, fixed_keys, forecast, layout
 from maxpipe.plan.search import _seconds, candidates, evaluate, schedule_of, short_schedules
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import parse
@@ -38,6 +38,7 @@ def config_of(mesh: dict[str, int] | None = None, rows: int = 128, **pipeline: A
     return from_dict(sections)
 
 
+V5E = parse("v5e:4x4")
 STAGED = {"ici_stage": 4, "ici_fsdp": 8}
 
 
@@ -123,11 +124,11 @@ def test_what_does_not_fit_is_told_what_would() -> None:
         weight_gather="step",
         remat="none",
     )
-    values, nearest = forecast(Loaded(given, {}), parse("v5e:4x4"))
+    values, nearest = forecast(layout(Loaded(given, {}), V5E), V5E)
     assert not values["fits"] and nearest
     for line in nearest:
         changed = load_with(given, line.partition(":")[0].split())
-        assert forecast(Loaded(changed, {}), parse("v5e:4x4"))[0]["fits"], line
+        assert forecast(layout(Loaded(changed, {}), V5E), V5E)[0]["fits"], line
 
 
 def load_with(config: Config, overrides: list[str]) -> Config:
@@ -149,7 +150,7 @@ def test_nothing_fits() -> None:
 
 def test_a_mesh_of_another_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="it is 32 in 1 slices, and there are v5p:2x2x2"):
-        forecast(Loaded(config_of(STAGED), {}), parse("v5p:2x2x2"))
+        layout(Loaded(config_of(STAGED), {}), parse("v5p:2x2x2"))
 
 
 def test_planning_takes_no_jax() -> None:
