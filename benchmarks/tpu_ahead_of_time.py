@@ -65,7 +65,7 @@ def compile_one(mode: Mode, microbatches: int) -> dict[str, Any]:
     target = topology.parse(TOPOLOGY)
     topology.prepare(target)
 
-    from maxpipe.config.load import Loaded, from_dict
+    from maxpipe.config.load import from_dict
     from maxpipe.plan.compile import build_steps, read
 
     config = from_dict(
@@ -84,7 +84,7 @@ def compile_one(mode: Mode, microbatches: int) -> dict[str, Any]:
             "train": {"batch_size": microbatches * FSDP, "sequence_length": TOKENS, "steps": 10},
         }
     )
-    steps = build_steps(Loaded(config, {}), topology.devices(target))
+    steps = build_steps(config, topology.devices(target))
     compiled = steps.compile_train()
     memory = compiled.memory_analysis()
     average, busiest = read(compiled.as_text(), steps, mode.weight_gather)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import maxpipe
 from maxpipe.commands import config, plan, schedule
-from maxpipe.commands.parser import INPUTS_HELP, Commands, Parser, integer, subcommands
+from maxpipe.commands.parser import Commands, Parser, add_inputs, integer, subcommands
 from maxpipe.errors import ExitCode, MaxpipeError
 
 
@@ -101,7 +101,7 @@ def _parser() -> Parser:
         "checkpoint resumes there.",
         epilog="example: maxpipe train configs/quickstart.yml train.steps=100",
     )
-    train.add_argument("inputs", nargs="*", metavar="FILE|section.key=value", help=INPUTS_HELP)
+    add_inputs(train)
     train.set_defaults(command=_train)
 
     plan.add(commands)

@@ -6,7 +6,6 @@ Owns the names of the mesh axes. Devices of one slice are joined by fast links
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Protocol
@@ -16,8 +15,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from maxpipe.config.check import MESH_AXES
-from maxpipe.config.rules import fill
+from maxpipe.config.check import MESH_AXES, resolved
 from maxpipe.config.schema import MeshConfig
 from maxpipe.errors import ConfigError
 
@@ -50,9 +48,9 @@ def resolve(config: MeshConfig, devices: Sequence[Device]) -> MeshConfig:
         ConfigError: the sizes do not multiply to the number of devices or of slices.
     """
     slices = _num_slices(devices)
-    dcn = fill("dcn", config, AXES, slices)
+    config = resolved(config, len(devices), slices)
+    ici, dcn = _sizes(config)
     _check_slices(dcn, slices, devices[0].platform)
-    ici = fill("ici", config, AXES, len(devices) // math.prod(dcn))
     total = math.prod(ici) * math.prod(dcn)
     if total != len(devices):
         wanted = " x ".join(f"{axis} {i * d}" for axis, i, d in zip(AXES, ici, dcn, strict=True))
@@ -67,9 +65,7 @@ def resolve(config: MeshConfig, devices: Sequence[Device]) -> MeshConfig:
             if kind == "cpu" and total % processes == 0
             else "Set mesh.ici_data=-1 to use what is left, or another size for an axis.",
         )
-    sizes = {f"ici_{axis}": size for axis, size in zip(AXES, ici, strict=True)}
-    sizes |= {f"dcn_{axis}": size for axis, size in zip(AXES, dcn, strict=True)}
-    return dataclasses.replace(config, **sizes)
+    return config
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
@@ -80,9 +76,13 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
     """
     devices = list(jax.devices() if devices is None else devices)
     config = resolve(config, devices)
-    ici = [getattr(config, f"ici_{axis}") for axis in AXES]
-    dcn = [getattr(config, f"dcn_{axis}") for axis in AXES]
-    return Mesh(_arrange(devices, ici, dcn), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(_arrange(devices, *_sizes(config)), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _sizes(config: MeshConfig) -> tuple[list[int], list[int]]:
+    """(ici, dcn) of each axis."""
+    ici, dcn = ([getattr(config, f"{link}_{axis}") for axis in AXES] for link in ("ici", "dcn"))
+    return ici, dcn
 
 
 def _num_slices(devices: Sequence[Device]) -> int:

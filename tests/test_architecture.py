@@ -93,6 +93,7 @@ JAX_FREE = (
 # These see the whole config; every other module takes its own section.
 ROOT_CONFIG = (
     "maxpipe.config",
+    "maxpipe.train.build",
     "maxpipe.train.loop",
     "maxpipe.evaluate",
     "maxpipe.generate",

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from maxpipe.commands.parser import INPUTS_HELP, Commands, subcommands
+from maxpipe.commands.parser import Commands, add_inputs, subcommands
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 
 _DOCS_FILE = Path("docs/config.md")
@@ -71,7 +71,7 @@ def add(commands: Commands) -> None:
         "included, after all checks that need no devices.",
         epilog="example: maxpipe config print configs/quickstart.yml train.steps=100 --origin",
     )
-    show.add_argument("inputs", nargs="*", metavar="FILE|section.key=value", help=INPUTS_HELP)
+    add_inputs(show)
     show.add_argument("--origin", action="store_true", help="say where each value comes from")
     show.set_defaults(command=_config_print)
 

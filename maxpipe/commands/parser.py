@@ -49,6 +49,13 @@ def subcommands(parser: Parser) -> Commands:
     )
 
 
+def add_inputs(parser: argparse.ArgumentParser, first: str = "", about: str = "") -> None:
+    """The config of a command; `first` and `about` name what else may come before it."""
+    parser.add_argument(
+        "inputs", nargs="*", metavar=f"{first}FILE|section.key=value", help=about + INPUTS_HELP
+    )
+
+
 def integer(text: str) -> int:
     """The type of an argument."""
     try:

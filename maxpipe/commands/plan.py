@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from maxpipe.commands.parser import INPUTS_HELP, Commands, integer, write_file
+from maxpipe.commands.parser import Commands, add_inputs, integer, write_file
 from maxpipe.errors import ExitCode
 
 
@@ -77,7 +77,7 @@ def _add_plan(commands: Commands) -> None:
         "  maxpipe plan run.yml --topology v5p:8x8x8 --slices 2 --search "
         "--fix mesh.dcn_stage=2 --write best.yml",
     )
-    parser.add_argument("inputs", nargs="*", metavar="FILE|section.key=value", help=INPUTS_HELP)
+    add_inputs(parser)
     _add_topology(parser, required=True)
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
     parser.add_argument("--search", action="store_true", help="rank the layouts of this topology")
@@ -122,7 +122,7 @@ def _add_compile(commands: Commands) -> None:
         "mesh.ici_stage=4 mesh.ici_fsdp=2\n"
         "  maxpipe compile run.yml --topology v5p:4x4x4 --slices 2 mesh.dcn_stage=2",
     )
-    parser.add_argument("inputs", nargs="*", metavar="FILE|section.key=value", help=INPUTS_HELP)
+    add_inputs(parser)
     _add_topology(parser, required=True)
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.add_argument(

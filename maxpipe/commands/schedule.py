@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxpipe.commands.parser import INPUTS_HELP, Commands, integer, write_file
+from maxpipe.commands.parser import Commands, add_inputs, integer, write_file
 from maxpipe.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -201,12 +201,10 @@ def add(commands: Commands) -> None:
         "  maxpipe schedule --compare 1f1b,interleaved,zb_v --stages 8 --microbatches 32\n"
         "  maxpipe schedule configs/quickstart.yml pipeline.repeats=2",
     )
-    parser.add_argument(
-        "inputs",
-        nargs="*",
-        metavar="NAME|file:PATH|FILE|section.key=value",
-        help="name of a schedule, by default interleaved, or file: and the path of a schedule in "
-        f"CSV; {INPUTS_HELP}",
+    add_inputs(
+        parser,
+        "NAME|file:PATH|",
+        "name of a schedule, by default interleaved, or file: and the path of a schedule in CSV; ",
     )
     for option, about in (
         ("stages", "pipeline stages"),

@@ -78,6 +78,22 @@ def axis_table(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
     return DEFAULT_AXIS_RULES | {name: tuple(axes) for name, axes in mesh.axis_rules.items()}
 
 
+def resolved(mesh: MeshConfig, num_devices: int, num_slices: int) -> MeshConfig:
+    """The mesh with -1 replaced by the slices, and inside a slice by the devices, that are left.
+
+    The sizes need not multiply to the number of devices: who asks looks.
+    """
+    sizes = _filled("dcn", mesh, num_slices)
+    inside = num_devices // math.prod(sizes.values())
+    return dataclasses.replace(mesh, **sizes, **_filled("ici", mesh, inside))
+
+
+def _filled(link: str, mesh: MeshConfig, available: int) -> dict[str, int]:
+    sizes = {f"{link}_{axis}": getattr(mesh, f"{link}_{axis}") for axis in MESH_AXES}
+    rest = math.prod(size for size in sizes.values() if size != -1)
+    return {key: max(1, available // rest) if size == -1 else size for key, size in sizes.items()}
+
+
 def total_steps(train: TrainConfig) -> int:
     """Optimizer steps of the whole run."""
     return train.steps or -(-train.tokens // (train.batch_size * train.sequence_length))

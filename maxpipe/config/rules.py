@@ -7,7 +7,6 @@ wrong. `check` and `pipeline_rules` hold the rules themselves.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -64,15 +63,6 @@ def axis_size(mesh: MeshConfig, axis: str) -> int | None:
     """Total size of a mesh axis; None when it depends on the number of devices."""
     ici, dcn = getattr(mesh, f"ici_{axis}"), getattr(mesh, f"dcn_{axis}")
     return ici * dcn if ici >= 1 and dcn >= 1 else None
-
-
-def fill(kind: str, mesh: MeshConfig, axes: Iterable[str], available: int) -> list[int]:
-    """Sizes of the axes inside a slice or across (`ici`, `dcn`), -1 replaced by what is left."""
-    sizes = [getattr(mesh, f"{kind}_{axis}") for axis in axes]
-    if -1 in sizes:
-        rest = math.prod(size for size in sizes if size != -1)
-        sizes[sizes.index(-1)] = max(1, available // rest)
-    return sizes
 
 
 # Words for messages.

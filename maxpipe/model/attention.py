@@ -11,16 +11,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxpipe.config.schema import ModelConfig
+from maxpipe.model.count import query_blocks
 from maxpipe.model.layers import residual_gain, weight
 from maxpipe.sharding import AxisRules, constrain
 
 # Llama 3.1: wave lengths above original/1 are fully stretched, below original/4 left alone.
 _LOW_FREQUENCY_FACTOR = 1.0
 _HIGH_FREQUENCY_FACTOR = 4.0
-
-QUERY_BLOCK, MAX_BLOCKS = 256, 8
-"""Queries whose scores are held at once by plain attention, and into how many blocks at most a
-sequence is cut; a block skips its future's keys."""
 
 
 def rotary_frequencies(config: ModelConfig) -> jax.Array:
@@ -61,12 +58,9 @@ def attend(
     the scores are small enough to stay out of the chip's main memory. `block` 0 chooses.
     """
     tokens = query.shape[1]
-    block = block or max(QUERY_BLOCK, tokens // MAX_BLOCKS)
-    if implementation != "xla" or tokens % block:
-        block = tokens
+    blocks = query_blocks(tokens, block) if implementation == "xla" else [(0, tokens)]
     parts = []
-    for start in range(0, tokens, block):
-        stop = start + block
+    for start, stop in blocks:
         mask = segment_ids[:, None, start:stop, None] == segment_ids[:, None, None, :stop]
         if start:
             mask &= jnp.arange(start, stop)[:, None] >= jnp.arange(stop)

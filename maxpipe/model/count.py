@@ -40,6 +40,24 @@ def train_flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     return 3 * forward_flops_per_token(config, sequence_length)
 
 
+QUERY_BLOCK, MAX_BLOCKS = 256, 8
+"""Queries whose scores plain attention holds at once, and into how many blocks it cuts a
+sequence at most; a block skips its future's keys."""
+
+
+def query_blocks(tokens: int, block: int = 0) -> list[tuple[int, int]]:
+    """(start, stop) of each block of queries; it scores the keys up to `stop`. 0 chooses."""
+    block = block or max(QUERY_BLOCK, tokens // MAX_BLOCKS)
+    if tokens % block:
+        block = tokens
+    return [(start, start + block) for start in range(0, tokens, block)]
+
+
+def scored_pairs(tokens: int) -> int:
+    """Pairs of query and key of a sequence that plain attention scores."""
+    return sum((stop - start) * stop for start, stop in query_blocks(tokens))
+
+
 def _layer_matmul_params(config: ModelConfig) -> int:
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
     return config.d_model * (heads * config.head_size + 3 * config.d_mlp)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from maxpipe import executable
-from maxpipe.config.check import check, total_steps
+from maxpipe.config.check import check
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
@@ -29,8 +29,8 @@ from maxpipe.model.count import train_flops_per_token
 from maxpipe.pipeline.table import Slots
 from maxpipe.plan.advice import capacity, explain_out_of_memory, gib
 from maxpipe.plan.topology import WHERE, Topology, devices
-from maxpipe.sharding import AxisRules
-from maxpipe.train.step import Steps, partition
+from maxpipe.train.build import steps_of
+from maxpipe.train.step import Steps
 
 SLOTS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
 """Kind of slot -> scope of its layers in the program."""
@@ -128,25 +128,15 @@ def placed(loaded: Loaded, present: Sequence[Any]) -> Config:
     return config
 
 
-def build_steps(loaded: Loaded, present: Sequence[Any]) -> Steps:
-    """The steps of a config on these devices, -1 in its mesh resolved.
+def build_steps(config: Config, present: Sequence[Any]) -> Steps:
+    """The steps of a config on these devices.
 
     Raises:
         ConfigError: the config does not fit them.
     """
-    config = placed(loaded, present)
-    return partition(
-        build_mesh(config.mesh, present),
-        model=config.model,
-        pipeline=config.pipeline,
-        optim=config.optim,
-        train=config.train,
-        total_steps=total_steps(config.train),
-        rules=AxisRules.from_config(config.mesh),
-        seed=config.run.seed,
-        # Only evaluation reads them, and it is not compiled here.
-        byte_lengths=np.ones(config.model.vocab_size, np.int32),
-    )
+    # Only evaluation reads lengths of tokens, and it is not compiled here.
+    lengths = np.ones(config.model.vocab_size, np.int32)
+    return steps_of(config, build_mesh(config.mesh, present), lengths)
 
 
 def compile_step(loaded: Loaded, topology: Topology, save: Path | None = None) -> Report:
@@ -158,7 +148,8 @@ def compile_step(loaded: Loaded, topology: Topology, save: Path | None = None) -
         StorageError: the program cannot be kept there.
     """
     present = devices(topology)
-    steps = build_steps(loaded, present)
+    config = placed(loaded, present)
+    steps = build_steps(config, present)
     start = time.monotonic()
     lowered = steps.lower_train()
     lowered_at = time.monotonic()
@@ -170,9 +161,9 @@ def compile_step(loaded: Loaded, topology: Topology, save: Path | None = None) -
         raise _out_of_memory(str(error), steps, topology) from error
     done = time.monotonic()
     if save is not None:
-        sections = to_dict(placed(loaded, present))
-        executable.save(compiled, save, executable.facts_of(sections, lowered, present))
-    report = report_of(loaded.config, topology, steps, compiled)
+        facts = executable.facts_of(to_dict(config), lowered, present)
+        executable.save(compiled, save, facts)
+    report = report_of(config, topology, steps, compiled)
     seconds = {"lower_seconds": lowered_at - start, "compile_seconds": done - lowered_at}
     return dataclasses.replace(report, **seconds)
 

@@ -14,10 +14,10 @@ from functools import cached_property
 import numpy as np
 
 from maxpipe.hardware import Hardware
-from maxpipe.model.count import train_flops_per_token
+from maxpipe.model.count import scored_pairs, train_flops_per_token
 from maxpipe.pipeline.table import Schedule
 from maxpipe.plan.memory import state
-from maxpipe.plan.sizes import BYTES, Sizes, layer_weights, query_blocks
+from maxpipe.plan.sizes import BYTES, Sizes, layer_weights
 
 REPLAYS = {"none": 0.0, "names": 0.15, "full": 1.0, "chunk": 2.0}
 """Forwards that a layer's backward runs again. With names, norms and the like."""
@@ -106,9 +106,7 @@ class Model:
     def _compute(self) -> float:
         sizes, model = self.sizes, self.sizes.config.model
         flops = 2.0 * sizes.tokens * sizes.layer_elements(whole=True)
-        pairs = sum(
-            width * stop for width, stop in query_blocks(sizes.config.train.sequence_length)
-        )
+        pairs = scored_pairs(sizes.config.train.sequence_length)
         heads = sizes.named(("query",)) // max(1, sizes.tokens * model.head_size)
         flops += 4.0 * sizes.rows * pairs * heads * model.head_size
         moved = self._size * sizes.layer_elements(whole=True)

@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from maxpipe.config.check import check
+from maxpipe.config.check import check, resolved
 from maxpipe.config.load import Loaded
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.plan.report import facts
 from maxpipe.plan.search import ROOM, Found, Search, evaluate, search
-from maxpipe.plan.sizes import Sizes, resolved
+from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import Topology
 
 

@@ -6,7 +6,6 @@ tests hold them against the model itself.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from functools import cached_property
 
 from maxpipe.config.check import MESH_AXES, axis_table
 from maxpipe.config.pipeline_rules import activations
-from maxpipe.config.rules import fill
-from maxpipe.config.schema import Config, MeshConfig, ModelConfig
+from maxpipe.config.schema import Config, ModelConfig
+from maxpipe.model.count import scored_pairs
 from maxpipe.pipeline.cut import balanced_cut
 
 Dims = tuple[tuple[int, str], ...]
@@ -39,15 +38,6 @@ def layer_weights(model: ModelConfig) -> dict[str, Dims]:
         "attention_norm": (norm,),
         "mlp_norm": (norm,),
     }
-
-
-def resolved(mesh: MeshConfig, num_devices: int, num_slices: int = 1) -> MeshConfig:
-    """The mesh with each -1 replaced by the devices that are left."""
-    dcn = fill("dcn", mesh, MESH_AXES, num_slices)
-    ici = fill("ici", mesh, MESH_AXES, max(1, num_devices // math.prod(dcn)))
-    sizes = {f"ici_{axis}": size for axis, size in zip(MESH_AXES, ici, strict=True)}
-    sizes |= {f"dcn_{axis}": size for axis, size in zip(MESH_AXES, dcn, strict=True)}
-    return dataclasses.replace(mesh, **sizes)
 
 
 @dataclass(frozen=True)
@@ -226,17 +216,12 @@ class Sizes:
         size, tokens = BYTES[self.config.model.compute_dtype], self.tokens
         model = self.config.model
         heads = -(-model.num_heads // self._share("heads"))
-        scores = self.rows * heads * self._scored_pairs()
+        scores = self.rows * heads * scored_pairs(self.config.train.sequence_length)
         # In float32: four inputs of norms, their statistics, angles, statistics of the softmax.
         wide = 4 * self.activation + tokens * (4 + 2 * model.head_size + 2 * heads) + 3
         named = self._named
         narrow = 4 * self.activation + 3 * named["gate"] + 2 * named["key"] + 2 * named["query"]
         return 4 * wide + size * (narrow + 2 * model.d_model) + scores * (1 + 4 + 4 + size)
-
-    def _scored_pairs(self) -> int:
-        """Pairs of query and key that plain attention scores."""
-        length = self.config.train.sequence_length
-        return sum(width * stop for width, stop in query_blocks(length))
 
     def deferred_bytes(self) -> float:
         """What one layer's weight gradients wait for."""
@@ -246,11 +231,3 @@ class Sizes:
         if self.config.pipeline.remat == "none":
             return size * (8 * self.activation + 3 * named["gate"] + both)
         return size * (5 * self.activation + 4 * named["gate"] + both + norms)
-
-
-def query_blocks(length: int) -> list[tuple[int, int]]:
-    """(queries, keys) of each block of plain attention."""
-    block = max(256, length // 8)
-    if length % block:
-        block = length
-    return [(block, stop) for stop in range(block, length + 1, block)]

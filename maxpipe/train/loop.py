@@ -30,10 +30,11 @@ from maxpipe.evaluate import evaluate
 from maxpipe.hardware import peak_flops
 from maxpipe.mesh import build_mesh, describe, resolve
 from maxpipe.model.count import num_params, train_flops_per_token
-from maxpipe.sharding import AxisRules, local_rows, place_rows
+from maxpipe.sharding import local_rows, place_rows
 from maxpipe.telemetry import Console, EventLog, MetricWriter
+from maxpipe.train.build import steps_of
 from maxpipe.train.state import TrainState
-from maxpipe.train.step import Steps, partition
+from maxpipe.train.step import Steps
 
 # Model keys that may change between a checkpoint and the run that resumes it.
 _FREE_MODEL_KEYS = frozenset({"dropout", "attention", "compute_dtype"})
@@ -267,17 +268,7 @@ def _set_up(
         )
     stack.callback(datasets.close)
     check_vocab(datasets.tokenizer, config.model.vocab_size)
-    steps = partition(
-        build_mesh(config.mesh),
-        model=config.model,
-        pipeline=config.pipeline,
-        optim=config.optim,
-        train=config.train,
-        total_steps=length,
-        rules=AxisRules.from_config(config.mesh),
-        seed=config.run.seed,
-        byte_lengths=datasets.tokenizer.byte_lengths,
-    )
+    steps = steps_of(config, build_mesh(config.mesh), datasets.tokenizer.byte_lengths)
     console.banner(_facts(config, steps, datasets, length))
     state, origin = _restore_or_init(loaded, steps, checkpoints, datasets, console)
     first, train_step = int(state.step), None

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import pytest
 
-from maxpipe.config.load import Loaded
+from maxpipe.model.count import scored_pairs
 from maxpipe.plan.advice import TERMS, capacity, explain_out_of_memory
 from maxpipe.plan.compile import Report, build_steps, report_of
 from maxpipe.plan.report import compiled
-from maxpipe.plan.sizes import Sizes, query_blocks
+from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import parse
 from tests.plan.test_memory import config_of
 
@@ -23,14 +23,14 @@ CONFIG = config_of({"compute_dtype": "float32"}, MESH, PIPELINE)
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    steps = build_steps(Loaded(CONFIG, {}), jax.devices()[:8])
+    steps = build_steps(CONFIG, jax.devices()[:8])
     return report_of(CONFIG, parse("cpu:8"), steps, steps.compile_train())
 
 
 def test_operations_are_those_of_the_layers_and_the_head(report: Report) -> None:
     sizes, model = Sizes(CONFIG), CONFIG.model
     matmuls = 2 * sizes.tokens * (sizes.layer_elements(whole=True) - 2 * model.d_model)
-    pairs = sum(width * stop for width, stop in query_blocks(CONFIG.train.sequence_length))
+    pairs = scored_pairs(CONFIG.train.sequence_length)
     forward = matmuls + 4 * sizes.rows * pairs * model.num_heads * model.head_size
     head = 2 * sizes.tokens * sizes.matrix_elements(whole=True)
     # Forward, replay, and a backward of twice as much, but for the last matmul of the replay.

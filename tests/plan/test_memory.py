@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.config.load import Loaded, from_dict
+from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
 from maxpipe.mesh import AXES
 from maxpipe.plan.compile import build_steps
@@ -37,7 +37,7 @@ def config_of(model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, A
 
 def steps_of(config: Config) -> Steps:
     sizes = (getattr(config.mesh, f"ici_{axis}") for axis in AXES)
-    return build_steps(Loaded(config, {}), jax.devices()[: math.prod(sizes)])
+    return build_steps(config, jax.devices()[: math.prod(sizes)])
 
 
 CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
