@@ -252,10 +252,10 @@ def _maxpipe(command: str, row: Row) -> subprocess.CompletedProcess[str]:
 
 
 def _sources() -> str:
-    """Digest of what decides the program; forecasts do not."""
+    """Digest of what decides the program."""
     digest = hashlib.sha256()
     for path in sorted((ROOT / "maxpipe").rglob("*.py")):
-        if path.parent.name not in ("plan", "data", "config"):
+        if path.parent.name in ("model", "pipeline") or path.name in ("step.py", "sharding.py"):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
