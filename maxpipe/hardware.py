@@ -5,6 +5,7 @@ No jax, and no guesses: a device without a file is unknown.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from functools import cache
 from pathlib import Path
 
 import yaml
+
+from maxpipe.errors import ConfigError, StorageError
 
 GIB = 2**30
 _FOLDERS = (
@@ -46,20 +49,32 @@ class Hardware:
     clock_ghz: float
     """Of the matrix units, 0 where cycles are not estimated."""
     matmul_efficiency: float = 0.7
-    """Share of the peak that a layer's matmuls reach."""
+    """Share of the peak that a layer's forward reaches."""
+    input_grad_cost: float = 1.0
+    """Time of a layer's input gradient, in forwards, without replays."""
+    weight_grad_cost: float = 1.0
+    """The same of its weights' gradients."""
     latency_us: float = 2.0
     """Of a collective or message inside a slice."""
     network_latency_us: float = 100.0
     """The same across slices, on top."""
     tick_us: float = 5.0
     """Of a turn of the loop over ticks, whatever it does."""
-    cores: int = 0
-    """Cores that all devices share, 0 when each has its own."""
+    shared_by: float = 0.0
+    """How many devices' work this machine does at a time when they share its cores; 0 when each
+    device has its own."""
+    measured: str = ""
+    """When and where figures of this kind were measured; empty for published ones."""
 
     @property
     def is_tpu(self) -> bool:
         """Whether its links form a torus."""
         return self.torus_dims > 0
+
+    @property
+    def ways(self) -> int:
+        """In which a ring of its devices sends at once."""
+        return 2 if self.is_tpu else 1
 
     @property
     def flops(self) -> float:
@@ -73,8 +88,8 @@ class Hardware:
 
 
 @cache
-def known() -> Mapping[str, Hardware]:
-    """Every kind that has a file, by the name that its topologies begin with."""
+def shipped() -> Mapping[str, Hardware]:
+    """Published figures of every kind, by the name that its topologies begin with."""
     folder = next((folder for folder in _FOLDERS if folder.is_dir()), None)
     assert folder is not None, f"hardware files are in none of {_FOLDERS}"
     found = {}
@@ -82,6 +97,57 @@ def known() -> Mapping[str, Hardware]:
         each = Hardware(**yaml.safe_load(path.read_text(encoding="utf-8")))
         found[each.topology] = each
     return found
+
+
+@cache
+def known() -> Mapping[str, Hardware]:
+    """Every kind that has a file, by the name that its topologies begin with.
+
+    Figures that were measured on this machine stand in for published ones.
+
+    Raises:
+        ConfigError: a file of measured figures cannot be read.
+    """
+    found = dict(shipped())
+    for path in sorted(measured_folder().glob("*.yml")):
+        each = _read_measured(path)
+        found[each.topology] = each
+    return found
+
+
+def measured_folder() -> Path:
+    """Where figures are kept that were measured on this machine."""
+    return Path("~/.cache/maxpipe/hardware").expanduser()
+
+
+def keep_measured(hardware: Hardware) -> Path:
+    """Writes figures that were measured here; `known` gives them from then on.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    path = measured_folder() / f"{hardware.topology}.yml"
+    text = "# Written by `maxpipe plan --calibrate`. Delete this file to plan with published\n"
+    text += "# figures again.\n" + yaml.safe_dump(dataclasses.asdict(hardware), sort_keys=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror or error}.") from error
+    known.cache_clear()
+    return path
+
+
+def _read_measured(path: Path) -> Hardware:
+    try:
+        return Hardware(**yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, TypeError, yaml.YAMLError) as error:
+        raise ConfigError.one(
+            str(path),
+            None,
+            f"is not a file that `maxpipe plan --calibrate` wrote: {str(error).splitlines()[0]}",
+            "Delete it, or measure again.",
+        ) from error
 
 
 def of_device(device_kind: str) -> Hardware | None:

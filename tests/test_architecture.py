@@ -33,7 +33,7 @@ TABLES = (
 LEVELS = {
     "maxpipe": 0,
     "maxpipe.errors": 0,
-    "maxpipe.hardware": 0,
+    "maxpipe.hardware": 1,
     "maxpipe.canvas": 0,
     "maxpipe.config.schema": 1,
     **dict.fromkeys((f"maxpipe.pipeline.{name}" for name in TABLES), 1),

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from maxpipe.commands.parser import Commands, add_inputs, integer, write_file
 from maxpipe.errors import ExitCode
+
+if TYPE_CHECKING:
+    from maxpipe.config.load import Loaded
+    from maxpipe.plan.topology import Topology
 
 
 def add(commands: Commands) -> None:
@@ -39,31 +45,69 @@ def _compile(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    import json
-
-    from maxpipe.config.load import load, to_yaml
-    from maxpipe.plan import plan, report, topology
+    from maxpipe.config.load import load
+    from maxpipe.plan import topology
 
     loaded = load(options.inputs)
-    target = topology.parse(options.topology, options.slices)
-    if options.search:
-        fixed = plan.fixed_keys(loaded, options.fix)
-        found = plan.best_layouts(loaded.config, target, fixed)
-        print(report.searched(found, target.hardware))
-        if options.write is not None:
-            best = to_yaml(found.best[0].config)
-            write_file(
-                options.write, "--write", lambda path: path.write_text(best, encoding="utf-8")
-            )
-            print(f"wrote {options.write}")
-        return ExitCode.DONE
+    if options.calibrate:
+        return _calibrate(loaded)
+    if options.devices is not None:
+        target = topology.at_hand(loaded.config.runtime, options.devices)
+    else:
+        target = topology.parse(options.topology, options.slices)
+    if options.search or options.compile:
+        return _search(options, loaded, target)
+    return _forecast(options, loaded, target)
+
+
+def _forecast(options: argparse.Namespace, loaded: Loaded, target: Topology) -> int:
+    from maxpipe.plan import plan, report
+
     layout = plan.layout(loaded, target)
     if options.draw is not None:
         from maxpipe.plan import draw
 
         write_file(options.draw, "--draw", lambda path: draw.write(layout, target.hardware, path))
     values, nearest = plan.forecast(layout, target)
-    print(json.dumps(values, indent=2) if options.json else report.planned(values, nearest))
+    if options.json:
+        import json
+
+        print(json.dumps(values, indent=2))
+    else:
+        print(report.planned(values, nearest))
+    return ExitCode.DONE
+
+
+def _search(options: argparse.Namespace, loaded: Loaded, target: Topology) -> int:
+    from maxpipe.config.load import to_yaml
+    from maxpipe.plan import plan, report, topology
+
+    found = plan.best_layouts(loaded.config, target, plan.fixed_keys(loaded, options.fix))
+    print(report.searched(found, target.hardware), flush=True)
+    best = found.best[0]
+    if options.compile:
+        topology.prepare(target)
+        from maxpipe.plan.recheck import recheck
+
+        tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+        checked = recheck(found.best[: options.compile], target, tell)
+        print(report.rechecked(checked))
+        best = checked[0].found
+    if options.write is not None:
+        text = to_yaml(best.config)
+        write_file(options.write, "--write", lambda path: path.write_text(text, encoding="utf-8"))
+        print(f"wrote {options.write}")
+    return ExitCode.DONE
+
+
+def _calibrate(loaded: Loaded) -> int:
+    from maxpipe.hardware import keep_measured
+    from maxpipe.plan import report
+    from maxpipe.plan.calibrate import calibrate_here
+
+    before, after, found = calibrate_here(loaded)
+    print(report.calibrated(found, before, after))
+    print(f"wrote {keep_measured(after)}: plans use it from now on; delete it to undo that")
     return ExitCode.DONE
 
 
@@ -75,12 +119,33 @@ def _add_plan(commands: Commands) -> None:
         "device term by term, bubble, traffic, step time. With --search, rank every legal layout.",
         epilog="examples:\n  maxpipe plan run.yml --topology v5p:4x4x4\n"
         "  maxpipe plan run.yml --topology v5p:8x8x8 --slices 2 --search "
-        "--fix mesh.dcn_stage=2 --write best.yml",
+        "--fix mesh.dcn_stage=2 --write best.yml\n"
+        "  maxpipe plan run.yml --calibrate\n"
+        "  maxpipe plan run.yml --devices 8 --search --compile 3",
     )
     add_inputs(parser)
-    _add_topology(parser, required=True)
+    where = parser.add_mutually_exclusive_group(required=True)
+    _add_topology(parser, where)
+    where.add_argument(
+        "--devices",
+        type=integer,
+        metavar="NUMBER",
+        help="plan for so many devices like those of this machine",
+    )
+    where.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure the devices of this machine with this config's layers; plans use it then",
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
     parser.add_argument("--search", action="store_true", help="rank the layouts of this topology")
+    parser.add_argument(
+        "--compile",
+        type=integer,
+        default=0,
+        metavar="NUMBER",
+        help="of a search, compile the best so many and rank them again",
+    )
     parser.add_argument(
         "--fix",
         nargs="+",
@@ -95,12 +160,14 @@ def _add_plan(commands: Commands) -> None:
     parser.set_defaults(command=_plan)
 
 
-def _add_topology(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    parser.add_argument(
+def _add_topology(
+    parser: argparse.ArgumentParser, where: argparse._ArgumentGroup, *, required: bool = False
+) -> None:
+    where.add_argument(
         "--topology",
-        required=required,
         metavar="KIND:SIZE",
         help="kind of device and size of one slice: v5p:4x4x4, v6e:16x16, h100:8, cpu:8",
+        required=required,
     )
     parser.add_argument(
         "--slices",
@@ -123,7 +190,7 @@ def _add_compile(commands: Commands) -> None:
         "  maxpipe compile run.yml --topology v5p:4x4x4 --slices 2 mesh.dcn_stage=2",
     )
     add_inputs(parser)
-    _add_topology(parser, required=True)
+    _add_topology(parser, parser.add_argument_group(), required=True)
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.add_argument(
         "--save",

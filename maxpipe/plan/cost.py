@@ -57,9 +57,14 @@ class Model:
 
     @property
     def crowd(self) -> float:
-        """How often devices that share cores wait for each other's work."""
-        cores = self.hardware.cores
-        return max(1.0, self.sizes.num_devices / cores) if cores else 1.0
+        """How much longer work takes while all devices work, because they share cores."""
+        shared = self.hardware.shared_by
+        return max(1.0, self.sizes.num_devices / shared) if shared else 1.0
+
+    @property
+    def hides(self) -> bool:
+        """Whether traffic can travel behind work: not if the same cores do both."""
+        return not self.hardware.shared_by
 
     # Links.
 
@@ -77,9 +82,7 @@ class Model:
             return 0.0
         hardware, dcn = self.hardware, getattr(self.sizes.config.mesh, f"dcn_{axis}")
         latency = rounds * hardware.latency_us * 1e-6
-        # A ring sends both ways around.
-        ways = 2 if hardware.torus_dims else 1
-        seconds = sent / (ways * hardware.link_gb_per_second * 1e9)
+        seconds = sent / (hardware.ways * hardware.link_gb_per_second * 1e9)
         if dcn > 1:
             crossing = sent * (dcn - 1) / dcn
             seconds += crossing / (hardware.network_gb_per_second * 1e9)
@@ -100,10 +103,11 @@ class Model:
     @cached_property
     def forward(self) -> float:
         """One layer's forward of a microbatch, its tensor-parallel sums included."""
-        return self._compute + 2 * self._tensor_sum
+        return self.layer_seconds + 2 * self._tensor_sum / self.crowd
 
     @cached_property
-    def _compute(self) -> float:
+    def layer_seconds(self) -> float:
+        """One layer's forward of a microbatch on a device that works alone."""
         sizes, model = self.sizes, self.sizes.config.model
         flops = 2.0 * sizes.tokens * sizes.layer_elements(whole=True)
         pairs = scored_pairs(sizes.config.train.sequence_length)
@@ -124,20 +128,31 @@ class Model:
         return REPLAYS[self.sizes.config.pipeline.remat]
 
     def slot(self, kind: str) -> float:
-        """One layer in a slot of this kind, gathers and reductions in the slot included."""
-        own = {
-            "F": self.forward,
-            "B": (2 + self.replays) * self.forward,
-            "I": (1 + self.replays) * self.forward,
-            "W": self._compute,
-        }[kind]
+        """One layer in a slot of this kind, gathers and reductions in the slot included.
+
+        On a device that works alone: see `crowd`.
+        """
+        hardware = self.hardware
+        inputs = (hardware.input_grad_cost + self.replays) * self.forward
+        weights = hardware.weight_grad_cost * self.layer_seconds
+        own = {"F": self.forward, "B": inputs + weights, "I": inputs, "W": weights}[kind]
+        own += self._kept(kind)
         if self.sizes.config.pipeline.weight_gather != "iteration" or self.sizes.fsdp == 1:
             return own
         gathers = {"F": 1, "B": 1, "I": 1, "W": 0}[kind]
         if self.sizes.config.pipeline.remat == "chunk" and kind in "BI":
             gathers += 1
         traffic = gathers * self.gather + (self.scatter if kind in "BW" else 0.0)
-        return own + max(0.0, traffic - HIDDEN["iteration"] * own)
+        behind = HIDDEN["iteration"] * own if self.hides else 0.0
+        return own + max(0.0, traffic / self.crowd - behind)
+
+    def _kept(self, kind: str) -> float:
+        """Writing or reading what waits between slots."""
+        sizes = self.sizes
+        stash = 0.0 if sizes.config.pipeline.remat == "chunk" else sum(sizes.kept_bytes())
+        deferred = sizes.deferred_bytes()
+        moved = {"F": stash, "B": stash, "I": stash + deferred, "W": deferred}[kind]
+        return moved / (self.hardware.memory_gb_per_second * 1e9)
 
     @cached_property
     def _layer_bytes(self) -> float:
@@ -161,7 +176,7 @@ class Model:
     @cached_property
     def hop(self) -> float:
         """A message to the next stage."""
-        return self.move("stage", 2.0 * self._size * self.sizes.activation)
+        return self.move("stage", 2.0 * self._size * self.sizes.activation, rounds=2)
 
     @cached_property
     def head(self) -> float:
@@ -173,7 +188,7 @@ class Model:
         sums = 2 * self.move(
             "stage", 2 * self._around("stage") * self._size * sizes.activation, rounds=2
         )
-        return self.work(flops, moved) + sums + self.embed
+        return self.crowd * self.work(flops, moved) + sums + self.embed
 
     @cached_property
     def embed(self) -> float:
@@ -188,20 +203,19 @@ def cost(sizes: Sizes, schedule: Schedule, hardware: Hardware) -> Cost:
     model = Model(sizes, hardware)
     ticks, behind = _ticks(model, schedule)
     hop = model.hop if sizes.stages > 1 else 0.0
-    exposed = np.maximum(0.0, hop - behind)
+    exposed = np.maximum(0.0, hop - behind * model.hides)
     work = float(ticks.sum())
     ideal = min(work, _ideal(model, schedule))
-    crowd = model.crowd
     loss = np.asarray(schedule.loss_microbatch) >= 0
     train = sizes.config.train
     parts = {
         "layers": ideal,
         "bubble": work - ideal,
-        "head": crowd * float(loss.sum()) * model.head,
+        "head": float(loss.sum()) * model.head,
         "messages": float(exposed.sum()),
-        "gathers": crowd * _gathers(model, schedule),
-        "reductions": crowd * _reductions(model, schedule),
-        "update": crowd * _update(model),
+        "gathers": _gathers(model, schedule),
+        "reductions": _reductions(model, schedule),
+        "update": model.crowd * _update(model),
         "ticks": schedule.num_ticks * hardware.tick_us * 1e-6,
     }
     tokens = train.batch_size * train.sequence_length
@@ -233,8 +247,8 @@ def _ticks(model: Model, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
             total += spent.max(axis=1)
     if schedule.mixed:
         total = everyone.max(axis=1)
-    if model.hardware.cores:
-        everyone = everyone.sum(axis=1) * sizes.num_devices / sizes.stages / model.hardware.cores
+    if shared := model.hardware.shared_by:
+        everyone = everyone.sum(axis=1) * sizes.num_devices / sizes.stages / shared
         total = np.maximum(total, everyone)
     # A message has the next slot to travel behind, with typed ticks half of the tick.
     return total, total if schedule.mixed or schedule.delayed else total / 2

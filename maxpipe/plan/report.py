@@ -12,8 +12,10 @@ from maxpipe.plan.advice import TERMS, gib
 from maxpipe.plan.search import Found, Search
 from maxpipe.plan.sizes import BYTES, Sizes
 
-if TYPE_CHECKING:  # it imports jax
+if TYPE_CHECKING:  # they import jax
+    from maxpipe.plan.calibrate import Measured
     from maxpipe.plan.compile import Report, Traffic
+    from maxpipe.plan.recheck import Checked
 
 
 def compiled(report: Report) -> str:
@@ -88,6 +90,7 @@ def facts(found: Found, hardware: Hardware) -> dict[str, Any]:
         per_stage.append({"chunks": chunks, "layers": sum(layers), "chunks_in_flight": deepest})
     return {
         "hardware": hardware.name,
+        "measured": hardware.measured,
         "num_devices": sizes.num_devices,
         "num_slices": sizes.num_slices,
         "layout": found.changes,
@@ -121,10 +124,11 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
     """A page for a terminal, from `facts`."""
     layout = " ".join(f"{key}={value}" for key, value in values["layout"].items())
     slices = f" in {values['num_slices']} slices" if values["num_slices"] > 1 else ""
+    measured = f", measured {values['measured']}" if values["measured"] else ""
     share = values["total_bytes"] / values["memory_bytes"]
     verdict = "fits" if values["fits"] else "does not fit"
     lines = [
-        f"{values['num_devices']} devices of {values['hardware']}{slices}",
+        f"{values['num_devices']} devices of {values['hardware']}{slices}{measured}",
         f"  {layout or 'one device'}",
         "",
         f"{values['parameters'] / 1e9:.4g} B parameters, {values['tokens_per_step']:,} tokens and "
@@ -164,6 +168,58 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def rechecked(found: Sequence[Checked]) -> str:
+    """What the compiler says of the best layouts, a line each."""
+    lines = ["", "by the compiler:"]
+    for place, each in enumerate(found, 1):
+        keys = " ".join(f"{key}={value}" for key, value in each.found.changes.items())
+        foretold = f"{gib(each.found.memory.total)} foretold"
+        if each.report is None:
+            lines += [f"{place:>2}. does not fit, {foretold}", f"    {keys}"]
+            continue
+        verdict = "fits" if each.fits else "does not fit"
+        lines += [
+            f"{place:>2}. {each.seconds:.3g} s, {gib(each.report.total_bytes)} ({foretold}): "
+            f"{verdict}",
+            f"    {keys}",
+        ]
+    return "\n".join(lines)
+
+
+def calibrated(found: Measured, before: Hardware, after: Hardware) -> str:
+    """What was measured, and what it changes."""
+    times = {
+        "a layer's forward": found.forward,
+        "its input gradient": found.input_grad,
+        "its weights' gradients": found.weight_grad,
+        "its forward, one device alone": found.forward_alone,
+        "a message to the next device": found.hop,
+        "gathering a layer's weights": found.gather,
+        "reducing a layer's gradient": found.scatter,
+        "a collective of next to nothing": found.latency,
+        "a turn of the loop over ticks": after.tick_us * 1e-6,
+    }
+    lines = [f"{after.name}, measured {after.measured}", ""]
+    lines += [f"{name:<34} {1e6 * taken:12,.1f} us" for name, taken in times.items() if taken]
+    lines += ["", f"{'figure':<34} {'published':>12} {'measured':>12}"]
+    for name in FIGURES:
+        old, new = getattr(before, name), getattr(after, name)
+        lines.append(f"{name:<34} {old:12.4g} {new:12.4g}")
+    return "\n".join(lines)
+
+
+FIGURES = (
+    "matmul_efficiency",
+    "input_grad_cost",
+    "weight_grad_cost",
+    "link_gb_per_second",
+    "latency_us",
+    "tick_us",
+    "shared_by",
+)
+"""What a calibration replaces."""
 
 
 def searched(found: Search, hardware: Hardware) -> str:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxpipe.config.rules import did_you_mean
+from maxpipe.config.schema import RuntimeConfig
 from maxpipe.errors import ConfigError
-from maxpipe.hardware import Hardware, known
+from maxpipe.hardware import Hardware, known, of_device
 
 WHERE = "command line: --topology"
 _CORES_PER_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
@@ -92,6 +93,34 @@ def parse(text: str, num_slices: int = 1) -> Topology:
         action = f"Name a smaller slice and add --slices, such as {kind}:{example} --slices 2."
         raise ConfigError.one(WHERE, text, rule, action)
     return found
+
+
+def at_hand(runtime: RuntimeConfig, count: int) -> Topology:
+    """So many devices like those of this machine, in one slice. Starts jax.
+
+    Raises:
+        ConfigError: there are none, or nobody has figures for their kind.
+    """
+    from maxpipe import runtime as process
+
+    process.start(runtime, max(1, count))
+    import jax
+
+    kind = jax.devices()[0].device_kind
+    hardware = of_device(kind)
+    if hardware is None:
+        rule = "has no file in configs/hardware, and plans need its peak, memory and links."
+        raise ConfigError.one("command line", kind, rule, "Name a kind with --topology.")
+    return Topology(hardware, _cube(count, max(1, hardware.torus_dims)))
+
+
+def _cube(count: int, num_dims: int) -> tuple[int, ...]:
+    """The sides, as equal as can be, of a block with so many devices; the smallest comes first."""
+    if num_dims == 1:
+        return (count,)
+    root = round(count ** (1 / num_dims))
+    side = next(side for side in range(root, 0, -1) if count % side == 0)
+    return (side, *_cube(count // side, num_dims - 1))
 
 
 def prepare(topology: Topology) -> None:

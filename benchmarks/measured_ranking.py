@@ -1,0 +1,128 @@
+"""The order in which `maxpipe plan --search` puts layouts against the order of measured steps.
+
+    python benchmarks/measured_ranking.py            # prints the tables
+    python benchmarks/measured_ranking.py --write    # and writes measured_ranking.md
+    python benchmarks/measured_ranking.py --only wide
+
+8 virtual CPU devices, three models. For each, the devices are calibrated with the model's layers,
+all layouts are ranked, and those at some ranks, the first among them, run: their steps in turn,
+medians count.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+
+from maxpipe.config.load import from_dict
+from maxpipe.config.schema import Config
+from maxpipe.hardware import Hardware, shipped
+from maxpipe.plan.calibrate import calibrate, medians, step_of
+from maxpipe.plan.compile import build_steps
+from maxpipe.plan.search import Found, search
+
+NUM_DEVICES = 8
+RANKS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
+MODELS = {
+    "deep": {
+        "model": {"num_layers": 16, "d_model": 128, "d_mlp": 384, "vocab_size": 512},
+        "train": {"batch_size": 64, "sequence_length": 128},
+    },
+    "wide": {
+        "model": {"num_layers": 8, "d_model": 384, "d_mlp": 1024, "vocab_size": 512},
+        "train": {"batch_size": 32, "sequence_length": 128},
+    },
+    "many words": {
+        "model": {"num_layers": 8, "d_model": 128, "d_mlp": 384, "vocab_size": 16384},
+        "train": {"batch_size": 32, "sequence_length": 128},
+    },
+}
+HEADS = {"num_heads": 4, "num_kv_heads": 4, "compute_dtype": "float32"}
+
+
+def config_of(name: str) -> Config:
+    given = MODELS[name]
+    model = {**given["model"], **HEADS, "head_size": given["model"]["d_model"] // 4}
+    train = {**given["train"], "steps": 1}
+    return from_dict({"model": model, "train": train})
+
+
+def measured(found: list[Found]) -> list[float]:
+    """Seconds of a step of each layout."""
+    devices = jax.devices()
+    return medians([step_of(build_steps(each.config, devices)) for each in found], seconds=60.0)
+
+
+def calibrated(config: Config) -> Hardware:
+    """The devices with this model's layers, four rows in a microbatch."""
+    rows = NUM_DEVICES * 4
+    train = replace(config.train, batch_size=rows)
+    mesh = replace(config.mesh, ici_data=NUM_DEVICES)
+    probe = replace(config, train=train, mesh=mesh)
+    return calibrate(probe, shipped()["cpu"], jax.devices())[0]
+
+
+def table(name: str) -> tuple[str, int]:
+    """(the model's table, the measured place of the search's first choice)."""
+    config = config_of(name)
+    hardware = calibrated(config)
+    ranked = search(config, hardware, num_devices=NUM_DEVICES, keep=max(RANKS))
+    chosen = [(rank, ranked.best[rank - 1]) for rank in RANKS if rank <= len(ranked.best)]
+    seconds = measured([found for _, found in chosen])
+    places = {rank: place for place, rank in enumerate(_by(seconds, chosen), 1)}
+    lines = [
+        f"## {name}",
+        "",
+        f"{ranked.considered:,} layouts; measured ones:",
+        "",
+        "| foretold rank | foretold ms | measured ms | measured place | layout |",
+        "|---|---|---|---|---|",
+    ]
+    for (rank, found), taken in zip(chosen, seconds, strict=True):
+        keys = " ".join(f"{key.partition('.')[2]}={value}" for key, value in found.changes.items())
+        foretold = f"{1e3 * found.cost.seconds:.0f} | {1e3 * taken:.0f}"
+        lines.append(f"| {rank} | {foretold} | {places[rank]} | {keys} |")
+    return "\n".join([*lines, ""]), places[1]
+
+
+def _by(seconds: list[float], chosen: list[tuple[int, Found]]) -> list[int]:
+    """Ranks in the order of their times."""
+    ranks = [rank for rank, _ in chosen]
+    return [rank for _, rank in sorted(zip(seconds, ranks, strict=True))]
+
+
+PREAMBLE = """\
+# Foretold and measured order of layouts
+
+`python benchmarks/measured_ranking.py --write`: 8 virtual CPU devices on 2 cores, calibrated before
+each table. Steps of the layouts run in turn; medians.
+
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--only", default="", metavar="TEXT", help="models with this in their name")
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    tables, first = [], []
+    for name in MODELS:
+        if options.only in name:
+            found, place = table(name)
+            print(found, flush=True)
+            tables.append(found)
+            first.append(f"{name} {place}")
+    verdict = f"Measured place of the search's first choice: {', '.join(first)}."
+    print(verdict)
+    if options.write:
+        page = PREAMBLE + "\n".join([*tables, verdict, ""])
+        Path(__file__).with_suffix(".md").write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""Times of a run's pieces on the devices at hand, put in place of published figures.
+
+A layer's forward, input gradient and weight gradient run in the engine's own slots, on all devices
+at once and on one alone; messages, gathers and reductions go around the ring of all devices; a turn
+of the loop over ticks is what steps of a tiny model take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from maxpipe.config.load import Loaded
+from maxpipe.config.schema import Config, MeshConfig, PipelineConfig
+from maxpipe.hardware import Hardware, shipped
+from maxpipe.mesh import STAGE, build_mesh
+from maxpipe.model.decoder import Decoder
+from maxpipe.pipeline.collectives import gather_shards, program_axes, scatter_sum, shift, vary
+from maxpipe.pipeline.layout import Layout
+from maxpipe.pipeline.remat import Keep
+from maxpipe.pipeline.slots import LayerSlots, SlotRow, Work
+from maxpipe.pipeline.table import Ring
+from maxpipe.pipeline.weights import NOT_SHARDED, LayerWeights
+from maxpipe.plan.compile import build_steps, placed
+from maxpipe.plan.cost import Model, cost
+from maxpipe.plan.search import schedule_of
+from maxpipe.plan.sizes import BYTES, Sizes
+from maxpipe.plan.topology import at_hand
+from maxpipe.sharding import AxisRules
+from maxpipe.train.step import Steps
+
+Tree = Any
+LAYERS = 2
+"""Of the chunk that is timed."""
+TURNS = (2, 10)
+"""Times that a program repeats its work: the difference is free of what a call costs."""
+SECONDS = 2.0
+"""How long each program is called again and again; medians count."""
+_CROWDED = 1.5
+"""Devices that slow each other down by more than this share cores."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds on one device while all work."""
+
+    forward: float
+    """Of one layer, one microbatch."""
+    input_grad: float
+    weight_grad: float
+    forward_alone: float
+    """While the other devices rest."""
+    hop: float = 0.0
+    """A microbatch's message to the next device."""
+    gather: float = 0.0
+    """One layer's weights from shards on all devices."""
+    scatter: float = 0.0
+    """One layer's gradient, summed to shards."""
+    latency: float = 0.0
+    """A collective with next to nothing in it."""
+
+
+def calibrate_here(loaded: Loaded) -> tuple[Hardware, Hardware, Measured]:
+    """(published figures, figures of the devices at hand, what was measured). Starts jax.
+
+    Raises:
+        ConfigError: the config does not fit the devices, or their kind is unknown.
+    """
+    config = loaded.config
+    target = at_hand(config.runtime, config.mesh.cpu_devices)
+    devices = jax.devices()
+    published = shipped()[target.hardware.topology]
+    return published, *calibrate(placed(loaded, devices), published, devices)
+
+
+def calibrate(
+    config: Config, hardware: Hardware, devices: Sequence[Any]
+) -> tuple[Hardware, Measured]:
+    """(figures of these devices, what was measured).
+
+    Args:
+        config: its layers and microbatch are timed; the mesh is resolved.
+        hardware: published figures; peak and memory stay as they are.
+        devices: all of one kind.
+    """
+    sizes = Sizes(config)
+    found = measure(sizes, devices)
+    figures = applied(found, sizes, hardware, len(devices))
+    tick = _tick(config, figures, devices)
+    return dataclasses.replace(figures, tick_us=1e6 * tick), found
+
+
+def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int) -> Hardware:
+    """The figures with which the cost model gives back what was measured."""
+    crowd = found.forward / found.forward_alone
+    ideal = dataclasses.replace(hardware, matmul_efficiency=1.0)
+    figures: dict[str, Any] = {
+        "matmul_efficiency": Model(sizes, ideal).layer_seconds / found.forward_alone,
+        "input_grad_cost": found.input_grad / found.forward,
+        "weight_grad_cost": found.weight_grad / found.forward,
+        "shared_by": num_devices / crowd if crowd > _CROWDED else 0.0,
+        "measured": f"{datetime.date.today():%Y-%m-%d}, {num_devices} devices, {platform.node()}",
+    }
+    if num_devices > 1:
+        size = BYTES[sizes.config.model.compute_dtype]
+        weights = sizes.layer_elements(whole=True) * (1 - 1 / num_devices)
+        moved = (
+            (found.hop, size * sizes.activation),
+            (found.gather, size * weights),
+            (found.scatter, 4 * weights),
+        )
+        rates = [sent / max(seconds - found.latency, 1e-9) for seconds, sent in moved]
+        figures["latency_us"] = found.latency * 1e6
+        figures["link_gb_per_second"] = statistics.harmonic_mean(rates) / hardware.ways / 1e9
+    return dataclasses.replace(hardware, **figures)
+
+
+def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
+    """Times of the pieces of a run; with one device, of its layers only."""
+    config = sizes.config
+    together, alone = _ring(config, devices), _ring(config, devices[:1])
+    through = [_layers(sizes, together, kinds) for kinds in ("F", "FI", "FIW")]
+    # An input gradient runs the layer's forward again.
+    times: dict[str, float] = {
+        "forward": through[0],
+        "input_grad": through[1] - 2 * through[0],
+        "weight_grad": through[2] - through[1],
+        "forward_alone": _layers(sizes, alone, "F") if len(devices) > 1 else through[0],
+    }
+    if len(devices) > 1:
+        dtype, count = jnp.dtype(config.model.compute_dtype), len(devices)
+        message = jnp.zeros((sizes.activation,), dtype)
+        weights = jnp.zeros((-(-sizes.layer_elements(whole=True) // count) * count,), dtype)
+        times |= {
+            "hop": _moved(together, message, lambda x, _: shift(x, STAGE, 1, count)),
+            "gather": _moved(together, weights[: weights.size // count], _gathered),
+            "scatter": _moved(together, weights.astype(jnp.float32), _scattered),
+            "latency": _moved(together, message[:8], lambda x, _: shift(x, STAGE, 1, count)),
+        }
+    # Differences of noisy times may fall below nothing.
+    floor = 0.1 * times["forward"]
+    times |= {name: max(times[name], floor) for name in ("input_grad", "weight_grad")}
+    return Measured(**times)
+
+
+def _ring(config: Config, devices: Sequence[Any]) -> Mesh:
+    return build_mesh(_on_ring(config.mesh, len(devices)), devices)
+
+
+def _on_ring(mesh: MeshConfig, count: int) -> MeshConfig:
+    names = [field.name for field in dataclasses.fields(mesh)]
+    sizes = {name: 1 for name in names if name.startswith(("ici_", "dcn_"))}
+    return dataclasses.replace(mesh, **sizes | {"ici_stage": count})
+
+
+# Programs.
+
+
+def _layers(sizes: Sizes, mesh: Mesh, kinds: str) -> float:
+    """Seconds of one layer in slots of these kinds, one after another."""
+    config = sizes.config
+    decoder = Decoder(config.model, AxisRules.from_config(config.mesh))
+    dtype = jnp.dtype(config.model.compute_dtype)
+    init = jax.jit(lambda key: decoder.init_layers(key, jnp.arange(LAYERS)))
+    weights = jax.tree.map(lambda leaf: leaf.astype(dtype), init(jax.random.key(0)))
+    held = LayerWeights("step", jax.tree.map(lambda _: NOT_SHARDED, weights), dtype)
+    layout = Layout(Ring(1, 1), (LAYERS,))
+    slots = LayerSlots(decoder.layer, layout, held, Keep("full"), "skip", None, by_visit=False)
+    shape = (sizes.rows, config.train.sequence_length)
+    inputs = {
+        "segment_ids": jnp.ones(shape, jnp.int32),
+        "positions": jnp.broadcast_to(jnp.arange(shape[1]), shape),
+        "example_ids": jnp.arange(shape[0]),
+    }
+
+    def run(weights: Tree, x: jax.Array, inputs: Tree, turns: jax.Array) -> Tree:
+        weights, x, inputs, zero = vary((weights, x, inputs, jnp.int32(0)))
+        row = SlotRow(*(zero,) * len(SlotRow._fields))
+        work = Work(row, zero, zero, zero, zero + LAYERS, zero + LAYERS, inputs)
+        pieces = slots.pieces(weights, x, inputs, halves=True)
+        stash, deferred = slots.empty_stash(pieces, 1, x), slots.empty_deferred(pieces, 1)
+
+        def body(_: Any, carry: Tree) -> Tree:
+            x, cotangent, stash, deferred, totals = carry
+            x, stash = slots.forward_and_keep(pieces, weights, work, x, stash)
+            if "I" in kinds:
+                cotangent, deferred = slots.input_grad(pieces, weights, work, x, stash, deferred)
+            if "W" in kinds:
+                totals = slots.weight_grad(pieces, work, deferred, totals)
+            return x, cotangent, stash, deferred, totals
+
+        start = (x, x, stash, deferred, held.zeros(weights))
+        return jax.tree.map(jnp.sum, lax.fori_loop(0, turns, body, start))
+
+    x = 0.01 * jax.random.normal(jax.random.key(1), (*shape, config.model.d_model), dtype)
+    return _seconds(mesh, run, (weights, x, inputs)) / LAYERS
+
+
+def _moved(mesh: Mesh, x: jax.Array, move: Callable[[jax.Array, jax.Array], jax.Array]) -> float:
+    """Seconds of a collective that turns `x` into its like."""
+
+    def run(x: jax.Array, turns: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, turns, lambda turn, x: vary(move(x, turn)), vary(x)).sum()
+
+    return _seconds(mesh, run, (x,))
+
+
+def _gathered(shard: jax.Array, turn: jax.Array) -> jax.Array:
+    whole = gather_shards(shard, STAGE, 0)
+    return lax.dynamic_slice_in_dim(whole, turn, len(shard))
+
+
+def _scattered(whole: jax.Array, turn: jax.Array) -> jax.Array:
+    part = scatter_sum(whole, STAGE, 0)
+    return lax.dynamic_update_slice_in_dim(whole, part, turn, 0)
+
+
+def _seconds(mesh: Mesh, run: Callable[..., Tree], arguments: tuple[Tree, ...]) -> float:
+    """Of one turn of a program's loop, whose number of turns is its last argument."""
+
+    def on_each(*given: Tree) -> Tree:
+        return jax.tree.map(lambda leaf: leaf[None], run(*given))
+
+    program: Callable[..., Tree] = on_each
+    if axes := program_axes(mesh):
+        everywhere = PartitionSpec()
+        program = jax.shard_map(
+            on_each,
+            mesh=mesh,
+            axis_names=set(axes),
+            in_specs=everywhere,
+            out_specs=PartitionSpec(STAGE),
+        )
+    with jax.set_mesh(mesh):
+        program = jax.jit(program)
+        calls = [partial(program, *arguments, jnp.int32(turns)) for turns in TURNS]
+        few, many = medians(calls, SECONDS)
+    return (many - few) / (TURNS[1] - TURNS[0])
+
+
+def medians(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
+    """Median seconds of each call, taken in turn so that what else happens hits all."""
+    for call in calls:
+        jax.block_until_ready(call())
+    taken: list[list[float]] = [[] for _ in calls]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(taken[0]) < 3:
+        for call, times in zip(calls, taken, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in taken]
+
+
+# Ticks.
+
+
+def _tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
+    """Seconds that a tick takes besides what the cost model knows of it: of a tiny model."""
+    count = len(devices)
+    still = dataclasses.replace(hardware, tick_us=0.0)
+    calls, foretold, ticks = [], [], []
+    for microbatches in (count + 1, 4 * count + 1):
+        tiny = _tiny(config, count, microbatches)
+        steps = build_steps(tiny, devices)
+        calls.append(step_of(steps))
+        schedule = schedule_of(tiny)
+        foretold.append(cost(Sizes(tiny), schedule, still).seconds)
+        ticks.append(schedule.num_ticks)
+    few, many = (
+        taken - known for taken, known in zip(medians(calls, SECONDS), foretold, strict=True)
+    )
+    return max(0.0, many - few) / (ticks[1] - ticks[0])
+
+
+def _tiny(config: Config, stages: int, microbatches: int) -> Config:
+    """A ring of all devices with next to nothing to do."""
+    model = dataclasses.replace(
+        config.model,
+        num_layers=stages,
+        d_model=32,
+        num_heads=2,
+        num_kv_heads=2,
+        head_size=16,
+        d_mlp=64,
+        vocab_size=64,
+    )
+    train = dataclasses.replace(config.train, batch_size=microbatches, sequence_length=32)
+    pipeline = PipelineConfig(schedule="1f1b", repeats=1, microbatches=microbatches)
+    mesh = _on_ring(config.mesh, stages)
+    return dataclasses.replace(config, model=model, train=train, pipeline=pipeline, mesh=mesh)
+
+
+def step_of(steps: Steps) -> Callable[[], Tree]:
+    """The train step on made-up data, over and over."""
+    rows, tokens = steps.shape
+    keys = jax.random.split(jax.random.key(0), 2)
+    vocabulary = steps.partition.decoder.config.vocab_size
+    ids = [jax.random.randint(key, (rows, tokens), 0, vocabulary) for key in keys]
+    batch = {
+        "tokens": ids[0],
+        "targets": ids[1],
+        "segment_ids": jnp.ones((rows, tokens), jnp.int32),
+        "positions": jnp.broadcast_to(jnp.arange(tokens), (rows, tokens)),
+        "loss_mask": jnp.ones((rows, tokens), jnp.float32),
+        "example_ids": jnp.arange(rows),
+    }
+    batch = jax.device_put(batch, steps.batch_sharding)
+    step, states = steps.compile_train(), [steps.init()]
+
+    def run() -> Tree:
+        state, metrics = step(states.pop(), batch)
+        states.append(state)
+        return metrics
+
+    return run

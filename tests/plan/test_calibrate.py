@@ -1,0 +1,104 @@
+"""Figures measured on the devices at hand, and how plans come to use them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from maxpipe import cli, hardware
+from maxpipe.config.load import from_dict
+from maxpipe.config.schema import Config
+from maxpipe.errors import ConfigError
+from maxpipe.hardware import known, shipped
+from maxpipe.plan import calibrate
+from maxpipe.plan.calibrate import Measured, applied
+from maxpipe.plan.cost import Model
+from maxpipe.plan.sizes import Sizes
+
+NUM_DEVICES = 4
+
+
+def config_of(stages: int = 1, fsdp: int = 1) -> Config:
+    model = {"num_layers": 4, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "head_size": 16}
+    model |= {"d_mlp": 64, "vocab_size": 512}
+    return from_dict(
+        {
+            "model": model,
+            "mesh": {
+                "ici_stage": stages,
+                "ici_fsdp": fsdp,
+                "ici_data": NUM_DEVICES // fsdp // stages,
+            },
+            "train": {"batch_size": 8, "sequence_length": 32, "steps": 1},
+        }
+    )
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    known.cache_clear()
+    yield tmp_path
+    known.cache_clear()
+
+
+@pytest.mark.parametrize("crowd", [1.0, 4.0])
+def test_the_cost_model_gives_back_what_was_measured(crowd: float) -> None:
+    sizes = Sizes(config_of(fsdp=NUM_DEVICES))
+    latency, rate = 50e-6, 2e9
+    weights = sizes.layer_elements(whole=True) * (1 - 1 / NUM_DEVICES)
+    found = Measured(
+        forward=3e-3 * crowd,
+        input_grad=4.5e-3 * crowd,
+        weight_grad=2.4e-3 * crowd,
+        forward_alone=3e-3,
+        hop=latency + 2 * sizes.activation / rate,
+        gather=latency + 2 * weights / rate,
+        scatter=latency + 4 * weights / rate,
+        latency=latency,
+    )
+    after = applied(found, sizes, known()["cpu"], NUM_DEVICES)
+    model = Model(sizes, dataclasses.replace(after, memory_gb_per_second=1e9))
+    assert model.forward == pytest.approx(found.forward_alone)
+    assert model.crowd == pytest.approx(crowd)
+    assert model.hides == (crowd == 1)
+    assert after.input_grad_cost == pytest.approx(1.5)
+    assert after.weight_grad_cost == pytest.approx(0.8)
+    # Nine arrays, each with its own latency.
+    assert model.gather == pytest.approx(found.gather + 8 * latency)
+    assert model.scatter == pytest.approx(found.scatter + 8 * latency)
+
+
+@pytest.mark.slow
+def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "SECONDS", 0.2)
+    found = calibrate.measure(Sizes(config_of()), jax.devices()[:NUM_DEVICES])
+    assert found.forward > 0 and found.forward_alone > 0
+    assert found.hop > 0 and found.gather > 0 and found.scatter > 0
+    assert found.input_grad > 0 and found.weight_grad > 0
+
+
+def test_measured_figures_are_kept_and_used(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = shipped()["cpu"]
+    after = dataclasses.replace(before, tick_us=123.0, measured="today")
+    found = Measured(1e-3, 1e-3, 1e-3, 1e-3)
+    monkeypatch.setattr(calibrate, "calibrate_here", lambda _: (before, after, found))
+    assert cli.main(["plan", "configs/quickstart.yml", "--calibrate"]) == 0
+    assert "123" in capsys.readouterr().out
+    assert known()["cpu"] == after and shipped()["cpu"] == before
+    assert known()["v5p"] == shipped()["v5p"]
+    assert cli.main(["plan", "configs/quickstart.yml", "--topology", "cpu:8"]) == 0
+    assert "8 devices of CPU, measured today" in capsys.readouterr().out
+
+
+def test_a_file_that_nobody_measured_is_refused(home: Path) -> None:
+    hardware.measured_folder().mkdir(parents=True)
+    (hardware.measured_folder() / "cpu.yml").write_text("speed: high\n")
+    with pytest.raises(ConfigError, match="is not a file that"):
+        known()
