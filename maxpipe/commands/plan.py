@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxpipe.commands.parser import Commands, add_inputs, integer, write_file
-from maxpipe.errors import ExitCode
+from maxpipe.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from maxpipe.config.load import Loaded
+    from maxpipe.plan.search import Found
     from maxpipe.plan.topology import Topology
 
 
@@ -57,6 +58,10 @@ def _plan(options: argparse.Namespace) -> int:
         target = topology.parse(options.topology, options.slices)
     if options.search or options.compile:
         return _search(options, loaded, target)
+    for name in ("fix", "write"):
+        if getattr(options, name):
+            rule = "is read by a search only."
+            raise ConfigError.one(f"command line: --{name}", None, rule, "Add --search.")
     return _forecast(options, loaded, target)
 
 
@@ -64,10 +69,7 @@ def _forecast(options: argparse.Namespace, loaded: Loaded, target: Topology) -> 
     from maxpipe.plan import plan, report
 
     layout = plan.layout(loaded, target)
-    if options.draw is not None:
-        from maxpipe.plan import draw
-
-        write_file(options.draw, "--draw", lambda path: draw.write(layout, target.hardware, path))
+    _draw(options, layout, target)
     values, nearest = plan.forecast(layout, target)
     if options.json:
         import json
@@ -78,25 +80,39 @@ def _forecast(options: argparse.Namespace, loaded: Loaded, target: Topology) -> 
     return ExitCode.DONE
 
 
+def _draw(options: argparse.Namespace, found: Found, target: Topology) -> None:
+    if options.draw is not None:
+        from maxpipe.plan import draw
+
+        write_file(options.draw, "--draw", lambda path: draw.write(found, target.hardware, path))
+
+
 def _search(options: argparse.Namespace, loaded: Loaded, target: Topology) -> int:
     from maxpipe.config.load import to_yaml
     from maxpipe.plan import plan, report, topology
 
     found = plan.best_layouts(loaded.config, target, plan.fixed_keys(loaded, options.fix))
-    print(report.searched(found, target.hardware), flush=True)
-    best = found.best[0]
+    if not options.json:
+        print(report.searched(found, target.hardware), flush=True)
+    checked = []
     if options.compile:
         topology.prepare(target)
         from maxpipe.plan.recheck import recheck
 
         tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
         checked = recheck(found.best[: options.compile], target, tell)
+    if options.json:
+        import json
+
+        print(json.dumps(report.search_facts(found, checked, target.hardware), indent=2))
+    elif checked:
         print(report.rechecked(checked))
-        best = checked[0].found
+    best = checked[0].found if checked else found.best[0]
+    _draw(options, best, target)
     if options.write is not None:
         text = to_yaml(best.config)
         write_file(options.write, "--write", lambda path: path.write_text(text, encoding="utf-8"))
-        print(f"wrote {options.write}")
+        print(f"wrote {options.write}", file=sys.stderr if options.json else sys.stdout)
     return ExitCode.DONE
 
 
@@ -137,7 +153,7 @@ def _add_plan(commands: Commands) -> None:
         action="store_true",
         help="measure the devices of this machine with this config's layers; plans use it then",
     )
-    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--search", action="store_true", help="rank the layouts of this topology")
     parser.add_argument(
         "--compile",
@@ -155,7 +171,9 @@ def _add_plan(commands: Commands) -> None:
     )
     parser.add_argument("--write", metavar="FILE", help="write the best layout's config there")
     parser.add_argument(
-        "--draw", metavar="FILE", help="draw memory and timeline, .svg or .png by the name"
+        "--draw",
+        metavar="FILE",
+        help="draw memory and timeline, of a search the best layout's; .svg or .png by the name",
     )
     parser.set_defaults(command=_plan)
 

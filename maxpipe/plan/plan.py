@@ -76,6 +76,7 @@ def nearest(found: Found, topology: Topology) -> list[str]:
                 f"{section}.{key}={value}"
                 for section, values in changes
                 for key, value in values.items()
+                if value != getattr(getattr(found.config, section), key)
             )
             hits.append(
                 (

@@ -170,6 +170,25 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
     return "\n".join(lines)
 
 
+def search_facts(found: Search, checked: Sequence[Checked], hardware: Hardware) -> dict[str, Any]:
+    """A search as plain values; what was compiled comes with the compiler's report, ranked anew."""
+    compiled = [
+        facts(each.found, hardware)
+        | {
+            "compiled_fits": each.fits,
+            "compiled_seconds": each.seconds,
+            "report": each.report and each.report.to_json(),
+        }
+        for each in checked
+    ]
+    return {
+        "considered": found.considered,
+        "too_large": found.too_large,
+        "best": [facts(each, hardware) for each in found.best],
+        "compiled": compiled,
+    }
+
+
 def rechecked(found: Sequence[Checked]) -> str:
     """What the compiler says of the best layouts, a line each."""
     lines = ["", "by the compiler:"]

@@ -106,8 +106,13 @@ def search(
     for _, candidate in ranked:
         if len(best) == keep:
             break
-        if not check(candidate, {}):
-            best.append(evaluate(candidate, hardware))
+        if check(candidate, {}):
+            continue
+        found = evaluate(candidate, hardware)
+        if found.memory.total <= limit:
+            best.append(found)
+        else:
+            too_large += 1
     if not best:
         raise ConfigError.one(
             "command line: maxpipe plan --search",

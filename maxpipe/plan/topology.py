@@ -23,6 +23,8 @@ _CORES_PER_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
 """Accelerator types of these count cores; of later ones, chips."""
 _DEVICES_PER_CHIP = {"v2": 2, "v3": 2, "tpu7x": 2}
 _ACCELERATORS = {"v5e": "v5litepod"}
+_CHIP_OPTIONS = {"v4": {"chip_config_name": "megacore"}}
+"""Both cores of a chip are one jax device unless one asks otherwise; libtpu's default is two."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +152,11 @@ def devices(topology: Topology) -> Sequence[Any]:
     platform, count = topology.platform, topology.num_devices
     if platform == "tpu":
         jax.config.update("jax_platforms", "cpu")
-        several = {"num_slices": topology.num_slices} if topology.num_slices > 1 else {}
+        options: dict[str, Any] = dict(_CHIP_OPTIONS.get(topology.hardware.topology, {}))
+        if topology.num_slices > 1:
+            options["num_slices"] = topology.num_slices
         try:
-            found = topologies.get_topology_desc(topology.name, platform="tpu", **several)
+            found = topologies.get_topology_desc(topology.name, platform="tpu", **options)
         except (RuntimeError, ValueError, NotImplementedError, ImportError) as error:
             raise _no_topology(topology, error) from error
         return found.devices

@@ -92,7 +92,8 @@ def test_what_takes_longer_is_foretold_to_take_longer() -> None:
 
     assert seconds(remat="names") < seconds(remat="full") < seconds(remat="chunk")
     assert seconds(repeats=4) < seconds(repeats=2) < seconds(schedule="1f1b", repeats=1)
-    held: Any = {"remat": "none", "weight_gather": "step"}
+    # Without microbatches to fill it, the bubble outweighs what deferring costs.
+    held: Any = {"remat": "none", "weight_gather": "step", "microbatches": 4}
     assert seconds(schedule="zb_v", **held) < seconds(**held)
     # The same work over the slow network.
     across = {"ici_stage": 4, "ici_fsdp": 4, "dcn_fsdp": 2}
@@ -135,8 +136,6 @@ def load_with(config: Config, overrides: list[str]) -> Config:
     for text in overrides:
         key, _, value = text.partition("=")
         section, name = key.split(".")
-        if value == "[]":
-            continue
         typed = int(value) if value.isdigit() else value
         part = dataclasses.replace(getattr(config, section), **{name: typed})
         config = dataclasses.replace(config, **{section: part})

@@ -1,0 +1,65 @@
+"""`maxpipe plan` as it is typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.config.load import load
+
+RUN = ["plan", "configs/quickstart.yml", "--topology", "cpu:8"]
+SEARCH = [*RUN, "--search", "--fix", "mesh.ici_stage=4", "pipeline.schedule=zb_v"]
+
+
+def test_a_forecast_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(RUN) == 0
+    text = capsys.readouterr().out
+    assert main([*RUN, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["fits"] and "fits" in text
+    assert values["num_devices"] == 8 and text.startswith("8 devices of CPU")
+    assert values["total_bytes"] == pytest.approx(sum(values["terms"].values()), rel=0.02)
+    assert values["layout"]["mesh.ici_stage"] == 4
+
+
+def test_a_search_writes_its_winner_and_draws_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best, drawn = tmp_path / "best.yml", tmp_path / "best.svg"
+    assert main([*SEARCH, "--write", str(best), "--draw", str(drawn), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["considered"] >= len(found["best"]) > 0 and found["compiled"] == []
+    keys = found["best"][0]["layout"]
+    assert keys["mesh.ici_stage"] == 4 and keys["pipeline.schedule"] == "zb_v"
+    config = load([str(best)]).config
+    assert config.mesh.ici_stage == 4 and config.pipeline.schedule == "zb_v"
+    assert drawn.read_text(encoding="utf-8").startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([*RUN, "--write", "best.yml"], "--write\n  is read by a search only"),
+        ([*RUN, "--fix", "mesh.ici_stage=4"], "--fix\n  is read by a search only"),
+        ([*RUN, "--search", "--fix", "train.steps=4"], "must be a key of mesh or pipeline"),
+        ([*RUN, "--calibrate"], "not allowed with argument --topology"),
+        (["plan", "configs/quickstart.yml"], "--topology --devices --calibrate is required"),
+        (["plan", "configs/quickstart.yml", "--topology", "cpu:4"], "there are cpu:4, 4 devices"),
+    ],
+)
+def test_mistakes_are_explained(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_layouts_of_one_kind_differ_only_in_keys_of_a_layout(tmp_path: Path) -> None:
+    best = tmp_path / "best.yml"
+    assert main([*SEARCH, "--write", str(best)]) == 0
+    given, found = load(["configs/quickstart.yml"]).config, load([str(best)]).config
+    for section in ("model", "train", "optim", "data", "tokenizer", "run"):
+        assert getattr(given, section) == getattr(found, section), section
