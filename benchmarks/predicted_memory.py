@@ -130,23 +130,9 @@ ROWS = [
         ),
         (
             "8b",
-            "v4:4x4x4",
-            1,
-            "ici_stage=4 ici_fsdp=8 ici_tensor=2 repeats=2 microbatches=16 batch_size=128 "
-            "sequence_length=4096",
-        ),
-        (
-            "8b",
             "v6e:8x8",
             1,
             "ici_fsdp=16 ici_tensor=4 microbatches=4 batch_size=64 sequence_length=8192",
-        ),
-        (
-            "8b",
-            "v6e:8x8",
-            1,
-            "ici_stage=4 ici_fsdp=16 schedule=1f1b microbatches=8 batch_size=128 "
-            "sequence_length=4096 weight_gather=step",
         ),
         (
             "8b",

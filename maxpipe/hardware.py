@@ -48,7 +48,7 @@ class Hardware:
     """Devices that the links can join."""
     clock_ghz: float
     """Of the matrix units, 0 where cycles are not estimated."""
-    matmul_efficiency: float = 0.7
+    matmul_efficiency: float = 0.75
     """Share of the peak that a layer's forward reaches."""
     input_grad_cost: float = 1.0
     """Time of a layer's input gradient, in forwards, without replays."""

@@ -27,6 +27,8 @@ AXES = MESH_AXES
 MANUAL_AXES = (STAGE, DATA, FSDP)
 """Axes over which the pipeline's program is written per device; the others are automatic."""
 
+AUTOMATIC_AXES = tuple(axis for axis in AXES if axis not in MANUAL_AXES)
+
 BATCH_AXES = (DATA, FSDP)
 """Axes that each see their own part of the batch."""
 

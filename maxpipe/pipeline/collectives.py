@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.mesh import MANUAL_AXES
 
@@ -26,6 +26,24 @@ def _present(axes: str | Sequence[str]) -> tuple[str, ...]:
     named = (axes,) if isinstance(axes, str) else axes
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(axis for axis in named if axis in manual)
+
+
+def over_automatic_axes(
+    run: Callable[[jax.Array], jax.Array], entries: Sequence[Any]
+) -> Callable[[jax.Array], jax.Array]:
+    """`run` on each device's shard over the automatic axes, too.
+
+    `entries` name those axes for each dim of the array, as a PartitionSpec does. XLA's partitioner
+    keeps such a dim divided through sums and permutes, but puts it together before it gathers or
+    scatters another one: with tensor 4 that is four times the traffic, and memory.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    named = [axes if isinstance(axes, tuple) else (axes,) for axes in entries if axes]
+    divided = {axis for axes in named for axis in axes if mesh.shape[axis] > 1}
+    if not divided:
+        return run
+    spec = PartitionSpec(*entries)
+    return jax.shard_map(run, in_specs=spec, out_specs=spec, axis_names=divided)
 
 
 def vary(tree: Any) -> Any:

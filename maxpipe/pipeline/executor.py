@@ -25,8 +25,8 @@ from maxpipe.pipeline.program import Network, Plan, Program, Table
 from maxpipe.pipeline.remat import Keep
 from maxpipe.pipeline.slots import Idle
 from maxpipe.pipeline.table import Schedule
-from maxpipe.pipeline.weights import NOT_SHARDED, Gather
-from maxpipe.sharding import BATCH_SPEC, fsdp_dim, restrict
+from maxpipe.pipeline.weights import Division, Gather
+from maxpipe.sharding import BATCH_SPEC, restrict
 
 Tree = Any
 
@@ -84,8 +84,8 @@ class Engine:
     def _shard_map(self, program: Callable, schedule: Schedule, out_specs: Tree) -> Callable:
         assert schedule.num_stages == self.mesh.shape[STAGE]
         assert schedule.ring == self.layout.ring
-        dims = jax.tree.map(_fsdp_dim, self.specs, is_leaf=_is_spec)
-        plan = Plan(self.network, self.layout, self.weight_gather, self.keep, self.idle, dims)
+        divisions = jax.tree.map(Division.of, self.specs, is_leaf=_is_spec)
+        plan = Plan(self.network, self.layout, self.weight_gather, self.keep, self.idle, divisions)
         table = Table.of(schedule)
         run, axes = partial(program, plan, schedule), program_axes(self.mesh)
         if axes:
@@ -102,11 +102,6 @@ class Engine:
 
 def _is_spec(node: object) -> bool:
     return isinstance(node, PartitionSpec)
-
-
-def _fsdp_dim(spec: PartitionSpec) -> int:
-    dim = fsdp_dim(spec)
-    return NOT_SHARDED if dim is None else dim
 
 
 def _table_specs(table: Table) -> Table:

@@ -24,7 +24,7 @@ from maxpipe.pipeline.remat import Keep
 from maxpipe.pipeline.slots import Idle, LayerSlots, SlotRow, microbatch, read, room, write
 from maxpipe.pipeline.table import Ring, Schedule, Slots
 from maxpipe.pipeline.vocabulary import Embedding, LossHead
-from maxpipe.pipeline.weights import NOT_SHARDED, Gather, LayerWeights, sum_over_batch
+from maxpipe.pipeline.weights import WHOLE, Gather, LayerWeights, sum_over_batch
 
 Tree = Any
 
@@ -55,8 +55,8 @@ class Plan:
     weight_gather: Gather
     keep: Keep
     idle: Idle
-    dims: Tree
-    """For each parameter the dim that is sharded over fsdp, or `NOT_SHARDED`."""
+    divisions: Tree
+    """For each parameter its `Division`."""
 
     @property
     def gather_outside_ring(self) -> Gather:
@@ -161,16 +161,17 @@ class Program:
         self.outside = self._outside(params["outside"], key) if "outside" in params else None
 
     def _hold_ends(self, params: Tree) -> None:
-        dims, dtype, table = self.plan.dims, self.network.compute_dtype, params["embedding"]
-        self.embedding = Embedding(dims["embedding"])
+        divisions, dtype = self.plan.divisions, self.network.compute_dtype
+        table, of_table = params["embedding"], divisions["embedding"]
+        self.embedding = Embedding(of_table)
         self.table = self.embedding.hold(table, dtype)
         self.final_norm = jax.tree.map(lambda leaf: vary(leaf.astype(dtype)), params["final_norm"])
         self.tied = "head" not in params
-        head, dim = (
-            (table.T, _turned(dims["embedding"])) if self.tied else (params["head"], dims["head"])
+        head, of_head = (
+            (table.T, of_table.turned) if self.tied else (params["head"], divisions["head"])
         )
         # A stack of one.
-        self.head_weights = LayerWeights(self.plan.gather_outside_ring, dim, dtype)
+        self.head_weights = LayerWeights(self.plan.gather_outside_ring, of_head, dtype)
         self.head = self.head_weights.hold(head[None])
         last_stage = self.schedule.ring.last_stage
         self.loss_head = LossHead(self.network.norm, last_stage, self.network.vocab_size)
@@ -181,7 +182,7 @@ class Program:
         # Stacked dims [R, 1, L] of this stage become one.
         self.weights = LayerWeights(
             "step" if mode == "visit" and not self.by_visit else mode,
-            _of_one_layer(plan.dims["layers"], num_stacked=3),
+            _of_one_layer(plan.divisions["layers"], num_stacked=3),
             dtype,
         )
         flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), params)
@@ -206,7 +207,7 @@ class Program:
         plan, trains = self.plan, self.schedule.trains
         weights = LayerWeights(
             plan.gather_outside_ring,
-            _of_one_layer(plan.dims["outside"], num_stacked=1),
+            _of_one_layer(plan.divisions["outside"], num_stacked=1),
             self.network.compute_dtype,
         )
         held, layout = weights.hold(params), Layout(Ring(1, 1), (plan.layout.outside,))
@@ -555,7 +556,7 @@ class Program:
         )
         # Every stage computed the same gradient of the final norm; one counts.
         final_norm = jax.tree.map(
-            lambda leaf: sum_over_batch(from_position(leaf, STAGE, 0), NOT_SHARDED),
+            lambda leaf: sum_over_batch(from_position(leaf, STAGE, 0), WHOLE),
             gradients.final_norm,
         )
         embedding = self.embedding.finish(gradients.embedding)
@@ -568,14 +569,9 @@ class Program:
         return found | {"embedding": embedding, "head": head}
 
 
-def _turned(dim: int) -> int:
-    """A matrix' dim after it is transposed."""
-    return dim if dim == NOT_SHARDED else 1 - dim
-
-
-def _of_one_layer(dims: Tree, *, num_stacked: int) -> Tree:
-    """Sharded dims of one layer's weights, from those of weights stacked along so many dims."""
-    return jax.tree.map(lambda dim: dim if dim == NOT_SHARDED else dim - num_stacked, dims)
+def _of_one_layer(divisions: Tree, *, num_stacked: int) -> Tree:
+    """Divisions of one layer's weights, from those of weights stacked along so many dims."""
+    return jax.tree.map(lambda division: division.of_one(num_stacked), divisions)
 
 
 def _cut(num_microbatches: int, rows: jax.Array) -> jax.Array:

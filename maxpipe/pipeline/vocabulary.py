@@ -32,23 +32,23 @@ from maxpipe.pipeline.collectives import (
     sum_over,
     vary,
 )
-from maxpipe.pipeline.weights import gather, scatter, sum_over_batch
+from maxpipe.pipeline.weights import Division, gather, scatter, sum_over_batch
 
 
 class Embedding(NamedTuple):
     """Lookup in this stage's rows of the table `[V/P, D]`."""
 
-    dim: int
-    """The table's dim that is sharded over fsdp, or `NOT_SHARDED`."""
+    division: Division
+    """Of the table."""
 
     @property
     def by_column(self) -> bool:
         """Whether devices along fsdp each look up their own columns."""
-        return self.dim == 1
+        return self.division.dim == 1
 
     def hold(self, shard: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """What `lookup` reads."""
-        return vary(shard.astype(dtype)) if self.by_column else gather(shard, self.dim, dtype)
+        return vary(shard.astype(dtype)) if self.by_column else gather(shard, self.division, dtype)
 
     def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         """`tokens [B, T]` -> `[B, T, D]`, the same on every stage."""
@@ -71,8 +71,8 @@ class Embedding(NamedTuple):
 
     def finish(self, total: jax.Array) -> jax.Array:
         """Summed over data and fsdp, in the form of the stored shard."""
-        total = total if self.by_column else scatter(total, self.dim)
-        return sum_over_batch(total, self.dim)
+        total = total if self.by_column else scatter(total, self.division)
+        return sum_over_batch(total, self.division)
 
     def _found(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         row, mine = self._own_rows(tokens, table.shape[0])

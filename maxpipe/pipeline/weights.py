@@ -14,29 +14,77 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from maxpipe.mesh import DATA, FSDP
-from maxpipe.pipeline.collectives import gather_shards, scatter_sum, size_of, sum_over, vary
+from maxpipe.mesh import AUTOMATIC_AXES, DATA, FSDP
+from maxpipe.pipeline.collectives import (
+    gather_shards,
+    over_automatic_axes,
+    scatter_sum,
+    size_of,
+    sum_over,
+    vary,
+)
+from maxpipe.sharding import fsdp_dim, restrict
 
 Tree = Any
 Gather = Literal["iteration", "visit", "step"]
 NOT_SHARDED = -1
-"""Stands for "no dim is sharded over fsdp" in trees of dims."""
+"""Stands for "no dim is sharded over fsdp"."""
 
 
-def gather(shard: jax.Array, dim: int, dtype: jnp.dtype) -> jax.Array:
+@dataclass(frozen=True)
+class Division:
+    """How a parameter is divided among the devices of a stage."""
+
+    dim: int
+    """The dim that is sharded over fsdp, or `NOT_SHARDED`."""
+    automatic: tuple[Any, ...] = ()
+    """For each dim the automatic axes over which it is sharded, as in a PartitionSpec."""
+
+    @classmethod
+    def of(cls, spec: PartitionSpec) -> Division:
+        """From the spec of the whole parameter."""
+        dim = fsdp_dim(spec)
+        return cls(NOT_SHARDED if dim is None else dim, tuple(restrict(spec, AUTOMATIC_AXES)))
+
+    def of_one(self, num_stacked: int) -> Division:
+        """Of one weight, when this is of weights stacked along so many dims."""
+        dim = self.dim if self.dim == NOT_SHARDED else self.dim - num_stacked
+        return Division(dim, self.automatic[num_stacked:])
+
+    @property
+    def stacked(self) -> Division:
+        """Of weights like this one, stacked along a new first dim."""
+        dim = self.dim if self.dim == NOT_SHARDED else self.dim + 1
+        return Division(dim, (None, *self.automatic))
+
+    @property
+    def turned(self) -> Division:
+        """Of the transposed matrix."""
+        rows, columns = (*self.automatic, None, None)[:2]
+        return Division(self.dim if self.dim == NOT_SHARDED else 1 - self.dim, (columns, rows))
+
+
+WHOLE = Division(NOT_SHARDED)
+"""Every device has all of it."""
+
+
+def gather(shard: jax.Array, division: Division, dtype: jnp.dtype) -> jax.Array:
     """The whole weight in the compute dtype, from this device's shard."""
     shard = shard.astype(dtype)
-    if dim == NOT_SHARDED:
+    if division.dim == NOT_SHARDED:
         return vary(shard)
-    return vary(gather_shards(shard, FSDP, dim))
+    run = partial(gather_shards, axis=FSDP, dim=division.dim)
+    return vary(over_automatic_axes(run, division.automatic)(shard))
 
 
-def scatter(gradient: jax.Array, dim: int) -> jax.Array:
+def scatter(gradient: jax.Array, division: Division) -> jax.Array:
     """This device's shard of the gradient, summed over fsdp; unsharded ones stay unsummed."""
-    if dim == NOT_SHARDED:
+    if division.dim == NOT_SHARDED:
         return gradient
-    return vary(scatter_sum(gradient, FSDP, dim))
+    run = partial(scatter_sum, axis=FSDP, dim=division.dim)
+    return vary(over_automatic_axes(run, division.automatic)(gradient))
 
 
 @dataclass(frozen=True)
@@ -48,8 +96,8 @@ class LayerWeights:
     """
 
     mode: Gather
-    dims: Tree
-    """For each leaf the dim of one layer's weight that is sharded over fsdp."""
+    divisions: Tree
+    """For each leaf the `Division` of one layer's weight."""
     dtype: jnp.dtype
 
     def hold(self, shards: Tree) -> Tree:
@@ -57,7 +105,9 @@ class LayerWeights:
         if self.mode != "step":
             return vary(shards)
         return jax.tree.map(
-            lambda shard, dim: gather(shard, _stacked(dim), self.dtype), shards, self.dims
+            lambda shard, division: gather(shard, division.stacked, self.dtype),
+            shards,
+            self.divisions,
         )
 
     def layer(self, held: Tree, index: jax.Array | int) -> Tree:
@@ -65,7 +115,9 @@ class LayerWeights:
         picked = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, False), held)
         if self.mode != "iteration":
             return picked
-        return jax.tree.map(lambda leaf, dim: gather(leaf, dim, self.dtype), picked, self.dims)
+        return jax.tree.map(
+            lambda leaf, division: gather(leaf, division, self.dtype), picked, self.divisions
+        )
 
     def zeros(self, held: Tree) -> Tree:
         """Empty float32 accumulators in the form of what is held."""
@@ -74,40 +126,42 @@ class LayerWeights:
     def accumulate(self, totals: Tree, index: jax.Array | int, gradient: Tree) -> Tree:
         """Adds one layer's gradient in place."""
 
-        def add(total: jax.Array, part: jax.Array, dim: int) -> jax.Array:
+        def add(total: jax.Array, part: jax.Array, division: Division) -> jax.Array:
             part = part.astype(jnp.float32)
-            return _add(total, index, scatter(part, dim) if self.mode == "iteration" else part)
+            return _add(total, index, scatter(part, division) if self.mode == "iteration" else part)
 
-        return jax.tree.map(add, totals, gradient, self.dims)
+        return jax.tree.map(add, totals, gradient, self.divisions)
 
     def finish(self, totals: Tree) -> Tree:
         """Summed over data and fsdp, in the form of the stored shards."""
 
-        def reduce(total: jax.Array, dim: int) -> jax.Array:
+        def reduce(total: jax.Array, division: Division) -> jax.Array:
             if self.mode == "step":
-                total = scatter(total, _stacked(dim))
-            return sum_over_batch(total, dim)
+                total = scatter(total, division.stacked)
+            return sum_over_batch(total, division)
 
-        return jax.tree.map(reduce, totals, self.dims)
+        return jax.tree.map(reduce, totals, self.divisions)
 
     # Chunks of `length` layers in the window of `visit`.
 
     def window(self, shards: Tree, num_layers: int, dtype: jnp.dtype) -> Tree:
         """Zeros for this many whole layers."""
 
-        def empty(shard: jax.Array, dim: int) -> jax.Array:
+        def empty(shard: jax.Array, division: Division) -> jax.Array:
             shape = [num_layers, *shard.shape[1:]]
-            if dim != NOT_SHARDED:
-                shape[1 + dim] *= size_of(FSDP)
+            if division.dim != NOT_SHARDED:
+                shape[1 + division.dim] *= size_of(FSDP)
             return vary(jnp.zeros(shape, dtype))
 
-        return jax.tree.map(empty, shards, self.dims)
+        return jax.tree.map(empty, shards, self.divisions)
 
     def gather_chunk(self, shards: Tree, first: jax.Array, length: int) -> Tree:
         """Whole weights of the layers from `first` on."""
         cut = partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=length)
         return jax.tree.map(
-            lambda shard, dim: gather(cut(shard), _stacked(dim), self.dtype), shards, self.dims
+            lambda shard, division: gather(cut(shard), division.stacked, self.dtype),
+            shards,
+            self.divisions,
         )
 
     def reduce(
@@ -115,15 +169,15 @@ class LayerWeights:
     ) -> tuple[Tree, Tree]:
         """Adds one layer's whole gradient to the sharded totals, and empties its place."""
 
-        def add(total: jax.Array, sums: jax.Array, dim: int) -> jax.Array:
+        def add(total: jax.Array, sums: jax.Array, division: Division) -> jax.Array:
             part = lax.dynamic_index_in_dim(sums, place, 0, False)
-            return _add(total, index, scatter(part, dim))
+            return _add(total, index, scatter(part, division))
 
         def clear(sums: jax.Array) -> jax.Array:
             zeros = vary(jnp.zeros(sums.shape[1:], sums.dtype))
             return lax.dynamic_update_index_in_dim(sums, zeros, place, 0)
 
-        totals = jax.tree.map(add, totals, partial_sums, self.dims)
+        totals = jax.tree.map(add, totals, partial_sums, self.divisions)
         return totals, jax.tree.map(clear, partial_sums)
 
 
@@ -135,10 +189,6 @@ def _add(totals: jax.Array, index: jax.Array | int, part: jax.Array) -> jax.Arra
     return lax.dynamic_update_slice_in_dim(totals, old + part[None], index, 0)
 
 
-def sum_over_batch(gradient: jax.Array, dim: int) -> jax.Array:
+def sum_over_batch(gradient: jax.Array, division: Division) -> jax.Array:
     """Sums over the batch axes that `scatter` has not summed over."""
-    return sum_over(gradient, DATA if dim != NOT_SHARDED else (DATA, FSDP))
-
-
-def _stacked(dim: int) -> int:
-    return dim if dim == NOT_SHARDED else dim + 1
+    return sum_over(gradient, DATA if division.dim != NOT_SHARDED else (DATA, FSDP))

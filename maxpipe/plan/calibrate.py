@@ -32,7 +32,7 @@ from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.remat import Keep
 from maxpipe.pipeline.slots import LayerSlots, SlotRow, Work
 from maxpipe.pipeline.table import Ring
-from maxpipe.pipeline.weights import NOT_SHARDED, LayerWeights
+from maxpipe.pipeline.weights import WHOLE, LayerWeights
 from maxpipe.plan.compile import build_steps, placed
 from maxpipe.plan.cost import Model, cost
 from maxpipe.plan.search import schedule_of
@@ -105,9 +105,10 @@ def calibrate(
 def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int) -> Hardware:
     """The figures with which the cost model gives back what was measured."""
     crowd = found.forward / found.forward_alone
-    ideal = dataclasses.replace(hardware, matmul_efficiency=1.0)
+    ideal = Model(sizes, dataclasses.replace(hardware, matmul_efficiency=1.0))
+    matmuls = max(0.1 * found.forward_alone, found.forward_alone - ideal.score_seconds)
     figures: dict[str, Any] = {
-        "matmul_efficiency": Model(sizes, ideal).layer_seconds / found.forward_alone,
+        "matmul_efficiency": ideal.matmul_seconds / matmuls,
         "input_grad_cost": found.input_grad / found.forward,
         "weight_grad_cost": found.weight_grad / found.forward,
         "shared_by": num_devices / crowd if crowd > _CROWDED else 0.0,
@@ -175,7 +176,7 @@ def _layers(sizes: Sizes, mesh: Mesh, kinds: str) -> float:
     dtype = jnp.dtype(config.model.compute_dtype)
     init = jax.jit(lambda key: decoder.init_layers(key, jnp.arange(LAYERS)))
     weights = jax.tree.map(lambda leaf: leaf.astype(dtype), init(jax.random.key(0)))
-    held = LayerWeights("step", jax.tree.map(lambda _: NOT_SHARDED, weights), dtype)
+    held = LayerWeights("step", jax.tree.map(lambda _: WHOLE, weights), dtype)
     layout = Layout(Ring(1, 1), (LAYERS,))
     slots = LayerSlots(decoder.layer, layout, held, Keep("full"), "skip", None, by_visit=False)
     shape = (sizes.rows, config.train.sequence_length)

@@ -26,7 +26,7 @@ from maxpipe.errors import ConfigError
 from maxpipe.hlo import Collective, Profile, parse, profile
 from maxpipe.mesh import AXES, build_mesh, resolve
 from maxpipe.model.count import train_flops_per_token
-from maxpipe.pipeline.table import Slots
+from maxpipe.pipeline.table import Schedule, Slots
 from maxpipe.plan.advice import capacity, explain_out_of_memory, gib
 from maxpipe.plan.topology import WHERE, Topology, devices
 from maxpipe.train.build import steps_of
@@ -276,8 +276,8 @@ def executions(
             share = float((np.asarray(rounds) >= 0).mean())
             trips[rf"/outside/{scope}/(replay/)?while$"] = layout.outside * share
     trips |= {
-        rf"/{SLOTS[kind]}/(replay/)?while$": _layers_per_tick(slots, layout.chunk_sizes, average)
-        for kind, slots in schedule.kinds
+        rf"/{SLOTS[kind]}/(replay/)?while$": turns
+        for kind, turns in _layers_per_tick(schedule, layout.chunk_sizes, average).items()
     }
     visits, layers = schedule.visits, layout.layers_per_chunk
     if weight_gather == "visit" and visits.num_window:
@@ -300,10 +300,25 @@ def executions(
     return trips, {name: float((np.asarray(column) >= 0).mean()) for name, column in shares.items()}
 
 
-def _layers_per_tick(slots: Slots, sizes: np.ndarray, average: bool) -> float:
-    stages = np.arange(slots.repeat.shape[1])
-    layers = np.where(slots.active, sizes[np.maximum(slots.repeat, 0), stages], 0)
-    return float((layers.mean(axis=1) if average else layers.max(axis=1)).mean())
+def _layers_per_tick(schedule: Schedule, sizes: np.ndarray, average: bool) -> dict[str, float]:
+    """Mean turns of the loop over layers in each kind of slot."""
+    stages = np.arange(schedule.num_stages)
+
+    def layers(slots: Slots) -> np.ndarray:
+        found = np.where(slots.active, sizes[np.maximum(slots.repeat, 0), stages], 0)
+        return found.mean(axis=1) if average else found.max(axis=1)
+
+    turns = {kind: layers(slots) for kind, slots in schedule.kinds}
+    if schedule.mixed and not average:
+        # Stages do different kinds of work in a tick: the longest counts, the others run beside it.
+        longest = np.argmax([turns[kind] * weight for kind, weight in _LENGTH.items()], axis=0)
+        for place, kind in enumerate(_LENGTH):
+            turns[kind] = np.where(longest == place, turns[kind], 0)
+    return {kind: float(column.mean()) for kind, column in turns.items()}
+
+
+_LENGTH = {"F": 1.0, "I": 1.3, "W": 1.0}
+"""How long a layer takes in the kinds of slots of a mixed tick, roughly: only the order counts."""
 
 
 def traffic(found: Sequence[Collective], mesh: Any) -> list[Traffic]:

@@ -14,13 +14,16 @@ from functools import cached_property
 import numpy as np
 
 from maxpipe.hardware import Hardware
-from maxpipe.model.count import scored_pairs, train_flops_per_token
+from maxpipe.model.count import train_flops_per_token
 from maxpipe.pipeline.table import Schedule
 from maxpipe.plan.memory import state
 from maxpipe.plan.sizes import BYTES, Sizes, layer_weights
 
 REPLAYS = {"none": 0.0, "names": 0.15, "full": 1.0, "chunk": 2.0}
 """Forwards that a layer's backward runs again. With names, norms and the like."""
+SCORE_BYTES = 12
+"""Moved for each pair of query and key by the softmax of plain attention and its gradient, a pass:
+fitted to the TPU compiler's cycles at 2048 and 8192 tokens."""
 HIDDEN = {"iteration": 0.5, "visit": 0.0, "step": 0.0}
 """Share of a layer's work behind which its gather travels."""
 
@@ -105,14 +108,22 @@ class Model:
         """One layer's forward of a microbatch, its tensor-parallel sums included."""
         return self.layer_seconds + 2 * self._tensor_sum / self.crowd
 
-    @cached_property
+    @property
     def layer_seconds(self) -> float:
         """One layer's forward of a microbatch on a device that works alone."""
+        return self.matmul_seconds + self.score_seconds
+
+    @property
+    def score_seconds(self) -> float:
+        """Of that, what attention's scores take on their way through memory."""
+        return SCORE_BYTES * self.sizes.scores / (self.hardware.memory_gb_per_second * 1e9)
+
+    @cached_property
+    def matmul_seconds(self) -> float:
+        """Of that, the rest."""
         sizes, model = self.sizes, self.sizes.config.model
         flops = 2.0 * sizes.tokens * sizes.layer_elements(whole=True)
-        pairs = scored_pairs(sizes.config.train.sequence_length)
-        heads = sizes.named(("query",)) // max(1, sizes.tokens * model.head_size)
-        flops += 4.0 * sizes.rows * pairs * heads * model.head_size
+        flops += 4.0 * sizes.scores * model.head_size
         moved = self._size * sizes.layer_elements(whole=True)
         moved += self._size * (8 * sizes.activation + 2 * sizes.named(("query", "gate", "up")))
         return self.work(flops, moved)

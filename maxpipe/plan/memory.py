@@ -139,20 +139,28 @@ def _copies(sizes: Sizes) -> float:
     return float(size * elements)
 
 
+AT_ONCE = {"iteration": 5.6, "visit": 1.0, "step": 1.0}
+"""Whole layers in compute type that are there in a layer's backward: gathered, on their way, and
+their gradients in float32."""
+
+
 def _at_work(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     """What is alive besides at the fullest moment: in a layer's backward or in the loss head."""
     model, pipeline = sizes.config.model, sizes.config.pipeline
-    size = BYTES[model.compute_dtype]
-    whole = sizes.layer_elements(whole=True)
-    named = sizes.named(("query", "key", "value", "context", "gate", "up"))
-    layer = size * (6.0 * sizes.activation + 2.0 * named)
-    if pipeline.weight_gather == "iteration":
-        layer += 2 * size * whole
-    layer += size * whole
-    shards = sizes.matrix_elements(whole=True) // model.d_model
-    logits = 3.0 * 4 * sizes.tokens * shards + 4.0 * sizes.matrix_elements(whole=True)
-    if pipeline.weight_gather == "iteration":
-        logits += size * sizes.matrix_elements(whole=True)
+    size, gathers = BYTES[model.compute_dtype], pipeline.weight_gather == "iteration"
+    at_once = AT_ONCE["step" if _by_step(sizes, schedule) else pipeline.weight_gather]
+    # Scores of all blocks of attention in float32, probabilities and their gradients; the MLP.
+    layer = at_once * size * sizes.layer_elements(whole=True)
+    layer += (4 + 2 * size) * sizes.scores
+    layer += size * (3 * sizes.named(("gate",)) + 4 * sizes.activation)
     if pipeline.remat == "chunk":
         layer += sizes.layers_per_chunk * size * sizes.activation
-    return {"layer": layer, "logits": 0.0} if layer >= logits else {"layer": 0.0, "logits": logits}
+    matrix = sizes.matrix_elements(whole=True)
+    columns = matrix // model.d_model
+    logits = 4.0 * matrix + (4 + size) * sizes.tokens * columns + size * matrix * gathers
+    # Two conditionals hand the head's gradient on, and XLA keeps it twice.
+    twice = 4.0 * sizes.matrix_elements(whole=not gathers)
+    return {
+        "layer": layer if layer >= logits else 0.0,
+        "logits": twice + (0.0 if layer >= logits else logits),
+    }

@@ -199,6 +199,12 @@ class Sizes:
         """Activations by name."""
         return sum(self._named[name] for name in names)
 
+    @cached_property
+    def scores(self) -> int:
+        """Pairs of query and key that plain attention scores, of all heads."""
+        heads = -(-self.config.model.num_heads // self._share("heads"))
+        return self.rows * heads * scored_pairs(self.config.train.sequence_length)
+
     def kept_bytes(self) -> tuple[float, float]:
         """(on the device, on the host) kept by one layer, or by a chunk with `chunk`."""
         pipeline, size = self.config.pipeline, BYTES[self.config.model.compute_dtype]
@@ -215,8 +221,7 @@ class Sizes:
         """All that a layer's differentiation keeps: as listed by tracing it."""
         size, tokens = BYTES[self.config.model.compute_dtype], self.tokens
         model = self.config.model
-        heads = -(-model.num_heads // self._share("heads"))
-        scores = self.rows * heads * scored_pairs(self.config.train.sequence_length)
+        heads, scores = -(-model.num_heads // self._share("heads")), self.scores
         # In float32: four inputs of norms, their statistics, angles, statistics of the softmax.
         wide = 4 * self.activation + tokens * (4 + 2 * model.head_size + 2 * heads) + 3
         named = self._named

@@ -62,7 +62,7 @@ def test_the_cost_model_gives_back_what_was_measured(crowd: float) -> None:
         latency=latency,
     )
     after = applied(found, sizes, known()["cpu"], NUM_DEVICES)
-    model = Model(sizes, dataclasses.replace(after, memory_gb_per_second=1e9))
+    model = Model(sizes, after)
     assert model.forward == pytest.approx(found.forward_alone)
     assert model.crowd == pytest.approx(crowd)
     assert model.hides == (crowd == 1)

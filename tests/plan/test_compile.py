@@ -6,11 +6,13 @@ import json
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from maxpipe.model.count import scored_pairs
+from maxpipe.pipeline.schedule import build
 from maxpipe.plan.advice import TERMS, capacity, explain_out_of_memory
-from maxpipe.plan.compile import Report, build_steps, report_of
+from maxpipe.plan.compile import Report, _layers_per_tick, build_steps, report_of
 from maxpipe.plan.report import compiled
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import parse
@@ -57,6 +59,24 @@ def test_collectives_are_named_by_their_axes(report: Report) -> None:
     assert gathers.total_bytes == pytest.approx(2 * layers * whole, rel=0.05)
 
 
+def test_tensor_shards_stay_apart_while_weights_are_gathered() -> None:
+    mesh = {"ici_stage": 2, "ici_fsdp": 2, "ici_tensor": 2}
+    config = config_of({"compute_dtype": "float32"}, mesh, PIPELINE)
+    steps = build_steps(config, jax.devices()[:8])
+    found = report_of(config, parse("cpu:8"), steps, steps.compile_train()).collectives
+    sizes = Sizes(config)
+    sent = {
+        kind: sum(each.total_bytes for each in found if (each.kind, each.axes) == (kind, "fsdp"))
+        for kind in ("all-gather", "reduce-scatter")
+    }
+    # Half of each weight's tensor shard, twice gathered and once reduced, in float32.
+    layers = sizes.microbatches * sum(sizes.cut) / sizes.stages
+    part = 4 * layers * sizes.layer_elements(whole=True) / 2
+    assert sent["all-gather"] == pytest.approx(2 * part, rel=0.1)
+    assert sent["reduce-scatter"] == pytest.approx(part, rel=0.1)
+    assert not any(each.kind == "all-gather" and each.axes == "tensor" for each in found)
+
+
 def test_the_report_is_text_and_json(report: Report) -> None:
     values = json.loads(json.dumps(report.to_json()))
     for name in ("temp_bytes", "argument_bytes", "output_bytes", "flops", "collectives"):
@@ -93,3 +113,15 @@ def test_out_of_memory_is_told_in_words_of_the_config() -> None:
     first, second = explain_out_of_memory(MESSAGE, buffers).splitlines()
     assert "40.00 GiB" in first and TERMS["stash"].about in first and "pipeline.remat" in first
     assert "0.50 GiB" in second and TERMS["logits"].about in second
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "zb_v"])
+def test_stages_do_one_kind_of_work_in_a_mixed_tick(name: str) -> None:
+    schedule = build(name, stages=4, repeats=2 if name == "zb_v" else 1, microbatches=8)
+    sizes = np.full((schedule.num_repeats, 4), 3)
+    average = _layers_per_tick(schedule, sizes, average=True)
+    busiest = _layers_per_tick(schedule, sizes, average=False)
+    assert sum(average.values()) <= sum(busiest.values()) <= 3
+    # Each microbatch visits each chunk once with each kind.
+    for turns in average.values():
+        assert turns * schedule.num_ticks == pytest.approx(8 * 3 * schedule.num_repeats)
