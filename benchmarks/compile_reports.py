@@ -2,53 +2,28 @@
 
     python benchmarks/compile_reports.py            # prints the reports
     python benchmarks/compile_reports.py --write    # and writes compile_reports.md
-    python benchmarks/compile_reports.py --only 8b
 
-Needs libtpu (`pip install ".[tpu]"`) and no TPU. Each command runs in a process of its own; its
-wall time and the most memory that it held are measured.
+Four of the runs of `predicted_memory.py`, with which it shares compilations. Needs libtpu
+(`pip install ".[tpu]"`) and no TPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from predicted_memory import CACHE, GIB, ROWS, Row, compiled
+
+from maxpipe.plan import report
+from maxpipe.plan.compile import Report
+
 RUNS = {
-    "8B on 32 chips": "configs/model/llama3-8b.yml --topology v5p:2x4x4 train.steps=1000 "
-    "train.batch_size=128 train.sequence_length=2048 mesh.ici_stage=4 mesh.ici_fsdp=8 "
-    "pipeline.repeats=2 pipeline.microbatches=16",
-    "405B on 512 chips": "configs/model/llama3-405b.yml --topology v5p:8x8x8 train.steps=1000 "
-    "train.batch_size=1024 train.sequence_length=4096 mesh.ici_stage=8 mesh.ici_fsdp=64 "
-    "pipeline.repeats=2 pipeline.microbatches=16",
-    "405B on 4096 chips": "configs/model/llama3-405b.yml --topology v5p:16x16x16 "
-    "train.steps=1000 train.batch_size=2048 train.sequence_length=8192 mesh.ici_stage=16 "
-    "mesh.ici_fsdp=64 mesh.ici_tensor=4 pipeline.repeats=2 pipeline.microbatches=32",
-    "405B on two slices of 512 chips, stages across dcn": "configs/model/llama3-405b.yml "
-    "--topology v5p:8x8x8 --slices 2 train.steps=1000 train.batch_size=1024 "
-    "train.sequence_length=4096 mesh.dcn_stage=2 mesh.ici_stage=8 mesh.ici_fsdp=64 "
-    "pipeline.schedule=1f1b pipeline.microbatches=16",
+    "8B on 32 chips": ("8b v5p:2x4x4:", "repeats=2 microbatches=16 batch_size=128", "h=2048"),
+    "405B on 512 chips": ("405b v5p:8x8x8:", "ici_stage=8 ici_fsdp=64 repeats=2", ""),
+    "405B on 4096 chips": ("405b v5p:16x16x16:", "", ""),
+    "405B on two slices of 512 chips, stages across dcn": ("405b v5p:8x8x8 x 2:", "", ""),
 }
-
-
-def report(arguments: str) -> str:
-    """The command, what it prints, and what it took."""
-    start = time.monotonic()
-    command = [sys.executable, "-m", "maxpipe", "compile", *arguments.split()]
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
-    printed = run.stdout.read()
-    _, status, used = os.wait4(run.pid, 0)
-    if status:
-        raise SystemExit(f"maxpipe compile {arguments} ended with {status}")
-    took = f"{time.monotonic() - start:.0f} s, {used.ru_maxrss / 2**20:.1f} GiB of host memory"
-    return f"```\nmaxpipe compile {arguments}\n{printed}```\nTook {took}.\n"
-
-
+"""Heading -> beginning, middle and end of a row's name."""
 PREAMBLE = """\
 # Large runs, compiled ahead of time
 
@@ -57,16 +32,34 @@ PREAMBLE = """\
 """
 
 
+def row_of(start: str, middle: str, end: str) -> Row:
+    """The one row with such a name."""
+    (found,) = [
+        row
+        for row in ROWS
+        if row.name.startswith(start) and middle in row.name and row.name.endswith(end)
+    ]
+    return found
+
+
+def page(name: str, row: Row, cache: Path) -> str:
+    """The command, what it prints, and what it took."""
+    values = compiled(row, cache)
+    assert values is not None, f"{row.name} was not compiled"
+    took = f"{values['wall_seconds']:.0f} s, {values['process_bytes'] / GIB:.1f} GiB of host memory"
+    command = " ".join(["maxpipe compile", *row.arguments])
+    text = report.compiled(Report.from_json(values))
+    return f"## {name}\n\n```\n{command}\n{text}\n```\nTook {took}.\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--only", default="", metavar="TEXT", help="runs with this in their name")
+    parser.add_argument("--cache", type=Path, default=CACHE)
     options = parser.parse_args()
-    pages = []
-    for name, arguments in RUNS.items():
-        if options.only.lower() in name.lower():
-            pages.append(f"## {name}\n\n{report(arguments)}")
-            print(pages[-1], flush=True)
+    options.cache.mkdir(parents=True, exist_ok=True)
+    pages = [page(name, row_of(*parts), options.cache) for name, parts in RUNS.items()]
+    print("\n".join(pages))
     if options.write:
         text = PREAMBLE + "\n".join(pages)
         Path(__file__).with_suffix(".md").write_text(text, encoding="utf-8")

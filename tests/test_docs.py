@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 
 from maxpipe.cli import main
+from maxpipe.plan.advice import TERMS
 
 DOCS = Path(__file__).parents[1] / "docs"
-PICTURES = re.findall(
-    r"<!-- maxpipe (.*?) -->\n!\[\w+\]\((.*?)\)", (DOCS / "engine.md").read_text(encoding="utf-8")
-)
+PICTURES = [
+    picture
+    for page in ("engine.md", "plan.md")
+    for picture in re.findall(
+        r"<!-- maxpipe (.*?) -->\n!\[\w+\]\((.*?)\)", (DOCS / page).read_text(encoding="utf-8")
+    )
+]
 
 
 def printed(arguments: list[str]) -> str:
@@ -43,7 +48,8 @@ def test_pictures_are_what_their_command_draws(
     command: str, picture: str, tmp_path: Path, update_golden: bool
 ) -> None:
     drawn = tmp_path / "drawn.svg"
-    printed([*command.split(), "--svg", str(drawn)])
+    option = "--draw" if command.startswith("plan") else "--svg"
+    printed([*command.split(), option, str(drawn)])
     file = DOCS / picture
     if update_golden:
         file.parent.mkdir(exist_ok=True)
@@ -61,6 +67,19 @@ def test_the_comparison_is_what_its_command_prints(update_golden: bool) -> None:
     assert command
     text = f"```\nmaxpipe {command[1]}\n{printed(command[1].split())}```\n"
     replace_block(page, "compare", text, update_golden)
+
+
+def test_the_forecast_is_what_its_command_prints(update_golden: bool) -> None:
+    page = DOCS / "plan.md"
+    arguments = next(command for command, picture in PICTURES if picture.endswith("plan.svg"))
+    text = f"```\nmaxpipe {arguments}\n{printed(arguments.split())}```\n"
+    replace_block(page, "forecast", text, update_golden)
+
+
+def test_the_terms_are_those_of_plans(update_golden: bool) -> None:
+    rows = [f"| {term.about} | {term.keys} |" for term in TERMS.values()]
+    text = "\n".join(["| what takes memory | smaller with |", "|---|---|", *rows, ""])
+    replace_block(DOCS / "plan.md", "terms", text, update_golden)
 
 
 def test_the_schedule_in_the_guide_runs(update_golden: bool) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import importlib.metadata
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,14 @@ class Report:
     def fits(self) -> bool:
         """Whether one device has room for it."""
         return self.total_bytes <= self.memory_bytes
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Report:
+        """From `to_json`'s values; others among them are left alone."""
+        own = {field.name: values[field.name] for field in dataclasses.fields(cls)}
+        own["collectives"] = [Traffic(**each) for each in values["collectives"]]
+        own["largest"] = [tuple(each) for each in values["largest"]]
+        return cls(**own)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, sums included."""

@@ -139,9 +139,12 @@ def _copies(sizes: Sizes) -> float:
     return float(size * elements)
 
 
-AT_ONCE = {"iteration": 5.6, "visit": 1.0, "step": 1.0}
+AT_ONCE = {"iteration": 5.2, "visit": 1.0, "step": 1.0}
 """Whole layers in compute type that are there in a layer's backward: gathered, on their way, and
-their gradients in float32."""
+their gradients in float32. Fitted."""
+SCORE_BYTES = 9.5
+"""Held for each pair of query and key: scores of all blocks of attention in float32, probabilities,
+their gradients, and what the allocator leaves free between them. Fitted."""
 
 
 def _at_work(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
@@ -149,9 +152,8 @@ def _at_work(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     model, pipeline = sizes.config.model, sizes.config.pipeline
     size, gathers = BYTES[model.compute_dtype], pipeline.weight_gather == "iteration"
     at_once = AT_ONCE["step" if _by_step(sizes, schedule) else pipeline.weight_gather]
-    # Scores of all blocks of attention in float32, probabilities and their gradients; the MLP.
     layer = at_once * size * sizes.layer_elements(whole=True)
-    layer += (4 + 2 * size) * sizes.scores
+    layer += SCORE_BYTES / 2 * size * sizes.scores
     layer += size * (3 * sizes.named(("gate",)) + 4 * sizes.activation)
     if pipeline.remat == "chunk":
         layer += sizes.layers_per_chunk * size * sizes.activation

@@ -82,6 +82,7 @@ def test_the_report_is_text_and_json(report: Report) -> None:
     for name in ("temp_bytes", "argument_bytes", "output_bytes", "flops", "collectives"):
         assert values[name]
     assert values["total_bytes"] == report.total_bytes and values["fits"]
+    assert Report.from_json(values) == report
     text = compiled(report)
     assert "compiled for cpu:8: 8 devices, stage 2 x data 2 x fsdp 2" in text
     assert "fits" in text and "reduce-scatter" in text
