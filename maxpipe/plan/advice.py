@@ -82,26 +82,38 @@ def gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
 
 
-def explain_out_of_memory(message: str, buffers: Mapping[str, tuple[tuple[int, ...], ...]]) -> str:
-    """The compiler's message in model terms: what is largest, and what shrinks it.
+def explain_out_of_memory(
+    message: str, buffers: Mapping[str, tuple[tuple[int, ...], ...]], tensor: int = 1
+) -> str:
+    """The compiler's message in model terms: what is largest, and what shrinks it; empty if it
+    lists nothing, as for devices that are not there.
 
-    `buffers` maps names of `TERMS` to the shapes of their arrays.
+    `buffers` maps names of `TERMS` to the shapes of their arrays, of which a device may have only
+    its part of `tensor`.
     """
     found = _allocations(message)
     total: dict[str, float] = {}
     for size, shape, origin in found:
-        name = _term_of(shape, origin, buffers)
+        name = _term_of(shape, origin, buffers, tensor)
         total[name] = total.get(name, 0.0) + size
-    lines = []
-    for name, size in sorted(total.items(), key=lambda item: -item[1])[:4]:
-        term = TERMS[name]
-        lines.append(f"  {gib(size):>10}  {term.about}; smaller with {term.keys}")
-    return "\n".join(lines)
+    return largest(total)
+
+
+def largest(terms: Mapping[str, float]) -> str:
+    """The four largest terms, and which keys make them smaller."""
+    ordered = sorted(terms.items(), key=lambda item: -item[1])[:4]
+    return "\n".join(
+        f"  {gib(size):>10}  {TERMS[name].about}; smaller with {TERMS[name].keys}"
+        for name, size in ordered
+    )
 
 
 def capacity(message: str) -> tuple[float, float] | None:
     """(bytes needed, bytes there are) in a compiler's out-of-memory message."""
-    found = re.search(r"[Uu]sed ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?)", message)
+    number = r"([\d.]+)([KMGT]?)"
+    found = re.search(rf"[Uu]sed {number} of {number}", message) or re.search(
+        rf"required for HLO temporaries \({number}\) exceeds available HBM \({number}\)", message
+    )
     return found and (_bytes(found[1], found[2]), _bytes(found[3], found[4]))
 
 
@@ -123,11 +135,15 @@ def _allocations(message: str) -> list[tuple[float, tuple[int, ...], str]]:
 
 
 def _term_of(
-    dims: tuple[int, ...], origin: str, buffers: Mapping[str, tuple[tuple[int, ...], ...]]
+    dims: tuple[int, ...],
+    origin: str,
+    buffers: Mapping[str, tuple[tuple[int, ...], ...]],
+    tensor: int,
 ) -> str:
+    # The compiler may drop dims of size one, or merge neighbours.
+    sizes = {math.prod(dims), math.prod(dims) * tensor} if dims else set()
     for name, shapes in buffers.items():
-        # The compiler may drop dims of size one, or merge neighbours.
-        if any(math.prod(shape) == math.prod(dims) and dims for shape in shapes):
+        if any(math.prod(shape) in sizes for shape in shapes):
             return name
     if "/head/" in origin:
         return "logits"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,11 @@ from maxpipe.hlo import Collective, Profile, parse, profile
 from maxpipe.mesh import AXES, build_mesh, resolve
 from maxpipe.model.count import train_flops_per_token
 from maxpipe.pipeline.table import Schedule, Slots
-from maxpipe.plan.advice import capacity, explain_out_of_memory, gib
+from maxpipe.plan.advice import capacity, explain_out_of_memory, gib, largest
+from maxpipe.plan.memory import buffers
+from maxpipe.plan.nearest import nearest
+from maxpipe.plan.search import evaluate
+from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import WHERE, Topology, devices
 from maxpipe.train.build import steps_of
 from maxpipe.train.step import Steps
@@ -166,7 +169,7 @@ def compile_step(loaded: Loaded, topology: Topology, save: Path | None = None) -
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise _out_of_memory(str(error), steps, topology) from error
+        raise _out_of_memory(str(error), config, steps, topology) from error
     done = time.monotonic()
     if save is not None:
         facts = executable.facts_of(to_dict(config), lowered, present)
@@ -176,18 +179,24 @@ def compile_step(loaded: Loaded, topology: Topology, save: Path | None = None) -
     return dataclasses.replace(report, **seconds)
 
 
-def _out_of_memory(message: str, steps: Steps, topology: Topology) -> ConfigError:
+def _out_of_memory(message: str, config: Config, steps: Steps, topology: Topology) -> ConfigError:
     shapes = {
         name: tuple(leaf.shape for leaf in leaves) for name, leaves in steps.buffer_shapes().items()
     }
-    needed, there = capacity(message) or (math.nan, topology.hardware.memory_bytes)
-    return ConfigError.one(
-        WHERE,
-        topology.name,
-        f"a device has {gib(there)}, and the step needs {gib(needed)}. The compiler's largest "
-        "allocations:\n" + explain_out_of_memory(message, shapes),
-        "Change one of these keys; `maxpipe plan` with the same arguments names changes that fit.",
-    )
+    foretold = evaluate(config, topology.hardware)
+    held = capacity(message)
+    needed = f"needs {gib(held[0])}" if held else "does not fit"
+    there = held[1] if held else topology.hardware.memory_bytes
+    listed = explain_out_of_memory(message, shapes, steps.partition.mesh.shape["tensor"])
+    terms = f"The compiler's largest allocations:\n{listed}"
+    if not listed:
+        terms = f"Largest, by arithmetic:\n{largest(foretold.memory.terms)}"
+    changes = nearest(foretold, topology)
+    action = "Name more devices, or a shorter train.sequence_length."
+    if changes:
+        action = f"Set {changes[0].partition(':')[0]}, or see `maxpipe plan` for other changes."
+    rule = f"has {gib(there)} on a device, and the step {needed}. {terms}"
+    return ConfigError.one(WHERE, topology.name, rule, action)
 
 
 def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -> Report:
@@ -218,7 +227,9 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
         seconds=busiest.cycles / clock if clock else 0.0,
         collectives=traffic(found.collectives, mesh),
         copies=len(found.copies),
-        buffers=steps.buffer_bytes(),
+        buffers={
+            name: round(held) for name, held in buffers(Sizes(config), steps.train_schedule).items()
+        },
         largest=[
             (each.instruction.opcode, each.instruction.op_name, each.cycles)
             for each in busiest.largest(12)

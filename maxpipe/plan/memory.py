@@ -154,7 +154,9 @@ def _at_work(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     at_once = AT_ONCE["step" if _by_step(sizes, schedule) else pipeline.weight_gather]
     layer = at_once * size * sizes.layer_elements(whole=True)
     layer += SCORE_BYTES / 2 * size * sizes.scores
-    layer += size * (3 * sizes.named(("gate",)) + 4 * sizes.activation)
+    # Where tensor shards are summed, whole activations come and go.
+    streams = 4 if sizes.tensor == 1 else 12
+    layer += size * (3 * sizes.named(("gate",)) + streams * sizes.activation)
     if pipeline.remat == "chunk":
         layer += sizes.layers_per_chunk * size * sizes.activation
     matrix = sizes.matrix_elements(whole=True)

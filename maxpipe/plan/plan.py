@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxpipe.config.check import check, resolved
 from maxpipe.config.load import Loaded
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
+from maxpipe.plan.nearest import nearest
 from maxpipe.plan.report import facts
-from maxpipe.plan.search import ROOM, Found, Search, evaluate, search
+from maxpipe.plan.search import Found, Search, evaluate, search
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import Topology
 
@@ -51,73 +52,6 @@ def placed(loaded: Loaded, topology: Topology) -> Config:
     if problems:
         raise ConfigError(problems)
     return config
-
-
-def nearest(found: Found, topology: Topology) -> list[str]:
-    """Single changes, then pairs, after which the run fits; the fastest first."""
-    limit, hits = ROOM * topology.hardware.memory_bytes, []
-    singles = list(_changes(found.config))
-    for changes in (*([one] for one in singles), *_pairs(singles)):
-        if hits and len(changes) > 1:
-            break
-        config = found.config
-        for section, values in changes:
-            config = dataclasses.replace(
-                config, **{section: dataclasses.replace(getattr(config, section), **values)}
-            )
-        if check(config, {}):
-            continue
-        try:
-            other = evaluate(config, topology.hardware)
-        except ConfigError:
-            continue
-        if other.memory.total <= limit:
-            text = " ".join(
-                f"{section}.{key}={value}"
-                for section, values in changes
-                for key, value in values.items()
-                if value != getattr(getattr(found.config, section), key)
-            )
-            hits.append(
-                (
-                    other.cost.seconds,
-                    f"{text}: {other.memory.total / 2**30:.1f} GiB, "
-                    f"{other.cost.seconds:.3g} s a step",
-                )
-            )
-    return [text for _, text in sorted(hits)[:3]]
-
-
-Change = tuple[str, dict[str, Any]]
-
-
-def _changes(config: Config) -> Iterator[Change]:
-    pipeline, mesh = config.pipeline, config.mesh
-    for remat in ("names", "full", "chunk"):
-        if remat != pipeline.remat:
-            yield "pipeline", {"remat": remat, "offloaded_names": []}
-    for gather in ("visit", "iteration"):
-        if gather != pipeline.weight_gather:
-            yield "pipeline", {"weight_gather": gather}
-    for factor in (2, 4, 8):
-        yield "pipeline", {"microbatches": pipeline.microbatches * factor}
-    if pipeline.schedule not in ("interleaved", "1f1b") and pipeline.repeats == 1:
-        yield "pipeline", {"schedule": "1f1b"}
-    if pipeline.group:
-        yield "pipeline", {"group": 0}
-    for taker in ("fsdp", "stage"):
-        for factor in (2, 4, 8):
-            size = mesh.ici_data
-            if size % factor == 0 and size >= factor:
-                more = getattr(mesh, f"ici_{taker}") * factor
-                yield "mesh", {"ici_data": size // factor, f"ici_{taker}": more}
-
-
-def _pairs(singles: Sequence[Change]) -> Iterator[list[Change]]:
-    for place, one in enumerate(singles):
-        for other in singles[place + 1 :]:
-            if one[0] != other[0] or not one[1].keys() & other[1].keys():
-                yield [one, other]
 
 
 def fixed_keys(loaded: Loaded, texts: Sequence[str]) -> dict[str, Any]:

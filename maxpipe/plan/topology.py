@@ -133,6 +133,7 @@ def prepare(topology: Topology) -> None:
     cores = math.prod(topology.dims) * _CORES_PER_CHIP.get(kind, 1)
     os.environ["TPU_ACCELERATOR_TYPE"] = f"{_ACCELERATORS.get(kind, kind)}-{cores}"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     # Other processes may be compiling for TPUs, too: nobody holds one.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     # Its messages about hosts that it does not find are for those who run on TPUs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,11 +13,12 @@ import pytest
 from maxpipe.model.count import scored_pairs
 from maxpipe.pipeline.schedule import build
 from maxpipe.plan.advice import TERMS, capacity, explain_out_of_memory
-from maxpipe.plan.compile import Report, _layers_per_tick, build_steps, report_of
+from maxpipe.plan.compile import Report, _layers_per_tick, _out_of_memory, build_steps, report_of
 from maxpipe.plan.report import compiled
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import parse
 from tests.plan.test_memory import config_of
+from tests.plan.test_search import config_of as wide
 
 MESH = {"ici_stage": 2, "ici_fsdp": 2, "ici_data": 2}
 PIPELINE = {"schedule": "interleaved", "repeats": 2, "microbatches": 4}
@@ -105,6 +107,35 @@ Largest program allocations in hbm:
      Shape: f32[8,2048,32064]{2,1,0}
 
 """
+
+
+SHORT_MESSAGE = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
+    "(57.86G) exceeds available HBM (15.75G)."
+)
+"""Of libtpu, for devices that are not there."""
+
+
+def test_out_of_memory_without_a_list_is_told_by_arithmetic() -> None:
+    assert capacity(SHORT_MESSAGE) == (57.86 * 2**30, 15.75 * 2**30)
+    assert explain_out_of_memory(SHORT_MESSAGE, {}) == ""
+    topology = parse("v5e:4x4")
+    pipeline = {"microbatches": 4, "repeats": 2, "remat": "names"}
+    config = wide({"ici_stage": 4, "ici_fsdp": 4}, **pipeline)
+    told = str(_out_of_memory(SHORT_MESSAGE, config, FakeSteps(), topology))  # type: ignore[arg-type]
+    assert "has 15.75 GiB on a device, and the step needs 57.86 GiB" in told
+    assert TERMS["stash"].about in told
+    action = told.splitlines()[-1]
+    assert action.startswith("  Set ") and "pipeline." in action
+
+
+class FakeSteps:
+    """Steps of a model too large to be traced in a test."""
+
+    partition = SimpleNamespace(mesh=SimpleNamespace(shape={"tensor": 1}))
+
+    def buffer_shapes(self) -> dict[str, Any]:
+        return {}
 
 
 def test_out_of_memory_is_told_in_words_of_the_config() -> None:
