@@ -16,7 +16,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from maxpipe.pipeline.split import split
+from maxpipe.pipeline.split import Flat, split
 
 Tree = Any
 Remat = Literal["chunk", "full", "names", "none"]
@@ -104,7 +104,16 @@ def differentiate(
         return output, leaves
 
     traced = jax.make_jaxpr(run)(weights, x, constants)
-    leaves = [_Leaf.of(atom, traced, weights) for atom in traced.jaxpr.outvars[1:]]
+    flat = Flat(traced)
+    leaves = [
+        _Leaf.of(atom, traced, weights, is_constant=flat.is_constant(number))
+        for atom, number in zip(traced.jaxpr.outvars[1:], flat.outputs[1:], strict=True)
+    ]
+    fixed = {
+        leaf.output: number
+        for leaf, number in zip(leaves, flat.outputs[1:], strict=True)
+        if leaf.is_constant
+    }
     stored = list(dict.fromkeys(leaf.output for leaf in leaves if leaf.is_stored))
 
     def forward(weights: Tree, x: jax.Array, constants: Tree) -> tuple[jax.Array, list[jax.Array]]:
@@ -119,6 +128,7 @@ def differentiate(
     ) -> tuple[Tree, jax.Array]:
         known = [*jax.tree.leaves(weights), None, *jax.tree.leaves(constants)]
         values = dict(zip(stored, saved, strict=True))
+        values |= {atom: flat.constant(number) for atom, number in fixed.items()}
         pullback = jax.tree.unflatten(structure[-1], [leaf.value(known, values) for leaf in leaves])
         return pullback(cotangent)
 
@@ -131,23 +141,28 @@ def differentiate(
 
 @dataclass(frozen=True)
 class _Leaf:
-    """One array of the pullback: at hand anyway, a literal, or stored."""
+    """One array of the pullback: at hand anyway, the same always, or stored."""
 
     output: Any
-    known: int | None
+    known: int | None = None
     """Position among the arguments, when it is one that a backward slot has."""
+    is_constant: bool = False
+    """It depends on no argument, as zeros do that a mask leaves behind."""
 
     @classmethod
-    def of(cls, atom: Any, traced: jex.ClosedJaxpr, weights: Tree) -> _Leaf:
-        if isinstance(atom, jex.Literal) or atom not in traced.jaxpr.invars:
-            return cls(atom, None)
+    def of(cls, atom: Any, traced: jex.ClosedJaxpr, weights: Tree, *, is_constant: bool) -> _Leaf:
+        if isinstance(atom, jex.Literal):
+            return cls(atom)
+        if atom not in traced.jaxpr.invars:
+            return cls(atom, is_constant=is_constant)
         place = traced.jaxpr.invars.index(atom)
         is_input = place == len(jax.tree.leaves(weights))
         return cls(atom, None if is_input else place)
 
     @property
     def is_stored(self) -> bool:
-        return self.known is None and not isinstance(self.output, jex.Literal)
+        at_hand = self.known is not None or self.is_constant
+        return not at_hand and not isinstance(self.output, jex.Literal)
 
     def value(self, known: list[Any], stored: dict[Any, jax.Array]) -> Any:
         if isinstance(self.output, jex.Literal):

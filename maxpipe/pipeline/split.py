@@ -79,7 +79,7 @@ def split(
 
     `free_inputs` are given to both parts and cost nothing to keep.
     """
-    flat = _Flat(program)
+    flat = Flat(program)
     chosen = [flat.outputs[i] for i in first_outputs]
     others = [out for i, out in enumerate(flat.outputs) if i not in set(first_outputs)]
     early = flat.needed(chosen)
@@ -102,7 +102,7 @@ def split(
     return Halves(run_first, run_second, tuple(flat.aval[v] for v in kept))
 
 
-class _Flat:
+class Flat:
     """A program without wrapping calls: equations over numbered values."""
 
     def __init__(self, program: jex.ClosedJaxpr):
@@ -152,6 +152,17 @@ class _Flat:
                 stack += self.equations[equation][1]
         return found
 
+    def is_constant(self, value: int) -> bool:
+        """Whether a value depends on no input."""
+        sources = [number for index in self.needed([value]) for number in self.equations[index][1]]
+        return not {value, *sources}.intersection(self.inputs)
+
+    def constant(self, value: int) -> Any:
+        """A value that depends on no input, computed here."""
+        env = self.environment((), ())
+        self.run(sorted(self.needed([value])), env)
+        return env[value]
+
     def environment(self, names: Sequence[int], values: Arrays) -> dict[int, Any]:
         """Values by number, constants included."""
         return {**self.constants, **dict(zip(names, values, strict=True))}
@@ -185,7 +196,7 @@ _UNBOUNDED = 2**31 - 1
 
 
 def _cut(
-    flat: _Flat, early: set[int], late: list[int], outputs: Sequence[int], free: Sequence[int]
+    flat: Flat, early: set[int], late: list[int], outputs: Sequence[int], free: Sequence[int]
 ) -> tuple[list[int], list[int]]:
     """Values to keep between the parts, and early equations to repeat after it.
 
@@ -234,7 +245,7 @@ def _width(aval: Any) -> int:
     return max(1, size // 256)
 
 
-def _between(flat: _Flat, kept: Sequence[int], wanted: set[int], known: set[int]) -> list[int]:
+def _between(flat: Flat, kept: Sequence[int], wanted: set[int], known: set[int]) -> list[int]:
     """Equations on the way from what is kept to what is wanted."""
     have = known | set(kept)
     found: set[int] = set()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.pipeline.split import split
+from maxpipe.pipeline.split import Flat, split
 
 
 def halves_of(function: Any, *arguments: Any, first: list[int], free: list[int] | None = None):
@@ -97,3 +97,10 @@ def test_an_output_of_the_first_part_may_be_kept_as_well() -> None:
     np.testing.assert_allclose(halves.second(kept, [])[0], jnp.sin(product), rtol=1e-6)
     nothing = halves_of(lambda x: (x @ x, jnp.ones(3)), x, first=[0])
     assert nothing.kept == () and nothing.second([], [])[0].tolist() == [1, 1, 1]
+
+
+def test_values_that_depend_on_nothing_are_found_and_made() -> None:
+    inner = jax.jit(lambda x: (2 * x, jnp.broadcast_to(jnp.float32(3), x.shape)))
+    flat = Flat(jax.make_jaxpr(lambda x: (*inner(x), x))(jnp.ones(4)))
+    assert [flat.is_constant(value) for value in flat.outputs] == [False, True, False]
+    assert flat.constant(flat.outputs[1]).tolist() == [3.0] * 4
