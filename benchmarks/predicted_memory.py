@@ -205,13 +205,6 @@ ROWS = [
             "dcn_stage=2 ici_stage=8 ici_fsdp=64 repeats=1 schedule=1f1b microbatches=16 "
             "batch_size=1024 sequence_length=4096",
         ),
-        (
-            "405b",
-            "v5p:8x8x8",
-            1,
-            "ici_stage=16 ici_fsdp=32 repeats=2 microbatches=32 batch_size=1024 "
-            "sequence_length=4096 remat=chunk",
-        ),
     )
 ]
 
@@ -277,7 +270,7 @@ PREAMBLE = """\
 
 `python benchmarks/predicted_memory.py --write`. Nothing ran on a TPU. Arguments and temporary are
 the compiler's, foretold is the temporary part of `maxpipe plan`; the ratio is of both sums. The few
-factors in `maxpipe/plan/memory.py` were fitted to ten of these rows, the others came later.
+factors in `maxpipe/plan/memory.py` were fitted to all rows but the last two.
 
 """
 
