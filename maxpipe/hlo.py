@@ -22,6 +22,16 @@ from functools import cached_property
 import numpy as np
 
 COLLECTIVE_KINDS = "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"
+BETWEEN_SLICES = {
+    "ALL_REDUCE": "all-reduce",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_GATHER": "all-gather",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
+"""What XLA for TPU calls a collective that it hands to the hosts' network."""
+_SLICE_IDS = 100_000
+"""Device 4 of the first slice has the id 100004, of the second 200004."""
 _COMPUTE = {"fusion", "while", "conditional", "call", "dot", "convolution", "custom-call"}
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
@@ -190,6 +200,15 @@ def _group(attributes: str, num_devices: int) -> tuple[int, ...]:
     return tuple(range(num_devices))
 
 
+def _group_between_slices(target: str) -> tuple[int, ...]:
+    """Ids of the devices of the first group: `{1,2}x{0:63}`, or `{{100000->200032},...}`."""
+    if found := re.match(r"\{([\d,]+)\}x\{(\d+)", target):
+        return tuple(
+            int(each) * _SLICE_IDS + int(found.group(2)) for each in found.group(1).split(",")
+        )
+    return _ring(re.findall(r"\{(\d+)->(\d+)\}", target))
+
+
 def _ring(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
     """The devices that a message from the first source visits."""
     after = {int(source): int(target) for source, target in pairs}
@@ -246,7 +265,7 @@ class Collective:
     region: str
     count: float
     group: tuple[int, ...]
-    """Devices of the first group."""
+    """Devices of the first group, by their place in the program's mesh; see `between_slices`."""
     num_bytes: float
     """Sent by each device in one execution, around a ring."""
     is_async: bool
@@ -255,6 +274,8 @@ class Collective:
     """Computing instructions between start and done, in scheduled order."""
     cycles_between: float = 0.0
     """Their estimated cycles, loops included."""
+    between_slices: bool = False
+    """Whether hosts carry it from slice to slice; `group` has ids of devices then."""
 
     @property
     def total_bytes(self) -> float:
@@ -432,6 +453,8 @@ class _Walk:
     # Data movement.
 
     def _collective(self, each: Instruction, computation: Computation) -> Collective | None:
+        if each.opcode == "recv":
+            return self._from_other_slices(each, computation)
         wrapped = self._wrapped(each)
         source = each if wrapped is None else wrapped
         kind = source.opcode.removesuffix("-start")
@@ -458,6 +481,34 @@ class _Walk:
             is_async=is_async,
             between=tuple(other.name for other in between),
             cycles_between=sum(self._instruction_cost(other)[0] for other in between),
+        )
+
+    def _from_other_slices(self, recv: Instruction, computation: Computation) -> Collective | None:
+        """A collective that is a message to the host and one from it."""
+        settings = dict(re.findall(r'_xla_(\w+)="?([^"]*?)"?(?=,_xla_|\}, |\}$)', recv.attributes))
+        kind = BETWEEN_SLICES.get(settings.get("megascale_transfer_type", ""))
+        if kind is None:
+            return None
+        same = f'_xla_host_transfer_rendezvous="{settings["host_transfer_rendezvous"]}"'
+        send = next(
+            other
+            for other in computation.values()
+            if other.opcode == "send" and same in other.attributes
+        )
+        group = _group_between_slices(settings["megascale_target"])
+        between = self._between(recv, computation)
+        return Collective(
+            kind=kind,
+            name=recv.name,
+            op_name=settings["host_transfer_rendezvous"],
+            region="",
+            count=0.0,
+            group=group,
+            num_bytes=_sent(kind, computation[send.operands[0]].num_bytes, len(group)),
+            is_async=True,
+            between=tuple(other.name for other in between),
+            cycles_between=sum(self._instruction_cost(other)[0] for other in between),
+            between_slices=True,
         )
 
     def _wrapped(self, each: Instruction) -> Instruction | None:

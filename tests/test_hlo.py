@@ -201,6 +201,34 @@ ENTRY %main (x: f32[32,128]) -> f32[8,128] {
 """
 
 
+ACROSS = """\
+HloModule jit_step, is_scheduled=true, num_partitions=8
+
+ENTRY %main (x: bf16[16,8]) -> bf16[16,8] {
+  %x = bf16[16,8]{1,0} parameter(0)
+  %after-all = token[] after-all()
+  %send = (bf16[16,8]{1,0}, u32[], token[]) send(%x, %after-all), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="all-reduce.3_0",_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2,3,4}x{0:1}",_xla_megascale_transfer_type="ALL_REDUCE"}, backend_config={"flag_configs":[]}
+  %recv = (bf16[16,8]{1,0}, u32[], token[]) recv(%after-all), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="all-reduce.3_0",_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2,3,4}x{0:1}",_xla_megascale_transfer_type="ALL_REDUCE"}, backend_config={"flag_configs":[]}
+  %send.1 = (bf16[16,8]{1,0}, u32[], token[]) send(%x, %after-all), channel_id=4, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="ppermute.20_0",_xla_megascale_target={{100001->200000},{200001->300000},{300001->400000},{400001->100000}},_xla_megascale_transfer_type="ONE_TO_ONE"}
+  %recv.1 = (bf16[16,8]{1,0}, u32[], token[]) recv(%after-all), channel_id=3, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="ppermute.20_0",_xla_megascale_target={{100001->200000},{200001->300000},{300001->400000},{400001->100000}},_xla_megascale_transfer_type="ONE_TO_ONE"}
+  %work = bf16[16,8]{1,0} fusion(%x), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"1000"}
+  %recv-done.1 = (bf16[16,8]{1,0}, token[]) recv-done(%recv.1), channel_id=3, is_host_transfer=true
+  %recv-done = (bf16[16,8]{1,0}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
+  ROOT %out = bf16[16,8]{1,0} get-tuple-element(%recv-done), index=0
+}
+"""
+
+
+def test_collectives_that_the_hosts_carry_between_slices():
+    whole, message = profile(parse(ACROSS)).collectives
+    assert whole.between_slices and message.between_slices
+    assert (whole.kind, whole.group) == ("all-reduce", (100000, 200000, 300000, 400000))
+    assert whole.total_bytes == 2 * 3 / 4 * 256
+    assert (message.kind, message.group) == ("collective-permute", (100001, 200000))
+    assert message.total_bytes == 256
+    assert message.between == ("work",) and message.cycles_between == 1000
+
+
 def test_an_all_reduce_that_keeps_a_slice_is_a_reduce_scatter():
     (found,) = profile(parse(SCATTERED)).collectives
     assert (found.kind, found.num_bytes) == ("reduce-scatter", 32 * 128 * 4 * 3 / 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,19 @@ import jax
 import numpy as np
 import pytest
 
+from maxpipe.hlo import Collective
+from maxpipe.mesh import AXES, FSDP, STAGE
 from maxpipe.model.count import scored_pairs
 from maxpipe.pipeline.schedule import build
 from maxpipe.plan.advice import TERMS, capacity, explain_out_of_memory
-from maxpipe.plan.compile import Report, _layers_per_tick, _out_of_memory, build_steps, report_of
+from maxpipe.plan.compile import (
+    Report,
+    _layers_per_tick,
+    _out_of_memory,
+    build_steps,
+    report_of,
+    traffic,
+)
 from maxpipe.plan.report import compiled
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import parse
@@ -59,6 +69,23 @@ def test_collectives_are_named_by_their_axes(report: Report) -> None:
     whole = sizes.layer_elements(whole=True) * 4 / 2
     layers = sizes.microbatches * sum(sizes.cut) / sizes.stages
     assert gathers.total_bytes == pytest.approx(2 * layers * whole, rel=0.05)
+
+
+def test_traffic_between_slices_is_told_by_its_axes() -> None:
+    """Devices of the mesh in another order than their ids, two slices of four."""
+    order = [100000, 100002, 100001, 100003, 200000, 200002, 200001, 200003]
+    placed = [SimpleNamespace(id=each, slice_index=each // 100000 - 1) for each in order]
+    devices = np.array(placed).reshape(tuple({STAGE: 4, FSDP: 2}.get(axis, 1) for axis in AXES))
+    common: dict[str, Any] = {"region": "", "count": 3.0, "num_bytes": 8.0, "is_async": True}
+    found = [
+        # Stage 1 of the first slice to stage 2, which is the second slice's first.
+        Collective("collective-permute", "a", "", group=(100001, 200000), **common),
+        Collective("all-gather", "b", "", group=(0, 1), **common),
+    ]
+    found[0] = replace(found[0], between_slices=True)
+    message, gather = traffic(found, SimpleNamespace(devices=devices))
+    assert (message.axes, message.link, message.total_bytes) == ("stage", "dcn", 24)
+    assert (gather.axes, gather.link) == ("fsdp", "ici")
 
 
 def test_tensor_shards_stay_apart_while_weights_are_gathered() -> None:
