@@ -52,6 +52,8 @@ class Row:
         return [f"configs/model/llama3-{self.model}.yml", *fixed.split(), *keys, *placed]
 
 
+PROGRAM = ("mesh.py", "runtime.py", "sharding.py")
+"""Files that decide the compiled program, besides the model's, the pipeline's and train's."""
 CACHE = Path(tempfile.gettempdir()) / "maxpipe-predicted-memory"
 AXES = ("stage", "data", "fsdp", "tensor")
 PIPELINE = ("schedule", "repeats", "group", "microbatches", "weight_gather", "remat")
@@ -236,7 +238,7 @@ def _sources() -> str:
     """Digest of what decides the program."""
     digest = hashlib.sha256()
     for path in sorted((ROOT / "maxpipe").rglob("*.py")):
-        if path.parent.name in ("model", "pipeline") or path.name in ("step.py", "sharding.py"):
+        if path.parent.name in ("model", "pipeline", "train") or path.name in PROGRAM:
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

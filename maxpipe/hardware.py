@@ -63,6 +63,9 @@ class Hardware:
     shared_by: float = 0.0
     """How many devices' work this machine does at a time when they share its cores; 0 when each
     device has its own."""
+    fresh_gb_per_second: float = 0.0
+    """Rate at which a device is given, and clears, the temporary memory of a step; 0 where it keeps
+    that memory between steps, as accelerators do."""
     measured: str = ""
     """When and where figures of this kind were measured; empty for published ones."""
 

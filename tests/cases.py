@@ -111,3 +111,11 @@ def batch_of(rows: int, step: int = 0) -> dict[str, np.ndarray]:
         "loss_mask": (place != cut - 1).astype(np.float32),
         "example_ids": np.arange(rows, dtype=np.int32),
     }
+
+
+def buffer_bytes(steps: Steps) -> dict[str, int]:
+    """What the loop over ticks carries, by its name."""
+    return {
+        name: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        for name, leaves in steps.buffer_shapes().items()
+    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,6 +79,17 @@ def golden(update_golden: bool) -> Callable[[str, str], None]:
         assert text == expected, f"{path} differs: run pytest with --update-golden, then review"
 
     return check
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty home folder, where no figures of hardware were measured."""
+    from maxpipe.hardware import known
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    known.cache_clear()
+    yield tmp_path
+    known.cache_clear()
 
 
 @pytest.fixture(scope="session")

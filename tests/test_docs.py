@@ -43,6 +43,7 @@ def replace_block(page: Path, name: str, text: str, update: bool) -> None:
     )
 
 
+@pytest.mark.usefixtures("home")
 @pytest.mark.parametrize(("command", "picture"), PICTURES, ids=[name for _, name in PICTURES])
 def test_pictures_are_what_their_command_draws(
     command: str, picture: str, tmp_path: Path, update_golden: bool
@@ -69,6 +70,7 @@ def test_the_comparison_is_what_its_command_prints(update_golden: bool) -> None:
     replace_block(page, "compare", text, update_golden)
 
 
+@pytest.mark.usefixtures("home")
 def test_the_forecast_is_what_its_command_prints(update_golden: bool) -> None:
     page = DOCS / "plan.md"
     arguments = next(command for command, picture in PICTURES if picture.endswith("plan.svg"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from maxpipe.hardware import known, of_device, peak_flops
+from maxpipe.hardware import of_device, peak_flops, shipped
 
 FOLDER = Path(__file__).parents[1] / "configs" / "hardware"
 
@@ -46,7 +46,7 @@ def test_peak_flops_is_known_or_absent(kind: str, peak: float | None):
 def test_every_file_names_its_source(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert re.search(r"^# Sources?: ", text, re.MULTILINE)
-    found = known()[yaml.safe_load(text)["topology"]]
+    found = shipped()[yaml.safe_load(text)["topology"]]
     assert found.flops > 0 and found.memory_bytes > 0
 
 

@@ -64,6 +64,14 @@ def integer(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text} is not an integer") from None
 
 
+def count(text: str) -> int:
+    """The type of an argument that is at least 1."""
+    number = integer(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
 def write_file(path: str | Path, option: str, writer: Callable[[Path], object]) -> None:
     """Writes the file that an option names."""
     try:

@@ -7,13 +7,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maxpipe.commands.parser import Commands, add_inputs, integer, write_file
+from maxpipe.commands.parser import Commands, add_inputs, count, write_file
 from maxpipe.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from maxpipe.config.load import Loaded
     from maxpipe.plan.search import Found
     from maxpipe.plan.topology import Topology
+
+OF_A_SEARCH = ("compile", "fix", "write")
+"""Options about what a search finds."""
 
 
 def add(commands: Commands) -> None:
@@ -27,7 +30,7 @@ def _compile(options: argparse.Namespace) -> int:
     from maxpipe.plan import topology
 
     loaded = load(options.inputs)
-    target = topology.parse(options.topology, options.slices)
+    target = topology.parse(options.topology, options.slices or 1)
     topology.prepare(target)
     from maxpipe.plan.compile import compile_step
     from maxpipe.plan.report import compiled
@@ -49,20 +52,37 @@ def _plan(options: argparse.Namespace) -> int:
     from maxpipe.config.load import load
     from maxpipe.plan import topology
 
+    _check_options(options)
     loaded = load(options.inputs)
     if options.calibrate:
         return _calibrate(loaded)
     if options.devices is not None:
-        target = topology.at_hand(loaded.config.runtime, options.devices)
+        target = topology.at_hand(loaded.config.runtime, options.devices, options.devices)
     else:
-        target = topology.parse(options.topology, options.slices)
-    if options.search or options.compile:
+        target = topology.parse(options.topology, options.slices or 1)
+    if options.search:
         return _search(options, loaded, target)
-    for name in ("fix", "write"):
-        if getattr(options, name):
-            rule = "is read by a search only."
-            raise ConfigError.one(f"command line: --{name}", None, rule, "Add --search.")
     return _forecast(options, loaded, target)
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Options that nothing would read are mistakes."""
+    unread = [
+        ("slices", options.topology is None, "counts slices of a --topology", "Add --topology."),
+        *(
+            (name, not options.search, "is read by a search only", "Add --search.")
+            for name in OF_A_SEARCH
+        ),
+    ]
+    if options.calibrate:
+        rule, action = "is not read while devices are measured", "Leave it out."
+        unread = [
+            (name, True, rule, action)
+            for name in ("search", "json", "draw", "slices", *OF_A_SEARCH)
+        ]
+    for name, ignored, rule, action in unread:
+        if ignored and getattr(options, name):
+            raise ConfigError.one(f"command line: --{name}", None, f"{rule}.", action)
 
 
 def _forecast(options: argparse.Namespace, loaded: Loaded, target: Topology) -> int:
@@ -144,7 +164,7 @@ def _add_plan(commands: Commands) -> None:
     _add_topology(parser, where)
     where.add_argument(
         "--devices",
-        type=integer,
+        type=count,
         metavar="NUMBER",
         help="plan for so many devices like those of this machine",
     )
@@ -157,8 +177,7 @@ def _add_plan(commands: Commands) -> None:
     parser.add_argument("--search", action="store_true", help="rank the layouts of this topology")
     parser.add_argument(
         "--compile",
-        type=integer,
-        default=0,
+        type=count,
         metavar="NUMBER",
         help="of a search, compile the best so many and rank them again",
     )
@@ -189,8 +208,7 @@ def _add_topology(
     )
     parser.add_argument(
         "--slices",
-        type=integer,
-        default=1,
+        type=count,
         metavar="NUMBER",
         help="slices, joined by the data-centre network; 1 by default",
     )

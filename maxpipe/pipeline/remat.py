@@ -106,14 +106,9 @@ def differentiate(
     traced = jax.make_jaxpr(run)(weights, x, constants)
     flat = Flat(traced)
     leaves = [
-        _Leaf.of(atom, traced, weights, is_constant=flat.is_constant(number))
+        _Leaf.of(atom, traced, weights, number if flat.is_constant(number) else None)
         for atom, number in zip(traced.jaxpr.outvars[1:], flat.outputs[1:], strict=True)
     ]
-    fixed = {
-        leaf.output: number
-        for leaf, number in zip(leaves, flat.outputs[1:], strict=True)
-        if leaf.is_constant
-    }
     stored = list(dict.fromkeys(leaf.output for leaf in leaves if leaf.is_stored))
 
     def forward(weights: Tree, x: jax.Array, constants: Tree) -> tuple[jax.Array, list[jax.Array]]:
@@ -128,7 +123,11 @@ def differentiate(
     ) -> tuple[Tree, jax.Array]:
         known = [*jax.tree.leaves(weights), None, *jax.tree.leaves(constants)]
         values = dict(zip(stored, saved, strict=True))
-        values |= {atom: flat.constant(number) for atom, number in fixed.items()}
+        values |= {
+            leaf.output: flat.constant(leaf.constant)
+            for leaf in leaves
+            if leaf.constant is not None
+        }
         pullback = jax.tree.unflatten(structure[-1], [leaf.value(known, values) for leaf in leaves])
         return pullback(cotangent)
 
@@ -146,22 +145,23 @@ class _Leaf:
     output: Any
     known: int | None = None
     """Position among the arguments, when it is one that a backward slot has."""
-    is_constant: bool = False
-    """It depends on no argument, as zeros do that a mask leaves behind."""
+    constant: int | None = None
+    """Its number in the flat program, when it depends on no argument, as zeros do that a mask
+    leaves behind."""
 
     @classmethod
-    def of(cls, atom: Any, traced: jex.ClosedJaxpr, weights: Tree, *, is_constant: bool) -> _Leaf:
+    def of(cls, atom: Any, traced: jex.ClosedJaxpr, weights: Tree, constant: int | None) -> _Leaf:
         if isinstance(atom, jex.Literal):
             return cls(atom)
         if atom not in traced.jaxpr.invars:
-            return cls(atom, is_constant=is_constant)
+            return cls(atom, constant=constant)
         place = traced.jaxpr.invars.index(atom)
         is_input = place == len(jax.tree.leaves(weights))
         return cls(atom, None if is_input else place)
 
     @property
     def is_stored(self) -> bool:
-        at_hand = self.known is not None or self.is_constant
+        at_hand = self.known is not None or self.constant is not None
         return not at_hand and not isinstance(self.output, jex.Literal)
 
     def value(self, known: list[Any], stored: dict[Any, jax.Array]) -> Any:

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.config.load import Loaded
 from maxpipe.config.schema import Config, MeshConfig, PipelineConfig
+from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware, shipped
 from maxpipe.mesh import STAGE, build_mesh
 from maxpipe.model.decoder import Decoder
@@ -33,11 +34,11 @@ from maxpipe.pipeline.remat import Keep
 from maxpipe.pipeline.slots import LayerSlots, SlotRow, Work
 from maxpipe.pipeline.table import Ring
 from maxpipe.pipeline.weights import WHOLE, LayerWeights
-from maxpipe.plan.compile import build_steps, placed
+from maxpipe.plan.compile import build_steps
 from maxpipe.plan.cost import Model, cost
 from maxpipe.plan.search import schedule_of
 from maxpipe.plan.sizes import BYTES, Sizes
-from maxpipe.plan.topology import at_hand
+from maxpipe.plan.topology import at_hand, placed
 from maxpipe.sharding import AxisRules
 from maxpipe.train.step import Steps
 
@@ -46,6 +47,8 @@ LAYERS = 2
 """Of the chunk that is timed."""
 TURNS = (2, 10)
 """Times that a program repeats its work: the difference is free of what a call costs."""
+FRESH_ROW, FRESH_ROWS = 2**16, (16, 272)
+"""Elements of a row, and rows, of two programs' buffers: 4 and 68 MiB."""
 SECONDS = 2.0
 """How long each program is called again and again; medians count."""
 _CROWDED = 1.5
@@ -70,6 +73,8 @@ class Measured:
     """One layer's gradient, summed to shards."""
     latency: float = 0.0
     """A collective with next to nothing in it."""
+    fresh: float = 0.0
+    """A byte of a program's temporary memory."""
 
 
 def calibrate_here(loaded: Loaded) -> tuple[Hardware, Hardware, Measured]:
@@ -82,7 +87,7 @@ def calibrate_here(loaded: Loaded) -> tuple[Hardware, Hardware, Measured]:
     target = at_hand(config.runtime, config.mesh.cpu_devices)
     devices = jax.devices()
     published = shipped()[target.hardware.topology]
-    return published, *calibrate(placed(loaded, devices), published, devices)
+    return published, *calibrate(placed(loaded, target), published, devices)
 
 
 def calibrate(
@@ -111,9 +116,13 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
         "matmul_efficiency": ideal.matmul_seconds / matmuls,
         "input_grad_cost": found.input_grad / found.forward,
         "weight_grad_cost": found.weight_grad / found.forward,
-        "shared_by": num_devices / crowd if crowd > _CROWDED else 0.0,
+        "shared_by": 0.0,
+        "fresh_gb_per_second": 0.0,
         "measured": f"{datetime.date.today():%Y-%m-%d}, {num_devices} devices, {platform.node()}",
     }
+    if crowd > _CROWDED:
+        figures["shared_by"] = num_devices / crowd
+        figures["fresh_gb_per_second"] = 1 / found.fresh / 1e9
     if num_devices > 1:
         size = BYTES[sizes.config.model.compute_dtype]
         weights = sizes.layer_elements(whole=True) * (1 - 1 / num_devices)
@@ -122,23 +131,33 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
             (found.gather, size * weights),
             (found.scatter, 4 * weights),
         )
-        rates = [sent / max(seconds - found.latency, 1e-9) for seconds, sent in moved]
+        # What takes no longer than an empty collective says nothing of the rate.
+        rates = [
+            sent / (seconds - found.latency)
+            for seconds, sent in moved
+            if seconds > 1.5 * found.latency
+        ]
         figures["latency_us"] = found.latency * 1e6
-        figures["link_gb_per_second"] = statistics.harmonic_mean(rates) / hardware.ways / 1e9
+        if rates:
+            rate = statistics.harmonic_mean(rates) / hardware.ways
+            figures["link_gb_per_second"] = rate / 1e9
     return dataclasses.replace(hardware, **figures)
 
 
 def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
-    """Times of the pieces of a run; with one device, of its layers only."""
+    """Times of the pieces of a run; with one device, of its layers only.
+
+    Raises:
+        ConfigError: something else keeps this machine too busy.
+    """
     config = sizes.config
     together, alone = _ring(config, devices), _ring(config, devices[:1])
-    through = [_layers(sizes, together, kinds) for kinds in ("F", "FI", "FIW")]
-    # An input gradient runs the layer's forward again.
-    times: dict[str, float] = {
-        "forward": through[0],
-        "input_grad": through[1] - 2 * through[0],
-        "weight_grad": through[2] - through[1],
-        "forward_alone": _layers(sizes, alone, "F") if len(devices) > 1 else through[0],
+    forward, and_inputs, and_weights = _layers(sizes, together, ("F", "FI", "FIW"))
+    times = {
+        "forward": forward,
+        "input_grad": and_inputs - 2 * forward,  # which runs the layer's forward again
+        "weight_grad": and_weights - and_inputs,
+        "forward_alone": _layers(sizes, alone, ("F",))[0] if len(devices) > 1 else forward,
     }
     if len(devices) > 1:
         dtype, count = jnp.dtype(config.model.compute_dtype), len(devices)
@@ -149,10 +168,16 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
             "gather": _moved(together, weights[: weights.size // count], _gathered),
             "scatter": _moved(together, weights.astype(jnp.float32), _scattered),
             "latency": _moved(together, message[:8], lambda x, _: shift(x, STAGE, 1, count)),
+            "fresh": _fresh(together),
         }
-    # Differences of noisy times may fall below nothing.
-    floor = 0.1 * times["forward"]
-    times |= {name: max(times[name], floor) for name in ("input_grad", "weight_grad")}
+    for name, seconds in times.items():
+        if seconds <= 0:
+            raise ConfigError.one(
+                "command line: --calibrate",
+                None,
+                f"got a time below nothing for {name}: times vary too much on this machine now.",
+                "Measure again while nothing else runs.",
+            )
     return Measured(**times)
 
 
@@ -169,8 +194,8 @@ def _on_ring(mesh: MeshConfig, count: int) -> MeshConfig:
 # Programs.
 
 
-def _layers(sizes: Sizes, mesh: Mesh, kinds: str) -> float:
-    """Seconds of one layer in slots of these kinds, one after another."""
+def _layers(sizes: Sizes, mesh: Mesh, slots_of: Sequence[str]) -> list[float]:
+    """Seconds of one layer in slots of some kinds, one after another, for each of `slots_of`."""
     config = sizes.config
     decoder = Decoder(config.model, AxisRules.from_config(config.mesh))
     dtype = jnp.dtype(config.model.compute_dtype)
@@ -186,7 +211,7 @@ def _layers(sizes: Sizes, mesh: Mesh, kinds: str) -> float:
         "example_ids": jnp.arange(shape[0]),
     }
 
-    def run(weights: Tree, x: jax.Array, inputs: Tree, turns: jax.Array) -> Tree:
+    def run(kinds: str, weights: Tree, x: jax.Array, inputs: Tree, turns: jax.Array) -> Tree:
         weights, x, inputs, zero = vary((weights, x, inputs, jnp.int32(0)))
         row = SlotRow(*(zero,) * len(SlotRow._fields))
         work = Work(row, zero, zero, zero, zero + LAYERS, zero + LAYERS, inputs)
@@ -206,7 +231,8 @@ def _layers(sizes: Sizes, mesh: Mesh, kinds: str) -> float:
         return jax.tree.map(jnp.sum, lax.fori_loop(0, turns, body, start))
 
     x = 0.01 * jax.random.normal(jax.random.key(1), (*shape, config.model.d_model), dtype)
-    return _seconds(mesh, run, (weights, x, inputs)) / LAYERS
+    runs = [partial(run, kinds) for kinds in slots_of]
+    return [seconds / LAYERS for seconds in _seconds(mesh, runs, (weights, x, inputs))]
 
 
 def _moved(mesh: Mesh, x: jax.Array, move: Callable[[jax.Array, jax.Array], jax.Array]) -> float:
@@ -215,7 +241,7 @@ def _moved(mesh: Mesh, x: jax.Array, move: Callable[[jax.Array, jax.Array], jax.
     def run(x: jax.Array, turns: jax.Array) -> jax.Array:
         return lax.fori_loop(0, turns, lambda turn, x: vary(move(x, turn)), vary(x)).sum()
 
-    return _seconds(mesh, run, (x,))
+    return _seconds(mesh, [run], (x,))[0]
 
 
 def _gathered(shard: jax.Array, turn: jax.Array) -> jax.Array:
@@ -228,27 +254,59 @@ def _scattered(whole: jax.Array, turn: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(whole, part, turn, 0)
 
 
-def _seconds(mesh: Mesh, run: Callable[..., Tree], arguments: tuple[Tree, ...]) -> float:
-    """Of one turn of a program's loop, whose number of turns is its last argument."""
+def _fresh(mesh: Mesh) -> float:
+    """Seconds for a byte of a program's temporary memory, cleared and partly written."""
+
+    def run(num_rows: int, turns: jax.Array) -> jax.Array:
+        buffer = vary(jnp.zeros((num_rows, FRESH_ROW), jnp.float32))
+        row = vary(jnp.ones((1, FRESH_ROW), jnp.float32))
+
+        def body(turn: jax.Array, buffer: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice_in_dim(buffer, row * turn, turn, 0)
+
+        return lax.fori_loop(0, turns, body, buffer)[turns]
+
+    with jax.set_mesh(mesh):
+        programs = [_program(mesh, partial(run, num_rows)) for num_rows in FRESH_ROWS]
+        few, many = medians([partial(each, jnp.int32(2)) for each in programs], SECONDS)
+    return (many - few) / (4 * FRESH_ROW * (FRESH_ROWS[1] - FRESH_ROWS[0]))
+
+
+def _seconds(
+    mesh: Mesh, runs: Sequence[Callable[..., Tree]], arguments: tuple[Tree, ...]
+) -> list[float]:
+    """Of one turn of each program's loop, whose number of turns is its last argument."""
+    with jax.set_mesh(mesh):
+        calls = [
+            partial(program, *arguments, jnp.int32(turns))
+            for program in [_program(mesh, run) for run in runs]
+            for turns in TURNS
+        ]
+        taken = medians(calls, len(runs) * SECONDS)
+    return [
+        (many - few) / (TURNS[1] - TURNS[0])
+        for few, many in zip(taken[::2], taken[1::2], strict=True)
+    ]
+
+
+def _program(mesh: Mesh, run: Callable[..., Tree]) -> Callable[..., Tree]:
+    """Runs on every device of the ring at once."""
 
     def on_each(*given: Tree) -> Tree:
         return jax.tree.map(lambda leaf: leaf[None], run(*given))
 
-    program: Callable[..., Tree] = on_each
-    if axes := program_axes(mesh):
-        everywhere = PartitionSpec()
-        program = jax.shard_map(
+    if not (axes := program_axes(mesh)):
+        return jax.jit(on_each)
+    everywhere = PartitionSpec()
+    return jax.jit(
+        jax.shard_map(
             on_each,
             mesh=mesh,
             axis_names=set(axes),
             in_specs=everywhere,
             out_specs=PartitionSpec(STAGE),
         )
-    with jax.set_mesh(mesh):
-        program = jax.jit(program)
-        calls = [partial(program, *arguments, jnp.int32(turns)) for turns in TURNS]
-        few, many = medians(calls, SECONDS)
-    return (many - few) / (TURNS[1] - TURNS[0])
+    )
 
 
 def medians(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:

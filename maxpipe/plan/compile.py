@@ -18,12 +18,11 @@ import jax
 import numpy as np
 
 from maxpipe import executable
-from maxpipe.config.check import check
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hlo import Collective, Profile, parse, profile
-from maxpipe.mesh import AXES, build_mesh, resolve
+from maxpipe.mesh import AXES, build_mesh
 from maxpipe.model.count import train_flops_per_token
 from maxpipe.pipeline.table import Schedule, Slots
 from maxpipe.plan.advice import capacity, explain_out_of_memory, gib, largest
@@ -31,7 +30,7 @@ from maxpipe.plan.memory import buffers
 from maxpipe.plan.nearest import nearest
 from maxpipe.plan.search import evaluate
 from maxpipe.plan.sizes import Sizes
-from maxpipe.plan.topology import WHERE, Topology, devices
+from maxpipe.plan.topology import WHERE, Topology, devices, placed
 from maxpipe.train.build import steps_of
 from maxpipe.train.step import Steps
 
@@ -126,19 +125,6 @@ class Report:
         }
 
 
-def placed(loaded: Loaded, present: Sequence[Any]) -> Config:
-    """The config with its mesh resolved for these devices.
-
-    Raises:
-        ConfigError: the config does not fit them.
-    """
-    config = dataclasses.replace(loaded.config, mesh=resolve(loaded.config.mesh, present))
-    problems = check(config, loaded.origins)
-    if problems:
-        raise ConfigError(problems)
-    return config
-
-
 def build_steps(config: Config, present: Sequence[Any]) -> Steps:
     """The steps of a config on these devices.
 
@@ -159,7 +145,7 @@ def compile_step(loaded: Loaded, topology: Topology, save: Path | None = None) -
         StorageError: the program cannot be kept there.
     """
     present = devices(topology)
-    config = placed(loaded, present)
+    config = placed(loaded, topology)
     steps = build_steps(config, present)
     start = time.monotonic()
     lowered = steps.lower_train()
@@ -343,10 +329,12 @@ _LENGTH = {"F": 1.0, "I": 1.3, "W": 1.0}
 def traffic(found: Sequence[Collective], mesh: Any) -> list[Traffic]:
     """Collectives by kind, axes and link, most bytes first."""
     placed = list(mesh.devices.flat)
+    place_of = {device.id: place for place, device in enumerate(placed)}
     slices = np.array([getattr(device, "slice_index", 0) or 0 for device in placed])
     grouped: dict[tuple[str, str, str, bool], list[Collective]] = {}
     for each in found:
-        members = np.array([member for member in each.group if member < len(placed)])
+        group = [place_of[member] for member in each.group] if each.between_slices else each.group
+        members = np.array([member for member in group if member < len(placed)])
         if len(members) < 2:
             continue
         places = np.array(np.unravel_index(members, mesh.devices.shape))

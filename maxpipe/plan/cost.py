@@ -16,12 +16,12 @@ import numpy as np
 from maxpipe.hardware import Hardware
 from maxpipe.model.count import train_flops_per_token
 from maxpipe.pipeline.table import Schedule
-from maxpipe.plan.memory import state
+from maxpipe.plan.memory import Memory, memory, state
 from maxpipe.plan.sizes import BYTES, Sizes, layer_weights
 
 REPLAYS = {"none": 0.0, "names": 0.15, "full": 1.0, "chunk": 2.0}
 """Forwards that a layer's backward runs again. With names, norms and the like."""
-SCORE_BYTES = 12
+SCORE_TRAFFIC = 12
 """Moved for each pair of query and key by the softmax of plain attention and its gradient, a pass:
 fitted to the TPU compiler's cycles at 2048 and 8192 tokens."""
 HIDDEN = {"iteration": 0.5, "visit": 0.0, "step": 0.0}
@@ -116,7 +116,7 @@ class Model:
     @property
     def score_seconds(self) -> float:
         """Of that, what attention's scores take on their way through memory."""
-        return SCORE_BYTES * self.sizes.scores / (self.hardware.memory_gb_per_second * 1e9)
+        return SCORE_TRAFFIC * self.sizes.scores / (self.hardware.memory_gb_per_second * 1e9)
 
     @cached_property
     def matmul_seconds(self) -> float:
@@ -209,8 +209,8 @@ class Model:
         return 2 * (once + self.move("fsdp", self._around("fsdp") * message))
 
 
-def cost(sizes: Sizes, schedule: Schedule, hardware: Hardware) -> Cost:
-    """What a step of this run costs."""
+def cost(sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | None = None) -> Cost:
+    """What a step of this run costs; `held` is its memory, where that is known already."""
     model = Model(sizes, hardware)
     ticks, behind = _ticks(model, schedule)
     hop = model.hop if sizes.stages > 1 else 0.0
@@ -228,6 +228,7 @@ def cost(sizes: Sizes, schedule: Schedule, hardware: Hardware) -> Cost:
         "reductions": _reductions(model, schedule),
         "update": model.crowd * _update(model),
         "ticks": schedule.num_ticks * hardware.tick_us * 1e-6,
+        "memory": _fresh(model, schedule, held),
     }
     tokens = train.batch_size * train.sequence_length
     needed = train_flops_per_token(sizes.config.model, train.sequence_length) * tokens
@@ -297,6 +298,15 @@ def _update(model: Model) -> float:
     """The optimizer reads and writes the state, and reads gradients."""
     moved = 2.4 * state(model.sizes)["state"]
     return moved / (model.hardware.memory_gb_per_second * 1e9)
+
+
+def _fresh(model: Model, schedule: Schedule, held: Memory | None) -> float:
+    """To be given the memory of a step, on devices that give it back after each."""
+    rate = model.hardware.fresh_gb_per_second
+    if not rate:
+        return 0.0
+    held = held or memory(model.sizes, schedule, tpu=model.hardware.is_tpu)
+    return held.temporary / (rate * 1e9)
 
 
 def traffic(model: Model, schedule: Schedule) -> dict[tuple[str, str], float]:

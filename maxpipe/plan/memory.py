@@ -142,7 +142,7 @@ def _copies(sizes: Sizes) -> float:
 AT_ONCE = {"iteration": 5.2, "visit": 1.0, "step": 1.0}
 """Whole layers in compute type that are there in a layer's backward: gathered, on their way, and
 their gradients in float32. Fitted."""
-SCORE_BYTES = 9.5
+SCORE_ROOM = 9.5
 """Held for each pair of query and key: scores of all blocks of attention in float32, probabilities,
 their gradients, and what the allocator leaves free between them. Fitted."""
 
@@ -153,7 +153,7 @@ def _at_work(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     size, gathers = BYTES[model.compute_dtype], pipeline.weight_gather == "iteration"
     at_once = AT_ONCE["step" if _by_step(sizes, schedule) else pipeline.weight_gather]
     layer = at_once * size * sizes.layer_elements(whole=True)
-    layer += SCORE_BYTES / 2 * size * sizes.scores
+    layer += SCORE_ROOM / 2 * size * sizes.scores
     # Where tensor shards are summed, whole activations come and go.
     streams = 4 if sizes.tensor == 1 else 12
     layer += size * (3 * sizes.named(("gate",)) + streams * sizes.activation)

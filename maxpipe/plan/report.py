@@ -237,6 +237,7 @@ FIGURES = (
     "latency_us",
     "tick_us",
     "shared_by",
+    "fresh_gb_per_second",
 )
 """What a calibration replaces."""
 

@@ -128,7 +128,7 @@ def evaluate(config: Config, hardware: Hardware) -> Found:
     """Forecasts from the layout's own table."""
     sizes, schedule = Sizes(config), schedule_of(config)
     held = memory(sizes, schedule, tpu=hardware.is_tpu)
-    return Found(config, schedule, held, cost(sizes, schedule, hardware))
+    return Found(config, schedule, held, cost(sizes, schedule, hardware, held))
 
 
 def schedule_of(config: Config) -> Schedule:

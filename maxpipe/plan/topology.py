@@ -6,6 +6,7 @@ not have; CPU devices are virtual; GPUs must be there.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -13,10 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from maxpipe.config.check import check, resolved
+from maxpipe.config.load import Loaded
 from maxpipe.config.rules import did_you_mean
-from maxpipe.config.schema import RuntimeConfig
+from maxpipe.config.schema import Config, RuntimeConfig
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware, known, of_device
+from maxpipe.plan.sizes import Sizes
 
 WHERE = "command line: --topology"
 _CORES_PER_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
@@ -85,9 +89,6 @@ def parse(text: str, num_slices: int = 1) -> Topology:
         shape = f"{hardware.torus_dims} numbers" if hardware.torus_dims else "one number"
         rule = f"must have {shape}, as {hardware.name} devices are joined."
         raise ConfigError.one(WHERE, text, rule, f"Write {kind}:{example}.")
-    if num_slices < 1:
-        rule = "must be at least 1."
-        raise ConfigError.one("command line: --slices", num_slices, rule, "Leave out --slices.")
     found = Topology(hardware, dims, num_slices)
     if found.devices_per_slice > hardware.largest_slice:
         rule = f"is {found.devices_per_slice} devices; the links of {hardware.name} join at most "
@@ -97,23 +98,29 @@ def parse(text: str, num_slices: int = 1) -> Topology:
     return found
 
 
-def at_hand(runtime: RuntimeConfig, count: int) -> Topology:
-    """So many devices like those of this machine, in one slice. Starts jax.
+def at_hand(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> Topology:
+    """So many devices like those of this machine, or all that it has, in one slice. Starts jax.
+
+    Args:
+        runtime: of the process.
+        cpu_devices: virtual ones, where this machine has no others.
+        count: of devices.
 
     Raises:
         ConfigError: there are none, or nobody has figures for their kind.
     """
     from maxpipe import runtime as process
 
-    process.start(runtime, max(1, count))
+    process.start(runtime, cpu_devices)
     import jax
 
-    kind = jax.devices()[0].device_kind
+    present = jax.devices()
+    kind = present[0].device_kind
     hardware = of_device(kind)
     if hardware is None:
         rule = "has no file in configs/hardware, and plans need its peak, memory and links."
         raise ConfigError.one("command line", kind, rule, "Name a kind with --topology.")
-    return Topology(hardware, _cube(count, max(1, hardware.torus_dims)))
+    return Topology(hardware, _cube(count or len(present), max(1, hardware.torus_dims)))
 
 
 def _cube(count: int, num_dims: int) -> tuple[int, ...]:
@@ -123,6 +130,28 @@ def _cube(count: int, num_dims: int) -> tuple[int, ...]:
     root = round(count ** (1 / num_dims))
     side = next(side for side in range(root, 0, -1) if count % side == 0)
     return (side, *_cube(count // side, num_dims - 1))
+
+
+def placed(loaded: Loaded, topology: Topology) -> Config:
+    """The config with its mesh resolved for a topology."""
+    mesh = resolved(loaded.config.mesh, topology.num_devices, topology.num_slices)
+    config = dataclasses.replace(loaded.config, mesh=mesh)
+    sizes = Sizes(config)
+    # On other devices than TPUs ici sizes may ignore where slices end.
+    slices = {topology.num_slices} if topology.platform == "tpu" else {1, topology.num_slices}
+    if sizes.num_devices != topology.num_devices or sizes.num_slices not in slices:
+        wanted = " x ".join(f"{axis} {size}" for axis, size in sizes.axes.items() if size > 1)
+        raise ConfigError.one(
+            "mesh",
+            wanted or "one device",
+            f"must multiply to the devices of the topology: it is {sizes.num_devices} in "
+            f"{sizes.num_slices} slices, and there are {topology}.",
+            "Set mesh.ici_data=-1 to use what is left, or another size for an axis.",
+        )
+    problems = check(config, loaded.origins)
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
 def prepare(topology: Topology) -> None:

@@ -177,13 +177,6 @@ class Steps:
             self.train_schedule, self._abstract_params, self.abstract_batch()
         )
 
-    def buffer_bytes(self) -> dict[str, int]:
-        """Of the same."""
-        return {
-            name: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-            for name, leaves in self.buffer_shapes().items()
-        }
-
     def abstract_batch(self, rows: int = 0) -> Tree:
         """Shapes and types of a global batch, of the training batch's size if not given."""
         shape = (rows or self.shape[0], self.shape[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -22,7 +21,7 @@ from maxpipe.plan.sizes import Sizes
 NUM_DEVICES = 4
 
 
-def config_of(stages: int = 1, fsdp: int = 1) -> Config:
+def config_of(stages: int = 1, fsdp: int = 1, tokens: int = 32) -> Config:
     model = {"num_layers": 4, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "head_size": 16}
     model |= {"d_mlp": 64, "vocab_size": 512}
     return from_dict(
@@ -33,23 +32,15 @@ def config_of(stages: int = 1, fsdp: int = 1) -> Config:
                 "ici_fsdp": fsdp,
                 "ici_data": NUM_DEVICES // fsdp // stages,
             },
-            "train": {"batch_size": 8, "sequence_length": 32, "steps": 1},
+            "train": {"batch_size": 8, "sequence_length": tokens, "steps": 1},
         }
     )
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    known.cache_clear()
-    yield tmp_path
-    known.cache_clear()
 
 
 @pytest.mark.parametrize("crowd", [1.0, 4.0])
 def test_the_cost_model_gives_back_what_was_measured(crowd: float) -> None:
     sizes = Sizes(config_of(fsdp=NUM_DEVICES))
-    latency, rate = 50e-6, 2e9
+    latency, rate = 5e-6, 2e8
     weights = sizes.layer_elements(whole=True) * (1 - 1 / NUM_DEVICES)
     found = Measured(
         forward=3e-3 * crowd,
@@ -60,12 +51,15 @@ def test_the_cost_model_gives_back_what_was_measured(crowd: float) -> None:
         gather=latency + 2 * weights / rate,
         scatter=latency + 4 * weights / rate,
         latency=latency,
+        fresh=4e-9,
     )
-    after = applied(found, sizes, known()["cpu"], NUM_DEVICES)
+    after = applied(found, sizes, shipped()["cpu"], NUM_DEVICES)
     model = Model(sizes, after)
     assert model.forward == pytest.approx(found.forward_alone)
     assert model.crowd == pytest.approx(crowd)
     assert model.hides == (crowd == 1)
+    # Devices with cores of their own keep their memory between steps.
+    assert after.fresh_gb_per_second == pytest.approx(0.25 if crowd > 1 else 0.0)
     assert after.input_grad_cost == pytest.approx(1.5)
     assert after.weight_grad_cost == pytest.approx(0.8)
     # Nine arrays, each with its own latency.
@@ -76,10 +70,22 @@ def test_the_cost_model_gives_back_what_was_measured(crowd: float) -> None:
 @pytest.mark.slow
 def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "SECONDS", 0.2)
-    found = calibrate.measure(Sizes(config_of()), jax.devices()[:NUM_DEVICES])
-    assert found.forward > 0 and found.forward_alone > 0
-    assert found.hop > 0 and found.gather > 0 and found.scatter > 0
-    assert found.input_grad > 0 and found.weight_grad > 0
+    few, many = (
+        calibrate.measure(Sizes(config_of(tokens=tokens)), jax.devices()[:NUM_DEVICES])
+        for tokens in (32, 256)
+    )
+    # Eight times the matmuls and 64 times the scores, and messages eight times as long.
+    assert many.forward > 4 * few.forward and many.forward_alone > 4 * few.forward_alone
+    assert many.input_grad > 4 * few.input_grad and many.weight_grad > 4 * few.weight_grad
+    # Virtual devices share cores, and nothing moves in no time.
+    assert many.forward > many.forward_alone > 0
+    assert min(many.hop, many.gather, many.scatter, many.latency, many.fresh) > 0
+
+
+def test_times_below_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_layers", lambda *_: [2e-3, 3e-3, 4e-3])
+    with pytest.raises(ConfigError, match="below nothing for input_grad"):
+        calibrate.measure(Sizes(config_of()), jax.devices()[:1])
 
 
 def test_measured_figures_are_kept_and_used(

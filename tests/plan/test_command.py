@@ -44,6 +44,13 @@ def test_a_search_writes_its_winner_and_draws_it(
     [
         ([*RUN, "--write", "best.yml"], "--write\n  is read by a search only"),
         ([*RUN, "--fix", "mesh.ici_stage=4"], "--fix\n  is read by a search only"),
+        ([*RUN, "--compile", "3"], "--compile\n  is read by a search only"),
+        ([*RUN, "--search", "--compile", "0"], "--compile: 0 is not at least 1"),
+        ([*RUN, "--slices", "-1"], "--slices: -1 is not at least 1"),
+        ([*RUN[:2], "--devices", "0"], "--devices: 0 is not at least 1"),
+        ([*RUN[:2], "--devices", "8", "--slices", "2"], "counts slices of a --topology"),
+        ([*RUN[:2], "--calibrate", "--search"], "--search\n  is not read while devices"),
+        ([*RUN[:2], "--calibrate", "--slices", "2"], "--slices\n  is not read while devices"),
         ([*RUN, "--search", "--fix", "train.steps=4"], "must be a key of mesh or pipeline"),
         ([*RUN, "--calibrate"], "not allowed with argument --topology"),
         (["plan", "configs/quickstart.yml"], "--topology --devices --calibrate is required"),

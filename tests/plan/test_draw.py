@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from maxpipe.canvas import Canvas
-from maxpipe.hardware import known
+from maxpipe.hardware import shipped
 from maxpipe.plan.advice import TERMS
 from maxpipe.plan.draw import COLOURS, picture, write
 from maxpipe.plan.search import Found, evaluate
 from tests.plan.test_search import STAGED, config_of
 
-V5P = known()["v5p"]
+V5P = shipped()["v5p"]
 
 
 def found(rows: int = 128, **pipeline: object) -> Found:

@@ -16,6 +16,7 @@ from maxpipe.plan.compile import build_steps
 from maxpipe.plan.memory import buffers, state
 from maxpipe.plan.sizes import Sizes, layer_weights
 from maxpipe.train.step import Steps
+from tests.cases import buffer_bytes
 
 MODEL = {
     "num_layers": 12,
@@ -99,7 +100,7 @@ def test_buffers_and_state_are_those_of_the_engine(
     config = config_of(model, mesh, pipeline)
     steps, sizes = steps_of(config), Sizes(config)
     if "ici_tensor" not in mesh:  # how buffers lie along it is the compiler's choice
-        found = steps.buffer_bytes()
+        found = buffer_bytes(steps)
         for name, size in buffers(sizes, steps.train_schedule).items():
             assert size == found[name], name
     shards = jax.tree.map(

@@ -14,7 +14,7 @@ from maxpipe.config.check import check
 from maxpipe.config.load import Loaded, from_dict, load, to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
-from maxpipe.hardware import known
+from maxpipe.hardware import shipped
 from maxpipe.plan.cost import cost
 from maxpipe.plan.plan import best_layouts, fixed_keys, forecast, layout
 from maxpipe.plan.search import _seconds, candidates, evaluate, schedule_of, short_schedules
@@ -78,13 +78,13 @@ def test_short_tables_foretell_long_ones(
         microbatches=64,
         remat="names",
     )
-    hardware = known()["v5p"]
+    hardware = shipped()["v5p"]
     short = _seconds(config, *short_schedules(config), hardware)
     assert short == pytest.approx(cost(Sizes(config), schedule_of(config), hardware).seconds, 0.01)
 
 
 def test_what_takes_longer_is_foretold_to_take_longer() -> None:
-    hardware = known()["v5p"]
+    hardware = shipped()["v5p"]
 
     def seconds(mesh: dict[str, int] = STAGED, **changes: Any) -> float:
         pipeline = {"schedule": "interleaved", "repeats": 2, "microbatches": 16, **changes}

@@ -15,7 +15,7 @@ import pytest
 from maxpipe.pipeline import outside, program, slots
 from maxpipe.pipeline.collectives import vary
 from maxpipe.train.step import Steps
-from tests.cases import TOKENS, TOLERANCE, Case, batch_of, steps_of
+from tests.cases import TOKENS, TOLERANCE, Case, batch_of, buffer_bytes, steps_of
 
 ROWS = 24
 
@@ -229,7 +229,7 @@ def test_buffers_are_as_large_as_foretold(remat: str, outside: int, schedule: st
         case = replace(case, layers=8 + outside, outside=outside)
         # The same rows in each microbatch; the batch itself is not counted.
         steps = steps_of(case, rows=16 * microbatches)
-        foretold = steps.buffer_bytes()
+        foretold = buffer_bytes(steps)
         assert (foretold["outside"] > 0) == (outside > 0)
         assert foretold["stash"] > 0 and (foretold["deferred"] > 0) == steps.train_schedule.mixed
         return sum(foretold.values()), carried_bytes(steps.compile_train().as_text())
