@@ -46,6 +46,7 @@ LEVELS = {
     "maxpipe.pipeline": 5,
     "maxpipe.checkpoint": 5,
     "maxpipe.telemetry": 5,
+    "maxpipe.hlo_text": 4,
     "maxpipe.hlo": 5,
     "maxpipe.train.optim": 5,
     "maxpipe.train": 6,

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from maxpipe.hlo import Profile, array_bytes, parse, profile
+from maxpipe.hlo import Profile, profile
+from maxpipe.hlo_text import array_bytes, parse
 
 SMALL = """\
 HloModule jit_step, is_scheduled=true, num_partitions=8

@@ -20,7 +20,8 @@ import json, sys
 import numpy as np
 from jax.experimental import topologies
 from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
-from maxpipe.hlo import parse, profile
+from maxpipe.hlo import profile
+from maxpipe.hlo_text import parse
 from maxpipe.mesh import build_mesh
 from maxpipe.sharding import AxisRules
 from maxpipe.train.step import partition

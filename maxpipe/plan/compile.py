@@ -21,7 +21,8 @@ from maxpipe import executable
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
-from maxpipe.hlo import Collective, Profile, parse, profile
+from maxpipe.hlo import Collective, Profile, profile
+from maxpipe.hlo_text import parse
 from maxpipe.mesh import AXES, build_mesh
 from maxpipe.model.count import train_flops_per_token
 from maxpipe.pipeline.table import Schedule, Slots
