@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 import maxpipe
-from maxpipe.commands import config, plan, schedule
+from maxpipe.commands import config, goodput, plan, schedule
 from maxpipe.commands.parser import Commands, Parser, add_inputs, integer, subcommands
 from maxpipe.errors import ExitCode, MaxpipeError
 
@@ -107,6 +107,7 @@ def _parser() -> Parser:
     plan.add(commands)
     config.add(commands)
     schedule.add(commands)
+    goodput.add(commands)
     _add_checkpoints(commands)
     parser.command_names = tuple(commands.choices)
     return parser

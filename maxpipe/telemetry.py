@@ -307,7 +307,7 @@ class Console:
         finally:
             if self._view is not None:
                 self._view.stage = None
-            self._print(f"{name}: {outcome}{_duration(time.monotonic() - start)}")
+            self._print(f"{name}: {outcome}{duration(time.monotonic() - start)}")
 
     def begin(self, step: int, total_steps: int) -> None:
         """Start progress: `step` of `total_steps` are done. Call it once compiling is over."""
@@ -424,7 +424,7 @@ class _Progress:
         parts = [f"step {count}", *(text for _, text in _highlights(metrics))]
         eta = self.eta_seconds()
         if eta is not None:
-            parts.append(f"eta {_duration(eta)}")
+            parts.append(f"eta {duration(eta)}")
         return "  ".join(parts)
 
 
@@ -462,7 +462,8 @@ def _number(value: float) -> str:
     return _si(value) if value >= 10_000 else f"{value:.4g}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """As people write it: `1m05s`."""
     if seconds < 59.95:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
@@ -546,6 +547,6 @@ class _LiveView:
         line.add_row(
             f"step {progress.step}/{total}" if total else f"step {progress.step}",
             ProgressBar(total=total or None, completed=progress.step, width=40),
-            "" if eta is None else f"eta {_duration(eta)}",
+            "" if eta is None else f"eta {duration(eta)}",
         )
         return line

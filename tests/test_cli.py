@@ -105,7 +105,7 @@ def test_version(capsys: Capture):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("", "a command is required: train, plan, compile, config, schedule, checkpoints"),
+        ("", "a command is required: train, plan, compile, config, schedule, goodput, checkpoints"),
         ("trian", "Did you mean `maxpipe train`?"),
         ("qqq", "See `maxpipe --help`."),
         ("config", "a command is required: print, explain, schema, docs"),

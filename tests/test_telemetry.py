@@ -306,7 +306,7 @@ def test_a_vanished_terminal_does_not_end_the_run():
     [(0.04, "0.0s"), (59.96, "1m00s"), (62, "1m02s"), (3600, "1h00m"), (90_000, "1d01h")],
 )
 def test_durations(seconds: float, text: str):
-    assert telemetry._duration(seconds) == text
+    assert telemetry.duration(seconds) == text
 
 
 # --- peak FLOP/s ---------------------------------------------------------------

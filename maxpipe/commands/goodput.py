@@ -1,0 +1,35 @@
+"""`maxpipe goodput`: where a run's time went."""
+
+from __future__ import annotations
+
+import argparse
+
+from maxpipe.commands.parser import Commands
+from maxpipe.errors import ExitCode
+
+
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    about = "tell which share of a run's time went into steps that count"
+    parser = commands.add_parser(
+        "goodput",
+        help=about,
+        description=f"{about.capitalize()}, over all its restarts, and where the rest went.",
+        epilog="example: maxpipe goodput runs/quickstart",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(command=_goodput)
+
+
+def _goodput(options: argparse.Namespace) -> int:
+    from maxpipe import goodput
+
+    found = goodput.read(options.run_dir)
+    if options.json:
+        import json
+
+        print(json.dumps(goodput.facts(found), indent=2))
+    else:
+        print(goodput.page(found))
+    return ExitCode.DONE

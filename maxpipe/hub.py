@@ -1,0 +1,417 @@
+"""What process 0 knows of all processes of a run, and what it decides for them.
+
+`maxpipe.link` is the other end. Messages are JSON objects, a line each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import selectors
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from maxpipe.errors import ExitCode
+from maxpipe.phases import COMPILE, WAITING
+
+_LONGEST_LINE = 1 << 17
+_STRAGGLER_STEPS = 20
+"""Over which the processes' own times are compared."""
+_STRAGGLER_SECONDS, _STRAGGLER_SHARE = 0.005, 0.05
+"""A step's delay that is worth a word: at least so long, and so much of the step."""
+_SAY_EVERY_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a process gives the others, or the run, up."""
+
+    init_seconds: float = 300.0
+    heartbeat_seconds: float = 100.0
+    """Without a word of a process."""
+    stall_seconds: float = 0.0
+    """Without progress of a process; 0 waits forever."""
+    grace_seconds: float = 0.0
+    """From being asked to stop to leaving without having saved; 0 is no limit."""
+
+
+class Wire:
+    """JSON lines over a socket."""
+
+    def __init__(self, sock: socket.socket):
+        self._socket, self._rest, self._lock = sock, b"", threading.Lock()
+        sock.settimeout(10)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def fileno(self) -> int:
+        """For a selector."""
+        return self._socket.fileno()
+
+    def send(self, message: Mapping[str, Any]) -> bool:
+        """Whether it was handed to the network."""
+        try:
+            with self._lock:
+                self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """Whole messages that have come; None when there will be no more."""
+        try:
+            data = self._socket.recv(1 << 16)
+        except OSError:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if not data or len(self._rest) > _LONGEST_LINE:
+            return None
+        try:
+            return [message for line in lines if isinstance(message := json.loads(line), dict)]
+        except ValueError:  # not one of ours
+            return None
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+
+@dataclass
+class Member:
+    """One process."""
+
+    index: int
+    host: str = ""
+    pid: int = 0
+    wire: Wire | None = None
+    """None for the hub's own process."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    heard: float = 0.0
+    beat: dict[str, Any] = field(default_factory=dict)
+    mark: tuple[int, float, float] | None = None
+    """Step, own seconds and time at which the processes' times were last compared."""
+    left: bool = False
+
+    def __str__(self) -> str:
+        return f"process {self.index} ({self.host}, pid {self.pid})"
+
+
+class Hub:
+    """The processes of a run, as process 0 sees them.
+
+    Args:
+        count: of processes.
+        limits: when one of them, or the run, is given up.
+        tell_self: hands a message to this process.
+        say: prints a line.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        limits: Limits,
+        tell_self: Callable[[dict[str, Any]], None],
+        say: Callable[[str], None],
+    ):
+        self._count, self._limits, self._tell_self, self._say = count, limits, tell_self, say
+        self._members = {0: Member(0)} if count == 1 else {}
+        self._listener: socket.socket | None = None
+        self._unknown: list[Wire] = []
+        self._lock = threading.RLock()
+        self._goodbye = threading.Condition(self._lock)
+        self._first_goodbye = 0.0
+        self._welcomed = count == 1
+        self._verdict = self._asked = False
+        self._answers: dict[int, int] = {}
+        self._values: dict[str, dict[int, str]] = {}
+        self._said = time.monotonic()
+
+    # Connections.
+
+    def listen(self, address: tuple[str, int], selector: selectors.BaseSelector) -> None:
+        """Opens the port at which the others come; it is closed when all are there.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        self._listener = socket.create_server(
+            ("", address[1]),
+            family=family,
+            backlog=self._count,
+            dualstack_ipv6=family == socket.AF_INET6,
+        )
+        selector.register(self._listener, selectors.EVENT_READ)
+
+    def read(self, source: Any, selector: selectors.BaseSelector) -> None:
+        """Takes what a socket has."""
+        if self._listener is not None and source is self._listener:
+            with contextlib.suppress(OSError):
+                sock, _ = self._listener.accept()
+                self._unknown.append(Wire(sock))
+                selector.register(self._unknown[-1], selectors.EVENT_READ)
+            return
+        messages = source.receive()
+        member = next((each for each in self._members.values() if each.wire is source), None)
+        for message in messages or ():
+            if member is None and "hello" in message:
+                member = self._admit(source, message["hello"])
+            elif member is not None:
+                self.handle(member.index, message)
+        if messages is None or member is None:
+            selector.unregister(source)
+            source.close()
+            if source in self._unknown:
+                self._unknown.remove(source)
+            if member is not None and not member.left:
+                member.left = True
+                self._lost(member)
+                with self._goodbye:
+                    self._goodbye.notify_all()
+        if self._listener is not None and self._welcomed:
+            selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    def _admit(self, wire: Wire, hello: dict[str, Any]) -> Member | None:
+        """The process that introduces itself, unless something is wrong with it."""
+        index, count = hello.get("index"), hello.get("count")
+        who = f"process {index} ({hello.get('host')}, pid {hello.get('pid')})"
+        if count != self._count or not isinstance(index, int) or not 0 < index < self._count:
+            return self._refuse(
+                wire, f"{who} was told of {count} processes, process 0 of {self._count}"
+            )
+        if index in self._members:
+            return self._refuse(wire, f"{who} has the number of {self._members[index]}")
+        if wire in self._unknown:
+            self._unknown.remove(wire)
+        self.handle(index, {"hello": hello}, wire)
+        return self._members[index]
+
+    def _refuse(self, wire: Wire, text: str) -> None:
+        wire.send({"refused": text})
+        self._tell({"refused": text})
+
+    def refuse_for_the_missing(self) -> str:
+        """Tells those who came who did not; returns the same."""
+        missing = f"{self._named(self._missing())} of {self._count}"
+        self._tell({"refused": f"{missing} did not come within {self._limits.init_seconds:g} s"})
+        return missing
+
+    def close(self) -> None:
+        """Closes every connection; those who still listen have heard `bye` or will see the end."""
+        for member in self._members.values():
+            if member.wire is not None:
+                member.wire.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def wait_for_goodbyes(self, seconds: float) -> None:
+        """Until all others have left, which the thread goes on to watch."""
+        with self._goodbye:
+            others = [member for member in self._members.values() if member.wire is not None]
+            if self._welcomed:
+                limit = None if seconds == math.inf else seconds
+                self._goodbye.wait_for(lambda: all(each.left for each in others), limit)
+
+    def wait_for_leaving(self, seconds: float) -> None:
+        """Gives the others time to hear why they leave."""
+        end = time.monotonic() + seconds
+        wires = [each.wire for each in self._members.values() if each.wire and not each.left]
+        while wires and time.monotonic() < end:
+            wires = [wire for wire in wires if wire.receive() is not None]
+
+    # Messages.
+
+    def handle(self, index: int, message: dict[str, Any], wire: Wire | None = None) -> None:
+        """A message of a process."""
+        with self._lock:
+            if "hello" in message:
+                hello = message["hello"]
+                self._members[index] = Member(
+                    index, hello["host"], hello["pid"], wire, hello["facts"], time.monotonic()
+                )
+                self._welcome()
+                return
+            member = self._members.get(index)
+            if member is None:
+                return
+            member.heard = time.monotonic()
+            if "beat" in message:
+                member.beat = message["beat"]
+            elif "failed" in message:
+                failed = message["failed"]
+                self._end(failed["code"], f"{member} failed first:\n{failed['text']}", but=index)
+            elif "bye" in message:
+                member.left = True
+                self._first_goodbye = self._first_goodbye or time.monotonic()
+                self._goodbye.notify_all()
+            elif "stop" in message and not self._asked:
+                self._asked = True
+                self._tell({"ask": True})
+            elif "at" in message:
+                self._answers[index] = message["at"]
+                if len(self._answers) == self._count:
+                    self._decide()
+            elif "same" in message:
+                values = self._values.setdefault(message["same"], {})
+                values[index] = message["value"]
+                if len(values) == self._count:
+                    del self._values[message["same"]]
+                    self._tell({"agreed": message["same"], "values": values})
+
+    def _decide(self) -> None:
+        """Where all stop: further than any of them is."""
+        furthest = max(self._answers.values())
+        if furthest == 0:
+            text = "asked to stop before the first step: there is nothing new to save"
+            self._end(ExitCode.PREEMPTED, text)
+        else:
+            self._tell({"stop_at": furthest + 1})
+
+    def _tell(self, message: dict[str, Any], but: int = -1) -> None:
+        """To all, this process last."""
+        for member in sorted(self._members.values(), key=lambda each: -each.index):
+            if member.index == but or member.left:
+                continue
+            if member.wire is not None:
+                member.wire.send(message)
+            else:
+                self._tell_self(message)
+
+    def _welcome(self) -> None:
+        if len(self._members) < self._count:
+            return
+        first = self._members[0].facts
+        for member in self._members.values():
+            for name, value in first.items():
+                if member.facts.get(name) != value:
+                    text = (
+                        f"{name} is {value} in process 0 and {member.facts.get(name)} in {member}"
+                    )
+                    self._tell({"refused": text})
+                    return
+        self._welcomed = True
+        for member in self._members.values():
+            member.heard = time.monotonic()
+        self._tell({"welcome": True})
+
+    def _missing(self) -> list[int]:
+        return [index for index in range(self._count) if index not in self._members]
+
+    @staticmethod
+    def _named(indices: Iterable[int]) -> str:
+        listed = list(indices)
+        more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
+        names = ", ".join(map(str, listed[:8])) + more
+        return f"process {names}" if len(listed) == 1 else f"processes {names}"
+
+    # Judgement.
+
+    def judge(self) -> None:
+        """Looks at all processes, about once a second."""
+        with self._lock:
+            if not self._welcomed:
+                self._say_who_is_missing()
+            elif not self._verdict:
+                self._look_for_silence()
+                self._look_for_early_ends()
+                self._look_for_stall()
+                self._look_for_stragglers()
+
+    def _say_who_is_missing(self) -> None:
+        now = time.monotonic()
+        if now - self._said < _SAY_EVERY_SECONDS:
+            return
+        self._said = now
+        there = f"{len(self._members)}/{self._count}"
+        self._say(
+            f"waiting for {self._named(self._missing())} ({there}): are they started, and can they "
+            "reach this host at runtime.coordinator?"
+        )
+
+    def _lost(self, member: Member) -> None:
+        beat = member.beat
+        where = f"; it was in {beat['phase']} at step {beat['step']}" if beat else ""
+        if self._welcomed:
+            self._end(ExitCode.HANG, f"{member} is gone{where}. Its own output says why.")
+
+    def _look_for_silence(self) -> None:
+        now, limit = time.monotonic(), self._limits.heartbeat_seconds
+        silent = [
+            each
+            for each in self._members.values()
+            if not each.left and each.wire is not None and now - each.heard > limit
+        ]
+        if silent:
+            names = ", ".join(map(str, silent))
+            self._end(ExitCode.HANG, f"{names} did not answer for {limit:g} s.")
+
+    def _look_for_early_ends(self) -> None:
+        """Processes end together: one that left alone is waited for in vain."""
+        limit = self._limits.heartbeat_seconds
+        if self._first_goodbye and time.monotonic() - self._first_goodbye > limit:
+            gone = self._named(each.index for each in self._members.values() if each.left)
+            if rest := [each.index for each in self._members.values() if not each.left]:
+                text = f"{gone} ended {limit:g} s ago, and {self._named(rest)} did not."
+                self._end(ExitCode.HANG, text)
+
+    def _look_for_stall(self) -> None:
+        limit = self._limits.stall_seconds
+        here = [each for each in self._members.values() if each.beat and not each.left]
+        if not limit or not any(
+            each.beat["seconds"] > limit and each.beat["phase"] != COMPILE for each in here
+        ):
+            return
+        holding = [each for each in here if each.beat["phase"] not in WAITING]
+        behind = min(each.beat["step"] for each in here)
+        holding = holding or [each for each in here if each.beat["step"] == behind]
+        words = "; ".join(
+            f"{each} has been in {each.beat['phase']} for {each.beat['seconds']:.0f} s at step "
+            f"{each.beat['step']}"
+            for each in holding[:8]
+        )
+        text = f"nothing moved for {limit:g} s (runtime.stall_timeout_seconds): {words}."
+        self._end(ExitCode.HANG, text, stacks=True)
+
+    def _look_for_stragglers(self) -> None:
+        here = [each for each in self._members.values() if each.beat]
+        if self._count == 1 or len(here) < self._count:
+            return
+        now = time.monotonic()
+        for each in here:
+            if each.mark is None or each.beat["step"] < each.mark[0]:
+                each.mark = (each.beat["step"], each.beat["own"], now)
+        steps = [each.beat["step"] - each.mark[0] for each in here if each.mark]
+        if min(steps) < _STRAGGLER_STEPS:
+            return
+        own = [
+            (each.beat["own"] - each.mark[1]) / (each.beat["step"] - each.mark[0])
+            for each in here
+            if each.mark
+        ]
+        seconds = max(
+            (now - each.mark[2]) / (each.beat["step"] - each.mark[0]) for each in here if each.mark
+        )
+        for each in here:
+            each.mark = (each.beat["step"], each.beat["own"], now)
+        delay = max(own) - statistics.median_low(own)
+        if delay > max(_STRAGGLER_SECONDS, _STRAGGLER_SHARE * seconds):
+            slow = here[own.index(max(own))]
+            self._say(
+                f"{slow} holds the others up: {1e3 * delay:.0f} ms in each of the last "
+                f"{min(steps)} steps, of {1e3 * seconds:.0f} ms a step"
+            )
+
+    def _end(self, code: int, text: str, *, but: int = -1, stacks: bool = False) -> None:
+        """All leave; the first reason is the one that is told."""
+        if not self._verdict:
+            self._verdict = True
+            self._tell({"leave": {"code": int(code), "text": text, "stacks": stacks}}, but)

@@ -1,0 +1,331 @@
+"""How the processes of a run watch over each other: a connection from each one to process 0.
+
+Threads and sockets only, so that a process answers while its main thread compiles, waits in a
+collective or sleeps in a reader. Process 0 is the hub, which decides; all are told. A run of one
+process is its own hub. The hub tells, in this order of importance, why all leave: somebody failed
+and said so, somebody is gone, somebody does not answer, nothing moves.
+
+jax has a service of the same kind, which ends processes with SIGABRT and names nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import math
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from maxpipe.errors import ExitCode, MaxpipeError, Preempted
+from maxpipe.hub import Hub, Limits, Wire
+from maxpipe.phases import Phases
+
+_GOODBYE_SECONDS = 5.0
+"""For words that are on their way when a process leaves."""
+
+
+@dataclass
+class Told:
+    """What the hub has told this process; guarded by the link's condition."""
+
+    welcome: bool = False
+    refused: str = ""
+    asked: bool = False
+    """Somebody was asked to stop, and the hub collects how far each process is."""
+    stop_at: int | None = None
+    agreed: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Name of what was compared -> value by process, as text."""
+
+
+class Link:
+    """This process's end. `with link:` runs its thread and catches SIGTERM.
+
+    Args:
+        phases: what this process reports of itself.
+        limits: when others are given up.
+        index: of this process.
+        count: of processes.
+        say: prints a line for the user; process 0 is the one that is read.
+    """
+
+    def __init__(
+        self,
+        phases: Phases,
+        limits: Limits,
+        *,
+        index: int = 0,
+        count: int = 1,
+        say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+    ):
+        self.index, self.count, self.say = index, count, say
+        self.on_leave: Callable[[int, str], None] = lambda code, text: None
+        """Called before the process ends for a reason that the hub told."""
+        self._phases, self._limits = phases, limits
+        self._hub = (
+            Hub(count, limits, self._hear, lambda text: self.say(text)) if not index else None
+        )
+        self._wire: Wire | None = None
+        self._told, self._changed = Told(), threading.Condition()
+        self._counted = 0
+        self._failing = self._closed = False
+        self._signals = 0
+        self._asked_at = 0.0
+        self._wake, self._wakes = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._thread = threading.Thread(target=self._run, name="maxpipe link", daemon=True)
+        self._before: Any = None
+
+    # Start and end.
+
+    def __enter__(self) -> Link:
+        self._wakes.setblocking(False)
+        self._wake.setblocking(False)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self.catch_signals()
+        self._thread.start()
+        return self
+
+    def catch_signals(self) -> None:
+        """Makes SIGTERM ours, again after a library took it."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        before = signal.signal(signal.SIGTERM, self._noted)
+        self._before = self._before or before
+        # Python hands a signal on when the main thread next runs Python, which may take as long
+        # as a compilation; the thread sees its number at once.
+        signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        self._closed = self._hub is None  # which ends when it has heard all goodbyes
+        self._send({"bye": True})
+        if self._hub is not None:
+            self._hub.wait_for_goodbyes(_GOODBYE_SECONDS if self._failing else math.inf)
+        self._closed = True
+        if threading.current_thread() is threading.main_thread() and self._before is not None:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, self._before)
+        with contextlib.suppress(OSError):
+            self._wakes.send(b"\0")
+        self._thread.join(_GOODBYE_SECONDS)
+        if self._hub is not None:
+            self._hub.close()
+        if self._wire is not None:
+            self._wire.close()
+        self._wake.close()
+        self._wakes.close()
+        self._selector.close()
+
+    def gather(self, address: tuple[str, int], facts: Mapping[str, Any]) -> str:
+        """Waits until all processes have come; returns why they cannot run together, or nothing.
+
+        Args:
+            address: host and port of the hub; it listens there until all have come.
+            facts: what must be the same everywhere, by name.
+        """
+        hello = {"index": self.index, "count": self.count, "facts": dict(facts)}
+        hello |= {"host": socket.gethostname(), "pid": os.getpid()}
+        if self._hub is not None:
+            self._hub.listen(address, self._selector)
+            self._hub.handle(0, {"hello": hello})
+        else:
+            wire = self._reach(address, hello)
+            if wire is None:
+                return f"process 0 was not found at {address[0]}:{address[1]}"
+            self._wire = wire
+            self._selector.register(wire, selectors.EVENT_READ)
+        with contextlib.suppress(OSError):
+            self._wakes.send(b"\0")  # the thread looks at what is new
+        end = time.monotonic() + self._limits.init_seconds + (5 if self.index else 0)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._told.welcome or self._told.refused, end - time.monotonic()
+            )
+            if self._told.refused:
+                return self._told.refused
+            if self._told.welcome:
+                return ""
+        if self._hub is None:
+            return "process 0 went silent"
+        missing = self._hub.refuse_for_the_missing()
+        return f"{missing} did not come within {self._limits.init_seconds:g} s"
+
+    def _reach(self, address: tuple[str, int], hello: dict[str, Any]) -> Wire | None:
+        end = time.monotonic() + self._limits.init_seconds
+        told = time.monotonic()
+        while time.monotonic() < end:
+            try:
+                wire = Wire(socket.create_connection(address, timeout=5))
+            except OSError:
+                if time.monotonic() - told > 10:
+                    self.say(
+                        f"process {self.index} waits for process 0 at {address[0]}:{address[1]}"
+                    )
+                    told = time.monotonic()
+                time.sleep(0.1)
+                continue
+            if wire.send({"hello": hello}):
+                return wire
+            wire.close()
+        return None
+
+    # What the run asks.
+
+    def stops_here(self) -> bool:
+        """Whether to stop here. All processes ask equally often and get the same answers."""
+        with self._changed:
+            self._counted += 1
+            while self._told.asked and self._told.stop_at is None and not self._closed:
+                self._changed.wait(1.0)  # all answer from their threads: it is on its way
+            return self._told.stop_at is not None and self._counted >= self._told.stop_at
+
+    def same(self, name: str, value: str) -> dict[str, list[int]]:
+        """Value -> processes that have it; one entry when all agree. All must ask."""
+        self._send({"same": name, "value": value})
+        with self._changed:
+            while name not in self._told.agreed:
+                self._changed.wait(1.0)
+            found: dict[str, list[int]] = {}
+            for process, each in self._told.agreed.pop(name).items():
+                found.setdefault(each, []).append(int(process))
+            return found
+
+    @contextlib.contextmanager
+    def ends_together(self) -> Iterator[None]:
+        """When the body fails here, the others are told why and leave with the same code."""
+        try:
+            yield
+        except Preempted:  # agreed by all
+            raise
+        except BaseException as error:
+            code = error.exit_code if isinstance(error, MaxpipeError) else ExitCode.BUG
+            self.fail(int(code), _last_words(error))
+            raise
+
+    def fail(self, code: int, text: str) -> None:
+        """Tells all others that this process fails; it leaves by itself, whatever jax does."""
+        self._failing = True
+        self._send({"failed": {"code": code, "text": text[-4000:]}})
+        if self.count > 1:
+            _exit_later(_GOODBYE_SECONDS, code)
+
+    # The thread.
+
+    def _run(self) -> None:
+        period = min(1.0, self._limits.heartbeat_seconds / 5)
+        last = 0.0
+        while not self._closed:
+            for key, _ in self._selector.select(period):
+                self._read(key.fileobj)
+            if self._closed:
+                return
+            now = time.monotonic()
+            if now - last >= period:
+                last = now
+                where = self._phases.where()
+                beat = {"phase": where.phase, "step": where.step, "seconds": where.seconds}
+                self._send({"beat": beat | {"own": where.own_seconds}})
+                if self._hub is not None:
+                    self._hub.judge()
+                if self._asked_at and now - self._asked_at > self._limits.grace_seconds > 0:
+                    self._go(
+                        ExitCode.PREEMPTED, "the time to save is over; the run is left as it is"
+                    )
+
+    def _read(self, source: Any) -> None:
+        if source is self._wake:
+            for number in self._wake.recv(64):
+                if number == signal.SIGTERM:
+                    self._on_signal()
+        elif self._wire is not None and source is self._wire:
+            messages = self._wire.receive()
+            if messages is None:
+                self._selector.unregister(self._wire)
+                if not (self._closed or self._failing or self._told.refused):
+                    self._go(ExitCode.HANG, "process 0 is gone")
+                return
+            for message in messages:
+                self._hear(message)
+        elif self._hub is not None:
+            self._hub.read(source, self._selector)
+
+    def _noted(self, number: int, frame: FrameType | None) -> None:
+        """In the main thread: the next question waits for the answer to this signal."""
+        self._told.asked = True
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            self._go(ExitCode.PREEMPTED, "asked twice to stop: left at once, nothing more is saved")
+        self._asked_at = time.monotonic()
+        self._send({"stop": True})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._hub is not None:
+            self._hub.handle(0, message)
+        elif self._wire is not None:
+            self._wire.send(message)
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        """A word of the hub."""
+        with self._changed:
+            at = self._counted
+            if "welcome" in message:
+                self._told.welcome = True
+            elif "refused" in message:
+                self._told.refused = message["refused"]
+            elif "ask" in message:
+                self._told.asked = True
+            elif "stop_at" in message:
+                self._told.stop_at = message["stop_at"]
+            elif "agreed" in message:
+                self._told.agreed[message["agreed"]] = message["values"]
+            self._changed.notify_all()
+        if "ask" in message:
+            self._send({"at": at})
+        elif "leave" in message and not self._failing and not self._closed:
+            if message["leave"]["stacks"]:
+                self._show_stacks()
+            self._go(message["leave"]["code"], message["leave"]["text"])
+
+    def _show_stacks(self) -> None:
+        where = self._phases.where()
+        self.say(
+            f"process {self.index} on {socket.gethostname()}: {where.seconds:.0f} s in "
+            f"{where.phase} at step {where.step}"
+        )
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+
+    def _go(self, code: int, text: str) -> None:
+        """Ends the process from here: the main thread may be anywhere."""
+        with contextlib.suppress(Exception):
+            self.on_leave(int(code), text)
+        if self._hub is not None:
+            self._hub.wait_for_leaving(_GOODBYE_SECONDS / 2)
+        with contextlib.suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
+            sys.stdout.flush()
+        os._exit(int(code))
+
+
+def _last_words(error: BaseException) -> str:
+    if isinstance(error, MaxpipeError):
+        return str(error)
+    import traceback
+
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _exit_later(seconds: float, code: int) -> None:
+    timer = threading.Timer(seconds, lambda: os._exit(code))
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,89 @@
+"""Where a process is in its run, and where its time went.
+
+One object per process, written by the main thread and read by those that watch it. The names are
+those of the ledger in `events.jsonl`, of stall reports and of `maxpipe goodput`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+START, DATA_SET_UP, RESTORE, COMPILE = "start", "data set-up", "restore", "compile"
+LOOP, DATA, STEP, EVAL, SAVE = "loop", "data", "step", "eval", "save"
+SET_UP = (START, DATA_SET_UP, RESTORE, COMPILE)
+"""Before the first step."""
+WAITING = (STEP, EVAL, SAVE, RESTORE)
+"""In which a process may wait for the others; in all others it holds them up itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """What a process is doing."""
+
+    phase: str
+    step: int
+    """The newest step that was started."""
+    seconds: float
+    """Since something was last done."""
+    own_seconds: float
+    """In all, after set-up, in which it did not wait for devices or other processes."""
+
+
+class Phases:
+    """The phase of a process; phases nest, and time belongs to the innermost."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open = [START]
+        self._since = self._progressed = clock()
+        self._seconds: dict[str, float] = {}
+        self._own = 0.0
+        self.step = 0
+
+    @contextlib.contextmanager
+    def enter(self, phase: str) -> Iterator[None]:
+        """Time inside belongs to `phase`."""
+        with self._lock:
+            self._pass()
+            self._open.append(phase)
+            self._progressed = self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pass()
+                self._open.pop()
+                self._progressed = self._clock()
+
+    def progress(self, step: int | None = None) -> None:
+        """Something was done; `step` is the newest step that was started."""
+        with self._lock:
+            self._progressed = self._clock()
+            self.step = self.step if step is None else step
+
+    def where(self) -> Where:
+        """What the process is doing now."""
+        with self._lock:
+            self._pass()
+            idle = self._clock() - self._progressed
+            return Where(self._open[-1], self.step, idle, self._own)
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase since the last call."""
+        with self._lock:
+            self._pass()
+            taken, self._seconds = self._seconds, {}
+            return taken
+
+    def _pass(self) -> None:
+        """Books the time since the last call."""
+        now, phase = self._clock(), self._open[-1]
+        spent, self._since = now - self._since, now
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + spent
+        if phase in (LOOP, DATA):
+            self._own += spent

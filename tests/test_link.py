@@ -1,0 +1,293 @@
+"""Processes that watch over each other: real ones, without jax, that stop, fail, hang and die."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+TEN = ("10",) * 4
+MEMBER = """
+import sys, time
+from maxpipe.errors import ConfigError, Preempted
+from maxpipe.hub import Limits
+from maxpipe.link import Link
+from maxpipe.phases import COMPILE, DATA, LOOP, STEP, Phases
+
+index, count, port, facts = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+phases = Phases()
+limits = Limits({limits})
+
+def steps(link, number, each=lambda step: None):
+    # As a run does: read, then wait for the others in a step.
+    with phases.enter(LOOP):
+        for step in range(1, number + 1):
+            phases.progress(step)
+            with phases.enter(DATA):
+                each(step)
+            with phases.enter(STEP):
+                time.sleep(0.02)
+            if step == 3:
+                print("running", flush=True)
+            if link.stops_here():
+                print("stopped at", step, flush=True)
+                raise Preempted
+
+try:
+    with Link(phases, limits, index=index, count=count) as link:
+        if count > 1:
+            trouble = link.gather(("127.0.0.1", port), {{"train.steps": facts}})
+            if trouble:
+                raise ConfigError.one("runtime.coordinator", None, trouble, "Start all.")
+        print("together", flush=True)
+        with link.ends_together():
+            {body}
+except ConfigError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+except Preempted:
+    sys.exit(75)
+"""
+
+
+@contextlib.contextmanager
+def members(
+    body: str,
+    *,
+    count: int = 3,
+    started: int | None = None,
+    limits: str = "init_seconds=20, heartbeat_seconds=5",
+    facts: tuple[str, ...] = (),
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that run `body`; `started` of `count` are."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = MEMBER.format(limits=limits, body=body.strip().replace("\n", "\n            "))
+    found = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, (index, count, port)), (facts or TEN)[index]],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={"PYTHONPATH": str(ROOT)},
+        )
+        for index in range(count if started is None else started)
+    ]
+    try:
+        yield found
+    finally:
+        for process in found:
+            process.kill()
+            process.communicate()
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(text):
+            return
+    raise AssertionError(f"{text!r} was never printed")
+
+
+def ends(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str], list[str]]:
+    """Exit codes, what was printed, and on stderr."""
+    printed = [process.communicate(timeout=60) for process in processes]
+    return [p.returncode for p in processes], [o for o, _ in printed], [e for _, e in printed]
+
+
+def test_all_stop_at_the_same_step_when_one_is_asked() -> None:
+    with members("steps(link, 1000)") as processes:
+        for process in processes:
+            wait_for(process, "running")
+        processes[1].send_signal(signal.SIGTERM)
+        codes, printed, errors = ends(processes)
+    assert codes == [75, 75, 75], errors
+    (step,) = {re.search(r"stopped at (\d+)", text)[1] for text in printed}  # type: ignore[index]
+    assert 3 < int(step) < 1000
+
+
+def test_one_process_is_its_own_hub() -> None:
+    with members("steps(link, 1000)", count=1) as (process,):
+        wait_for(process, "running")
+        process.send_signal(signal.SIGTERM)
+        codes, printed, _ = ends([process])
+    assert codes == [75] and "stopped at" in printed[0]
+
+
+def test_a_run_that_ends_leaves_nobody_behind() -> None:
+    with members("steps(link, 5)") as processes:
+        assert ends(processes)[0] == [0, 0, 0]
+
+
+def test_before_the_first_step_nothing_is_worth_waiting_for() -> None:
+    body = "with phases.enter(COMPILE):\n    print('running', flush=True)\n    time.sleep(60)"
+    with members(body, count=2) as processes:
+        for process in processes:
+            wait_for(process, "running")
+        processes[0].send_signal(signal.SIGTERM)
+        codes, _, errors = ends(processes)
+    assert codes == [75, 75]
+    assert all("before the first step" in text for text in errors)
+
+
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    body = "steps(link, 1000, lambda step: time.sleep(60 if step == 4 else 0))"
+    with members(body, count=1, limits="stall_seconds=0") as (process,):
+        wait_for(process, "running")
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        codes, _, errors = ends([process])
+    assert codes == [75] and "asked twice" in errors[0]
+
+
+def test_the_grace_ends() -> None:
+    body = "steps(link, 1000, lambda step: time.sleep(60 if step == 4 else 0))"
+    with members(body, count=1, limits="heartbeat_seconds=1, grace_seconds=1") as (process,):
+        wait_for(process, "running")
+        process.send_signal(signal.SIGTERM)
+        codes, _, errors = ends([process])
+    assert codes == [75] and "time to save is over" in errors[0]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_is_named_at_once(victim: int) -> None:
+    with members("steps(link, 1000)") as processes:
+        for process in processes:
+            wait_for(process, "running")
+        begin = time.monotonic()
+        processes[victim].kill()
+        codes, _, errors = ends(processes)
+        assert time.monotonic() - begin < 5
+    del codes[victim], errors[victim]
+    assert codes == [71, 71]
+    assert all(re.search(rf"process {victim}\b.* is gone", text) for text in errors)
+    if victim:
+        assert all("it was in" in text and f"pid {processes[1].pid}" in text for text in errors)
+
+
+def test_a_process_that_does_not_answer_is_given_up() -> None:
+    limits = "init_seconds=20, heartbeat_seconds=2"
+    with members("steps(link, 1000)", limits=limits) as processes:
+        for process in processes:
+            wait_for(process, "running")
+        processes[2].send_signal(signal.SIGSTOP)
+        codes, _, errors = ends(processes[:2])
+    assert codes == [71, 71]
+    assert all("process 2" in text and "did not answer for 2 s" in text for text in errors)
+
+
+def test_the_first_failure_is_told_last_and_everywhere() -> None:
+    body = "steps(link, 1000, lambda step: 1 / (step - 5) if index == 2 else None)"
+    with members(body) as processes:
+        codes, _, errors = ends(processes)
+    assert codes[:2] == [70, 70] and codes[2] == 1
+    for text in errors:
+        assert text.rstrip().endswith("ZeroDivisionError: division by zero")
+    assert all(re.search(r"^process 2 .* failed first:$", text, re.M) for text in errors[:2])
+
+
+def test_a_stall_shows_all_stacks_and_names_who_holds_the_others_up() -> None:
+    body = """
+def read(step):
+    if index == 1 and step == 5:
+        time.sleep(60)  # a reader that hangs
+def step_of_all(step):
+    if step == 6:
+        with phases.enter(STEP):
+            time.sleep(60)  # in a collective
+steps(link, 1000, read if index == 1 else step_of_all)
+"""
+    limits = "init_seconds=20, heartbeat_seconds=2, stall_seconds=2"
+    with members(body, limits=limits) as processes:
+        codes, _, errors = ends(processes)
+    assert codes == [71, 71, 71]
+    for index, text in enumerate(errors):
+        assert f"process {index} on " in text and "most recent call first" in text
+        last = text.splitlines()[-1]
+        assert "nothing moved for 2 s" in last and "has been in data for" in last
+        assert f"process 1 ({socket.gethostname()}, pid {processes[1].pid})" in last
+        assert "process 2" not in last
+
+
+def test_who_holds_the_others_up_is_named() -> None:
+    body = """
+def wait(step):
+    with phases.enter(STEP):
+        time.sleep(0.05)  # for process 2, in a collective
+steps(link, 60, wait if index != 2 else lambda step: time.sleep(0.05))
+"""
+    with members(body) as processes:
+        codes, _, errors = ends(processes)
+    assert codes == [0, 0, 0]
+    found = re.search(r"^process 2 \(.*\) holds the others up: (\d+) ms", errors[0], re.M)
+    assert found and 35 <= int(found[1]) <= 90
+
+
+def test_a_process_that_ends_early_is_not_waited_for_in_vain() -> None:
+    with members(
+        "steps(link, 5 if index == 1 else 1000)", limits="heartbeat_seconds=2"
+    ) as processes:
+        codes, _, errors = ends(processes)
+    assert codes == [71, 0, 71]
+    for text in (errors[0], errors[2]):
+        assert "process 1 ended 2 s ago, and processes 0, 2 did not" in text
+
+
+def test_those_who_did_not_come_are_named() -> None:
+    limits = "init_seconds=2"
+    with members("pass", count=4, started=2, limits=limits) as processes:
+        codes, _, errors = ends(processes)
+    assert codes == [2, 2]
+    assert all("processes 2, 3 of 4 did not come within 2 s" in text for text in errors)
+
+
+def test_a_hub_that_did_not_come() -> None:
+    with members("pass", count=2, limits="init_seconds=1") as processes:
+        processes[0].kill()
+        codes, _, errors = ends(processes)
+    assert codes[1] == 2 and "process 0 was not found at 127.0.0.1:" in errors[1]
+
+
+def test_other_facts_are_refused_by_name() -> None:
+    with members("pass", facts=("10", "10", "11")) as processes:
+        codes, _, errors = ends(processes)
+    assert codes == [2, 2, 2]
+    assert all("train.steps is 10 in process 0 and 11 in process 2" in text for text in errors)
+
+
+def test_values_are_compared_everywhere() -> None:
+    body = "print(link.same('data', 'b' if index == 1 else 'a'))"
+    with members(body) as processes:
+        codes, printed, errors = ends(processes)
+    assert codes == [0, 0, 0], errors
+    assert {text.splitlines()[-1] for text in printed} == {"{'a': [0, 2], 'b': [1]}"}
+
+
+def test_strangers_at_the_port_do_no_harm() -> None:
+    with members("steps(link, 5)", count=2, started=1) as processes:
+        arguments: list[Any] = list(processes[0].args)  # type: ignore[arg-type]
+        port = int(arguments[-2])
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                with socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
+                    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                break
+            time.sleep(0.05)
+        arguments[3] = "1"
+        second = subprocess.Popen(arguments, text=True, env={"PYTHONPATH": str(ROOT)})
+        assert (second.wait(30), processes[0].wait(30)) == (0, 0)
