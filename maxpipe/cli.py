@@ -13,7 +13,8 @@ import traceback
 from collections.abc import Sequence
 
 import maxpipe
-from maxpipe.commands import config, goodput, plan, schedule
+from maxpipe import redact
+from maxpipe.commands import config, doctor, goodput, plan, schedule
 from maxpipe.commands.parser import Commands, Parser, add_inputs, integer, subcommands
 from maxpipe.errors import ExitCode, MaxpipeError
 
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except MaxpipeError as error:
-        print(error, file=sys.stderr)
+        print(_shown(error), file=sys.stderr)
         return int(error.exit_code)
     except KeyboardInterrupt:
         return 130
@@ -35,12 +36,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.DONE)
     except Exception:
-        traceback.print_exc()
+        print(redact.text(traceback.format_exc()), end="", file=sys.stderr)
         print(
             f"maxpipe {maxpipe.__version__}: this is a bug in maxpipe. The lines above say where.",
             file=sys.stderr,
         )
         return int(ExitCode.BUG)
+
+
+def _shown(error: MaxpipeError) -> str:
+    """The message without secrets, and without characters that a terminal would obey."""
+    text = redact.text(str(error))
+    return "".join(
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
+        for each in text
+    )
 
 
 def _run(argv: list[str]) -> int:
@@ -109,6 +119,7 @@ def _parser() -> Parser:
     schedule.add(commands)
     goodput.add(commands)
     _add_checkpoints(commands)
+    doctor.add(commands)
     parser.command_names = tuple(commands.choices)
     return parser
 

@@ -18,10 +18,12 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from maxpipe import redact
 from maxpipe.errors import ConfigError, StorageError
 
 PROGRAM, PROVENANCE = "program.bin", "provenance.json"
 WHERE = "runtime.executable"
+_MAX_PROVENANCE_BYTES = 1 << 20
 DECIDING = ("model", "mesh", "pipeline", "train", "optim")
 """Config sections that decide what the program is."""
 
@@ -37,7 +39,7 @@ def save(compiled: Any, folder: Path, facts: Mapping[str, str]) -> None:
     record = json.dumps({"sha256": digest, "facts": dict(facts)}, indent=2)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_private(folder)
+        _check_private(folder, folder.stat())
         for name, content in ((PROGRAM, payload), (PROVENANCE, record.encode())):
             path = folder / name
             path.unlink(missing_ok=True)
@@ -61,18 +63,16 @@ def load(
         StorageError: it is not there, damaged, or others could have written it.
     """
     try:
-        _check_private(folder)
-        for name in (PROGRAM, PROVENANCE):
-            _check_private(folder / name)
-        record = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
-        payload = (folder / PROGRAM).read_bytes()
-        made_of, digest = record["facts"], record["sha256"]
+        _check_private(folder, folder.stat())
+        record = json.loads(_read_private(folder / PROVENANCE, _MAX_PROVENANCE_BYTES))
+        payload = _read_private(folder / PROGRAM)
+        made_of, digest = dict(record["facts"]), record["sha256"]
     except OSError as error:
         raise StorageError(
             f"{WHERE} = {folder}\n  cannot be read: {error.strerror}.\n"
             f"  Make it with `maxpipe compile ... --save {folder}`, or leave out {WHERE}."
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(folder) from error
     for name in dict.fromkeys((*facts, *made_of)):
         mine, its = facts.get(name), made_of.get(name)
@@ -105,8 +105,14 @@ def _damaged(folder: Path) -> StorageError:
     )
 
 
-def _check_private(path: Path) -> None:
-    found = path.stat()
+def _read_private(path: Path, most: int = -1) -> bytes:
+    """At most so many bytes of a file, of the very file that was looked at."""
+    with path.open("rb") as stream:
+        _check_private(path, os.fstat(stream.fileno()))
+        return stream.read(most)
+
+
+def _check_private(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise StorageError(
             f"{WHERE} = {path}\n  could have been written by others, and a program is code.\n"
@@ -124,7 +130,7 @@ def facts_of(
     values = {
         f"{section}.{key}": json.dumps(value)
         for section in DECIDING
-        for key, value in sections[section].items()
+        for key, value in redact.within(sections[section]).items()
     }
     values["run.seed"] = json.dumps(sections["run"]["seed"])
     values.pop("mesh.cpu_devices")

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import yaml
 
+from maxpipe import files
 from maxpipe.errors import ConfigError, StorageError
 
 GIB = 2**30
+_MAX_BYTES = 1 << 20
 _FOLDERS = (
     Path(__file__).parent / "configs" / "hardware",  # installed
     Path(__file__).parents[1] / "configs" / "hardware",  # a checkout
@@ -143,8 +145,8 @@ def keep_measured(hardware: Hardware) -> Path:
 
 def _read_measured(path: Path) -> Hardware:
     try:
-        return Hardware(**yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, TypeError, yaml.YAMLError) as error:
+        return Hardware(**yaml.safe_load(files.read(path, _MAX_BYTES)))
+    except (OSError, TypeError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError.one(
             str(path),
             None,

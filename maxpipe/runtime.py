@@ -19,6 +19,7 @@ from types import FrameType
 import jax
 from jax.experimental import multihost_utils
 
+from maxpipe import redact
 from maxpipe.config.schema import RuntimeConfig
 from maxpipe.errors import ConfigError, ExitCode, MaxpipeError, Preempted
 
@@ -118,7 +119,7 @@ def _open_cache(folder: str) -> None:
     except OSError as error:
         _LOG.warning(
             "runtime.compilation_cache = %s: cannot be used (%s). Programs are compiled anew.",
-            folder,
+            redact.text(folder),
             error.strerror,
         )
         return
@@ -169,7 +170,7 @@ def _deadline(seconds: float, code: int, message: str) -> Iterator[None]:
 
 def _exit_later(seconds: float, code: int, message: str) -> threading.Timer:
     def leave() -> None:
-        print(message, file=sys.stderr, flush=True)
+        print(redact.text(message), file=sys.stderr, flush=True)
         os._exit(code)
 
     timer = threading.Timer(seconds, leave)

@@ -22,6 +22,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from maxpipe import redact
+
 if TYPE_CHECKING:
     from rich.console import ConsoleRenderable, RenderableType
     from rich.live import Live
@@ -125,7 +127,7 @@ class EventLog:
         if self._file is not None:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             record: dict[str, object] = {"time": now.replace("+00:00", "Z"), "event": event}
-            self._file.append(_json_line(record | fields))
+            self._file.append(_json_line(redact.within(record | fields)))
 
 
 def _ends_inside_a_line(path: Path) -> bool:
@@ -175,7 +177,7 @@ class MetricWriter:
     def text(self, tag: str, markdown: str) -> None:
         """Show a text in TensorBoard, e.g. the resolved config."""
         if self._events is not None:
-            self._events.text(tag, markdown)
+            self._events.text(tag, redact.text(markdown))
 
     def close(self) -> None:
         """Nothing is buffered: safe to skip when a process dies."""
@@ -294,7 +296,7 @@ class Console:
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Show that `name`, e.g. "compiling train step", goes on, and how long it took."""
-        start = time.monotonic()
+        start, name = time.monotonic(), redact.text(name)
         if self._view is not None:
             self._view.stage = (name, start)
             self._view.start()
@@ -350,6 +352,7 @@ class Console:
     def _print(self, text: str, every_process: bool = False) -> None:
         if self._process_index != 0 and not every_process:
             return
+        text = redact.text(text)
         # A terminal that went away (EIO, EPIPE, a closed stream) must not end the run.
         with contextlib.suppress(OSError, ValueError):
             if self._view is not None:

@@ -55,6 +55,7 @@ def fails(capsys: Capture, *args: str, code: int = 2) -> str:
         ["schedule"],
         ["schedule", "zb_v", "--svg", "/dev/null", "--perfetto", "/dev/null"],
         ["schedule", "--compare", "1f1b,zb_v"],
+        ["doctor", "--help"],
     ],
     ids=lambda args: "-".join(args[:2]),
 )
@@ -83,7 +84,17 @@ def test_what_needs_no_device_is_fast(args: str, seconds: float):
 
 @pytest.mark.parametrize(
     "command",
-    ["", "train", "config", "config print", "config docs", "schedule", "checkpoints show"],
+    [
+        "",
+        "train",
+        "config",
+        "config print",
+        "config docs",
+        "schedule",
+        "checkpoints show",
+        "doctor",
+        "env",
+    ],
 )
 def test_every_command_has_help(command: str, capsys: Capture):
     with pytest.raises(SystemExit) as stop:
@@ -105,7 +116,10 @@ def test_version(capsys: Capture):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("", "a command is required: train, plan, compile, config, schedule, goodput, checkpoints"),
+        (
+            "",
+            "a command is required: train, plan, compile, config, schedule, goodput, checkpoints, env, doctor",
+        ),
         ("trian", "Did you mean `maxpipe train`?"),
         ("qqq", "See `maxpipe --help`."),
         ("config", "a command is required: print, explain, schema, docs"),

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from maxpipe import redact
 from maxpipe.commands.parser import Commands, add_inputs, subcommands
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 
@@ -15,7 +16,8 @@ _DOCS_FILE = Path("docs/config.md")
 def _config_print(options: argparse.Namespace) -> int:
     from maxpipe.config import load, render
 
-    print(render.print_config(load.load(options.inputs), origin=options.origin), end="")
+    loaded = redact.within(load.load(options.inputs))
+    print(render.print_config(loaded, origin=options.origin), end="")
     return ExitCode.DONE
 
 

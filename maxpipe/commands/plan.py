@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from maxpipe import redact
 from maxpipe.commands.parser import Commands, add_inputs, count, write_file
 from maxpipe.errors import ConfigError, ExitCode
 
@@ -130,7 +131,7 @@ def _search(options: argparse.Namespace, loaded: Loaded, target: Topology) -> in
     best = checked[0].found if checked else found.best[0]
     _draw(options, best, target)
     if options.write is not None:
-        text = to_yaml(best.config)
+        text = to_yaml(redact.within(best.config))
         write_file(options.write, "--write", lambda path: path.write_text(text, encoding="utf-8"))
         print(f"wrote {options.write}", file=sys.stderr if options.json else sys.stdout)
     return ExitCode.DONE

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import sysconfig
 import time
 from array import array
@@ -30,6 +31,7 @@ _PROGRESS_SECONDS = 5.0
 _EDGE_BYTES = 1 << 16
 _SYNTHETIC_DOCUMENTS = 8192
 _SYNTHETIC_WORDS = 1024
+_TFDS_NAME = re.compile(r"[A-Za-z]\w*(/[\w+.-]+)?(:\d+\.\d+\.\d+)?")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 # Tests hold text that is broken on purpose, the others are not part of the library.
 _CORPUS_SKIPPED_FOLDERS = {
@@ -177,7 +179,7 @@ class JsonLinesSource:
             raise _unreadable(path, error) from error
         try:
             return _field_of(json.loads(line), self._field, path)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError.one(
                 f"{path}:{_line_number(path, start)}",
                 _shortened(line),
@@ -230,7 +232,7 @@ class ArrayRecordSource:
             return _decode(raw, where)
         try:
             record = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError.one(
                 where,
                 _shortened(raw),
@@ -259,6 +261,14 @@ class TfdsSource:
                 "data.path",
                 '""',
                 "must name a dataset.",
+                "Set data.path, e.g. data.path=c4/en:3.1.0.",
+            )
+        if not _TFDS_NAME.fullmatch(dataset):
+            raise ConfigError.one(
+                "data.path",
+                dataset,
+                "must be name, name:version or name/config:version: a name with a namespace, such "
+                "as huggingface:, would load code from the network.",
                 "Set data.path, e.g. data.path=c4/en:3.1.0.",
             )
         tfds = _import_tfds()
@@ -468,7 +478,7 @@ def _decode(raw: bytes, where: str, errors: str = "strict") -> str:
 def _is_json_object(raw: bytes) -> bool:
     try:
         return isinstance(json.loads(raw), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

@@ -15,12 +15,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from maxpipe import files
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.errors import ConfigError
 
 _BEGIN_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<|startoftext|>", "[CLS]")
 _END_NAMES = ("</s>", "<|end_of_text|>", "<eos>", "[EOS]", "<|endoftext|>", "<|im_end|>", "[SEP]")
 _PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>")
+_MAX_BYTES = 1 << 28  # the largest that models come with are an eighth of it
+_MAX_SETTINGS_BYTES = 1 << 24
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -180,8 +183,7 @@ class HuggingFaceTokenizer:
 
 def _read(path: str) -> bytes:
     try:
-        with open(os.path.expanduser(path), "rb") as stream:
-            return stream.read()
+        return files.read(path, _MAX_BYTES)
     except OSError as error:
         raise ConfigError.one(
             "tokenizer.path",
@@ -216,15 +218,16 @@ def _named_tokens(path: str) -> Mapping[str, str]:
     """Token texts by role, from the optional `tokenizer_config.json` beside the file."""
     beside = os.path.join(os.path.dirname(os.path.expanduser(path)), "tokenizer_config.json")
     try:
-        with open(beside, encoding="utf-8") as stream:
-            entries = json.load(stream)
+        entries = json.loads(files.read(beside, _MAX_SETTINGS_BYTES))
+        if not isinstance(entries, dict):
+            raise ValueError(f"it is of type {type(entries).__name__}")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError.one(
             "tokenizer.path",
             beside,
-            f"must be a JSON object: {error}.",
+            f"must be a JSON object: {getattr(error, 'strerror', None) or error}.",
             "Correct or remove the file.",
         ) from error
     # A token is written as its text, or as an object with the text in `content`.

@@ -14,9 +14,11 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from maxpipe import files
 from maxpipe.errors import ConfigError
 from maxpipe.pipeline.table import Action, Kind, Orders, Ring, Schedule
 
+_MAX_BYTES = 1 << 26
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 
@@ -94,7 +96,8 @@ class _Line(NamedTuple):
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")  # spreadsheets begin with a byte order mark
+        content = files.read(path, _MAX_BYTES)
+        return content.decode("utf-8-sig")  # spreadsheets begin with a byte order mark
     except OSError as error:
         reason = error.strerror or "it is not a file"
     except UnicodeDecodeError:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 import maxpipe
-from maxpipe import runtime
+from maxpipe import redact, runtime
 from maxpipe.checkpoint import Checkpoints, open_run
 from maxpipe.config.check import check, total_steps, where
 from maxpipe.config.load import Loaded, to_dict, to_yaml
@@ -27,6 +27,7 @@ from maxpipe.data.loader import Datasets, Loader, build, compare
 from maxpipe.data.tokenizer import check_vocab
 from maxpipe.errors import ConfigError, ExitCode, Preempted, Problem, StorageError
 from maxpipe.evaluate import evaluate
+from maxpipe.files import refuse_links
 from maxpipe.hardware import peak_flops
 from maxpipe.mesh import build_mesh, describe, resolve
 from maxpipe.model.count import num_params, train_flops_per_token
@@ -38,6 +39,9 @@ from maxpipe.train.step import Steps
 
 # Model keys that may change between a checkpoint and the run that resumes it.
 _FREE_MODEL_KEYS = frozenset({"dropout", "attention", "compute_dtype"})
+
+
+WRITTEN_FILES = ("config.yml", "metrics.jsonl", "metrics.jsonl.new", "events.jsonl")
 
 
 def train(loaded: Loaded) -> int:
@@ -100,7 +104,7 @@ class Run:
         """Start saving the state after `step`, unless that was done."""
         if self.checkpoints.latest() != step:
             saved, data = self.steps.to_saved(self.state), self.datasets.train.state(step)
-            self.checkpoints.save(step, saved, to_dict(self.config), data)
+            self.checkpoints.save(step, saved, to_dict(redact.within(self.config)), data)
             self.events.write("checkpoint", step=step)
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -253,6 +257,7 @@ def _set_up(
     config = loaded.config
     run_dir, process = _run_dir(config), jax.process_index()
     length = total_steps(config.train)
+    refuse_links(run_dir, WRITTEN_FILES)
     checkpoints = stack.enter_context(
         Checkpoints(run_dir, every=config.checkpoint.every, keep=config.checkpoint.keep)
     )
@@ -297,7 +302,7 @@ def _set_up(
     events.write("start", step=first, version=maxpipe.__version__, devices=jax.device_count())
     writer = MetricWriter(run_dir, config.log.tensorboard, first, process)
     stack.callback(writer.close)
-    writer.text("config", f"```yaml\n{to_yaml(config)}```")
+    writer.text("config", f"```yaml\n{to_yaml(redact.within(config))}```")
     if process == 0:
         _write_config(run_dir / "config.yml", config)
     return Run(
@@ -318,7 +323,7 @@ def _set_up(
 
 def _write_config(path: Path, config: Config) -> None:
     try:
-        path.write_text(to_yaml(config), encoding="utf-8")
+        path.write_text(to_yaml(redact.within(config)), encoding="utf-8")
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be written\n"

@@ -1,0 +1,74 @@
+"""`maxpipe env` and `maxpipe doctor`: what is here, and whether a run could train with it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from maxpipe.commands.parser import Commands, add_inputs
+from maxpipe.errors import ExitCode
+
+
+def _env(options: argparse.Namespace) -> int:
+    import json
+
+    from maxpipe import doctor, environment
+
+    found = environment.report() | {"devices": doctor.kinds()}
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print("\n".join(_lines(found)))
+    return ExitCode.DONE
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    rows: list[tuple[str, Any]] = []
+    for name, value in found.items():
+        if name == "devices" and isinstance(value, dict):
+            value = ", ".join(f"{count} x {kind}" for kind, count in value.items())
+        rows += value.items() if isinstance(value, dict) else [(name, value)]
+    rows = [(name, " ".join(value) if isinstance(value, list) else value) for name, value in rows]
+    return [f"{name:<20} {'-' if value in (None, '') else value}" for name, value in rows]
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    import json
+
+    from maxpipe import doctor
+
+    checks = []
+    for check in doctor.examine(options.inputs):
+        checks.append(check)
+        if not options.json:
+            print(check, flush=True)
+    if options.json:
+        print(json.dumps(doctor.report(options.inputs, checks), indent=2))
+    return ExitCode.DONE if doctor.is_well(checks) else ExitCode.CONFIG
+
+
+def add(commands: Commands) -> None:
+    """Adds both commands."""
+    env = commands.add_parser(
+        "env",
+        help="versions, machine, devices and variables, for a bug report",
+        description="Print versions, machine, devices and the environment variables that matter.\n"
+        "Secrets are left out.",
+    )
+    env.add_argument("--json", action="store_true", help="print one JSON object")
+    env.set_defaults(command=_env)
+
+    parser = commands.add_parser(
+        "doctor",
+        help="check that a run can train here",
+        description="Check versions, folders, data, tokenizer, clocks, devices, every collective\n"
+        "along every axis of the mesh, and two processes on this machine. One line per check: ok,\n"
+        "warning, or FAILED with what to do. Without a config, what needs none. Exit code 2 when\n"
+        "a check failed.",
+        epilog="examples:\n  maxpipe doctor\n  maxpipe doctor configs/quickstart.yml --json",
+    )
+    add_inputs(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, for a bug report, no secrets"
+    )
+    parser.set_defaults(command=_doctor)

@@ -1,0 +1,41 @@
+"""Files that others may have made: read up to a size, and never written through a link."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from maxpipe.errors import StorageError
+
+
+def read(path: str | Path, most: int) -> bytes:
+    """The content of a file of at most so many bytes.
+
+    Raises:
+        OSError: it cannot be read, or is larger: a file in the place of another must not fill
+            the memory.
+    """
+    with open(os.path.expanduser(path), "rb") as stream:
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it is larger than {most} bytes", str(path))
+    return content
+
+
+def refuse_links(folder: Path, names: Iterable[str]) -> None:
+    """No file of these names is a symbolic link, which could lead anywhere.
+
+    A folder that was copied or unpacked may hold one; what follows it writes to its target.
+
+    Raises:
+        StorageError: one is.
+    """
+    for path in (folder / name for name in names):
+        if os.path.islink(path):
+            raise StorageError(
+                f"{path}: is a symbolic link to {os.readlink(path)}\n"
+                "  a run writes this file, and never through a link.\n"
+                f"  Remove the link, or move its target to {path}."
+            )

@@ -1,0 +1,109 @@
+"""Secrets taken out of what is printed and written.
+
+No config key is a secret, and maxpipe asks for none: libraries find theirs in the environment.
+One may still stand in a path, an override or a traceback. A run with such a value works, and
+the value is replaced wherever maxpipe writes it: console, error messages and tracebacks,
+`config.yml`, TensorBoard, `events.jsonl`, the facts in a checkpoint and beside a compiled
+step, and reports. People read those, and what reads them back compares sections that hold
+numbers and choices, never paths: a resume takes its config from the command line.
+
+A secret is known by its form, by the name that it is given to, or because an environment
+variable with such a name holds it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+REDACTED = "<redacted>"
+
+_T = TypeVar("_T")
+
+_FORMS = re.compile(
+    r"""
+    -----BEGIN[ A-Z]*PRIVATE[ ]KEY-----.*?(?:-----END[ A-Z]*PRIVATE[ ]KEY-----|\Z)
+    | \bhf_[A-Za-z0-9]{16,}
+    | \bgh[oprsu]_[A-Za-z0-9]{16,} | \bgithub_pat_\w{20,} | \bglpat-[\w-]{16,}
+    | \b(?:AKIA|ASIA)[0-9A-Z]{16}\b
+    | \bAIza[\w-]{30,} | \bya29\.[\w.-]{20,}
+    | \bsk-[A-Za-z0-9_-]{16,} | \bxox[abeprs]-[\w-]{10,}
+    | \beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?                    # a JSON web token
+    | (?<=:/)(?P<slash>/?)[^\s/?\#"']*:[^\s/?\#]*@              # user:password@ of a URL
+    | (?<=:/)(?P<more>/?)[^\s/?\#"']{20,}@                      # token@ of a URL
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+"""What is a secret whatever it is called. A path loses one of a URL's slashes."""
+
+_NAME = (
+    r"pass(?:word|wd|phrase)|secret|api[_-]?key|access[_-]?key|private[_-]?key|credential"
+    r"|authorization|signature|(?:access|api|auth|bearer|id|refresh|session)-?token"
+    r"|(?<![A-Za-z])(?<!bos_|eos_|pad_|unk_|sep_|cls_)(?<!mask_)token(?![A-Za-z])"
+)
+"""Part of a secret's name: `HF_TOKEN` is one, `eos_token`, `train.tokens` and `tokenizer` are
+not."""
+_NAMES = re.compile(_NAME, re.IGNORECASE)
+_GIVEN = re.compile(
+    rf"""((?<![\w.-])[\w.-]*(?:{_NAME})[\w.-]*(?:=|["']\s*[:=]\s*)"""
+    r"""|\bauthorization:\s*(?:\w+\s+)?|\bbearer\s+|[?&]sig=)"""
+    r"""("[^"]*"|'[^']*'|[^\s"'&,;]+)""",
+    re.IGNORECASE,
+)
+"""A secret that follows its name, as in `--api-key=...`, `?token=...`, `Authorization: ...`."""
+
+_SHORTEST = 8
+"""Characters of an environment variable's value below which it is no secret but a word."""
+
+
+@functools.lru_cache(4096)
+def is_secret_name(name: str) -> bool:
+    """Whether what is called so is a secret."""
+    return _NAMES.search(name) is not None
+
+
+def text(given: str) -> str:
+    """`given` without secrets."""
+    for value in _held_by_environment():
+        given = given.replace(value, REDACTED)
+    given = _FORMS.sub(_without_form, given)
+    return _GIVEN.sub(lambda found: found[1] + REDACTED, given)
+
+
+def within(value: _T, name: str = "") -> _T:
+    """`value`, made of mappings, sequences and dataclasses, without secrets. `name` is its key."""
+    return _within(value, name)
+
+
+def _within(value: Any, name: str) -> Any:
+    if isinstance(value, str):
+        return REDACTED if value and is_secret_name(name) else text(value)
+    if isinstance(value, Mapping):
+        return {key: _within(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([_within(item, name) for item in value])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **_within(fields, name))
+    return value
+
+
+def arguments(argv: Sequence[str]) -> list[str]:
+    """A command line without secrets: also `--token VALUE`, where name and value are two."""
+    names = ["", *(arg if arg.startswith("-") and "=" not in arg else "" for arg in argv)]
+    return [within(arg, name) for name, arg in zip(names, argv, strict=False)]
+
+
+def _without_form(found: re.Match[str]) -> str:
+    slash = found["slash"] if found["slash"] is not None else found["more"]
+    return REDACTED if slash is None else f"{slash}{REDACTED}@"
+
+
+def _held_by_environment() -> list[str]:
+    """The longest first, because one may hold another."""
+    held = {value for name, value in os.environ.items() if is_secret_name(name)}
+    return sorted((value for value in held if len(value) >= _SHORTEST), key=len, reverse=True)

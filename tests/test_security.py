@@ -1,0 +1,806 @@
+"""No file that maxpipe reads runs code, no secret is written, nothing leaves the machine.
+
+The rules, and which of these tests holds each, are in docs/security.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe import files, hardware
+from maxpipe.checkpoint import Checkpoints, open_run
+from maxpipe.cli import main
+from maxpipe.config.load import MAX_FILE_BYTES, load
+from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.packing import build_index
+from maxpipe.data.sources import open_source
+from maxpipe.data.tokenizer import ByteTokenizer, open_tokenizer
+from maxpipe.errors import ConfigError, MaxpipeError, StorageError
+from maxpipe.pipeline.notation import read_orders
+from maxpipe.redact import REDACTED
+from maxpipe.train.loop import WRITTEN_FILES
+
+ROOT = Path(__file__).parents[1]
+TINY = str(ROOT / "configs/model/tiny.yml")
+
+Capture = pytest.CaptureFixture[str]
+
+# --- the source ---------------------------------------------------------------------------
+
+SOURCES = sorted(
+    path
+    for folder in ("maxpipe", "scripts", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+)
+BANNED_MODULES = {
+    "pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "marshal",
+    "shelve",
+    "joblib",
+    "runpy",
+}
+NETWORK_MODULES = {
+    "urllib",
+    "http",
+    "requests",
+    "httpx",
+    "aiohttp",
+    "ftplib",
+    "smtplib",
+    "telnetlib",
+}
+BANNED_CALLS = {
+    *("eval", "exec", "compile", "__import__"),
+    *("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"),
+    *("yaml.load", "yaml.load_all", "yaml.full_load", "yaml.unsafe_load"),
+    *("torch.load", "importlib.import_module", "importlib.util.find_spec"),
+}
+BANNED_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
+# What may open a socket: to find a free port of this machine, or to join the processes of a run.
+SOCKETS = {"maxpipe/doctor.py", "maxpipe/hub.py", "maxpipe/link.py", "maxpipe/runtime.py"}
+# jax's own format of compiled programs is a pickle: see tests/test_executable.py.
+EXECUTABLES = {"maxpipe/executable.py"}
+
+
+def findings(tree: ast.Module) -> Iterator[str]:
+    """What could run a file's content, or reach the network."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            origin = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            names = [f"{origin}.{alias.name}".lstrip(".") for alias in node.names]
+            for name in names:
+                if name.partition(".")[0] in BANNED_MODULES | NETWORK_MODULES | {"socket"}:
+                    yield f"{node.lineno}: imports {name}"
+                if name in BANNED_CALLS or name.endswith("serialize_executable"):
+                    yield f"{node.lineno}: imports {name}"
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in BANNED_CALLS:
+                yield f"{node.lineno}: calls {called}"
+            given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            if called in ("np.load", "numpy.load") and given.get("allow_pickle") != "False":
+                yield f"{node.lineno}: {called} without allow_pickle=False"
+            for name in BANNED_ARGUMENTS & given.keys():
+                if given[name] != "False":
+                    yield f"{node.lineno}: {name}={given[name]}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("import pickle", "from pickle import loads", "import shelve as s", "import marshal"),
+        *("eval('1')", "exec(text)", "compile(t, 'f', 'exec')", "__import__(name)"),
+        *("os.system('ls')", "os.popen('ls')", "from os import system"),
+        *("subprocess.run('ls', shell=True)", "subprocess.run('ls', shell=flag)"),
+        *("yaml.load(text, Loader=yaml.Loader)", "yaml.unsafe_load(t)", "from yaml import load"),
+        *("np.load(path)", "np.load(path, allow_pickle=True)", "numpy.load(path)"),
+        *("importlib.import_module(config.name)", "from importlib import import_module"),
+        *("import urllib.request", "from http import client", "import requests", "import socket"),
+        *("from jax.experimental import serialize_executable", "load(x, trust_remote_code=True)"),
+    ],
+)
+def test_the_scan_finds(line: str):
+    assert list(findings(ast.parse(line)))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "np.load(f, allow_pickle=False)",
+        "re.compile('a')",
+        "yaml.safe_load(text)",
+        "subprocess.run(['ls'])",
+        "model.eval()",
+    ],
+)
+def test_the_scan_lets_pass(line: str):
+    assert not list(findings(ast.parse(line)))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_runs_what_it_reads(path: Path):
+    name = path.relative_to(ROOT).as_posix()
+    found = list(findings(ast.parse(path.read_text(encoding="utf-8"))))
+    if name in SOCKETS:
+        found = [each for each in found if not each.endswith("imports socket")]
+    if name in EXECUTABLES:
+        found = [each for each in found if not each.endswith("serialize_executable")]
+    assert not found, f"{name}:" + f"\n{name}:".join(found)
+
+
+# --- crafted files --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def canary(tmp_path: Path) -> Iterator[Path]:
+    """A file that is made when the crafted pickle runs, and must not be."""
+    yield tmp_path / "canary"
+    assert not (tmp_path / "canary").exists(), "a file that was read has run code"
+
+
+@pytest.fixture
+def crafted(canary: Path) -> bytes:
+    """A pickle that makes the canary."""
+    return f"cbuiltins\nopen\n(S'{canary}'\nS'w'\ntR.".encode()
+
+
+def refused(act: Callable[[], Any]) -> str:
+    with pytest.raises(MaxpipeError) as caught:
+        act()
+    return str(caught.value)
+
+
+def test_the_crafted_pickle_is_armed(crafted: bytes, canary: Path):
+    pickle.loads(crafted).close()
+    assert canary.exists()
+    canary.unlink()
+
+
+def test_pickle_as_tokenizer(crafted: bytes, tmp_path: Path):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(crafted)
+    config = TokenizerConfig(kind="huggingface", path=str(path))
+    assert "must be a tokenizer.json file" in refused(lambda: open_tokenizer(config))
+
+
+SETTINGS = ["[]", "3", "[" * 100_000, "{", '{"a": ' * 100_000, "\xff"]
+
+
+@pytest.mark.parametrize("text", ["CRAFTED", *SETTINGS], ids=range(1 + len(SETTINGS)))
+def test_settings_beside_a_tokenizer(text: str, crafted: bytes, tmp_path: Path):
+    import tokenizers
+
+    words = tokenizers.models.WordLevel({"</s>": 0, "a": 1}, unk_token="a")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    content = crafted if text == "CRAFTED" else text.encode("latin-1")
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    config = TokenizerConfig(kind="huggingface", path=str(tmp_path / "tokenizer.json"))
+    assert "must be a JSON object: " in refused(lambda: open_tokenizer(config))
+
+
+@pytest.mark.parametrize("source", ["jsonl", "arrayrecord"])
+def test_pickle_as_data(source: str, crafted: bytes, tmp_path: Path):
+    (tmp_path / "data.jsonl").write_bytes(crafted)
+    config = DataConfig(source=source, path=str(tmp_path / "data.jsonl"))  # type: ignore[arg-type]
+    assert "must be" in refused(lambda: open_source(config, 0)[0])
+
+
+def test_pickle_inside_of_data(crafted: bytes, tmp_path: Path):
+    """As text it is text; as a record or a line it is no JSON object."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    (tmp_path / "a.npy").write_bytes(crafted)
+    text = open_source(DataConfig(source="text", path=str(tmp_path / "a.npy")), 0)
+    assert text[0] == crafted.decode()
+    writer = ArrayRecordWriter(str(tmp_path / "a.array_record"), "group_size:1")
+    for record in (b'{"text": "a"}', crafted, b"[" * 100_000):
+        writer.write(record)
+    writer.close()
+    records = open_source(
+        DataConfig(source="arrayrecord", path=str(tmp_path / "a.array_record")), 0
+    )
+    assert records[0] == "a"
+    assert "must be a JSON object" in refused(lambda: records[1])
+    assert "must be a JSON object" in refused(lambda: records[2])
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    lines = open_source(DataConfig(source="jsonl", path=str(tmp_path / "deep.jsonl")), 0)
+    assert "must be a JSON object" in refused(lambda: lines[0])
+
+
+def test_pickle_in_the_index(
+    crafted: bytes, canary: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """An array of objects is a pickle: the index is made anew."""
+
+    class Armed:
+        def __reduce__(self) -> Any:
+            return open, (str(canary), "w")
+
+    (tmp_path / "a.txt").write_text("some text")
+    source = open_source(DataConfig(source="text", path=str(tmp_path / "a.txt")), 0)
+    cache = tmp_path / "index"
+    right = build_index(source, ByteTokenizer(), str(cache))
+    (file,) = cache.iterdir()
+    lengths = np.array([Armed()], dtype=object)
+    for content in (lengths, None):
+        if content is None:
+            file.write_bytes(crafted)
+        else:
+            np.savez(file, lengths=content, byte_counts=np.zeros(256, np.int64))
+        found = build_index(source, ByteTokenizer(), str(cache))
+        assert found.lengths.tolist() == right.lengths.tolist()
+        assert "cannot be used" in caplog.messages[-1]
+
+
+def test_pickle_as_schedule_and_as_config(crafted: bytes, tmp_path: Path, capsys: Capture):
+    for name in ("schedule.csv", "config.yml"):
+        (tmp_path / name).write_bytes(crafted)
+    refused(lambda: read_orders(tmp_path / "schedule.csv"))
+    assert main(["config", "print", TINY, str(tmp_path / "config.yml")]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.fixture
+def executable(tmp_path: Path) -> tuple[Path, Callable[[], Any]]:
+    """A saved program, and what loads it."""
+    import jax
+
+    from maxpipe import executable
+
+    folder = tmp_path / "kept"
+    compiled = jax.jit(lambda x: 2 * x).lower(jax.numpy.ones(3)).compile()
+    executable.save(compiled, folder, {"program": "abc"})
+    trees = jax.tree.structure(((0,), {})), jax.tree.structure(0)
+    return folder, lambda: executable.load(folder, {"program": "abc"}, *trees, jax.devices()[:1])
+
+
+PROVENANCES = ["[]", '{"sha256": "a", "facts": [1]}', "[" * 100_000, " " * (1 << 20) + "{}"]
+
+
+@pytest.mark.parametrize("provenance", PROVENANCES, ids=range(len(PROVENANCES)))
+def test_hostile_provenance(provenance: str, executable: tuple[Path, Callable[[], Any]]):
+    folder, load_it = executable
+    (folder / "provenance.json").write_text(provenance)
+    assert "is damaged" in refused(load_it)
+
+
+def test_pickle_as_program(crafted: bytes, executable: tuple[Path, Callable[[], Any]]):
+    """Not read with another digest; with the right one only where nobody else can write."""
+    import hashlib
+
+    folder, load_it = executable
+    (folder / "program.bin").write_bytes(crafted)
+    assert "is damaged" in refused(load_it)
+    record = {"sha256": hashlib.sha256(crafted).hexdigest(), "facts": {"program": "abc"}}
+    (folder / "provenance.json").write_text(json.dumps(record))
+    for path in (folder / "program.bin", folder / "provenance.json", folder):
+        mode = path.stat().st_mode
+        path.chmod(mode | 0o022)
+        assert "could have been written by others" in refused(load_it)
+        path.chmod(mode)
+    # A link does not hide whose file it is.
+    (folder / "program.bin").rename(folder.parent / "elsewhere")
+    (folder.parent / "elsewhere").chmod(0o666)
+    (folder / "program.bin").symlink_to(folder.parent / "elsewhere")
+    assert "could have been written by others" in refused(load_it)
+
+
+# --- checkpoints ------------------------------------------------------------------------------
+
+
+def state(step: int) -> dict[str, Any]:
+    import jax
+
+    params = {"embedding": jax.numpy.full((4, 8), float(step))}
+    return {"step": jax.numpy.int32(step), "params": params, "optimizer": params}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with steps 3 and 6. Not to be changed."""
+    folder = tmp_path_factory.mktemp("saved")
+    with Checkpoints(folder, keep=5) as checkpoints:
+        for step in (3, 6):
+            checkpoints.save(step, state(step), {"run": {}}, {"step": step})
+    return folder
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def restored(folder: Path, step: int = 6) -> Any:
+    with open_run(folder) as checkpoints:
+        return checkpoints.restore(step).state
+
+
+def test_pickle_as_any_file_of_a_checkpoint(crafted: bytes, copy: Path):
+    good = restored(copy)["params"]["embedding"].tolist()
+    noticed = 0
+    for path in sorted((copy / "checkpoints" / "6").rglob("*")):
+        if not path.is_file():
+            continue
+        content = path.read_bytes()
+        path.write_bytes(crafted)
+        try:
+            assert restored(copy)["params"]["embedding"].tolist() == good, path
+        except StorageError:
+            noticed += 1
+        path.write_bytes(content)
+    assert noticed >= 3
+
+
+def test_hostile_names_in_a_checkpoint_folder(copy: Path, tmp_path: Path, capsys: Capture):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "keep").write_text("mine")
+    folder = copy / "checkpoints"
+    for name in ("..%2F9", "-1", "1e3", "0x10", " 9", "9 ", "９", "a\nb", "$(touch x)", "9" * 200):
+        (folder / name).mkdir()
+    (folder / "7").symlink_to(outside)
+    assert main(["checkpoints", "list", str(copy)]) in (0, 74)
+    assert "Traceback" not in capsys.readouterr().err
+    assert (outside / "keep").read_text() == "mine"
+
+
+def test_a_link_among_checkpoints_is_not_followed_to_delete(copy: Path, tmp_path: Path):
+    """What it leads to stays, even when it is the oldest and one too many."""
+    outside = tmp_path / "outside"
+    shutil.copytree(copy / "checkpoints" / "3", outside)
+    (copy / "checkpoints" / "2").symlink_to(outside)
+    before = sorted(path.name for path in outside.rglob("*"))
+    try:
+        with Checkpoints(copy, keep=1) as checkpoints:
+            checkpoints.save(9, state(9), {"run": {}}, {"step": 9})
+    except StorageError as error:
+        assert "checkpoints" in str(error)
+    assert sorted(path.name for path in outside.rglob("*")) == before
+
+
+def test_names_of_arrays_lead_nowhere(copy: Path, tmp_path: Path):
+    """A leaf called ../../x is a leaf that is not there."""
+    metadata = copy / "checkpoints" / "6" / "state" / "_METADATA"
+    text = metadata.read_text()
+    assert "embedding" in text
+    metadata.write_text(text.replace("embedding", "../../../../x"))
+    before = sorted(tmp_path.rglob("*"))
+    refused(lambda: restored(copy))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# --- run folders ------------------------------------------------------------------------------
+
+NAMES = [
+    "../../x",
+    "..",
+    ".",
+    "",
+    "/tmp/x",
+    "a/b",
+    "a\\b",
+    "~",
+    "a\nb",
+    "a\0b",
+    "$HOME",
+    "ü",
+    "a b",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_run_names_are_folder_names(name: str):
+    with pytest.raises(ConfigError, match="run.name"):
+        load([TINY, "train.steps=1", f"run.name={name}"])
+
+
+@pytest.mark.parametrize("name", ["config.yml", "metrics.jsonl", "events.jsonl"])
+def test_a_run_does_not_write_through_a_link(name: str, tmp_path: Path):
+    """A run folder from elsewhere could lead to any file of its user."""
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    folder = tmp_path / "runs" / "run"
+    folder.mkdir(parents=True)
+    (folder / name).symlink_to(mine)
+    with pytest.raises(StorageError) as caught:
+        files.refuse_links(folder, WRITTEN_FILES)
+    where, rule, action = str(caught.value).splitlines()
+    assert where.startswith(f"{folder / name}: is a symbolic link to {mine}")
+    assert rule.endswith("never through a link.") and action.startswith("  Remove the link")
+    assert mine.read_text() == "mine"
+
+
+# --- YAML and sizes ---------------------------------------------------------------------------
+
+BOMB = "a: &a [x, x]\n" + "".join(
+    f"b{i}: &b{i} [*{'a' if not i else f'b{i - 1}'}]\n" for i in range(9)
+)
+HOSTILE_YAML = {
+    "alias bomb": BOMB,
+    "object": "run: {name: !!python/object/apply:os.system [ls]}",
+    "module": "run: !!python/module:os {}",
+    "any tag": "run: {name: !mine x}",
+    "merge": "run: {<<: {name: a}}",
+    "deep": "run: " + "{a: " * 5000,
+    "environment": "run: {name: '${oc.env:HOME}'}",
+    "evaluated": "data: {path: '${oc.decode:1}'}",
+    "large": "#" * (MAX_FILE_BYTES + 1),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_YAML)
+def test_hostile_yaml_is_a_mistake(kind: str, tmp_path: Path, capsys: Capture):
+    path = tmp_path / "run.yml"
+    path.write_text(HOSTILE_YAML[kind])
+    assert main(["config", "print", TINY, "train.steps=1", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "Traceback" not in err and str(Path.home()) not in err.replace(str(path), "")
+    lines = err.rstrip("\n").splitlines()
+    assert len(lines) % 3 == 0 and lines[0].startswith(str(path))
+
+
+def test_a_config_is_a_local_file(capsys: Capture):
+    for name in ("https://host/run.yml", "gs://bucket/run.yml"):
+        assert main(["config", "print", TINY, name]) == 2
+        assert "does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["alias bomb", "object", "deep", "large"])
+def test_hostile_yaml_as_measured_hardware(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "x.yml").write_text(HOSTILE_YAML[kind])
+    monkeypatch.setattr(hardware, "measured_folder", lambda: tmp_path)
+    hardware.known.cache_clear()
+    try:
+        assert "is not a file that `maxpipe plan --calibrate` wrote" in refused(hardware.known)
+    finally:
+        hardware.known.cache_clear()
+
+
+def test_files_that_are_read_whole_have_a_largest_size(tmp_path: Path):
+    path = tmp_path / "a"
+    path.write_bytes(b"12345")
+    assert files.read(path, 5) == b"12345"
+    with pytest.raises(OSError, match="larger than 4 bytes"):
+        files.read(path, 4)
+
+
+def test_what_is_too_large_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from maxpipe.data import tokenizer
+    from maxpipe.pipeline import notation
+
+    path = tmp_path / "a"
+    path.write_text("x" * 100)
+    for module in (tokenizer, notation):
+        monkeypatch.setattr(module, "_MAX_BYTES", 99)
+    config = TokenizerConfig(kind="huggingface", path=str(path))
+    for act in (lambda: open_tokenizer(config), lambda: read_orders(path)):
+        message = refused(act)
+        assert "it is larger than 99 bytes" in message and message.count("\n") == 2
+
+
+@pytest.mark.parametrize("name", ["huggingface:a", "ns:a", "a/b=1,c=2", "../a", "a.b", "a/../b:1"])
+def test_names_of_data_sets_load_no_code(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)  # not even imported
+    config = DataConfig(source="tfds", path=name)
+    assert "must be name, name:version" in refused(lambda: open_source(config, 0))
+
+
+# --- mutations --------------------------------------------------------------------------------
+
+MUTATIONS = 1000
+GARBAGE = [
+    *(
+        "",
+        "~",
+        "null",
+        "0",
+        "-1",
+        "1e400",
+        "nan",
+        "9" * 5000,
+        "on",
+        "'",
+        '"',
+        "[",
+        "]",
+        "{",
+        "}",
+        ":",
+    ),
+    *(
+        "? ",
+        "- ",
+        "|\n",
+        ">\n",
+        "<<",
+        "&a ",
+        "*a",
+        "!!int ",
+        "!!python/object:x ",
+        "%YAML",
+        "---",
+        "...",
+    ),
+    *(
+        "${oc.env:HOME}",
+        "???",
+        "\0",
+        "\x1b[31m",
+        "\u2028",
+        "\ufeff",
+        "٣",
+        "\t",
+        "\r",
+        "#",
+        ",",
+        "=",
+        "..",
+    ),
+    *(
+        "[[[[[[[[[[",
+        "{a: {b: {c: 1}}}",
+        "[1, [2]]",
+        "file:/dev/null",
+        "/dev/zero",
+        "a\nb",
+        "%s",
+        "{0}",
+    ),
+]
+
+
+def mutated(draw: random.Random, lines: list[str], keys: list[str]) -> tuple[bytes, list[str]]:
+    """A file and overrides with one to three mistakes, or none by chance."""
+    lines, overrides = list(lines), ["train.steps=3"]
+    damage = 0
+    for _ in range(draw.randint(1, 3)):
+        place = draw.randrange(len(lines))
+        match draw.randrange(7):
+            case 0:
+                del lines[place]
+                lines = lines or [""]
+            case 1:
+                lines[place] = f"{lines[place].partition(':')[0]}: {draw.choice(GARBAGE)}"
+            case 2:
+                lines.insert(place, draw.choice(lines))
+            case 3:
+                at = draw.randint(0, len(lines[place]))
+                lines[place] = lines[place][:at] + draw.choice(GARBAGE) + lines[place][at:]
+            case 4:
+                overrides.append(f"{draw.choice(keys)}={draw.choice(GARBAGE)}")
+            case 5:
+                words = (draw.choice(keys), draw.choice(GARBAGE), "--x", "x")
+                overrides.append("".join(draw.sample(words, 2)).replace("\0", ""))
+            case _:
+                damage += 1
+    content = bytearray("\n".join(lines).encode())
+    for _ in range(damage):
+        at = draw.randrange(len(content) + 1)
+        content[at : at + draw.randint(0, 3)] = draw.randbytes(draw.randint(0, 3))
+    return bytes(content), overrides
+
+
+@pytest.mark.slow
+def test_a_thousand_mutated_configs_give_no_traceback(tmp_path: Path, capsys: Capture):
+    from maxpipe.config.load import KEYS
+
+    draw = random.Random(0)
+    lines = Path(TINY).read_text(encoding="utf-8").splitlines()
+    lines += ["mesh: {ici_stage: 2, axis_rules: {mlp: []}}", "pipeline:", "  cut: [4, 4]"]
+    lines += ["  microbatches: 2", "train: {batch_size: 8}", "optim:", "  schedule: linear"]
+    path, codes = tmp_path / "run.yml", []
+    for number in range(MUTATIONS):
+        content, overrides = mutated(draw, lines, list(KEYS))
+        path.write_bytes(content)
+        try:
+            code = main(["config", "print", str(path), *overrides])
+        except SystemExit as stop:  # --help among the words
+            code = stop.code
+        err = capsys.readouterr().err
+        case = f"number {number}: {overrides} {content!r}\n{err}"
+        assert code in (0, 2) and "Traceback" not in err, case
+        # A terminal obeys nothing of it; a mistake is three lines, where no argument has more.
+        assert all(each.isprintable() or each == "\n" for each in err), case
+        assert code == 0 or err.count("\n") % 3 == 0 or "\n" in "".join(overrides), case
+        codes.append(code)
+    assert codes.count(0) > MUTATIONS / 20 and codes.count(2) > MUTATIONS / 3
+
+
+# --- a real run ---------------------------------------------------------------------------------
+
+TOKEN = "hf_" + "aB3dE5gH7jK9" * 3
+"""Known by its form."""
+PASSWORD = "correcthorsebattery"
+"""Known by where it stands in a URL, and by the variable that holds it."""
+
+WATCH = """
+import os, sys
+
+LOCAL = (None, "", "localhost", "127.0.0.1", "::1", b"localhost", b"127.0.0.1")
+
+def watch(event, args):
+    away = False
+    if event in ("socket.connect", "socket.sendto"):
+        away = isinstance(args[1], tuple) and args[1][0] not in LOCAL
+    elif event in ("socket.getaddrinfo", "socket.gethostbyname", "urllib.Request"):
+        away = args[0] not in LOCAL
+    if away or event in ("pickle.find_class", "os.system"):
+        with open(os.environ["WATCH_LOG"], "a") as log:
+            log.write(f"{event} {args}\\n")
+    if away:
+        raise RuntimeError(f"{event}: a connection to {args} was tried")
+
+sys.addaudithook(watch)
+"""
+
+RUN = """
+model: {num_layers: 1, d_model: 16, num_heads: 2, num_kv_heads: 1, head_size: 8, d_mlp: 32,
+        vocab_size: 259, compute_dtype: float32}
+train: {steps: 3, batch_size: 2, sequence_length: 16}
+data: {source: text, validation_fraction: 0.2}
+checkpoint: {every: 2}
+eval: {batches: 0}
+log: {every: 1}
+runtime: {platform: cpu, compilation_cache: ''}
+"""
+
+
+class Watched:
+    """Commands in an environment with secrets, whose every connection is looked at."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.log = folder, folder / "watch.log"
+        (folder / "watch").mkdir()
+        (folder / "watch" / "sitecustomize.py").write_text(WATCH)
+        dropped = ("JAX_", "XLA_", "PYTHONDONTWRITEBYTECODE")
+        kept = {name: v for name, v in os.environ.items() if not name.startswith(dropped)}
+        paths = os.pathsep.join([str(folder / "watch"), str(ROOT)])
+        self.environment = kept | {"PYTHONPATH": paths, "WATCH_LOG": str(self.log)}
+        self.environment |= {"HF_TOKEN": TOKEN, "TRACKER_API_KEY": PASSWORD, "JAX_NOTE": TOKEN}
+        self.environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+
+    def python(
+        self, *arguments: object, isolated: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        # In a network of its own that has no way out, where the system lets us.
+        alone = ["unshare", "--map-root-user", "--net"] if isolated and _can_be_alone() else []
+        return subprocess.run(
+            [*alone, sys.executable, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            env=self.environment,
+            cwd=self.folder,
+            check=False,
+        )
+
+    def connections(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+
+def _can_be_alone() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    return not subprocess.run(
+        ["unshare", "--map-root-user", "--net", "true"], capture_output=True, check=False
+    ).returncode
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    return Watched(tmp_path_factory.mktemp("watched"))
+
+
+@pytest.fixture(scope="module")
+def output(watched: Watched) -> str:
+    """What a run has printed whose data path, and so command line, holds secrets."""
+    text = watched.folder / "https:" / f"{TOKEN}:{PASSWORD}@host"
+    text.mkdir(parents=True)
+    words = random.Random(0)
+    for number in range(20):
+        letters = words.choices("etaoin shrdlu", k=words.randint(20, 400))
+        (text / f"{number}.txt").write_text("".join(letters))
+    (watched.folder / "run.yml").write_text(RUN)
+    data = f"data.path={watched.folder}/https://{TOKEN}:{PASSWORD}@host"
+    more = (f"data.tfds_dir={TOKEN}", f"checkpoint.restore_from=/x/{PASSWORD}", "run.dir=runs")
+    command = ("-m", "maxpipe", "train", "run.yml", data, *more[::2])
+    ran = watched.python(*command, isolated=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    again = watched.python(*command, "train.steps=4", isolated=True)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resuming" in again.stdout
+    return ran.stdout + ran.stderr + again.stdout + again.stderr
+
+
+def holds_secret(content: bytes) -> bool:
+    return TOKEN.encode() in content or PASSWORD.encode() in content
+
+
+@pytest.mark.slow
+def test_no_secret_is_written_or_printed(watched: Watched, output: str):
+    assert not holds_secret(output.encode())
+    written = [path for path in (watched.folder / "runs").rglob("*") if path.is_file()]
+    assert len(written) > 20
+    assert not [path for path in written if holds_secret(path.read_bytes())]
+    # What was taken out is what we mean, and a resume did not need it.
+    config = (watched.folder / "runs/run/config.yml").read_text()
+    assert f"https://{REDACTED}@host" in config
+    with open_run(watched.folder / "runs/run") as checkpoints:
+        facts = checkpoints.facts(4)["config"]
+        assert facts["data"]["path"].endswith(f"https://{REDACTED}@host")
+        assert facts["data"]["tfds_dir"] == REDACTED and facts["model"]["d_model"] == 16
+    event_files = list((watched.folder / "runs/run/tensorboard").iterdir())
+    assert any(REDACTED.encode() in path.read_bytes() for path in event_files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [["data.path=MISSING"], ["checkpoint.restore_from=MISSING"]])
+def test_no_secret_in_the_error_of_a_run(more: list[str], watched: Watched, output: str):
+    missing = f"{watched.folder}/none/https://{TOKEN}:{PASSWORD}@host"
+    options = [each.replace("MISSING", missing) for each in more]
+    data = "data.source=corpus" if "data.path" not in more[0] else "log.every=1"
+    ran = watched.python("-m", "maxpipe", "train", "run.yml", data, "run.name=b", *options)
+    assert ran.returncode == 2, ran.stdout + ran.stderr
+    assert not holds_secret((ran.stdout + ran.stderr).encode())
+    assert REDACTED in ran.stderr
+
+
+@pytest.mark.slow
+def test_a_run_whose_folder_holds_a_link_stops(watched: Watched, output: str):
+    mine = watched.folder / "mine"
+    mine.write_text("mine")
+    folder = watched.folder / "runs" / "linked"
+    folder.mkdir()
+    (folder / "metrics.jsonl").symlink_to(mine)
+    words = ("data.source=corpus", "run.name=linked", f"run.dir={folder.parent}")
+    ran = watched.python("-m", "maxpipe", "train", "run.yml", *words)
+    assert ran.returncode == 74 and "is a symbolic link" in ran.stderr
+    assert mine.read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_no_secret_in_reports(watched: Watched, output: str):
+    data = f"data.path={watched.folder}/https://{TOKEN}:{PASSWORD}@host"
+    for command in (["env", "--json"], ["config", "print", "run.yml", data, "--origin"]):
+        ran = watched.python("-m", "maxpipe", *command)
+        assert ran.returncode == 0 and not holds_secret((ran.stdout + ran.stderr).encode())
+        assert REDACTED in ran.stdout
+
+
+@pytest.mark.slow
+def test_nothing_leaves_the_machine_and_nothing_is_unpickled(watched: Watched, output: str):
+    assert "done: 3 steps" in output
+    assert watched.connections() == ""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import socket; socket.create_connection(('192.0.2.1', 80), timeout=1)",
+        "import socket; socket.getaddrinfo('example.com', 80)",
+        "import urllib.request; urllib.request.urlopen('http://192.0.2.1/')",
+        "import pickle, os; pickle.loads(pickle.dumps(os.getcwd))",
+    ],
+)
+def test_the_watch_sees(code: str, watched: Watched):
+    ran = watched.python("-c", code, isolated=True)
+    seen = watched.connections()
+    watched.log.unlink()
+    assert seen and (ran.returncode != 0) == ("pickle" not in code)
