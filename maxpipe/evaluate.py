@@ -9,9 +9,15 @@ import jax
 
 
 def evaluate(
-    step: Callable[[Any, Any], Mapping[str, jax.Array]], params: Any, batches: Iterable[Any]
-) -> dict[str, float]:
-    """`eval/loss` in nats per target token and `eval/nats_per_byte` of the text."""
+    step: Callable[[Any, Any], Mapping[str, jax.Array]],
+    params: Any,
+    batches: Iterable[Any],
+    stops: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """`eval/loss` in nats per target token and `eval/nats_per_byte` of the text.
+
+    Nothing if `stops`, which is asked after each batch, says so.
+    """
     total = dict.fromkeys(("loss", "targets", "bytes"), 0.0)
 
     def add(sums: Mapping[str, jax.Array]) -> None:
@@ -25,6 +31,8 @@ def evaluate(
         if before is not None:
             add(before)
         before = started
+        if stops():
+            return None
     if before is not None:
         add(before)
     return {

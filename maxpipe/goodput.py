@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def _attempts(records: Iterable[Mapping[str, Any]]) -> list[Attempt]:
     for record in records:
         time = datetime.fromisoformat(record["time"])
         if record["event"] == "begin":
-            found.append(Attempt(time, time))
+            found.append(Attempt(time - timedelta(seconds=record["uptime"]), time))
         if not found:
             continue
         attempt = found[-1]

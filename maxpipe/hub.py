@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import select
 import selectors
 import socket
 import statistics
@@ -26,6 +27,7 @@ _STRAGGLER_STEPS = 20
 _STRAGGLER_SECONDS, _STRAGGLER_SHARE = 0.005, 0.05
 """A step's delay that is worth a word: at least so long, and so much of the step."""
 _SAY_EVERY_SECONDS = 10.0
+_AGAIN = "  Start the same command again to go on from the newest checkpoint."
 
 
 @dataclass(frozen=True)
@@ -222,11 +224,14 @@ class Hub:
                 self._goodbye.wait_for(lambda: all(each.left for each in others), limit)
 
     def wait_for_leaving(self, seconds: float) -> None:
-        """Gives the others time to hear why they leave."""
+        """Gives the others time to hear why they leave; for the thread that reads."""
         end = time.monotonic() + seconds
         wires = [each.wire for each in self._members.values() if each.wire and not each.left]
-        while wires and time.monotonic() < end:
-            wires = [wire for wire in wires if wire.receive() is not None]
+        while wires and (left := end - time.monotonic()) > 0:
+            ready, _, _ = select.select(wires, [], [], left)
+            for wire in ready:
+                if wire.receive() is None:
+                    wires.remove(wire)
 
     # Messages.
 
@@ -271,8 +276,8 @@ class Hub:
         """Where all stop: further than any of them is."""
         furthest = max(self._answers.values())
         if furthest == 0:
-            text = "asked to stop before the first step: there is nothing new to save"
-            self._end(ExitCode.PREEMPTED, text)
+            text = "asked to stop before the first step\n  There is nothing new to save.\n"
+            self._end(ExitCode.PREEMPTED, text + _AGAIN)
         else:
             self._tell({"stop_at": furthest + 1})
 
@@ -339,9 +344,10 @@ class Hub:
 
     def _lost(self, member: Member) -> None:
         beat = member.beat
-        where = f"; it was in {beat['phase']} at step {beat['step']}" if beat else ""
+        where = f"It was in {beat['phase']} at step {beat['step']}; its" if beat else "Its"
         if self._welcomed:
-            self._end(ExitCode.HANG, f"{member} is gone{where}. Its own output says why.")
+            text = f"{member} is gone\n  {where} own output says why.\n{_AGAIN}"
+            self._end(ExitCode.HANG, text)
 
     def _look_for_silence(self) -> None:
         now, limit = time.monotonic(), self._limits.heartbeat_seconds
@@ -352,7 +358,9 @@ class Hub:
         ]
         if silent:
             names = ", ".join(map(str, silent))
-            self._end(ExitCode.HANG, f"{names} did not answer for {limit:g} s.")
+            text = f"{names} did not answer for {limit:g} s\n"
+            text += f"  All may take runtime.heartbeat_timeout_seconds to answer.\n{_AGAIN}"
+            self._end(ExitCode.HANG, text)
 
     def _look_for_early_ends(self) -> None:
         """Processes end together: one that left alone is waited for in vain."""
@@ -360,7 +368,8 @@ class Hub:
         if self._first_goodbye and time.monotonic() - self._first_goodbye > limit:
             gone = self._named(each.index for each in self._members.values() if each.left)
             if rest := [each.index for each in self._members.values() if not each.left]:
-                text = f"{gone} ended {limit:g} s ago, and {self._named(rest)} did not."
+                text = f"{gone} ended {limit:g} s ago, and {self._named(rest)} did not\n"
+                text += f"  Processes of a run end together.\n{_AGAIN}"
                 self._end(ExitCode.HANG, text)
 
     def _look_for_stall(self) -> None:
@@ -378,7 +387,9 @@ class Hub:
             f"{each.beat['step']}"
             for each in holding[:8]
         )
-        text = f"nothing moved for {limit:g} s (runtime.stall_timeout_seconds): {words}."
+        text = (
+            f"nothing moved for {limit:g} s (runtime.stall_timeout_seconds)\n  {words}.\n{_AGAIN}"
+        )
         self._end(ExitCode.HANG, text, stacks=True)
 
     def _look_for_stragglers(self) -> None:

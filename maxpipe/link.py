@@ -10,6 +10,7 @@ jax has a service of the same kind, which ends processes with SIGABRT and names 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import math
@@ -20,15 +21,24 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from maxpipe import redact
 from maxpipe.errors import ExitCode, MaxpipeError, Preempted
 from maxpipe.hub import Hub, Limits, Wire
 from maxpipe.phases import Phases
 
+_AGAIN = "  Start the same command again to go on from the newest checkpoint."
+_HUB_GONE = f"process 0 is gone\n  Its own output says why.\n{_AGAIN}"
+_NO_TIME = (
+    f"the time to save is over\n  runtime.stop_grace_seconds have passed since SIGTERM.\n{_AGAIN}"
+)
+_ASKED_TWICE = f"asked twice to stop\n  Left at once; nothing more is saved.\n{_AGAIN}"
+_VERDICT_SECONDS = 2.0
 _GOODBYE_SECONDS = 5.0
 """For words that are on their way when a process leaves."""
 
@@ -75,7 +85,7 @@ class Link:
         )
         self._wire: Wire | None = None
         self._told, self._changed = Told(), threading.Condition()
-        self._counted = 0
+        self._answered = 0
         self._failing = self._closed = False
         self._signals = 0
         self._asked_at = 0.0
@@ -139,7 +149,8 @@ class Link:
         else:
             wire = self._reach(address, hello)
             if wire is None:
-                return f"process 0 was not found at {address[0]}:{address[1]}"
+                limit = f"within {self._limits.init_seconds:g} s"
+                return f"process 0 was not found at {address[0]}:{address[1]} {limit}"
             self._wire = wire
             self._selector.register(wire, selectors.EVENT_READ)
         with contextlib.suppress(OSError):
@@ -182,10 +193,10 @@ class Link:
     def stops_here(self) -> bool:
         """Whether to stop here. All processes ask equally often and get the same answers."""
         with self._changed:
-            self._counted += 1
             while self._told.asked and self._told.stop_at is None and not self._closed:
                 self._changed.wait(1.0)  # all answer from their threads: it is on its way
-            return self._told.stop_at is not None and self._counted >= self._told.stop_at
+            self._answered += 1
+            return self._told.stop_at is not None and self._answered >= self._told.stop_at
 
     def same(self, name: str, value: str) -> dict[str, list[int]]:
         """Value -> processes that have it; one entry when all agree. All must ask."""
@@ -194,7 +205,8 @@ class Link:
             while name not in self._told.agreed:
                 self._changed.wait(1.0)
             found: dict[str, list[int]] = {}
-            for process, each in self._told.agreed.pop(name).items():
+            values = self._told.agreed.pop(name)
+            for process, each in sorted(values.items(), key=lambda item: int(item[0])):
                 found.setdefault(each, []).append(int(process))
             return found
 
@@ -206,6 +218,9 @@ class Link:
         except Preempted:  # agreed by all
             raise
         except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, MaxpipeError):
+                # A collective fails when another process is gone: who that is, the hub tells.
+                time.sleep(_VERDICT_SECONDS if self.count > 1 else 0)
             code = error.exit_code if isinstance(error, MaxpipeError) else ExitCode.BUG
             self.fail(int(code), _last_words(error))
             raise
@@ -213,13 +228,25 @@ class Link:
     def fail(self, code: int, text: str) -> None:
         """Tells all others that this process fails; it leaves by itself, whatever jax does."""
         self._failing = True
-        self._send({"failed": {"code": code, "text": text[-4000:]}})
-        if self.count > 1:
-            _exit_later(_GOODBYE_SECONDS, code)
+        self._send({"failed": {"code": code, "text": redact.text(text)[-4000:]}})
+        if self.count == 1:
+            return
+        if self._hub is not None:  # jax ends those at once who lose process 0
+            self._hub.wait_for_goodbyes(_GOODBYE_SECONDS / 2)
+        # jax would wait for the others at the exit, and they are gone.
+        atexit.register(_exit_now, code)
+        _exit_later(_GOODBYE_SECONDS, code)
 
     # The thread.
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except BaseException:
+            # The main thread would wait for words that never come.
+            self._go(ExitCode.BUG, traceback.format_exc())
+
+    def _watch(self) -> None:
         period = min(1.0, self._limits.heartbeat_seconds / 5)
         last = 0.0
         while not self._closed:
@@ -236,9 +263,7 @@ class Link:
                 if self._hub is not None:
                     self._hub.judge()
                 if self._asked_at and now - self._asked_at > self._limits.grace_seconds > 0:
-                    self._go(
-                        ExitCode.PREEMPTED, "the time to save is over; the run is left as it is"
-                    )
+                    self._go(ExitCode.PREEMPTED, _NO_TIME)
 
     def _read(self, source: Any) -> None:
         if source is self._wake:
@@ -250,7 +275,7 @@ class Link:
             if messages is None:
                 self._selector.unregister(self._wire)
                 if not (self._closed or self._failing or self._told.refused):
-                    self._go(ExitCode.HANG, "process 0 is gone")
+                    self._go(ExitCode.HANG, _HUB_GONE)
                 return
             for message in messages:
                 self._hear(message)
@@ -264,7 +289,7 @@ class Link:
     def _on_signal(self) -> None:
         self._signals += 1
         if self._signals > 1:
-            self._go(ExitCode.PREEMPTED, "asked twice to stop: left at once, nothing more is saved")
+            self._go(ExitCode.PREEMPTED, _ASKED_TWICE)
         self._asked_at = time.monotonic()
         self._send({"stop": True})
 
@@ -277,7 +302,7 @@ class Link:
     def _hear(self, message: dict[str, Any]) -> None:
         """A word of the hub."""
         with self._changed:
-            at = self._counted
+            at = self._answered
             if "welcome" in message:
                 self._told.welcome = True
             elif "refused" in message:
@@ -312,7 +337,7 @@ class Link:
         if self._hub is not None:
             self._hub.wait_for_leaving(_GOODBYE_SECONDS / 2)
         with contextlib.suppress(OSError, ValueError):
-            print(text, file=sys.stderr, flush=True)
+            print(redact.text(text), file=sys.stderr, flush=True)
             sys.stdout.flush()
         os._exit(int(code))
 
@@ -320,9 +345,14 @@ class Link:
 def _last_words(error: BaseException) -> str:
     if isinstance(error, MaxpipeError):
         return str(error)
-    import traceback
-
     return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _exit_now(code: int) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _exit_later(seconds: float, code: int) -> None:

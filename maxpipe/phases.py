@@ -40,7 +40,7 @@ class Phases:
         self._clock = clock
         self._lock = threading.Lock()
         self._open = [START]
-        self._since = self._progressed = clock()
+        self.begun = self._since = self._progressed = clock()
         self._seconds: dict[str, float] = {}
         self._own = 0.0
         self.step = 0

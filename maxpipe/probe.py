@@ -24,6 +24,7 @@ from maxpipe import runtime
 from maxpipe.config.schema import MeshConfig, RuntimeConfig
 from maxpipe.errors import ConfigError
 from maxpipe.mesh import build_mesh, describe
+from maxpipe.phases import Phases
 
 COLLECTIVES = ("psum", "all_gather", "psum_scatter", "ppermute", "all_to_all")
 
@@ -38,20 +39,24 @@ def main(text: str) -> int:
     spec = json.loads(text)
     config, mesh_config = RuntimeConfig(**spec["runtime"]), MeshConfig(**spec["mesh"])
     try:
-        runtime.start(config, mesh_config.cpu_devices)
-        _devices(config)
-        mesh = build_mesh(mesh_config)
+        with runtime.joined(config, mesh_config.cpu_devices, Phases(), {}):
+            _look(config, mesh_config)
     except ConfigError as error:
         for problem in error.problems:
             _say("devices", "FAILED", f"{problem.where}: {problem.rule}", problem.action)
         return int(error.exit_code)
+    return 0
+
+
+def _look(config: RuntimeConfig, mesh_config: MeshConfig) -> None:
+    _devices(config)
+    mesh = build_mesh(mesh_config)
     _say("mesh", "ok", describe(mesh))
     for axis, size in mesh.shape.items():
         if size > 1:
             _collectives(mesh, axis)
     if jax.process_count() > 1:
         _clocks()
-    return 0
 
 
 def _say(name: str, status: str, text: str, action: str = "", **more: Any) -> None:

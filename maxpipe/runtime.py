@@ -9,39 +9,89 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
+import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from maxpipe import redact
 from maxpipe.config.schema import RuntimeConfig
-from maxpipe.errors import ConfigError, ExitCode, MaxpipeError, Preempted
+from maxpipe.errors import ConfigError
+from maxpipe.hub import Limits
+from maxpipe.link import Link
+from maxpipe.phases import Phases
 
 _LOG = logging.getLogger(__name__)
 
-# jax ends the process with SIGABRT when the others do not come; ours must be the first limit.
+# jax ends a process with SIGABRT when others do not come or go; our limits must be the first.
 _JAX_LIMIT_SECONDS = 60
 
 
 def start(config: RuntimeConfig, cpu_devices: int) -> None:
-    """Choose the platform, join the other processes, open the compilation cache.
+    """Choose the platform and open the compilation cache, for a process on its own.
 
     Raises:
-        ConfigError: the chosen platform has no devices here, or the others cannot be reached.
+        ConfigError: the chosen platform has no devices here.
     """
+    _prepare(config, cpu_devices)
+    _find_devices(config)
+
+
+@contextlib.contextmanager
+def joined(
+    config: RuntimeConfig, cpu_devices: int, phases: Phases, facts: Mapping[str, Any]
+) -> Iterator[Link]:
+    """The same as one process of a run, and a link to the others; SIGTERM is caught inside.
+
+    Args:
+        config: of the processes.
+        cpu_devices: virtual ones of this process.
+        phases: what the others may know of this process.
+        facts: what must be the same in all processes, by name.
+
+    Raises:
+        ConfigError: the chosen platform has no devices here, or the others cannot be reached or
+            were started with other facts.
+    """
+    _prepare(config, cpu_devices)
+    if config.num_processes == 0:
+        _initialize(config)
+        index, count = jax.process_index(), jax.process_count()
+    else:
+        index, count = config.process_id, config.num_processes
+    limits = Limits(
+        config.init_timeout_seconds,
+        config.heartbeat_timeout_seconds,
+        config.stall_timeout_seconds,
+        config.stop_grace_seconds,
+    )
+    with Link(phases, limits, index=index, count=count) as link:
+        if count > 1:
+            _gather(config, link, facts)
+            if config.num_processes:
+                _initialize(config)
+            link.catch_signals()  # jax took them
+        with link.ends_together():
+            _find_devices(config)
+            yield link
+
+
+def _prepare(config: RuntimeConfig, cpu_devices: int) -> None:
     # XLA's C++ side logs through its own channel; warnings there are for its developers.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     _remove_log_printers()
     if config.platform != "auto":
         jax.config.update("jax_platforms", config.platform)
     jax.config.update("jax_num_cpu_devices", cpu_devices)
-    _join(config)
+
+
+def _find_devices(config: RuntimeConfig) -> None:
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: no plugin for the platform
@@ -127,12 +177,38 @@ def _open_cache(folder: str) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def _join(config: RuntimeConfig) -> None:
-    if config.num_processes == 1:
-        return
+def _gather(config: RuntimeConfig, link: Link, facts: Mapping[str, Any]) -> None:
+    """Waits for the other processes, each of which has its own link."""
+    if config.num_processes:
+        host, _, port = config.coordinator.rpartition(":")
+        address = (host.strip("[]"), int(port))
+    else:
+        address = _announced(link.index)
+    try:
+        trouble = link.gather(address, facts)
+    except OSError as error:
+        trouble = f"port {address[1]} cannot be used here: {error.strerror or error}"
+    if trouble:
+        raise _not_together(config, trouble)
+
+
+def _announced(index: int) -> tuple[str, int]:
+    """Host and a free port of process 0, told over the devices."""
+    word = np.zeros(256, np.uint8)
+    if index == 0:
+        with socket.create_server(("", 0)) as probe:
+            port = probe.getsockname()[1]
+        text = f"{socket.gethostbyname(socket.gethostname())}:{port}".encode()
+        word[: len(text)] = np.frombuffer(text, np.uint8)
+    told = np.asarray(multihost_utils.broadcast_one_to_all(word), np.uint8)
+    host, _, port = bytes(told).rstrip(b"\0").decode().rpartition(":")
+    return host, int(port)
+
+
+def _initialize(config: RuntimeConfig) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    limit = config.init_timeout_seconds
     from_cluster = config.num_processes == 0
+    limit = config.init_timeout_seconds
     too_late = _not_together(config, f"the others did not come within {limit} s.")
     try:
         with _deadline(limit, too_late.exit_code, str(too_late)):
@@ -141,7 +217,7 @@ def _join(config: RuntimeConfig) -> None:
                 num_processes=None if from_cluster else config.num_processes,
                 process_id=None if from_cluster else config.process_id,
                 initialization_timeout=limit + _JAX_LIMIT_SECONDS,
-                heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
+                heartbeat_timeout_seconds=config.heartbeat_timeout_seconds + _JAX_LIMIT_SECONDS,
             )
     except (RuntimeError, ValueError) as error:
         raise _not_together(config, str(error).splitlines()[0]) from error
@@ -153,7 +229,7 @@ def _not_together(config: RuntimeConfig, reason: str) -> ConfigError:
         "runtime.coordinator",
         config.coordinator or "found by jax",
         f"must bring all processes together; {rank if config.num_processes else 'jax'}: {reason}",
-        "Start every process with the same runtime.coordinator and num_processes, each "
+        "Start every process with the same config, runtime.coordinator and num_processes, each "
         "with its own process_id; or set runtime.num_processes=1.",
     )
 
@@ -161,14 +237,7 @@ def _not_together(config: RuntimeConfig, reason: str) -> ConfigError:
 @contextlib.contextmanager
 def _deadline(seconds: float, code: int, message: str) -> Iterator[None]:
     """Ends the process when the body, perhaps a call that nothing interrupts, takes longer."""
-    timer = _exit_later(seconds, code, message)
-    try:
-        yield
-    finally:
-        timer.cancel()
 
-
-def _exit_later(seconds: float, code: int, message: str) -> threading.Timer:
     def leave() -> None:
         print(redact.text(message), file=sys.stderr, flush=True)
         os._exit(code)
@@ -176,60 +245,7 @@ def _exit_later(seconds: float, code: int, message: str) -> threading.Timer:
     timer = threading.Timer(seconds, leave)
     timer.daemon = True
     timer.start()
-    return timer
-
-
-@contextlib.contextmanager
-def bounded_exit(grace_seconds: float) -> Iterator[None]:
-    """When the body fails in one process of many, that process ends within `grace_seconds`.
-
-    Processes leave together, at a barrier. One that fails alone would wait there for the
-    others, which wait in a collective for it.
-    """
     try:
         yield
-    except Preempted:  # agreed by all
-        raise
-    except BaseException as error:
-        if jax.process_count() > 1:
-            code = error.exit_code if isinstance(error, MaxpipeError) else ExitCode.BUG
-            message = f"process {jax.process_index()} does not wait for the others: {error}"
-            _exit_later(grace_seconds, code, message)
-        raise
-
-
-class StopRequest:
-    """Whether the run was asked to stop (SIGTERM), agreed by all processes.
-
-    Between `__enter__` and `__exit__` the signal does not end the process; the loop asks
-    after each step, saves, and leaves with the exit code for "start me again". In a run of
-    several processes jax catches the signal, from the moment that they have joined.
-    """
-
-    def __init__(self, config: RuntimeConfig):
-        self._alone = config.num_processes == 1
-        self._received = False
-        self._asked = 0
-        self._before: signal.Handlers | int | object = signal.SIG_DFL
-
-    def __enter__(self) -> StopRequest:
-        if self._alone:
-            self._before = signal.signal(signal.SIGTERM, self._receive)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._alone:
-            signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type]
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received = True
-
-    def now(self) -> bool:
-        """Whether to stop here. All processes ask equally often and get the same answers."""
-        if self._alone:
-            return self._received
-        # After a signal jax picks one more than the highest number that any process has asked
-        # with, and answers yes to just that one. Counting from 1 makes sure that a signal which
-        # comes before the first question is not lost; step numbers of a resumed run would not.
-        self._asked += 1
-        return multihost_utils.reached_preemption_sync_point(self._asked)
+    finally:
+        timer.cancel()

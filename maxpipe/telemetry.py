@@ -113,12 +113,14 @@ def _json_value(value: object) -> object:
 class EventLog:
     """`events.jsonl`: what happened to a run, over all its restarts.
 
-    Records are `{"time": UTC in ISO 8601, "event": ..., ...}` and never removed.
+    Records are `{"time": UTC in ISO 8601, "uptime": seconds, "event": ..., ...}` and never removed;
+    `uptime` is of a clock that nobody sets, from `since`, by default when the log was opened.
     Only process 0 writes.
     """
 
-    def __init__(self, run_dir: Path, process_index: int = 0):
+    def __init__(self, run_dir: Path, process_index: int = 0, since: float | None = None):
         self._file = _SafeFile(run_dir / "events.jsonl") if process_index == 0 else None
+        self._since = time.monotonic() if since is None else since
         if self._file is not None and _ends_inside_a_line(self._file.path):
             self._file.append(b"\n")
 
@@ -126,7 +128,8 @@ class EventLog:
         """Append one event. Fields that JSON has no form for are written as text."""
         if self._file is not None:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            record: dict[str, object] = {"time": now.replace("+00:00", "Z"), "event": event}
+            record: dict[str, object] = {"time": now.replace("+00:00", "Z")}
+            record |= {"uptime": round(time.monotonic() - self._since, 3), "event": event}
             self._file.append(_json_line(redact.within(record | fields)))
 
 

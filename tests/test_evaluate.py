@@ -180,4 +180,4 @@ def test_sums_of_many_batches_are_exact():
     count = 50
     batches = [(float(np.float32(0.1)), 1.0, 1.0)] * count
     found = evaluate(lambda params, batch: sums(*batch), None, batches)
-    assert found["eval/loss"] == float(np.float32(0.1))
+    assert found is not None and found["eval/loss"] == float(np.float32(0.1))

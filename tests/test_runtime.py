@@ -19,6 +19,7 @@ import pytest
 from maxpipe import runtime
 from maxpipe.config.schema import RuntimeConfig
 from maxpipe.errors import ConfigError
+from maxpipe.phases import Phases
 
 ROOT = Path(__file__).parents[1]
 SETTINGS: Any = jax.config
@@ -44,11 +45,12 @@ def started(config: str, cpu_devices: int = 1, then: str = "pass") -> str:
     return f"""
 import json, os, sys, time
 from maxpipe import runtime
+from maxpipe.phases import Phases
 from maxpipe.config.schema import RuntimeConfig
 from maxpipe.errors import MaxpipeError
 try:
-    runtime.start(RuntimeConfig({config}), {cpu_devices})
-    {then}
+    with runtime.joined(RuntimeConfig({config}), {cpu_devices}, Phases(), {{}}) as link:
+        {then}
 except MaxpipeError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
@@ -151,16 +153,9 @@ def test_cluster_that_is_not_there():
     assert "found by jax" in ran.stderr
 
 
-def test_one_process_leaves_on_its_own_without_a_deadline():
-    code = started(
-        "platform='cpu', compilation_cache=''",
-        then="""
-    from maxpipe.errors import StorageError
-    with runtime.bounded_exit(0.2):
-        raise StorageError('full')
-""",
-    )
-    ran = python(code + "\n")
+def test_one_process_leaves_on_its_own():
+    then = "from maxpipe.errors import StorageError; raise StorageError('full')"
+    ran = python(started("platform='cpu', compilation_cache=''", then=then))
     assert (ran.returncode, ran.stderr) == (74, "full\n")
 
 
@@ -169,10 +164,10 @@ def test_one_process_leaves_on_its_own_without_a_deadline():
 
 def test_sigterm_is_noted_and_the_handler_put_back():
     before = signal.getsignal(signal.SIGTERM)
-    with runtime.StopRequest(RuntimeConfig()) as stop:
-        assert not stop.now()
+    with runtime.joined(RuntimeConfig(), 8, Phases(), {}) as link:
+        assert not link.stops_here()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.now() and stop.now()
+        assert link.stops_here() and link.stops_here()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -185,7 +180,7 @@ def test_join_reports_jax_own_reason(monkeypatch: pytest.MonkeyPatch):
     config = RuntimeConfig(num_processes=4, process_id=3, coordinator="host:1")
     try:
         with pytest.raises(ConfigError, match="process 3 of 4: address in use\n"):
-            runtime._join(config)
+            runtime._initialize(config)
     finally:
         jax.config.update("jax_cpu_collectives_implementation", before)
 

@@ -80,6 +80,8 @@ _RANGES = (
     Bound("runtime.process_id", 0, 0),
     Bound("runtime.init_timeout_seconds", 300, 1),
     Bound("runtime.heartbeat_timeout_seconds", 100, 1),
+    Bound("runtime.stall_timeout_seconds", 1800, 0, why="0 waits forever"),
+    Bound("runtime.stop_grace_seconds", 120, 0, why="0 is no limit"),
 )
 
 

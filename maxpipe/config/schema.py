@@ -291,7 +291,13 @@ class RuntimeConfig:
     init_timeout_seconds: int = 300
     """How long a process waits for the others at the start."""
     heartbeat_timeout_seconds: int = 100
-    """How long a process may stay silent before the others give it up."""
+    """How long a process may stay silent before all others end, with exit code 71."""
+    stall_timeout_seconds: int = 1800
+    """How long a process may stay in one step, read, evaluation or save before all print where they
+    are and end, with exit code 71. Compilation takes what it takes. 0 waits forever."""
+    stop_grace_seconds: int = 0
+    """Time from SIGTERM to the end of the process, in which the running step ends and is saved.
+    When it is over the run is left as it is, to go on from its newest checkpoint. 0 is no limit."""
     compilation_cache: str = "~/.cache/maxpipe/compiled"
     """Folder in which compiled programs are kept between runs. Empty turns the cache off. Not used
     by several CPU devices: XLA loses the order in which such a program's devices meet."""

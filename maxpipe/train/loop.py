@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
+import os
+import platform
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,13 +33,22 @@ from maxpipe.errors import ConfigError, ExitCode, Preempted, Problem, StorageErr
 from maxpipe.evaluate import evaluate
 from maxpipe.files import refuse_links
 from maxpipe.hardware import peak_flops
+from maxpipe.link import Link
 from maxpipe.mesh import build_mesh, describe, resolve
 from maxpipe.model.count import num_params, train_flops_per_token
+from maxpipe.phases import COMPILE, DATA, DATA_SET_UP, EVAL, LOOP, RESTORE, SAVE, STEP, Phases
 from maxpipe.sharding import local_rows, place_rows
 from maxpipe.telemetry import Console, EventLog, MetricWriter
 from maxpipe.train.build import steps_of
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
+
+# What each process may have for itself.
+_OWN_SECTIONS = frozenset({"runtime", "log"})
+_OWN_KEYS = frozenset(
+    {"run.dir", "data.path", "data.tfds_dir", "data.threads", "data.prefetch_batches"}
+    | {"tokenizer.path"}
+)
 
 # Model keys that may change between a checkpoint and the run that resumes it.
 _FREE_MODEL_KEYS = frozenset({"dropout", "attention", "compute_dtype"})
@@ -54,14 +67,16 @@ def train(loaded: Loaded) -> int:
     """
     config = loaded.config
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(runtime.StopRequest(config.runtime))
-        runtime.start(config.runtime, config.mesh.cpu_devices)
-        loaded = _fit_to_devices(loaded)
-        console = stack.enter_context(
-            Console(config.log.progress, process_index=jax.process_index())
+        phases = Phases()
+        link = stack.enter_context(
+            runtime.joined(config.runtime, config.mesh.cpu_devices, phases, _shared_facts(config))
         )
-        with runtime.bounded_exit(config.runtime.heartbeat_timeout_seconds):
-            _run_loop(_set_up(loaded, console, stop, stack))
+        loaded = _fit_to_devices(loaded)
+        console = stack.enter_context(Console(config.log.progress, process_index=link.index))
+        link.say = console.warn
+        run = _set_up(loaded, console, link, phases, stack)
+        with phases.enter(LOOP):
+            _run_loop(run)
     return ExitCode.DONE
 
 
@@ -72,7 +87,8 @@ class Run:
     config: Config
     total_steps: int
     console: Console
-    stop: runtime.StopRequest
+    link: Link
+    phases: Phases
     events: EventLog
     writer: MetricWriter
     checkpoints: Checkpoints
@@ -113,7 +129,10 @@ class Run:
         if loader is None or count == 0:
             return {}
         with self.batches(loader, 0, min(count, loader.num_batches)) as batches:
-            metrics = evaluate(self.eval_step, self.state.params, batches)
+            stops = self.link.stops_here
+            metrics = evaluate(self.eval_step, self.state.params, batches, stops)
+        if metrics is None:
+            return {}
         self.writer.write(step, metrics)
         self.console.note(
             f"validation after step {step}: {metrics['eval/loss']:.4f} nats per token, "
@@ -128,41 +147,51 @@ def _run_loop(run: Run) -> None:
     meter = Meter(run)
     evaluated: dict[str, float] = {}
     run.console.begin(first, last)
-    if run.stop.now() and first < last:
+    if run.link.stops_here() and first < last:
         _leave(run, first)
     with run.batches(run.datasets.train, first, last) as batches:
         for step in range(first + 1, last + 1):
             batch = meter.wait_for(batches)
-            run.state, metrics = run.train_step(run.state, batch)
-            meter.done(metrics)
+            run.phases.progress(step)
+            with run.phases.enter(STEP):
+                run.state, metrics = run.train_step(run.state, batch)
+                meter.done(metrics)
             if step % config.log.every == 0 or step == last:
                 meter.report(step)
             if config.eval.every and step % config.eval.every == 0:
-                with meter.paused():
+                with meter.paused(EVAL):
                     evaluated = run.evaluate(step)
             if run.checkpoints.due(step):
-                with meter.paused():
+                with meter.paused(SAVE):
                     run.save(step)
-            if run.stop.now() and step < last:
+            if run.link.stops_here() and step < last:
                 _leave(run, step)
     if not (config.eval.every and last % config.eval.every == 0 and evaluated):
-        evaluated = run.evaluate(last)
-    run.save(last)
-    run.checkpoints.wait()
+        with meter.paused(EVAL):
+            evaluated = run.evaluate(last)
+    if run.link.stops_here():
+        _leave(run, last)
+    _save_and_wait(run, last)
     run.events.write("done", step=last)
     run.console.note(_closing_words(run, evaluated))
 
 
 def _leave(run: Run, step: int) -> None:
     run.console.note(f"asked to stop: saving step {step}")
-    run.save(step)
-    run.checkpoints.wait()
+    _save_and_wait(run, step)
     run.events.write("preempted", step=step)
     raise Preempted(
         f"{_run_dir(run.config)}: stopped after step {step} of {run.total_steps}\n"
         "  The state is saved.\n"
         "  Start the same command again to go on."
     )
+
+
+def _save_and_wait(run: Run, step: int) -> None:
+    with run.phases.enter(SAVE):
+        run.save(step)
+        run.checkpoints.wait()
+    run.events.write("time", step=step, seconds=run.phases.take())
 
 
 def _closing_words(run: Run, evaluated: dict[str, float]) -> str:
@@ -196,7 +225,8 @@ class Meter:
     def wait_for(self, batches: Iterator[Any]) -> Any:
         """The next batch."""
         start = time.perf_counter()
-        batch = next(batches)
+        with self._run.phases.enter(DATA):
+            batch = next(batches)
         self._waited += time.perf_counter() - start
         return batch
 
@@ -208,11 +238,13 @@ class Meter:
         self._steps += 1
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time inside does not count as step time."""
-        jax.block_until_ready(self._latest)
+    def paused(self, phase: str) -> Iterator[None]:
+        """Time inside belongs to `phase`, not to steps."""
+        with self._run.phases.enter(STEP):
+            jax.block_until_ready(self._latest)
         start = time.perf_counter()
-        yield
+        with self._run.phases.enter(phase):
+            yield
         self._start += time.perf_counter() - start
 
     def report(self, step: int) -> None:
@@ -229,6 +261,7 @@ class Meter:
         }
         if self._peak is not None:
             metrics["perf/mfu"] = self._flops_per_device / seconds / self._peak
+        self._run.events.write("time", step=step, seconds=self._run.phases.take())
         self._run.writer.write(step, metrics)
         self._run.console.step(step, metrics)
         self._restart()
@@ -252,16 +285,17 @@ def _fit_to_devices(loaded: Loaded) -> Loaded:
 
 
 def _set_up(
-    loaded: Loaded, console: Console, stop: runtime.StopRequest, stack: contextlib.ExitStack
+    loaded: Loaded, console: Console, link: Link, phases: Phases, stack: contextlib.ExitStack
 ) -> Run:
     config = loaded.config
-    run_dir, process = _run_dir(config), jax.process_index()
+    run_dir, process = _run_dir(config), link.index
     length = total_steps(config.train)
     refuse_links(run_dir, WRITTEN_FILES)
     checkpoints = stack.enter_context(
         Checkpoints(run_dir, every=config.checkpoint.every, keep=config.checkpoint.keep)
     )
-    with console.stage("reading data"):
+    events = _ledger(config, link, phases, stack)
+    with phases.enter(DATA_SET_UP), console.stage("reading data"):
         datasets = build(
             config.data,
             config.tokenizer,
@@ -275,8 +309,11 @@ def _set_up(
     check_vocab(datasets.tokenizer, config.model.vocab_size)
     steps = steps_of(config, build_mesh(config.mesh), datasets.tokenizer.byte_lengths)
     console.banner(_facts(config, steps, datasets, length))
-    state, origin = _restore_or_init(loaded, steps, checkpoints, datasets, console)
+    _check_same_data(link, datasets)
+    with phases.enter(RESTORE):
+        state, origin = _restore_or_init(loaded, steps, checkpoints, datasets, console)
     first, train_step = int(state.step), None
+    phases.progress(first)
     if first > length:
         raise ConfigError.one(
             where("train.steps" if config.train.steps else "train.tokens", loaded.origins),
@@ -292,14 +329,13 @@ def _set_up(
         with console.stage(f"loading train step from {folder}"):
             train_step = steps.load_train(folder, to_dict(config))
     else:
-        with console.stage("compiling train step"):
+        with phases.enter(COMPILE), console.stage("compiling train step"):
             train_step = steps.compile_train()
     eval_step = None
     if config.eval.batches and datasets.validation is not None:
-        with console.stage("compiling eval step"):
+        with phases.enter(COMPILE), console.stage("compiling eval step"):
             eval_step = steps.compile_eval(config.eval.batch_size)
-    events = EventLog(run_dir, process)
-    events.write("start", step=first, version=maxpipe.__version__, devices=jax.device_count())
+    events.write("start", step=first, devices=jax.device_count(), seconds=phases.take())
     writer = MetricWriter(run_dir, config.log.tensorboard, first, process)
     stack.callback(writer.close)
     writer.text("config", f"```yaml\n{to_yaml(redact.within(config))}```")
@@ -309,7 +345,8 @@ def _set_up(
         config=config,
         total_steps=length,
         console=console,
-        stop=stop,
+        link=link,
+        phases=phases,
         events=events,
         writer=writer,
         checkpoints=checkpoints,
@@ -319,6 +356,52 @@ def _set_up(
         train_step=train_step,
         eval_step=eval_step,
     )
+
+
+def _ledger(config: Config, link: Link, phases: Phases, stack: contextlib.ExitStack) -> EventLog:
+    """The run's ledger, in which this attempt begins, and which will say how it ends."""
+    events = EventLog(_run_dir(config), link.index, phases.begun)
+    host, pid = platform.node(), os.getpid()
+    version = maxpipe.__version__
+    events.write("begin", host=host, pid=pid, processes=link.count, version=version)
+
+    def ends(kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not isinstance(error, Preempted):
+            events.write("failed", error=type(error).__name__, text=str(error)[:1000])
+
+    stack.push(ends)
+
+    def told_to_leave(code: int, text: str) -> None:
+        if code == ExitCode.PREEMPTED:
+            events.write("preempted", step=phases.step, saved=False)
+        else:
+            events.write("failed", code=code, text=text[:1000])
+
+    link.on_leave = told_to_leave
+    return events
+
+
+def _shared_facts(config: Config) -> dict[str, Any]:
+    """What must be the same in all processes, by name."""
+    facts = {"maxpipe": maxpipe.__version__, "jax": jax.__version__}
+    for section, keys in to_dict(config).items():
+        if section not in _OWN_SECTIONS:
+            facts |= {f"{section}.{key}": json.dumps(value) for key, value in keys.items()}
+    return {name: value for name, value in facts.items() if name not in _OWN_KEYS}
+
+
+def _check_same_data(link: Link, datasets: Datasets) -> None:
+    """All processes cut their rows from the same documents."""
+    fingerprint = json.dumps(datasets.train.fingerprint(), sort_keys=True)
+    seen = link.same("data", hashlib.sha256(fingerprint.encode()).hexdigest())
+    if len(seen) > 1:
+        groups = " and ".join(f"processes {', '.join(map(str, each))}" for each in seen.values())
+        raise ConfigError.one(
+            "data.path",
+            None,
+            f"must hold the same documents for every process; {groups} see different ones.",
+            "Copy the same files to every host, or name a folder that all share.",
+        )
 
 
 def _write_config(path: Path, config: Config) -> None:
