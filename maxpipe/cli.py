@@ -98,8 +98,9 @@ def _parser() -> Parser:
     parser = Parser(
         prog="maxpipe",
         description="Train decoder language models through a circular pipeline, on JAX.",
-        epilog="Exit codes: 0 done, 2 mistake in the config or command line, 70 bug in maxpipe,\n"
-        "71 hang, 74 storage or checkpoint, 75 stopped and saved: start again to resume.",
+        epilog="Exit codes: 0 done, 2 mistake in the config or command line, or numbers that went\n"
+        "bad: change something first, 70 bug in maxpipe, 71 hang, 74 storage, checkpoint or\n"
+        "device memory, 75 stopped and saved: start again to resume.",
     )
     parser.add_argument("--version", action="version", version=f"maxpipe {maxpipe.__version__}")
     commands = subcommands(parser)

@@ -64,6 +64,22 @@ class StorageError(MaxpipeError):
     exit_code = ExitCode.STORAGE
 
 
+class NumbersError(MaxpipeError):
+    """Loss or gradients that the config does not let the run go on with.
+
+    A run is deterministic: started again as it is, it would come here again. So the exit code is
+    that of a config which has to be changed first.
+    """
+
+    exit_code = ExitCode.CONFIG
+
+
+class ReplicaError(MaxpipeError):
+    """A device's memory holds something else than it should; what is on disk is good."""
+
+    exit_code = ExitCode.STORAGE
+
+
 class Preempted(MaxpipeError):
     """The run was asked to stop, has saved its state, and can be restarted."""
 

@@ -26,6 +26,8 @@ WHERE = "runtime.executable"
 _MAX_PROVENANCE_BYTES = 1 << 20
 DECIDING = ("model", "mesh", "pipeline", "train", "optim")
 """Config sections that decide what the program is."""
+DECIDING_KEYS = ("run.seed", "guard.spike_sigmas", "guard.spike_window", "guard.on_spike")
+"""Keys of other sections that do."""
 
 
 def save(compiled: Any, folder: Path, facts: Mapping[str, str]) -> None:
@@ -132,7 +134,9 @@ def facts_of(
         for section in DECIDING
         for key, value in redact.within(sections[section]).items()
     }
-    values["run.seed"] = json.dumps(sections["run"]["seed"])
+    for key in DECIDING_KEYS:
+        section, name = key.split(".")
+        values[key] = json.dumps(sections[section][name])
     values.pop("mesh.cpu_devices")
     device = devices[0]
     values |= {

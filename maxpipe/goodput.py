@@ -121,8 +121,8 @@ def _attempts(records: Iterable[Mapping[str, Any]]) -> list[Attempt]:
             case "time":
                 attempt.stretches.append(Stretch(attempt.last, record["step"], record["seconds"]))
                 attempt.last = record["step"]
-            case "rolled_back":
-                attempt.last = record["to_step"]
+            case "roll_back":
+                attempt.last = record["to"]
             case "done" | "preempted" | "failed" as ended:
                 attempt.ended = ended
     return found

@@ -54,6 +54,7 @@ LEVELS = {
     "maxpipe.telemetry": 5,
     "maxpipe.hlo_text": 4,
     "maxpipe.hlo": 5,
+    "maxpipe.train.guard": 5,
     "maxpipe.train.optim": 5,
     "maxpipe.train": 6,
     "maxpipe.train.loop": 7,

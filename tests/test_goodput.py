@@ -87,7 +87,7 @@ def test_steps_before_a_roll_back_do_not_count(tmp_path: Path) -> None:
     ledger.write("begin")
     ledger.write("start", step=0, seconds={})
     ledger.write("time", 10, step=10, seconds={"step": 10})
-    ledger.write("rolled_back", step=10, to_step=5)
+    ledger.write("roll_back", step=10, to=5)
     ledger.write("time", 10, step=15, seconds={"step": 10})
     assert goodput.read(tmp_path).seconds == pytest.approx({"productive": 15, "redone": 5})
 

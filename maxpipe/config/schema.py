@@ -251,6 +251,36 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GuardConfig:
+    """What happens when numbers go wrong.
+
+    A step whose loss or gradient norm is not finite never changes parameters or optimizer state,
+    whatever these keys say.
+    """
+
+    bad_steps: Literal["stop", "skip", "roll_back"] = "stop"
+    """After a step whose loss or gradient norm is NaN or infinite: `stop` ends the run, `skip` goes
+    on with the next batch, `roll_back` returns to the newest checkpoint and goes on behind the
+    batch that did it. `events.jsonl` names the sequences and documents of each bad batch."""
+    max_bad_steps: int = 5
+    """Steps in a row that `skip` may leave out; one more stops the run."""
+    spike_sigmas: float = 0.0
+    """A step is a spike when its loss or gradient norm is more than this many standard deviations
+    above the mean of recent steps; 6 is usual. 0 looks for none."""
+    spike_window: int = 128
+    """Number of recent updates that spikes are measured against; looked for once half are there."""
+    on_spike: Literal["note", "skip", "roll_back"] = "note"
+    """After a spike: `note` takes the update and records an event, `skip` leaves the update out,
+    `roll_back` as in `guard.bad_steps`. Read when `guard.spike_sigmas` is not 0."""
+    max_roll_backs: int = 3
+    """Times that a run may roll back; one more stops it."""
+    replica_check_every: int = 0
+    """Steps between comparisons, bit for bit, of the copies of parameters and optimizer state that
+    devices hold; one that differs stops the run. Made before each checkpoint, too. 0 turns both
+    off."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
     """Loss on the validation documents."""
 
@@ -319,6 +349,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)

@@ -136,6 +136,14 @@ class Loader:
             within[epochs == epoch] = order(within[epochs == epoch])
         return within.tolist()
 
+    def ids(self, step: int) -> dict[str, list[int]]:
+        """The `sequences` of one step's batch, row by row, and the `documents` that are in them."""
+        numbers = step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)
+        found = self._shuffled(numbers) if self._repeat else numbers.tolist()
+        sequences = [number for number in found if number < len(self.sequences)]
+        inside = {name for number in sequences for name in self.sequences.documents(number)}
+        return {"sequences": sequences, "documents": sorted(inside)}
+
     def batches(
         self, start_step: int, rows: Rows = slice(None), *, stop_step: int | None = None
     ) -> Batches:

@@ -269,6 +269,13 @@ class PackedSequences:
         """A sequence without text: it adds nothing to a loss."""
         return self._cut(len(self) + 1)
 
+    def documents(self, index: int) -> list[int]:
+        """Numbers of the documents that have a token in this sequence."""
+        first = index * self.sequence_length
+        last = min(first + self.sequence_length, self.num_tokens) - 1
+        begin, end = np.searchsorted(self._starts, [first, last], side="right")
+        return self._order[begin - 1 : end].tolist()
+
     def _cut(self, index: int) -> dict[str, np.ndarray]:
         length = self.sequence_length
         first = index * length

@@ -23,4 +23,5 @@ def steps_of(config: Config, mesh: Mesh, byte_lengths: np.ndarray) -> Steps:
         rules=AxisRules.from_config(config.mesh),
         seed=config.run.seed,
         byte_lengths=byte_lengths,
+        guard=config.guard,
     )

@@ -14,10 +14,11 @@ import json
 import os
 import platform
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -29,7 +30,7 @@ from maxpipe.config.load import Loaded, to_dict, to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, Loader, build, compare
 from maxpipe.data.tokenizer import check_vocab
-from maxpipe.errors import ConfigError, ExitCode, Preempted, Problem, StorageError
+from maxpipe.errors import ConfigError, ExitCode, Preempted, Problem, ReplicaError, StorageError
 from maxpipe.evaluate import evaluate
 from maxpipe.files import refuse_links
 from maxpipe.hardware import peak_flops
@@ -40,8 +41,11 @@ from maxpipe.phases import COMPILE, DATA, DATA_SET_UP, EVAL, LOOP, RESTORE, SAVE
 from maxpipe.sharding import local_rows, place_rows
 from maxpipe.telemetry import Console, EventLog, MetricWriter
 from maxpipe.train.build import steps_of
+from maxpipe.train.guard import initial
+from maxpipe.train.replicas import explain
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
+from maxpipe.train.watch import RollBack, Watch
 
 # What each process may have for itself.
 _OWN_SECTIONS = frozenset({"runtime", "log"})
@@ -64,6 +68,8 @@ def train(loaded: Loaded) -> int:
         ConfigError: the config does not fit the machine, the data or the run's checkpoint.
         StorageError: checkpoints cannot be read or written.
         Preempted: the run was asked to stop, and has saved.
+        NumbersError: loss or gradients are such that the config does not let the run go on.
+        ReplicaError: devices that should hold the same hold something else.
     """
     config = loaded.config
     with contextlib.ExitStack() as stack:
@@ -78,6 +84,17 @@ def train(loaded: Loaded) -> int:
         with phases.enter(LOOP):
             _run_loop(run)
     return ExitCode.DONE
+
+
+class Start(NamedTuple):
+    """Where a run begins, or begins again."""
+
+    state: TrainState
+    words: str
+    offset: int = 0
+    """See `Watch.offset`."""
+    facts: Mapping[str, Any] | None = None
+    """What the guard had counted."""
 
 
 @dataclass
@@ -97,6 +114,10 @@ class Run:
     state: TrainState
     train_step: Any
     eval_step: Any
+    watch: Watch
+    restore: Callable[[], Start]
+    compared: int = -1
+    """The last step after which replicas were compared."""
 
     @property
     def first(self) -> int:
@@ -118,8 +139,13 @@ class Run:
 
     def save(self, step: int) -> None:
         """Start saving the state after `step`, unless that was done."""
+        self.watch.settle()
         if self.checkpoints.latest() != step:
-            saved, data = self.steps.to_saved(self.state), self.datasets.train.state(step)
+            if self.config.guard.replica_check_every:
+                self.compare_replicas(step)
+            saved = self.steps.to_saved(self.state)
+            data = self.datasets.train.state(step + self.watch.offset)
+            data["guard"] = self.state.guard.facts() | self.watch.facts()
             self.checkpoints.save(step, saved, to_dict(redact.within(self.config)), data)
             self.events.write("checkpoint", step=step)
 
@@ -140,32 +166,72 @@ class Run:
         )
         return metrics
 
+    def compare_replicas(self, step: int) -> None:
+        """Look whether devices that should hold the same do.
+
+        Raises:
+            ReplicaError: some do not.
+        """
+        if self.compared == step:
+            return
+        self.compared = step
+        if found := self.steps.replica_check.differences(self.state):
+            self.events.write("replicas_differ", step=step, arrays=list(map(str, found)))
+            raise ReplicaError(explain(found, f"{_run_dir(self.config)}: step {step}"))
+
+    def roll_back(self, bad_step: int) -> None:
+        """Return to the newest checkpoint; the batches from there to the bad step are left out."""
+        self.checkpoints.wait()
+        del self.state  # two would not fit
+        start = self.restore()
+        self.state, first = start.state, int(start.state.step)
+        self.watch.went_back(bad_step, first, start.facts)
+        self.compared = -1
+        self.writer = _writer(self.config, first)
+
 
 def _run_loop(run: Run) -> None:
+    """Trains to the end, however often the guard goes back."""
+    while True:
+        try:
+            return _train_on(run)
+        except RollBack as bad:
+            step = bad.step
+        run.roll_back(step)
+
+
+def _train_on(run: Run) -> None:
     """The loop. Each line is a thing that happens, in this order."""
     config, first, last = run.config, run.first, run.total_steps
     meter = Meter(run)
     evaluated: dict[str, float] = {}
+    checked = config.guard.replica_check_every
     run.console.begin(first, last)
     if run.link.stops_here() and first < last:
         _leave(run, first)
-    with run.batches(run.datasets.train, first, last) as batches:
+    position = run.watch.offset
+    with run.batches(run.datasets.train, first + position, last + position) as batches:
         for step in range(first + 1, last + 1):
             batch = meter.wait_for(batches)
             run.phases.progress(step)
             with run.phases.enter(STEP):
                 run.state, metrics = run.train_step(run.state, batch)
                 meter.done(metrics)
+            run.watch.started(step, metrics)
             if step % config.log.every == 0 or step == last:
                 meter.report(step)
             if config.eval.every and step % config.eval.every == 0:
                 with meter.paused(EVAL):
                     evaluated = run.evaluate(step)
+            if checked and step % checked == 0:
+                with meter.paused(LOOP):
+                    run.compare_replicas(step)
             if run.checkpoints.due(step):
                 with meter.paused(SAVE):
                     run.save(step)
             if run.link.stops_here() and step < last:
                 _leave(run, step)
+    run.watch.settle()
     if not (config.eval.every and last % config.eval.every == 0 and evaluated):
         with meter.paused(EVAL):
             evaluated = run.evaluate(last)
@@ -310,9 +376,10 @@ def _set_up(
     steps = steps_of(config, build_mesh(config.mesh), datasets.tokenizer.byte_lengths)
     console.banner(_facts(config, steps, datasets, length))
     _check_same_data(link, datasets)
+    restore = partial(_restore_or_init, loaded, steps, checkpoints, datasets, console)
     with phases.enter(RESTORE):
-        state, origin = _restore_or_init(loaded, steps, checkpoints, datasets, console)
-    first, train_step = int(state.step), None
+        begin = restore()
+    first, train_step = int(begin.state.step), None
     phases.progress(first)
     if first > length:
         raise ConfigError.one(
@@ -321,7 +388,7 @@ def _set_up(
             f"is {length} steps; must be at least {first}, the step that this run starts from.",
             f"Set train.steps={first} or more, or run.name to a new name.",
         )
-    console.note(origin)
+    console.note(begin.words)
     if first == length:
         console.note(f"all {length} steps are done: nothing is left to train")
     elif config.runtime.executable:
@@ -336,7 +403,7 @@ def _set_up(
         with phases.enter(COMPILE), console.stage("compiling eval step"):
             eval_step = steps.compile_eval(config.eval.batch_size)
     events.write("start", step=first, devices=jax.device_count(), seconds=phases.take())
-    writer = MetricWriter(run_dir, config.log.tensorboard, first, process)
+    writer = _writer(config, first)
     stack.callback(writer.close)
     writer.text("config", f"```yaml\n{to_yaml(redact.within(config))}```")
     if process == 0:
@@ -352,9 +419,19 @@ def _set_up(
         checkpoints=checkpoints,
         datasets=datasets,
         steps=steps,
-        state=state,
+        state=begin.state,
         train_step=train_step,
         eval_step=eval_step,
+        watch=Watch(
+            config.guard,
+            run_dir=str(run_dir),
+            loader=datasets.train,
+            events=events,
+            console=console,
+            offset=begin.offset,
+            facts=begin.facts,
+        ),
+        restore=restore,
     )
 
 
@@ -404,6 +481,10 @@ def _check_same_data(link: Link, datasets: Datasets) -> None:
         )
 
 
+def _writer(config: Config, first: int) -> MetricWriter:
+    return MetricWriter(_run_dir(config), config.log.tensorboard, first, jax.process_index())
+
+
 def _write_config(path: Path, config: Config) -> None:
     try:
         path.write_text(to_yaml(redact.within(config)), encoding="utf-8")
@@ -417,8 +498,8 @@ def _write_config(path: Path, config: Config) -> None:
 
 def _restore_or_init(
     loaded: Loaded, steps: Steps, checkpoints: Checkpoints, datasets: Datasets, console: Console
-) -> tuple[TrainState, str]:
-    """The state to go on from, and where it came from."""
+) -> Start:
+    """Where to go on from."""
     config = loaded.config
     if (step := checkpoints.latest()) is not None:
         source, words = checkpoints, f"resuming {_run_dir(config)} after step {step}"
@@ -428,7 +509,7 @@ def _restore_or_init(
         step = source.latest()
         words = f"starting from {config.checkpoint.restore_from} after step {step}"
     else:
-        return steps.init(), f"starting a new run in {_run_dir(config)}"
+        return Start(steps.init(), f"starting a new run in {_run_dir(config)}")
     assert step is not None
     facts = source.facts(step)
     _check_model(facts["config"]["model"], to_dict(config)["model"], loaded.origins)
@@ -441,7 +522,9 @@ def _restore_or_init(
             "  the folder's name must be the step inside it.\n"
             "  Give the folder its own name back, or move it away."
         )
-    return steps.from_saved(found.state), words
+    guarded = found.data.get("guard")
+    state = steps.from_saved(found.state, initial(config.guard, guarded))
+    return Start(state, words, found.data["step"] - step, guarded)
 
 
 def _check_model(saved: dict[str, Any], wanted: dict[str, Any], origins: Mapping[str, str]) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from maxpipe.config.schema import OptimConfig
+from maxpipe.train.guard import unless_bad
 
 Tree = Any
 
@@ -39,18 +41,66 @@ def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
 
 def build_optimizer(
     config: OptimConfig, total_steps: int, decayed: Tree
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """AdamW with clipping by the norm of the whole gradient.
 
-    `decayed` is a tree of bools: which parameters decay.
+    `decayed` is a tree of bools: which parameters decay. `update` takes `taken`, a bool: unless it
+    is true the state stays as it is, and the updates mean nothing.
     """
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
     return optax.chain(
         clip,
-        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+        _scale_by_adam(config.beta1, config.beta2, config.epsilon),
         optax.add_decayed_weights(config.weight_decay, decayed),
-        optax.scale_by_learning_rate(learning_rate(config, total_steps)),
+        _if_taken(optax.scale_by_learning_rate(learning_rate(config, total_steps))),
     )
+
+
+def _scale_by_adam(
+    beta1: float, beta2: float, epsilon: float
+) -> optax.GradientTransformationExtraArgs:
+    """optax's Adam, with moments that stay as they are unless the update is taken.
+
+    In float32 it is that of optax bit for bit. The choice is made before the moments are used. Made
+    afterwards, XLA would keep old, new and chosen moments side by side.
+    """
+
+    def update(
+        updates: Tree,
+        state: Tree,
+        params: Tree = None,
+        *,
+        taken: jax.Array | bool = True,
+        **_: Any,
+    ) -> tuple[Tree, Tree]:
+        mu = optax.tree.update_moment(updates, state.mu, beta1, 1)
+        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, beta2, 2)
+        new = optax.ScaleByAdamState(optax.safe_increment(state.count), mu, nu)
+        # Gradients may be wider than what is kept.
+        new = unless_bad(taken, optax.tree.cast_like(new, state), state)
+        mu = optax.tree.bias_correction(new.mu, beta1, new.count)
+        nu = optax.tree.bias_correction(new.nu, beta2, new.count)
+        return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + epsilon), mu, nu), new
+
+    init = optax.scale_by_adam(beta1, beta2, epsilon).init
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _if_taken(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """A transformation whose state stays as it is unless the update is taken."""
+
+    def update(
+        updates: Tree,
+        state: Tree,
+        params: Tree = None,
+        *,
+        taken: jax.Array | bool = True,
+        **_: Any,
+    ) -> tuple[Tree, Tree]:
+        updates, new = inner.update(updates, state, params)
+        return updates, unless_bad(taken, new, state)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def moments(state: optax.OptState) -> dict[str, Tree]:

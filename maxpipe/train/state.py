@@ -21,6 +21,7 @@ from maxpipe.mesh import STAGE, TENSOR
 from maxpipe.model.decoder import Decoder
 from maxpipe.pipeline.layout import Layout, pad_vocabulary, padded_vocabulary
 from maxpipe.sharding import STACK
+from maxpipe.train.guard import GuardState
 
 Tree = Any
 
@@ -29,9 +30,10 @@ class TrainState(NamedTuple):
     """Everything that a step changes. Data position and randomness follow from `step`."""
 
     step: jax.Array
-    """int32: optimizer steps done."""
+    """int32: steps done, those whose update was not taken included."""
     params: Tree
     optimizer: optax.OptState
+    guard: GuardState
 
 
 @dataclass(frozen=True)

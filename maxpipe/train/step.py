@@ -23,7 +23,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe import executable
 from maxpipe.config.pipeline_rules import activations
-from maxpipe.config.schema import ModelConfig, OptimConfig, PipelineConfig, TrainConfig
+from maxpipe.config.schema import (
+    GuardConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 from maxpipe.mesh import BATCH_AXES, STAGE
 from maxpipe.model.decoder import Decoder
 from maxpipe.pipeline.cut import balanced_cut
@@ -35,7 +41,9 @@ from maxpipe.pipeline.schedule import build, forward_only
 from maxpipe.pipeline.table import Schedule
 from maxpipe.runtime import compiler_options
 from maxpipe.sharding import BATCH_SPEC, AxisRules
+from maxpipe.train.guard import GuardState, initial, judge, unless_bad
 from maxpipe.train.optim import build_optimizer, learning_rate, moments, with_moments
+from maxpipe.train.replicas import ReplicaCheck
 from maxpipe.train.state import Partition, TrainState
 
 Tree = Any
@@ -50,7 +58,7 @@ class Steps:
     """A partitioned model: shardings, and functions to be compiled for them."""
 
     partition: Partition
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformationExtraArgs
     rate: optax.Schedule
     train_schedule: Schedule
     engine: Engine
@@ -59,6 +67,7 @@ class Steps:
     seed: int
     byte_lengths: np.ndarray
     """Bytes of text that each token id stands for."""
+    guard: GuardConfig
 
     # Shardings.
 
@@ -79,7 +88,9 @@ class Steps:
             specs,
             transform_non_params=lambda _: PartitionSpec(),
         )
-        return self.partition.shardings(TrainState._make((PartitionSpec(), specs, optimizer)))
+        guard = jax.tree.map(lambda _: PartitionSpec(), initial(self.guard))
+        state = TrainState._make((PartitionSpec(), specs, optimizer, guard))
+        return self.partition.shardings(state)
 
     @cached_property
     def saved_sharding(self) -> Tree:
@@ -188,6 +199,11 @@ class Steps:
         }
 
     @cached_property
+    def replica_check(self) -> ReplicaCheck:
+        """Compares the copies of the stacked train state on several devices."""
+        return ReplicaCheck(self.partition.mesh, self.abstract_state, self.state_sharding)
+
+    @cached_property
     def to_saved(self) -> Any:
         """state -> what a checkpoint holds: network order, no padding."""
 
@@ -200,14 +216,16 @@ class Steps:
 
     @cached_property
     def from_saved(self) -> Any:
-        """What a checkpoint holds -> state."""
+        """(what a checkpoint holds, the guard's state, by default a new run's) -> state."""
 
-        def convert(saved: Tree) -> TrainState:
+        def convert(saved: Tree, guard: GuardState | None = None) -> TrainState:
+            guard = initial(self.guard) if guard is None else guard
             stack, step = self.partition.stack, saved["step"]
             params = stack(saved["params"])
             stacked = {name: stack(tree) for name, tree in saved["optimizer"].items()}
             fresh = self.optimizer.init(params)
-            return TrainState(step, params, with_moments(fresh, step, stacked))
+            optimizer = with_moments(fresh, step - guard.skipped, stacked)
+            return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
 
         return jax.jit(convert, out_shardings=self.state_sharding)
 
@@ -228,21 +246,29 @@ class Steps:
 
     def _init(self) -> TrainState:
         params = self.partition.init(self._key(_PARAMETERS))
-        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params))
+        guard = jax.tree.map(jnp.asarray, initial(self.guard))
+        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params), guard)
 
     def _train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         key = None
         if self.partition.decoder.config.dropout > 0:
             key = jax.random.fold_in(self._key(_DROPOUT), state.step)
         loss, gradients = self.engine.value_and_grad(self.train_schedule)(state.params, batch, key)
-        updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
+        norm = optax.tree.norm(gradients)
+        taken, guard = judge(self.guard, self.partition.mesh, state.guard, loss, norm)
+        updates, optimizer = self.optimizer.update(
+            gradients, state.optimizer, state.params, taken=taken
+        )
+        params = unless_bad(taken, optax.apply_updates(state.params, updates), state.params)
         metrics = {
             "train/loss": loss,
-            "train/grad_norm": optax.tree.norm(gradients),
-            "train/lr": jnp.asarray(self.rate(state.step)),
+            "train/grad_norm": norm,
+            "train/lr": jnp.asarray(self.rate(state.step - state.guard.skipped)),
+            "train/skipped": guard.skipped,
         }
-        return TrainState(state.step + 1, params, optimizer), metrics
+        if self.guard.spike_sigmas:
+            metrics["train/spikes"] = guard.spikes
+        return TrainState(state.step + 1, params, optimizer, guard), metrics
 
     def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:
         loss, targets = self.engine.loss(schedule)(params, batch, None)
@@ -261,6 +287,7 @@ def partition(
     rules: AxisRules,
     seed: int,
     byte_lengths: np.ndarray,
+    guard: GuardConfig = GuardConfig(),  # noqa: B008  frozen
 ) -> Steps:
     """Everything that training this model on this mesh needs.
 
@@ -303,6 +330,7 @@ def partition(
         shape=(train.batch_size, train.sequence_length),
         seed=seed,
         byte_lengths=lengths,
+        guard=guard,
     )
 
 

@@ -67,6 +67,21 @@ def test_shapes_and_types(datasets: Datasets) -> None:
     assert batch["example_ids"].tolist() == [3, 1]
 
 
+@pytest.mark.parametrize("step", [0, 7, 1000])
+def test_ids_name_the_rows_of_a_batch(step: int, datasets: Datasets) -> None:
+    train = datasets.train
+    ids, batch = train.ids(step), train.batch(step)
+    for row, number in enumerate(ids["sequences"]):
+        assert train.sequences[number]["tokens"].tolist() == batch["tokens"][row].tolist()
+    assert ids["documents"] == sorted(
+        {name for number in ids["sequences"] for name in train.sequences.documents(number)}
+    )
+    validation = datasets.validation
+    assert validation is not None
+    last = validation.num_batches - 1
+    assert validation.ids(last)["sequences"] == list(range(last * BATCH, len(validation.sequences)))
+
+
 def test_same_batches_for_the_same_seed(folder: str, datasets: Datasets) -> None:
     expected = take(datasets.train, 40)
     again = take(open_folder(folder, threads=1, prefetch_batches=1).train, 40)

@@ -93,6 +93,12 @@ def test_each_document_is_a_segment_of_its_own(texts: list[str], length: int) ->
             assert positions[where].tolist() == list(range(len(where)))
         same = [k + 1 < len(owners) and owners[k] == owners[k + 1] for k in range(length)]
         assert example["loss_mask"].tolist() == [float(s) for s in same]
+        assert sequences.documents(i) == sorted(set(owners[:real]))
+
+
+def test_documents_of_a_sequence_have_the_numbers_of_the_source() -> None:
+    sequences = pack(["a", "bcdefg", "h"], 6, order=[2, 0, 1])
+    assert [sequences.documents(i) for i in range(len(sequences))] == [[2, 0], [1], [1]]
 
 
 def test_shapes_and_types() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -211,3 +212,34 @@ def test_moments_and_step_are_the_whole_state() -> None:
     for one, two in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(one, two)
         assert one.dtype == two.dtype
+
+
+def test_adam_is_that_of_optax_bit_for_bit() -> None:
+    """And as it was where the update is not taken, moments and counts included."""
+    config = dataclasses.replace(CONFIG, schedule="constant", warmup_steps=0)
+    mine = build_optimizer(config, 10, DECAYED)
+    theirs = optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+        optax.add_decayed_weights(config.weight_decay, DECAYED),
+        optax.scale_by_learning_rate(learning_rate(config, 10)),
+    )
+    params: Any = jax.tree.map(jnp.asarray, tree(0))
+    state, wanted_state = mine.init(params), theirs.init(params)
+    for seed in range(1, 5):
+        gradient: Any = jax.tree.map(jnp.asarray, tree(seed))
+        bad: Any = jax.tree.map(lambda leaf: leaf * jnp.nan, gradient)
+        _, state = mine.update(bad, state, params, taken=jnp.array(False))
+        updates, state = mine.update(gradient, state, params, taken=jnp.array(True))
+        wanted, wanted_state = theirs.update(gradient, wanted_state, params)
+        jax.tree.map(np.testing.assert_array_equal, (updates, state), (wanted, wanted_state))
+        params = optax.apply_updates(params, updates)
+
+
+def test_narrow_moments_stay_narrow() -> None:
+    optimizer = build_optimizer(CONFIG, 10, DECAYED)
+    params: Any = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), tree(0))
+    before = optimizer.init(params)
+    _, after = optimizer.update(jax.tree.map(jnp.asarray, tree(1)), before, params)
+    types = [[leaf.dtype for leaf in jax.tree.leaves(state)] for state in (before, after)]
+    assert types[0] == types[1]

@@ -1,0 +1,110 @@
+"""Bad steps, judged where the numbers are: on the devices, before the update is taken.
+
+The host learns of a step when the next one is under way, too late to hold an update back. So
+the step itself compares its loss and gradient norm with what it remembers, and leaves parameters
+and optimizer state as they were when the numbers are bad. What the run does then is in `watch.py`.
+
+Source: measuring loss and gradient norm against recent steps is OLMo's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from maxpipe.config.schema import GuardConfig
+from maxpipe.mesh import AXES
+
+Tree = Any
+
+
+class GuardState(NamedTuple):
+    """What is remembered from step to step, the same on all devices."""
+
+    skipped: jax.Array
+    """int32: steps whose update was not taken."""
+    spikes: jax.Array
+    """int32: steps that were spikes."""
+    recent: jax.Array
+    """float32 [2, window]: loss and gradient norm of the last updates, the newest last. NaN where
+    there was none yet; the window is 0 when no spikes are looked for."""
+
+    def facts(self) -> dict[str, Any]:
+        """The same as JSON values, for a checkpoint."""
+        recent = np.asarray(self.recent)
+        return {
+            "skipped": int(self.skipped),
+            "spikes": int(self.spikes),
+            "recent": recent[:, np.isfinite(recent[0])].tolist(),
+        }
+
+
+def initial(config: GuardConfig, facts: Mapping[str, Any] | None = None) -> GuardState:
+    """The state of a new run, or one with these facts, as numpy arrays."""
+    facts = facts or {"skipped": 0, "spikes": 0, "recent": [[], []]}
+    window = config.spike_window if config.spike_sigmas else 0
+    known = np.asarray(facts["recent"], np.float32)
+    recent = np.concatenate([np.full((2, window), np.nan, np.float32), known], axis=1)
+    skipped, spikes = (np.asarray(facts[name], np.int32) for name in ("skipped", "spikes"))
+    return GuardState._make((skipped, spikes, recent[:, recent.shape[1] - window :]))
+
+
+def judge(
+    config: GuardConfig, mesh: Mesh, state: GuardState, loss: jax.Array, grad_norm: jax.Array
+) -> tuple[jax.Array, GuardState]:
+    """(whether the update is taken, what to remember); the answer is one for all devices."""
+    seen = jnp.stack([loss, grad_norm]).astype(jnp.float32)
+    broken, spike = _anywhere(
+        mesh, jnp.stack([~jnp.isfinite(seen).all(), _is_spike(config, state.recent, seen)])
+    )
+    spike = spike & ~broken
+    taken = ~broken & ~(spike & (config.on_spike != "note"))
+    newer = jnp.concatenate([state.recent, seen[:, None]], axis=1)[:, 1:]
+    recent = jnp.where(taken, newer, state.recent)
+    return taken, GuardState(state.skipped + ~taken, state.spikes + spike, recent)
+
+
+def unless_bad(taken: jax.Array | bool, new: Tree, old: Tree) -> Tree:
+    """`new` where the update is taken, else `old`.
+
+    An entry that overflows although the gradient was finite stays as it was, too. The choice, entry
+    by entry, is fused into the arithmetic that makes `new`: where `old` has no other reader
+    afterwards, no second copy is held.
+    """
+    return jax.tree.map(lambda new, old: jnp.where(taken & jnp.isfinite(new), new, old), new, old)
+
+
+def _is_spike(config: GuardConfig, recent: jax.Array, seen: jax.Array) -> jax.Array:
+    window = recent.shape[1]
+    if not window:
+        return jnp.zeros((), bool)
+    known = jnp.isfinite(recent)
+    count = known.sum(axis=1)
+    mean = jnp.where(known, recent, 0).sum(axis=1) / count
+    variance = jnp.where(known, jnp.square(recent - mean[:, None]), 0).sum(axis=1) / count
+    limit = mean + config.spike_sigmas * jnp.sqrt(variance)
+    return ((2 * count >= window) & (seen > limit)).any()
+
+
+def _anywhere(mesh: Mesh, flags: jax.Array) -> jax.Array:
+    """Flags that are up on any device, on every device.
+
+    All devices compute the same numbers, unless one of them computes or remembers wrongly: then
+    they still have to decide alike, or processes would wait for each other forever.
+    """
+    if mesh.size == 1:
+        return flags
+
+    def largest(flags: jax.Array) -> jax.Array:
+        return jax.lax.pmax(flags.astype(jnp.int32), AXES)
+
+    everywhere = PartitionSpec()
+    agree = jax.shard_map(
+        largest, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
+    )
+    return agree(flags).astype(bool)

@@ -1,0 +1,122 @@
+"""Copies of the train state on several devices, compared bit for bit.
+
+Where a mesh axis does not shard an array, the devices along it hold copies that every step changes
+in the same way. A device that computes or remembers wrongly makes its copy differ, and nothing
+else tells. Each device reduces its shards to one integer each; only those travel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxpipe.mesh import AXES
+
+Tree = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """An array whose copies on two devices differ; most copies are like `other`'s."""
+
+    name: str
+    device: Any
+    other: Any
+
+    def __str__(self) -> str:
+        kind, process = self.device.device_kind, self.device.process_index
+        return f"{self.name} on device {self.device.id} ({kind}, process {process})"
+
+
+def explain(found: Sequence[Difference], where: str) -> str:
+    """The error message for these differences."""
+    more = f", and {len(found) - 1} more copies differ" if found[1:] else ""
+    return (
+        f"{where}: {found[0]}\n"
+        f"  must be, bit for bit, the copy on device {found[0].other.id}{more}; events.jsonl names "
+        "all. Nothing was saved since they were last equal.\n"
+        "  Start again to go on from the newest checkpoint; leave the device out if it is named "
+        "a second time."
+    )
+
+
+class ReplicaCheck:
+    """Compares the copies in trees that are placed like `shardings`."""
+
+    def __init__(self, mesh: Mesh, abstract: Tree, shardings: Tree):
+        self._devices = list(mesh.devices.flat)
+        shapes = jax.tree_util.tree_leaves_with_path(abstract)
+        placed = jax.tree.leaves(shardings)
+        self._names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in shapes]
+        self._groups = np.stack(
+            [self._copies(leaf, each) for (_, leaf), each in zip(shapes, placed, strict=True)],
+            axis=1,
+        )
+        self._digests = jax.jit(
+            jax.shard_map(
+                _digests,
+                mesh=mesh,
+                in_specs=(jax.tree.map(lambda each: each.spec, shardings),),
+                out_specs=PartitionSpec(),
+                check_vma=False,
+            )
+        )
+
+    def _copies(self, leaf: Any, sharding: NamedSharding) -> list[int]:
+        """For each device the place of the first one that holds the same shard."""
+        indices = sharding.devices_indices_map(leaf.shape)
+        first: dict[str, int] = {}
+        return [
+            first.setdefault(str(indices[device]), place)
+            for place, device in enumerate(self._devices)
+        ]
+
+    def differences(self, tree: Tree) -> list[Difference]:
+        """Of this tree; all processes get the same answer."""
+        found = np.asarray(self._digests(tree))
+        wrong = found != np.take_along_axis(found, self._groups, axis=0)
+        return [
+            difference
+            for column in np.flatnonzero(wrong.any(axis=0)).tolist()
+            for difference in self._of_array(column, found[:, column])
+        ]
+
+    def _of_array(self, column: int, found: np.ndarray) -> list[Difference]:
+        groups, differences = self._groups[:, column], []
+        for group in np.unique(groups):
+            members = np.flatnonzero(groups == group)
+            usual = Counter(found[members].tolist()).most_common(1)[0][0]
+            other = members[found[members] == usual][0]
+            differences += [
+                Difference(self._names[column], self._devices[member], self._devices[other])
+                for member in members
+                if found[member] != usual
+            ]
+        return differences
+
+
+def _digests(tree: Tree) -> jax.Array:
+    """uint32 [devices, arrays] on every device, from the shards that each one holds."""
+    mine = jnp.stack([digest(leaf) for leaf in jax.tree.leaves(tree)])
+    return jax.lax.all_gather(mine, AXES)
+
+
+def digest(array: jax.Array) -> jax.Array:
+    """uint32: the sum of all entries' bits, each times an odd number that its place gives it.
+
+    An odd number divides no power of two: one bit that flips always changes the sum.
+    """
+    bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
+    place = jnp.zeros(array.shape, jnp.uint32)
+    for dim in range(array.ndim):
+        stride = jnp.uint32(math.prod(array.shape[dim + 1 :]) % 2**32)
+        place += jax.lax.broadcasted_iota(jnp.uint32, array.shape, dim) * stride
+    return (bits.astype(jnp.uint32) * (2 * place + 1)).sum(dtype=jnp.uint32)

@@ -1,0 +1,145 @@
+"""What a run does about bad steps: notes them, goes on, goes back, or stops.
+
+The devices have left the update out already (`guard.py`); here the run learns of it when the next
+step is under way, so that nothing waits. All processes read the same numbers in the same order,
+and so decide alike. What is counted here is saved with the data position: a run that is resumed
+decides as one that was never interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from maxpipe.config.schema import GuardConfig
+from maxpipe.data.loader import Loader
+from maxpipe.errors import NumbersError
+from maxpipe.telemetry import Console, EventLog
+
+
+class RollBack(Exception):
+    """The run has to go back to its newest checkpoint, and on behind the batch of this step."""
+
+    def __init__(self, step: int):
+        super().__init__(step)
+        self.step = step
+
+
+class Watch:
+    """Reads what became of each step, and decides what the run does."""
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        *,
+        run_dir: str,
+        loader: Loader,
+        events: EventLog,
+        console: Console,
+        offset: int = 0,
+        facts: Mapping[str, Any] | None = None,
+    ):
+        """`facts` are a checkpoint's, those of the devices included."""
+        self.offset = offset
+        """Batches left out by going back: step s takes batch s + offset, both counted from 0."""
+        self.roll_backs: int = (facts or {}).get("roll_backs", 0)
+        self._pending: tuple[int, Mapping[str, Any]] | None = None
+        self._count_from(facts)
+        self._config = config
+        self._run_dir = run_dir
+        self._loader = loader
+        self._events = events
+        self._console = console
+
+    def _count_from(self, facts: Mapping[str, Any] | None) -> None:
+        facts = facts or {}
+        self._in_row: int = facts.get("in_row", 0)
+        self._skipped: int = facts.get("skipped", 0)
+        self._spikes: int = facts.get("spikes", 0)
+
+    def facts(self) -> dict[str, int]:
+        """JSON values for a checkpoint."""
+        return {"roll_backs": self.roll_backs, "in_row": self._in_row}
+
+    def started(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """A step was started: decide on the one before.
+
+        Raises:
+            NumbersError: the config does not let the run go on.
+            RollBack: the run has to go back.
+        """
+        self.settle()
+        self._pending = step, metrics
+
+    def settle(self) -> None:
+        """Decide on the newest step, as `started` does; waits for it."""
+        if self._pending is None:
+            return
+        (step, metrics), self._pending = self._pending, None
+        skipped, spikes = int(metrics["train/skipped"]), int(metrics.get("train/spikes", 0))
+        was_skipped, is_spike = skipped > self._skipped, spikes > self._spikes
+        self._skipped, self._spikes = skipped, spikes
+        self._in_row = self._in_row + 1 if was_skipped else 0
+        if was_skipped or is_spike:
+            self._decide(
+                step, is_spike, float(metrics["train/loss"]), float(metrics["train/grad_norm"])
+            )
+
+    def went_back(self, bad_step: int, step: int, facts: Mapping[str, Any] | None) -> None:
+        """The run is after `step` again, with these facts; the batches in between are left out."""
+        self.offset += bad_step - step
+        self.roll_backs += 1
+        self._count_from(facts)
+        self._events.write("roll_back", step=bad_step, to=step, number=self.roll_backs)
+        self._console.warn(
+            f"back from step {bad_step} to {step}, and on without the batches in between"
+        )
+
+    def _decide(self, step: int, is_spike: bool, loss: float, grad_norm: float) -> None:
+        config = self._config
+        action = config.on_spike if is_spike else config.bad_steps
+        refusal = self._refusal(action)
+        batch = step - 1 + self.offset
+        self._events.write(
+            "spike" if is_spike else "bad_step",
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm,
+            action="stop" if refusal else action,
+            batch=batch,
+            **self._loader.ids(batch),
+        )
+        numbers = f"loss {loss:.4g}, gradient norm {grad_norm:.4g}"
+        if refusal:
+            rule, remedy = refusal
+            raise NumbersError(f"{self._run_dir}: step {step}: {numbers}\n  {rule}\n  {remedy}")
+        if action == "roll_back":
+            raise RollBack(step)
+        done = f"update left out, {self._in_row} in a row" if action == "skip" else "a spike"
+        self._console.warn(f"step {step}: {numbers}: {done}")
+
+    def _refusal(self, action: str) -> tuple[str, str] | None:
+        """Rule and remedy, if the run must not go on after a step that asks for this action."""
+        config = self._config
+        lower = "lower optim.learning_rate"
+        if action == "stop":
+            return (
+                "must be finite with guard.bad_steps=stop. The update was not taken, and "
+                "events.jsonl names the batch.",
+                f"Set guard.bad_steps=skip to go on without such batches, or {lower}.",
+            )
+        if action == "skip" and self._in_row > config.max_bad_steps:
+            return (
+                f"is bad step {self._in_row} in a row; guard.max_bad_steps allows "
+                f"{config.max_bad_steps}. No update was taken, and events.jsonl names the batches.",
+                f"Set guard.max_bad_steps={2 * config.max_bad_steps} if the data is to blame, or "
+                f"{lower}.",
+            )
+        if action == "roll_back" and self.roll_backs >= config.max_roll_backs:
+            return (
+                f"asks for roll back {self.roll_backs + 1}; guard.max_roll_backs allows "
+                f"{config.max_roll_backs}. events.jsonl names the batches.",
+                f"Set guard.max_roll_backs={config.max_roll_backs + 3} if the data is to blame, "
+                f"or {lower}.",
+            )
+        return None

@@ -1,0 +1,224 @@
+"""Bad steps and spikes as the step judges them, and what it leaves alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.config.schema import GuardConfig, MeshConfig
+from maxpipe.mesh import build_mesh
+from maxpipe.train import optim, step
+from maxpipe.train.guard import GuardState, initial, judge, unless_bad
+from maxpipe.train.state import TrainState
+from tests.cases import Case, batch_of, steps_of
+
+ROWS = 8
+NAN, INF = float("nan"), float("inf")
+
+
+def run_through(
+    config: GuardConfig, numbers: list[tuple[float, float]]
+) -> tuple[list[bool], GuardState]:
+    """Which of these steps, losses and gradient norms, are taken; and the state after them."""
+    state, mesh = initial(config), build_mesh(MeshConfig(), jax.devices()[:1])
+    decide = jax.jit(lambda state, loss, norm: judge(config, mesh, state, loss, norm))
+    found = []
+    for loss, norm in numbers:
+        taken, state = decide(state, jnp.float32(loss), jnp.float32(norm))
+        found.append(bool(taken))
+    return found, state
+
+
+SPIKES = GuardConfig(spike_sigmas=4.0, spike_window=8, on_spike="skip")
+CALM = [(2.0 + 0.1 * (place % 2), 1.0 + 0.1 * (place % 3)) for place in range(8)]
+
+
+# --- the arithmetic --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [GuardConfig(), SPIKES, GuardConfig(bad_steps="roll_back")])
+def test_only_finite_numbers_are_taken(config: GuardConfig) -> None:
+    numbers = [(1.0, 1.0), (NAN, 1.0), (1.0, INF), (-INF, NAN), (1.0, NAN), (1.0, 1.0)]
+    taken, state = run_through(config, numbers)
+    assert taken == [True, False, False, False, False, True]
+    assert (int(state.skipped), int(state.spikes)) == (4, 0)
+
+
+def test_spikes_are_measured_against_the_mean_and_deviation_of_recent_steps() -> None:
+    losses = np.array([loss for loss, _ in CALM])
+    limit = losses.mean() + 4 * losses.std()
+    taken, state = run_through(SPIKES, [*CALM, (limit + 0.01, 1.0), (limit - 0.01, 1.0)])
+    assert taken == [True] * 8 + [False, True]
+    assert (int(state.skipped), int(state.spikes)) == (1, 1)
+    norms = np.array([norm for _, norm in CALM])
+    limit = norms.mean() + 4 * norms.std()
+    taken, _ = run_through(SPIKES, [*CALM, (2.0, limit + 0.01), (2.0, limit - 0.01), (-9.0, 0.0)])
+    assert taken == [True] * 8 + [False, True, True]
+
+
+def test_spikes_are_looked_for_when_half_the_window_is_there() -> None:
+    assert run_through(SPIKES, [*CALM[:3], (99.0, 1.0)])[0] == [True] * 4
+    assert run_through(SPIKES, [*CALM[:4], (99.0, 1.0)])[0] == [True] * 4 + [False]
+    assert run_through(GuardConfig(on_spike="skip"), [*CALM, (99.0, 1.0)])[0] == [True] * 9
+
+
+def test_a_spike_that_is_taken_counts_as_recent_and_one_that_is_not_does_not() -> None:
+    noted = dataclasses.replace(SPIKES, on_spike="note")
+    taken, state = run_through(noted, [*CALM, (99.0, 1.0), (99.0, 1.0), (NAN, 1.0)])
+    assert taken == [True] * 10 + [False]
+    assert int(state.spikes) == 1, "the second is within four deviations of what the first left"
+    assert state.recent[0, -1] == 99.0
+    taken, state = run_through(SPIKES, [*CALM, (99.0, 1.0), (99.0, 1.0)])
+    assert taken[8:] == [False, False] and int(state.spikes) == 2
+    assert float(state.recent.max()) < 3
+
+
+def test_what_is_remembered_survives_a_checkpoint_bit_for_bit() -> None:
+    _, state = run_through(SPIKES, [(x / 3, x / 7) for x, _ in CALM[:5]] + [(NAN, 0.0)])
+    facts = json.loads(json.dumps(state.facts()))
+    again = initial(SPIKES, facts)
+    assert again.recent.dtype == state.recent.dtype
+    np.testing.assert_array_equal(again.recent, state.recent)
+    assert (int(again.skipped), int(again.spikes)) == (1, 0)
+
+
+def test_another_window_keeps_the_newest_steps() -> None:
+    _, state = run_through(SPIKES, CALM)
+    shorter = initial(dataclasses.replace(SPIKES, spike_window=4), state.facts())
+    np.testing.assert_array_equal(shorter.recent, np.asarray(state.recent)[:, 4:])
+    longer = initial(dataclasses.replace(SPIKES, spike_window=10), state.facts())
+    np.testing.assert_array_equal(longer.recent[:, 2:], state.recent)
+    assert np.isnan(longer.recent[:, :2]).all()
+    assert initial(GuardConfig(), state.facts()).recent.shape == (2, 0)
+
+
+def test_an_entry_that_overflows_stays_as_it_was() -> None:
+    new = {"w": jnp.array([1.0, INF, NAN, 4.0]), "count": jnp.int32(5)}
+    old = {"w": jnp.zeros(4), "count": jnp.int32(4)}
+    found = unless_bad(jnp.array(True), new, old)
+    assert found["w"].tolist() == [1.0, 0.0, 0.0, 4.0] and int(found["count"]) == 5
+    found = unless_bad(jnp.array(False), new, old)
+    assert found["w"].tolist() == [0.0] * 4 and int(found["count"]) == 4
+
+
+# --- the step --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def steps() -> step.Steps:
+    return steps_of(Case(2, 1, 2, fsdp=2, data=2, layers=2), ROWS)
+
+
+@pytest.fixture(scope="module")
+def compiled(steps: step.Steps) -> Any:
+    return steps.compile_train()
+
+
+@pytest.fixture(scope="module")
+def on_host(steps: step.Steps) -> TrainState:
+    return jax.device_get(steps.init())
+
+
+@pytest.fixture
+def fresh(steps: step.Steps, on_host: TrainState) -> Callable[[], TrainState]:
+    """A new state; a step uses up the one it is given."""
+    return lambda: jax.device_put(on_host, steps.state_sharding)
+
+
+Fresh = Callable[[], TrainState]
+
+
+def placed(steps: step.Steps, number: int, bad_row: int | None = None) -> Any:
+    """A batch; with `bad_row`, one whose loss in that row, on one shard, is infinite."""
+    batch = batch_of(ROWS, number)
+    if bad_row is not None:
+        batch["loss_mask"][bad_row, 0] = INF
+    return jax.device_put(batch, steps.batch_sharding)
+
+
+def bits(tree: Any) -> list[bytes]:
+    """Of every array on every device."""
+    return [
+        np.asarray(shard.data).tobytes()
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+    ]
+
+
+@pytest.mark.parametrize("bad_row", [0, ROWS - 1])
+def test_a_bad_step_on_one_shard_changes_nothing_on_any_device(
+    bad_row: int, steps: step.Steps, compiled: Any, fresh: Fresh
+) -> None:
+    state, _ = compiled(fresh(), placed(steps, 0))
+    before = bits((state.params, state.optimizer))
+    state, metrics = compiled(state, placed(steps, 1, bad_row))
+    assert not np.isfinite(float(metrics["train/loss"]))
+    assert bits((state.params, state.optimizer)) == before
+    assert (int(state.step), int(state.guard.skipped)) == (2, 1)
+    for value in (state.guard.skipped, metrics["train/skipped"]):
+        assert [int(shard.data) for shard in value.addressable_shards] == [1] * 8
+
+
+def test_after_a_bad_step_all_goes_on_as_if_it_had_not_been(
+    steps: step.Steps, compiled: Any, fresh: Fresh
+) -> None:
+    """The optimizer's own count included, and across a checkpoint as well."""
+
+    def run(state: TrainState, batches: list[Any]) -> tuple[TrainState, float]:
+        rate = 0.0
+        for batch in batches:
+            state, metrics = compiled(state, batch)
+            rate = float(metrics["train/lr"])
+        return state, rate
+
+    good = [placed(steps, number) for number in range(3)]
+    straight, straight_rate = run(fresh(), good)
+    wanted = bits((straight.params, straight.optimizer))
+    bad = placed(steps, 9, 3)
+    state, rate = run(fresh(), [good[0], bad, bad, good[1], good[2]])
+    assert bits((state.params, state.optimizer)) == wanted and rate == straight_rate
+    state, _ = run(fresh(), [good[0], bad, bad])
+    saved, facts = steps.to_saved(state), state.guard.facts()
+    state, rate = run(steps.from_saved(saved, initial(steps.guard, facts)), good[1:])
+    assert bits((state.params, state.optimizer)) == wanted and rate == straight_rate
+    assert (int(state.step), int(state.guard.skipped)) == (5, 2)
+
+
+def test_state_of_a_release_without_a_guard_is_restored(
+    steps: step.Steps, compiled: Any, fresh: Fresh
+) -> None:
+    state, _ = compiled(fresh(), placed(steps, 0))
+    wanted = bits(state)
+    assert bits(steps.from_saved(steps.to_saved(state))) == wanted
+
+
+def test_an_infinite_parameter_stops_all_updates_and_spoils_no_other(
+    steps: step.Steps, compiled: Any, fresh: Fresh
+) -> None:
+    state = fresh()
+    scale = state.params["final_norm"]["scale"].at[0].set(INF)
+    state = state._replace(params=state.params | {"final_norm": {"scale": scale}})
+    before = bits((state.params, state.optimizer))
+    for number in range(2):
+        state, _ = compiled(state, placed(steps, number))
+    assert bits((state.params, state.optimizer)) == before
+    assert (int(state.step), int(state.guard.skipped)) == (2, 2)
+
+
+def test_the_guard_takes_no_memory(
+    steps: step.Steps, compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second copy of any parameter would be hundreds of bytes; numbers and flags are some."""
+    guarded = compiled.memory_analysis()
+    for module in (step, optim):
+        monkeypatch.setattr(module, "unless_bad", lambda taken, new, old: new)
+    plain = dataclasses.replace(steps).compile_train().memory_analysis()
+    assert guarded.temp_size_in_bytes <= plain.temp_size_in_bytes + 64
+    assert guarded.alias_size_in_bytes == plain.alias_size_in_bytes
