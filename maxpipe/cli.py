@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import maxpipe
 from maxpipe import redact
-from maxpipe.commands import config, doctor, goodput, plan, schedule
-from maxpipe.commands.parser import Commands, Parser, add_inputs, integer, subcommands
+from maxpipe.commands import checkpoints, config, doctor, goodput, plan, schedule
+from maxpipe.commands.parser import Parser, add_inputs, subcommands
 from maxpipe.errors import ExitCode, MaxpipeError
 
 
@@ -77,20 +77,6 @@ def _train(options: argparse.Namespace) -> int:
     return train(loaded)
 
 
-def _checkpoints_list(options: argparse.Namespace) -> int:
-    from maxpipe import checkpoint
-
-    checkpoint.print_list(options.run_dir)
-    return ExitCode.DONE
-
-
-def _checkpoints_show(options: argparse.Namespace) -> int:
-    from maxpipe import checkpoint
-
-    checkpoint.print_show(options.run_dir, options.step)
-    return ExitCode.DONE
-
-
 # Arguments.
 
 
@@ -118,24 +104,8 @@ def _parser() -> Parser:
     plan.add(commands)
     config.add(commands)
     schedule.add(commands)
+    checkpoints.add(commands)
     goodput.add(commands)
-    _add_checkpoints(commands)
     doctor.add(commands)
     parser.command_names = tuple(commands.choices)
     return parser
-
-
-def _add_checkpoints(commands: Commands) -> None:
-    about = "list and inspect the checkpoints of a run"
-    parser = commands.add_parser("checkpoints", help=about, description=f"{about.capitalize()}.")
-    actions = subcommands(parser)
-
-    listed = actions.add_parser("list", help="checkpoints of a run folder")
-    listed.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run")
-    listed.set_defaults(command=_checkpoints_list)
-
-    show = actions.add_parser("show", help="content of one checkpoint")
-    show.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run")
-    show.add_argument("--step", type=integer, metavar="NUMBER", help="by default the newest")
-    show.set_defaults(command=_checkpoints_show)
-    parser.command_names = tuple(actions.choices)

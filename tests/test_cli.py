@@ -85,15 +85,8 @@ def test_what_needs_no_device_is_fast(args: str, seconds: float):
 @pytest.mark.parametrize(
     "command",
     [
-        "",
-        "train",
-        "config",
-        "config print",
-        "config docs",
-        "schedule",
-        "checkpoints show",
-        "doctor",
-        "env",
+        *("", "train", "config", "config print", "config docs", "schedule", "goodput"),
+        *("checkpoints prune", "doctor", "env"),
     ],
 )
 def test_every_command_has_help(command: str, capsys: Capture):
@@ -116,7 +109,7 @@ def test_version(capsys: Capture):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("", "a command is required: train, plan, compile, config, schedule, goodput, "),
+        ("", "a command is required: train, plan, compile, config, schedule, checkpoints, "),
         ("trian", "Did you mean `maxpipe train`?"),
         ("qqq", "See `maxpipe --help`."),
         ("config", "a command is required: print, explain, schema, docs"),
@@ -126,6 +119,8 @@ def test_version(capsys: Capture):
         ("config docs --chek", "unrecognized arguments: --chek"),
         ("checkpoints list", "the following arguments are required: RUN_DIR"),
         ("checkpoints show a --step x", "x is not an integer"),
+        ("checkpoints prune a --keep-every-hours x", "x is not a number"),
+        ("checkpoints prun a", "Did you mean `maxpipe checkpoints prune`?"),
         ("schedule gpip", "Did you mean `maxpipe schedule gpipe`?"),
         ("schedule mine.csv", "Did you mean `maxpipe schedule file:mine.csv`?"),
         ("schedule file:mine.csv", "cannot be read: No such file"),
@@ -375,14 +370,26 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     assert ran.stderr == "" and ran.returncode == 0
 
 
-def test_checkpoint_commands_pass_their_arguments(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("args", "called"),
+    [
+        ("list runs/a", ("listed", "runs/a", None)),
+        ("show runs/a", ("shown", "runs/a", None)),
+        ("show runs/a --step 7", ("shown", "runs/a", 7)),
+        ("verify runs/a --step 7", ("verified", "runs/a", 7)),
+        ("diff runs/a@3 runs/b@c", ("compared", ("runs/a", 3), ("runs/b@c", None))),
+    ],
+)
+def test_checkpoint_commands_pass_their_arguments(
+    args: str, called: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+):
     calls = []
-    module = types.ModuleType("maxpipe.checkpoint")
-    module.__dict__["print_list"] = lambda path: calls.append(path)
-    module.__dict__["print_show"] = lambda path, step: calls.append((path, step))
-    monkeypatch.setitem(sys.modules, "maxpipe.checkpoint", module)
-    monkeypatch.setattr(maxpipe, "checkpoint", module, raising=False)
-    assert main(["checkpoints", "list", "runs/a"]) == 0
-    assert main(["checkpoints", "show", "runs/a"]) == 0
-    assert main(["checkpoints", "show", "runs/a", "--step", "7"]) == 0
-    assert calls == ["runs/a", ("runs/a", None), ("runs/a", 7)]
+    inspect = types.ModuleType("maxpipe.checkpoint.inspect")
+    for name in ("listed", "shown", "verified", "compared"):
+        inspect.__dict__[name] = lambda *values, name=name: calls.append((name, *values)) or ()
+    monkeypatch.setitem(sys.modules, "maxpipe.checkpoint.inspect", inspect)
+    import maxpipe.checkpoint
+
+    monkeypatch.setattr(maxpipe.checkpoint, "inspect", inspect, raising=False)
+    assert main(["checkpoints", *args.split()]) == 0
+    assert calls == [called]

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,17 @@ import numpy as np
 import pytest
 
 from maxpipe import files, hardware
-from maxpipe.checkpoint import Checkpoints, open_run
+from maxpipe.checkpoint.manager import Checkpoints, open_run
 from maxpipe.cli import main
 from maxpipe.config.load import MAX_FILE_BYTES, load
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.schema import CheckpointConfig, DataConfig, TokenizerConfig
 from maxpipe.data.packing import build_index
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError
 from maxpipe.pipeline.notation import read_orders
 from maxpipe.redact import REDACTED
-from maxpipe.train.loop import WRITTEN_FILES
+from maxpipe.train.run import WRITTEN_FILES
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "configs/model/tiny.yml")
@@ -315,9 +316,9 @@ def state(step: int) -> dict[str, Any]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with steps 3 and 6. Not to be changed."""
     folder = tmp_path_factory.mktemp("saved")
-    with Checkpoints(folder, keep=5) as checkpoints:
+    with Checkpoints(folder, CheckpointConfig(keep=5)) as checkpoints:
         for step in (3, 6):
-            checkpoints.save(step, state(step), {"run": {}}, {"step": step})
+            checkpoints.save(step, partial(state, step), {"run": {}}, {"step": step})
     return folder
 
 
@@ -367,8 +368,8 @@ def test_a_link_among_checkpoints_is_not_followed_to_delete(copy: Path, tmp_path
     (copy / "checkpoints" / "2").symlink_to(outside)
     before = sorted(path.name for path in outside.rglob("*"))
     try:
-        with Checkpoints(copy, keep=1) as checkpoints:
-            checkpoints.save(9, state(9), {"run": {}}, {"step": 9})
+        with Checkpoints(copy, CheckpointConfig(keep=1)) as checkpoints:
+            checkpoints.save(9, partial(state, 9), {"run": {}}, {"step": 9})
     except StorageError as error:
         assert "checkpoints" in str(error)
     assert sorted(path.name for path in outside.rglob("*")) == before
@@ -743,7 +744,7 @@ def test_no_secret_is_written_or_printed(watched: Watched, output: str):
     config = (watched.folder / "runs/run/config.yml").read_text()
     assert f"https://{REDACTED}@host" in config
     with open_run(watched.folder / "runs/run") as checkpoints:
-        facts = checkpoints.facts(4)["config"]
+        facts = checkpoints.restore(4).facts.config
         assert facts["data"]["path"].endswith(f"https://{REDACTED}@host")
         assert facts["data"]["tfds_dir"] == REDACTED and facts["model"]["d_model"] == 16
     event_files = list((watched.folder / "runs/run/tensorboard").iterdir())

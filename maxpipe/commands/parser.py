@@ -66,10 +66,18 @@ def integer(text: str) -> int:
 
 def count(text: str) -> int:
     """The type of an argument that is at least 1."""
-    number = integer(text)
-    if number < 1:
+    found = integer(text)
+    if found < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
+    return found
+
+
+def number(text: str) -> float:
+    """The type of an argument."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a number") from None
 
 
 def write_file(path: str | Path, option: str, writer: Callable[[Path], object]) -> None:

@@ -352,6 +352,37 @@ def _run_has_a_length(config: Config) -> Iterator[Finding]:
         )
 
 
+# Checkpoints.
+
+
+@rule("checkpoint.keep_best", "eval.every", "eval.batches")
+def _best_is_evaluated(config: Config) -> Iterator[Finding]:
+    if config.checkpoint.keep_best and not (config.eval.every and config.eval.batches):
+        yield Finding(
+            "checkpoint.keep_best",
+            "needs evaluations: eval.every and eval.batches must be more than 0.",
+            f"Set eval.every={config.checkpoint.every or 1000}, or checkpoint.keep_best=0.",
+        )
+
+
+@rule("checkpoint.local_dir", "checkpoint.local_every")
+def _local_has_folder_and_period(config: Config) -> Iterator[Finding]:
+    local_dir, every = config.checkpoint.local_dir, config.checkpoint.local_every
+    if local_dir and not every:
+        yield Finding(
+            "checkpoint.local_every",
+            "must be more than 0 with checkpoint.local_dir.",
+            "Set checkpoint.local_every=100, or checkpoint.local_dir='' to save in the run's "
+            "folder only.",
+        )
+    elif every and not local_dir:
+        yield Finding(
+            "checkpoint.local_dir",
+            f"must name a folder with checkpoint.local_every={every}.",
+            "Set checkpoint.local_dir to a folder on a fast disk, or checkpoint.local_every=0.",
+        )
+
+
 # Data and tokenizer.
 
 

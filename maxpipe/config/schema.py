@@ -220,6 +220,9 @@ class DataConfig:
     """Name of the text field in `jsonl`, JSON `arrayrecord` and `tfds` records."""
     validation_fraction: float = 0.05
     """Share of the documents, drawn by the seed, that is only used for evaluation."""
+    allow_change: bool = False
+    """Go on from the run's checkpoint although documents, seed, packing or tokenizer are others
+    than when it was saved. Samples may be repeated or left out then."""
     prefetch_batches: int = 4
     """Batches made ready ahead of the step that needs them."""
     threads: int = 2
@@ -244,7 +247,26 @@ class CheckpointConfig:
     every: int = 1000
     """Steps between checkpoints. The last step is always saved. 0 saves only then."""
     keep: int = 3
-    """Number of newest checkpoints to keep."""
+    """Number of newest checkpoints to keep. The other `keep_*` keys keep more of them."""
+    keep_every_steps: int = 0
+    """Keep also each checkpoint whose step this number divides. 0 keeps none for that."""
+    keep_every_hours: float = 0.0
+    """Keep also the first checkpoint in each period of so many hours. 0 keeps none for that."""
+    keep_best: int = 0
+    """Keep also so many checkpoints with the smallest `eval/loss`, of those that were evaluated at
+    the step at which they were saved."""
+    retries: int = 3
+    """How often a save that failed is tried again, with pauses of 1, 2, 4 ... seconds. While
+    training goes on that is a save of a later step. A full or read-only disk is not tried again."""
+    on_failure: Literal["stop", "go_on"] = "stop"
+    """When all attempts at a save have failed: `stop` the run, or `go_on` training until the next
+    one is due. The last save must succeed. A run of several processes always stops."""
+    local_dir: str = ""
+    """Folder on a fast disk for checkpoints between the durable ones in the run's folder; with
+    several processes one that all see. It holds the newest one only. A run resumes from the newest
+    of both: to start anew, delete both. Empty turns it off."""
+    local_every: int = 0
+    """Steps between checkpoints in `checkpoint.local_dir`."""
     restore_from: str = ""
     """Folder of another run whose newest checkpoint starts this one: parameters, optimizer state,
     step and data position. Not read when this run already has a checkpoint."""

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.checkpoint import digest, open_run
+from maxpipe.checkpoint.manager import open_run
+from maxpipe.checkpoint.trees import digest
 
 Run = Callable[..., str]
 Start = Callable[..., subprocess.Popen[str]]
@@ -46,12 +47,12 @@ def evaluations(folder: Path) -> dict[int, float]:
 def saved_digest(folder: Path) -> str:
     with open_run(folder) as checkpoints:
         found = checkpoints.restore(STEPS)
-        return digest(found.state) + json.dumps(found.data, sort_keys=True)
+        return digest(found.state) + json.dumps(found.facts.data, sort_keys=True)
 
 
-def newest(folder: Path) -> int | None:
+def newest(folder: Path) -> int:
     with open_run(folder) as checkpoints:
-        return checkpoints.latest()
+        return checkpoints.steps()[-1]
 
 
 @contextmanager
@@ -165,7 +166,7 @@ def test_signal_to_one_process_stops_both_at_the_same_step(
             outputs = ends(processes)
         assert [process.returncode for process in processes] == [75, 75], outputs
         step = newest(tmp_path / "run")
-        assert step is not None and step < STEPS
+        assert step < STEPS
         told = f"stopped after step {step} of {STEPS}" if moment == "step 3/" else "asked to stop"
         for output in outputs:
             assert told in output and "Traceback" not in output

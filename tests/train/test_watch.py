@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 
 from maxpipe import runtime
-from maxpipe.checkpoint import digest, leaves, open_run
+from maxpipe.checkpoint.manager import open_run
+from maxpipe.checkpoint.trees import digest, leaves
 from maxpipe.config.load import load
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Loader
 from maxpipe.errors import NumbersError, Preempted, ReplicaError
 from maxpipe.link import Link
-from maxpipe.train import build, loop
+from maxpipe.train import build, run
 from maxpipe.train.loop import train
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
@@ -124,7 +125,7 @@ def here(
     tiny: Path, tmp_path: Path, steps_once: Callable[..., Steps], monkeypatch: pytest.MonkeyPatch
 ) -> Here:
     runs = Here(tiny, tmp_path)
-    monkeypatch.setattr(loop, "steps_of", steps_once)
+    monkeypatch.setattr(run, "steps_of", steps_once)
     monkeypatch.setattr(Loader, "batch", runs.spoil(Loader.batch))
     monkeypatch.setattr(runtime, "_prepare", lambda config, cpu_devices: None)
     return runs
@@ -172,7 +173,7 @@ def test_skipped_steps_are_left_out_and_counted(here: Here) -> None:
     assert [(each["step"], each["action"]) for each in skipped] == [
         (step, "skip") for step in (4, 10, 11, 24)
     ]
-    data = saved(here.folder).data
+    data = saved(here.folder).facts.data
     assert data["step"] == STEPS and data["guard"]["skipped"] == 4
 
 
@@ -193,7 +194,7 @@ def test_a_run_with_skips_resumes_as_it_would_have_gone_on(
         here.train(*limits, f"run.dir={tmp_path / 'again'}")
     assert [each["step"] for each in events(here.folder, "bad_step")] == [4, 8, 9]
     assert digest(saved(here.folder, 8).state) == digest(saved(tmp_path / "run", 8).state)
-    assert saved(here.folder, 8).data == saved(tmp_path / "run", 8).data
+    assert saved(here.folder, 8).facts.data == saved(tmp_path / "run", 8).facts.data
 
 
 def test_too_many_bad_steps_stop_the_run_with_finite_parameters(here: Here) -> None:
@@ -231,7 +232,7 @@ def test_a_run_goes_back_to_its_checkpoint_and_on_behind_the_bad_batch(here: Her
     found = recorded(here.folder)
     assert list(found) == list(range(1, STEPS + 1))
     assert all(np.isfinite(each["train/loss"]) for each in found.values())
-    data = saved(here.folder).data
+    data = saved(here.folder).facts.data
     assert data["step"] == STEPS + 2 + 4
     assert data["guard"] == {
         **{"skipped": 0, "spikes": 0, "recent": [[], []]},
@@ -253,7 +254,7 @@ def test_a_run_that_went_back_resumes_bit_for_bit(here: Here, tmp_path: Path) ->
     here.train(*BACK, f"run.dir={unbroken}")
     found, wanted = saved(here.folder), saved(unbroken / "run")
     assert digest(found.state) == digest(wanted.state)
-    assert found.data == wanted.data
+    assert found.facts.data == wanted.facts.data
 
 
 def test_a_run_asked_to_stop_at_a_bad_step_goes_back_first(
@@ -265,14 +266,14 @@ def test_a_run_asked_to_stop_at_a_bad_step_goes_back_first(
     with pytest.raises(Preempted, match="stopped after step 8 of 24"):
         here.train(*BACK)
     assert saved_steps(here.folder) == [4, 8]
-    assert saved(here.folder, 8).data["step"] == 8
+    assert saved(here.folder, 8).facts.data["step"] == 8
 
 
 def test_a_run_without_checkpoints_goes_back_to_its_start(here: Here) -> None:
     here.bad = {2}
     here.train(*BACK, "checkpoint.every=0")
     assert [each["to"] for each in events(here.folder, "roll_back")] == [0]
-    assert saved(here.folder).data["step"] == STEPS + 3
+    assert saved(here.folder).facts.data["step"] == STEPS + 3
     assert int(saved(here.folder).state["step"]) == STEPS
 
 

@@ -1,0 +1,232 @@
+"""A folder of checkpoints on disk: which there are, what they hold, putting one aside.
+
+`<folder>/<step>/` holds arrays (`state/`, written by orbax), config and data position
+(`facts/metadata`, JSON) and a manifest. It is there from the moment that orbax has
+committed it, by a rename or, in a bucket, by `commit_success.txt`. Other names that may
+be there are no checkpoints, to orbax neither: `<step>.orbax-checkpoint-tmp` is being
+written or was never finished, `<step>.corrupt` was found damaged, `<step>.deleting` is
+going away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from maxpipe.checkpoint import manifest
+from maxpipe.checkpoint.retention import Saved
+from maxpipe.errors import StorageError
+
+Tree = Any
+
+FORMAT = 2
+"""Of what is saved now. Format 1 had no manifest, no time and no metrics; it is read, too."""
+STATE, FACTS = "state", "facts"
+"""Names of the two items inside a step's folder, as orbax is told to write them."""
+
+_UNFINISHED = re.compile(r".*\.orbax-checkpoint-tmp.*|[0-9]+\.deleting")
+_COMMITTED = "commit_success.txt"
+
+
+class Damaged(Exception):
+    """What is on disk is not what was saved; the text is file and reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a checkpoint says besides its arrays. `metrics` are those of its evaluation."""
+
+    step: int
+    config: dict[str, Any]
+    data: dict[str, Any]
+    time: float = 0.0
+    metrics: dict[str, float] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is saved."""
+        return {
+            "format": FORMAT,
+            "step": self.step,
+            "time": self.time,
+            "metrics": self.metrics or {},
+            "config": self.config,
+            "data": self.data,
+        }
+
+
+class Folder:
+    """One folder of checkpoints, in a file system or in a bucket."""
+
+    def __init__(self, path: epath.PathLike):
+        if re.match(r"[a-z][a-z0-9]*://", os.fspath(path)):
+            self.path = epath.Path(path)
+        else:  # joined, for a `://` further back is part of a name
+            self.path = epath.Path("/") / Path(path).expanduser().absolute()
+
+    def __truediv__(self, step: int) -> epath.Path:
+        return self.path / str(step)
+
+    def steps(self) -> list[int]:
+        """Steps of all complete checkpoints, oldest first; damaged ones are among them."""
+        return sorted(
+            int(entry.name) for entry in self._entries() if _is_step(entry.name) and _holds(entry)
+        )
+
+    def put_aside(self) -> list[str]:
+        """Names of the checkpoints that were found damaged."""
+        return [entry.name for entry in self._entries() if ".corrupt" in entry.name]
+
+    def oddities(self) -> list[str]:
+        """One line for each name that a checkpoint could have, and that is none."""
+        return [
+            f"{entry}: is ignored, it holds no complete checkpoint"
+            for entry in self._entries()
+            if _is_step(entry.name) and not _holds(entry)
+        ]
+
+    def unfinished(self) -> list[str]:
+        """Names of what was left behind by a save or a deletion that did not come to its end."""
+        return [entry.name for entry in self._entries() if _UNFINISHED.fullmatch(entry.name)]
+
+    def clean(self) -> list[str]:
+        """Delete what is unfinished; returns the names."""
+        names = self.unfinished()
+        for name in names:
+            _delete(self.path / name)
+        return names
+
+    def free_bytes(self) -> int | None:
+        """Free space of the file system; None of a bucket."""
+        return None if "://" in str(self.path) else shutil.disk_usage(self.path).free
+
+    def facts(self, step: int) -> Facts:
+        """Config, data position and the rest, without the arrays.
+
+        Raises:
+            Damaged: they cannot be read, or are of another step.
+            StorageError: they were saved by a later release.
+        """
+        path = self / step / FACTS / "metadata"
+        try:
+            content = json.loads(path.read_text())
+            number, found = content["format"], content["step"]
+            if number not in (1, FORMAT):
+                raise StorageError(
+                    f"{self / step}: cannot be read\n"
+                    f"  it has format {number}, and this release reads 1 to {FORMAT}.\n"
+                    "  Use the release of maxpipe that has saved it, or a later one."
+                )
+            facts = Facts(
+                step,
+                content["config"],
+                content["data"],
+                content.get("time") or (self / step).stat().mtime,
+                content.get("metrics") or None,
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Damaged(f"{FACTS}/metadata cannot be read: {first_line(error)}") from error
+        if found != step:
+            raise Damaged(f"it holds step {found}: the folder's name must be the step inside")
+        return facts
+
+    def saved(self, step: int) -> Saved:
+        """What the rules of retention ask for. Of damaged facts, the folder's time."""
+        try:
+            facts = self.facts(step)
+        except (Damaged, StorageError):
+            return Saved(step, (self / step).stat().mtime)
+        return Saved(step, facts.time, (facts.metrics or {}).get("eval/loss"))
+
+    def shapes(self, step: int) -> Tree:
+        """Shapes and types of the saved arrays.
+
+        Raises:
+            Damaged: they cannot be read.
+        """
+        try:
+            found = ocp.StandardCheckpointHandler().metadata(self / step / STATE)
+            return jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), found.tree
+            )
+        except Exception as error:  # orbax raises that very class for damaged arrays
+            raise Damaged(f"{STATE} cannot be read: {first_line(error)}") from error
+
+    def arrays(self, step: int, abstract: Tree | None = None) -> Tree:
+        """The saved arrays, placed like `abstract`, by default as numpy arrays.
+
+        Raises:
+            Damaged: they cannot be read.
+        """
+        if abstract is None:
+            shapes = self.shapes(step)
+            abstract = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes)
+        handler = ocp.StandardCheckpointHandler()
+        try:
+            return handler.restore(self / step / STATE, args=ocp.args.StandardRestore(abstract))
+        except Exception as error:
+            raise Damaged(f"{STATE} cannot be read: {first_line(error)}") from error
+
+    def set_aside(self, step: int, why: str = "corrupt") -> str:
+        """Rename a step, so that it is no checkpoint any more; returns its new name."""
+        name, number = f"{step}.{why}", 1
+        while (self.path / name).exists():
+            number += 1
+            name = f"{step}.{why}-{number}"
+        (self / step).rename(self.path / name)
+        return name
+
+    def remove(self, step: int) -> None:
+        """Delete a checkpoint; a kill half-way leaves nothing that looks like one."""
+        going = self.path / f"{step}.deleting"
+        if "://" in str(going):  # where a rename is a copy, deleting file by file has to do
+            going = self / step
+            (going / manifest.FILE).unlink(missing_ok=True)
+            (going / _COMMITTED).unlink(missing_ok=True)
+        else:
+            (self / step).rename(going)
+        _delete(going)
+
+    def _entries(self) -> Iterator[epath.Path]:
+        if self.path.is_dir():
+            yield from sorted(self.path.iterdir(), key=lambda entry: entry.name)
+
+
+def _is_step(name: str) -> bool:
+    return name.isascii() and name.isdigit() and name == str(int(name))
+
+
+def _holds(entry: epath.Path) -> bool:
+    return manifest.is_in(entry) or (entry / _COMMITTED).exists()
+
+
+def _delete(entry: epath.Path) -> None:
+    if entry.is_dir():
+        entry.rmtree()
+    else:
+        entry.unlink(missing_ok=True)
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong first: orbax wraps the reason in its own words."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def local_time(seconds: float) -> str:
+    """As people read it."""
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"

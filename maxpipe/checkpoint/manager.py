@@ -1,0 +1,516 @@
+"""The checkpoints of a run: when one is due, what happens when saving or reading fails.
+
+It is given trees that are already in their saved form and knows neither models nor
+pipelines, so that a checkpoint fits any layout. What can be trusted:
+
+- A checkpoint whose files are not what its manifest says is never used. It is renamed
+  `<step>.corrupt`, the reason is told, and the one before is tried.
+- One without a manifest was saved by an older release, or its run was killed in the moment
+  between commit and manifest. Nobody can say whether its bytes are right: it is used, if
+  it can be read wholly and holds its own step, with a warning; then it gets a manifest.
+- When no checkpoint can be used, but there were some, the run does not start anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+
+from maxpipe.checkpoint import manifest
+from maxpipe.checkpoint.folder import Damaged, Facts, Folder, first_line
+from maxpipe.checkpoint.lock import RunLock
+from maxpipe.checkpoint.retention import Rules, kept
+from maxpipe.checkpoint.trees import num_bytes, other_shapes
+from maxpipe.checkpoint.writer import Save, Writer, ignore_orphans
+from maxpipe.config.schema import CheckpointConfig
+from maxpipe.errors import ConfigError, StorageError
+
+Tree = Any
+Agree = Callable[[str], str]
+Record = Callable[..., None]
+
+FOLDER = "checkpoints"
+"""Name of the folder inside a run's folder."""
+
+_LOG = logging.getLogger(__name__)
+_FIRST_PAUSE_SECONDS = 1.0
+# What another attempt cannot cure. Orbax passes on the words of a system call, not its number.
+_LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+_LASTING |= {errno.ENOTDIR, errno.EISDIR}
+_LASTING_WORDS = ("No space left", "quota", "File too large", "Read-only", "ermission denied")
+# What orbax and tensorstore raise for a folder or file that is not as it should be.
+_FAULTS = (OSError, ValueError, KeyError, RuntimeError)
+_TEXT_BYTES = 1024
+
+
+def first_of_all(text: str) -> str:
+    """The first text, by process, that is not empty; every process has to ask."""
+    if jax.process_count() == 1:
+        return text
+    mine = np.zeros(_TEXT_BYTES, np.uint8)
+    encoded = text.encode()[:_TEXT_BYTES]
+    mine[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    for row in np.asarray(multihost_utils.process_allgather(mine)):
+        if row.any():
+            return row.tobytes().rstrip(b"\0").decode(errors="ignore")
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """One checkpoint's content, and where it was."""
+
+    facts: Facts
+    state: Tree
+    folder: epath.Path
+
+    @property
+    def step(self) -> int:
+        return self.facts.step
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    `record(event, step=..., ...)` is told what happens. `agree` gives all processes the same
+    text; each of them reads a share of the files when one is verified. Without `write`, files
+    and folders are left as they are.
+    """
+
+    def __init__(
+        self,
+        run_dir: epath.PathLike,
+        config: CheckpointConfig | None = None,
+        *,
+        write: bool = True,
+        record: Record = lambda event, **fields: None,
+        agree: Agree = first_of_all,
+        lock: RunLock | None = None,
+    ):
+        self._config = config or CheckpointConfig()
+        self._record, self._agree, self._lock = record, agree, lock
+        self._primary, self._alone = jax.process_index() == 0, jax.process_count() == 1
+        self.durable = Folder(os.path.join(run_dir, FOLDER))
+        self._folders = [self.durable]
+        self._failures = 0  # in a row
+        self._retry_at: float | None = None
+        self._writer: Writer | None = None
+        ignore_orphans()
+        if write and self._config.local_dir:
+            self._folders.append(Folder(_local_folder(self._config.local_dir, run_dir)))
+        if write:
+            for folder in self._folders:
+                _prepare(folder, self._primary)
+            self._writer = Writer(self._prune)
+        self._place = self.durable  # of the newest
+        # Of the steps, the newest that is known to be there; -1 of a run that starts anew.
+        self._newest = max(
+            (step for folder in self._folders for step in folder.steps()), default=-1
+        )
+
+    # Reading.
+
+    def steps(self) -> list[int]:
+        """All complete checkpoints of the run's folder, oldest first."""
+        return self.durable.steps()
+
+    def restore_newest(
+        self, abstract: Tree, accept: Callable[[Facts], None] = lambda facts: None
+    ) -> Restored | None:
+        """The newest checkpoint that is what was saved; None if there never was one.
+
+        `accept` may raise before the arrays are read.
+
+        Raises:
+            StorageError: all are damaged, or one does not fit.
+        """
+        skipped: list[str] = []
+        if self._primary:
+            for oddity in (line for folder in self._folders for line in folder.oddities()):
+                _LOG.warning("%s", oddity)
+        while (candidate := self._candidate(len(skipped))) is not None:
+            folder, step = candidate
+            try:
+                found = self._restore(folder, step, abstract, accept)
+            except Damaged as damage:
+                skipped.append(f"{folder / step}: {damage}")
+                self._skip(folder, step, str(damage), len(skipped))
+            else:
+                self._newest, self._place = step, folder
+                return found
+        aside = [str(folder.path / name) for folder in self._folders for name in folder.put_aside()]
+        if skipped or aside:
+            raise StorageError(
+                f"{self.durable.path}: no checkpoint can be used\n"
+                f"  {'; '.join(skipped or [f'{name} was found damaged' for name in aside])}.\n"
+                "  Bring the files of one back and give its folder its step as name again, or "
+                "move all of them away to start anew."
+            )
+        return None
+
+    def restore(self, step: int, abstract: Tree | None = None) -> Restored:
+        """One checkpoint of the run's folder, as arrays placed like `abstract`, or numpy arrays.
+
+        Raises:
+            StorageError: it is damaged.
+        """
+        try:
+            return self._restore(self.durable, step, abstract, lambda facts: None)
+        except Damaged as damage:
+            older = [str(other) for other in self.steps() if other < step]
+            raise StorageError(
+                f"{self.durable / step}: cannot be restored\n"
+                f"  {damage}.\n"
+                + (
+                    f"  Take step {older[-1]}, or bring the files of this one back."
+                    if older
+                    else "  It is the oldest: bring its files back."
+                )
+            ) from damage
+
+    def _candidate(self, num_skipped: int) -> tuple[Folder, int] | None:
+        """The newest that is left, as process 0 sees it; of equal steps the durable one."""
+        found = sorted(
+            (-step, index) for index, folder in enumerate(self._folders) for step in folder.steps()
+        )
+        if self._writer is None:  # nothing was renamed
+            found = found[num_skipped:]
+        mine = f"{found[0][1]} {-found[0][0]}" if found else "none"
+        agreed = self._agree(mine if self._primary else "")
+        if agreed == "none":
+            return None
+        index, step = map(int, agreed.split())
+        return self._folders[index], step
+
+    def _restore(
+        self, folder: Folder, step: int, abstract: Tree | None, accept: Callable[[Facts], None]
+    ) -> Restored:
+        sealed, fault, facts, state = manifest.is_in(folder / step), "", None, None
+        try:
+            if sealed:
+                share = (jax.process_index(), jax.process_count())
+                fault = "; ".join(manifest.faults(folder / step, step, share)[:3])
+            facts = folder.facts(step)
+        except Damaged as damage:
+            fault = fault or str(damage)
+        self._all_agree(fault)
+        assert facts is not None
+        accept(facts)
+        if abstract is not None:
+            self._must_fit(folder, step, abstract)
+        try:
+            state = folder.arrays(step, abstract)
+            if "step" in state and int(state["step"]) != step:
+                fault = f"its state is that of step {int(state['step'])}"
+        except Damaged as damage:
+            if sealed:  # the bytes are right, and the step before would fare no better
+                raise StorageError(
+                    f"{folder / step}: cannot be restored\n"
+                    f"  its files are what was saved, but {damage}.\n"
+                    "  Use the release of maxpipe that has saved it."
+                ) from damage
+            fault = str(damage)
+        self._all_agree(fault)
+        if not sealed:
+            self._adopt(folder, step)
+        return Restored(facts, state, folder / step)
+
+    def _all_agree(self, fault: str) -> None:
+        if fault := self._agree(fault):
+            raise Damaged(fault)
+
+    def _must_fit(self, folder: Folder, step: int, abstract: Tree) -> None:
+        lines = other_shapes(folder.shapes(step), abstract)
+        if lines:
+            more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
+            raise StorageError(
+                f"{folder / step}: cannot be restored\n"
+                f"  {'; '.join(lines[:3])}{more}.\n"
+                "  Train with the model and optimizer that it was saved with, or set run.name to "
+                "a new name."
+            )
+
+    def _adopt(self, folder: Folder, step: int) -> None:
+        if self._primary:
+            _LOG.warning(
+                "%s has no %s: it was read wholly, but whether its bytes are those that were "
+                "saved, nobody can say",
+                folder / step,
+                manifest.FILE,
+            )
+        if self._primary and self._writer is not None:
+            try:
+                manifest.write(folder / step, step)
+            except OSError as error:
+                _LOG.warning("%s: %s", folder / step / manifest.FILE, error.strerror or error)
+
+    def _skip(self, folder: Folder, step: int, reason: str, count: int) -> None:
+        """Tell why a step is not used, and rename it."""
+        if self._primary:
+            renamed = ""
+            if self._writer is not None:
+                try:
+                    renamed = f", renamed {folder.set_aside(step)}"
+                except OSError as error:
+                    raise _unusable(folder, error, folder / step) from error
+            _LOG.warning("%s is skipped%s: %s", folder / step, renamed, reason)
+            self._record("checkpoint_skipped", step=step, reason=reason)
+        self._agree("done" if self._primary else "")  # renamed before anyone looks again
+
+    # Saving.
+
+    def due(self, step: int) -> bool:
+        """Whether the state after `step` is to be saved."""
+        if self._retry_at is not None and time.monotonic() >= self._retry_at:
+            return True
+        return self._target(step) is not None
+
+    def _target(self, step: int) -> Folder | None:
+        """Where a periodic save of this step goes."""
+        every, often = self._config.every, self._config.local_every
+        if every and step % every == 0:
+            return self.durable
+        if len(self._folders) > 1 and often and step % often == 0:
+            return self._folders[1]
+        return None
+
+    def save(
+        self,
+        step: int,
+        state: Callable[[], Tree],
+        config: Mapping[str, Any],
+        data: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+        *,
+        last: bool = False,
+    ) -> None:
+        """Start writing what `state` returns, which may be changed as soon as this returns.
+
+        Does nothing when `step` is the newest checkpoint already. With `last` it returns when
+        everything is on disk; a failure is tried again there and then, and always an error.
+
+        Raises:
+            StorageError: it cannot be saved and `checkpoint.on_failure` says stop.
+        """
+        assert self._writer is not None, "opened for reading"
+        self._settle(self._writer.outcome(wait=True))
+        if step < self._newest:
+            raise StorageError(
+                f"{self.durable.path}: step {step} was not saved\n"
+                f"  a checkpoint of step {self._newest} is there already.\n"
+                "  Set run.name to a new name, or move the folder away."
+            )
+        facts = Facts(step, dict(config), dict(data), time.time(), dict(metrics or {}))
+        folder = self.durable if last else self._target(step) or self.durable
+        attempt = 0
+        while step != self._newest or (last and self._place is not self.durable):
+            self._retry_at = None
+            self._start(folder, state(), facts)
+            if not last:
+                return
+            attempt += 1
+            save = self._writer.outcome(wait=True)
+            assert save is not None
+            if save.error is None or _lasts(save.error) or attempt > self._config.retries:
+                self._settle(save, final=True)
+            else:
+                self._tell_failure(save, f"another attempt in {_pause(attempt):g} s")
+                time.sleep(_pause(attempt))
+
+    def poll(self) -> None:
+        """Ask, each step, how the save in the background fares. Costs nothing.
+
+        Raises:
+            StorageError: it failed and `checkpoint.on_failure` says stop.
+        """
+        # The processes of a run may see a failure at different steps; with the first of them
+        # that does the run ends, whatever on_failure says.
+        if self._writer is not None:
+            self._settle(self._writer.outcome(wait=False))
+
+    def wait(self) -> None:
+        """Return when everything is on disk.
+
+        Raises:
+            StorageError: a save failed in the background.
+        """
+        if self._writer is not None:
+            self._settle(self._writer.outcome(wait=True), final=True)
+
+    def _start(self, folder: Folder, state: Tree, facts: Facts) -> None:
+        assert self._writer is not None
+        if self._lock is not None:
+            self._lock.check()
+        shortage = self._agree(self._shortage(folder, num_bytes(state)) if self._primary else "")
+        if shortage:
+            error = OSError(errno.ENOSPC, shortage)
+            self._writer.refuse(Save(folder, facts.step, error=error))
+            return
+        if self._primary and (folder / facts.step).exists():
+            if facts.step in folder.steps():  # our last attempt, of which the manifest failed
+                folder.remove(facts.step)
+            else:
+                name = folder.set_aside(facts.step, "foreign")
+                _LOG.warning("%s was in the way and is %s now", folder / facts.step, name)
+        self._writer.start(folder, state, facts)
+
+    def _shortage(self, folder: Folder, needed: int) -> str:
+        """Why there is not enough room; empty if there is."""
+        try:
+            free = folder.free_bytes()
+        except OSError as error:
+            return first_line(error)
+        if free is None or free >= needed:
+            return ""
+        return f"it needs {_size(needed)} ({needed:,} bytes) and {_size(free)} ({free:,}) are free"
+
+    def _settle(self, save: Save | None, *, final: bool = False) -> None:
+        """Take note of a save that is over."""
+        if save is None:
+            return
+        if save.error is None:
+            self._failures, self._newest, self._place = 0, save.step, save.folder
+            self._record(
+                "checkpoint",
+                step=save.step,
+                bytes=save.num_bytes,
+                blocking_seconds=round(save.blocking_seconds, 3),
+                seconds=round(save.seconds, 3),
+                folder=str(save.folder.path),
+            )
+            return
+        if not isinstance(save.error, _FAULTS):
+            raise save.error
+        self._failures += 1
+        if not final and self._alone:
+            if self._failures <= self._config.retries and not _lasts(save.error):
+                pause = _pause(self._failures)
+                self._retry_at = time.monotonic() + pause
+                return self._tell_failure(save, f"another attempt after {pause:g} s")
+            if self._config.on_failure == "go_on":
+                return self._tell_failure(save, "training goes on until the next is due")
+        self._tell_failure(save, "")
+        raise _unusable(save.folder, save.error, save.folder / save.step) from save.error
+
+    def _tell_failure(self, save: Save, then: str) -> None:
+        assert save.error is not None
+        reason = first_line(save.error)
+        self._record("checkpoint_failed", step=save.step, reason=reason, failures=self._failures)
+        if then:
+            _LOG.warning("%s was not saved: %s. %s", save.folder / save.step, reason, then)
+
+    def _prune(self, save: Save) -> None:
+        """Delete what no rule keeps. The step of `save` was verified a moment ago."""
+        folder = save.folder
+        rules = Rules.of(self._config) if folder is self.durable else Rules(1)
+        saved = [folder.saved(step) for step in folder.steps()]
+        stay = kept(saved, rules).keys() | {save.step}
+        for one in saved:
+            if one.step not in stay:
+                folder.remove(one.step)
+
+    # Leaving.
+
+    def close(self) -> None:
+        """Wait for writing to end and let go of the folder."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except StorageError:
+            # The error that brought us here says more.
+            if error is None:
+                raise
+
+
+def open_run(run_dir: epath.PathLike, where: str = "") -> Checkpoints:
+    """The checkpoints of a run that is only read. `where` names what gave the folder.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    checkpoints = Checkpoints(run_dir, write=False)
+    if not checkpoints.steps():
+        raise ConfigError.one(
+            where or f"run folder {run_dir}",
+            run_dir if where else None,
+            f"must be a folder with a folder {FOLDER!r} in which one checkpoint is complete.",
+            "Give the folder of a run, by default runs/<run.name>.",
+        )
+    return checkpoints
+
+
+def _local_folder(local_dir: str, run_dir: epath.PathLike) -> Path:
+    """Below the folder for all runs, named by the run's whole path: names may be used twice."""
+    run = Path(run_dir).expanduser().absolute()
+    return Path(local_dir).expanduser().absolute() / "_".join(run.parts[1:])
+
+
+def _prepare(folder: Folder, primary: bool) -> None:
+    """Learn now, not at the first save, that nothing can be written."""
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        if "://" not in str(folder.path):
+            tempfile.TemporaryFile(dir=folder.path).close()
+        if primary:
+            for name in folder.clean():
+                _LOG.warning("%s is removed: it was never finished", folder.path / name)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+
+
+def _unusable(folder: Folder, error: BaseException, what: epath.Path | None = None) -> StorageError:
+    newest = folder.steps()[-1:] if folder.path.is_dir() else []
+    resumes = f"from step {newest[0]}" if newest else "from its newest complete checkpoint"
+    return StorageError(
+        f"{what or folder.path}: cannot be written\n"
+        f"  {first_line(error)}.\n"
+        "  Free space or set run.dir to a folder that can be written, then start again: the "
+        f"run resumes {resumes}."
+    )
+
+
+def _lasts(error: BaseException) -> bool:
+    """Whether another attempt would fail, too."""
+    words = ""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _LASTING:
+            return True
+        words += str(cause)
+        cause = cause.__cause__
+    return any(word in words for word in _LASTING_WORDS)
+
+
+def _pause(attempt: int) -> float:
+    return _FIRST_PAUSE_SECONDS * 2 ** (attempt - 1)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

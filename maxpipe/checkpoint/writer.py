@@ -1,0 +1,159 @@
+"""Writes checkpoints in the background, one at a time.
+
+orbax copies the arrays to the host while the caller waits, then a thread writes and
+commits them. The manifest follows: a kill before it leaves a complete checkpoint whose
+bytes were never digested.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from maxpipe.checkpoint import manifest
+from maxpipe.checkpoint.folder import FACTS, STATE, Facts, Folder
+
+Tree = Any
+
+_LOG = logging.getLogger(__name__)
+# Orbax gives up a save, with several processes because one of them is gone, after this time.
+_LIMIT_SECONDS = 3600
+_ATTEMPTS, _PAUSE_SECONDS = 5, 0.1
+
+_REPORTED_BY_US = ("exception was never retrieved", "Commit callback in background save thread")
+
+
+@dataclass(slots=True)
+class Save:
+    """One save. The rest is known when it is over; `error` is None of one that succeeded."""
+
+    folder: Folder
+    step: int
+    blocking_seconds: float = 0.0
+    seconds: float = 0.0
+    num_bytes: int = 0
+    error: BaseException | None = None
+
+
+class Writer:
+    """`then(save)` runs in the background after a save succeeded, on process 0."""
+
+    def __init__(self, then: Callable[[Save], None]):
+        ignore_orphans()
+        self._then = then
+        self._thread: threading.Thread | None = None
+        self._save: Save | None = None
+        self._checkpointer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(
+                **{STATE: ocp.StandardCheckpointHandler(), FACTS: ocp.JsonCheckpointHandler()}
+            ),
+            # Made in the background, a folder that cannot be made is noticed after minutes.
+            async_options=ocp.AsyncOptions(
+                timeout_secs=_LIMIT_SECONDS, create_directories_asynchronously=False
+            ),
+        )
+
+    def start(self, folder: Folder, state: Tree, facts: Facts) -> None:
+        """Start a save; the arrays may be changed as soon as this returns.
+
+        The one before must have been asked for with `outcome`. Fails as that does.
+        """
+        assert self._save is None
+        begin = time.monotonic()
+        save = Save(folder, facts.step)
+        items = ocp.args.Composite(
+            **{STATE: ocp.args.StandardSave(state), FACTS: ocp.args.JsonSave(facts.to_json())}
+        )
+        try:
+            self._checkpointer.save(folder / facts.step, args=items)
+        except Exception as error:
+            save.error = error
+        save.blocking_seconds = time.monotonic() - begin
+        self._save = save
+        self._thread = threading.Thread(target=self._finish, args=(save, begin), name="checkpoint")
+        self._thread.start()
+
+    def refuse(self, save: Save) -> None:
+        """Make a save that never started the next outcome."""
+        assert self._save is None
+        self._save = save
+
+    def _finish(self, save: Save, begin: float) -> None:
+        is_primary = jax.process_index() == 0
+        try:
+            if save.error is None:
+                self._checkpointer.wait_until_finished()
+                if is_primary:
+                    save.num_bytes = manifest.write(save.folder / save.step, save.step)
+        except Exception as error:
+            save.error = error
+        save.seconds = time.monotonic() - begin
+        if is_primary:
+            self._tidy(save)
+
+    def _tidy(self, save: Save) -> None:
+        for attempt in range(_ATTEMPTS):
+            try:
+                if save.error is None:
+                    self._then(save)
+                else:
+                    save.folder.clean()
+                return
+            except OSError as error:  # costs space, no checkpoint
+                if attempt == _ATTEMPTS - 1:
+                    reason = error.strerror or error
+                    _LOG.warning("%s: cannot be tidied up: %s", save.folder.path, reason)
+                # Writes that had begun when another one failed still go on for a moment.
+                time.sleep(_PAUSE_SECONDS)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def outcome(self, *, wait: bool) -> Save | None:
+        """The save that is over since the last question; None if there is none, or none yet."""
+        if self._thread is not None:
+            if self.busy and not wait:
+                return None
+            self._thread.join()
+        self._thread, save, self._save = None, self._save, None
+        return save
+
+    def close(self) -> None:
+        """Waits for the save that is under way."""
+        if self._thread is not None:
+            self._thread.join()
+        self._checkpointer.close()
+
+
+@functools.cache
+def ignore_orphans() -> None:
+    """Keep quiet about reads and writes that were under way when orbax raised for another one.
+
+    They end in a closed event loop, or are never waited for, and each would be a traceback.
+    """
+    report = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        error, source = unraisable.exc_value, getattr(unraisable.object, "cr_code", None)
+        is_late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+        if not is_late and not (source and "orbax" in source.co_filename):
+            report(unraisable)
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return not any(words in message for words in _REPORTED_BY_US)
+
+    sys.unraisablehook = hook
+    for name in ("asyncio", "absl"):
+        logging.getLogger(name).addFilter(is_wanted)

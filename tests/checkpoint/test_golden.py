@@ -1,0 +1,74 @@
+"""Checkpoints of every release are read by this one.
+
+`pytest --update-golden tests/checkpoint/test_golden.py` saves one of this release, if there is
+none yet: do so when the format has changed, and before a release.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import maxpipe
+from maxpipe.checkpoint import manifest
+from maxpipe.checkpoint.folder import FORMAT, Folder
+from maxpipe.checkpoint.manager import FOLDER, open_run
+from maxpipe.checkpoint.trees import digest
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints"
+RUNS = sorted(path.name for path in GOLDEN.iterdir())
+THIS = f"{maxpipe.__version__.partition('.dev')[0]}-format-{FORMAT}"
+STEP = 2
+
+TINY = """
+model: {num_layers: 2, d_model: 4, num_heads: 2, num_kv_heads: 1, head_size: 2, d_mlp: 8,
+        vocab_size: 259, tied_embeddings: true, compute_dtype: float32}
+train: {steps: 2, batch_size: 2, sequence_length: 16}
+data: {source: synthetic}
+checkpoint: {keep: 1}
+eval: {batches: 0}
+log: {tensorboard: false}
+runtime: {platform: cpu, compilation_cache: ''}
+"""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_checkpoint_of_a_release_is_read(name: str, caplog: pytest.LogCaptureFixture):
+    with open_run(GOLDEN / name) as checkpoints:
+        assert checkpoints.steps() == [STEP]
+        found = checkpoints.restore(STEP)
+    assert digest(found.state) == (GOLDEN / name / "digest.txt").read_text().strip()
+    assert found.facts.data["step"] == STEP
+    assert found.facts.config["model"]["d_model"] == 4
+    is_unknown = [line for line in caplog.messages if "has no manifest.json" in line]
+    assert len(is_unknown) == name.endswith("-format-1")
+
+
+def test_this_release_has_one(request: pytest.FixtureRequest):
+    golden = GOLDEN / THIS
+    if request.config.getoption("--update-golden") and not golden.exists():
+        _make(golden)
+    assert golden.exists(), "run pytest with --update-golden"
+    assert manifest.faults(Folder(golden / FOLDER) / STEP, STEP) == []
+
+
+def _make(golden: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="golden") as folder:
+        config = Path(folder) / "tiny.yml"
+        config.write_text(TINY)
+        subprocess.run(
+            [sys.executable, "-m", "maxpipe", "train", config, "run.dir=.", "run.name=golden"],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(Path(maxpipe.__file__).parents[1])},
+            check=True,
+        )
+        shutil.copytree(Path(folder) / "golden" / FOLDER, golden / FOLDER)
+        shutil.copy(Path(folder) / "golden" / "config.yml", golden)
+    with open_run(golden) as checkpoints:
+        (golden / "digest.txt").write_text(digest(checkpoints.restore(STEP).state) + "\n")

@@ -1,0 +1,202 @@
+"""What the commands say about checkpoints, and what `prune` does to them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from maxpipe.checkpoint.lock import RunLock
+from maxpipe.checkpoint.manager import FOLDER, Checkpoints
+from maxpipe.checkpoint.trees import differences, digest, other_shapes
+from maxpipe.cli import main
+from maxpipe.config.schema import CheckpointConfig
+from tests.checkpoint.cases import put, save, tree
+
+Capture = pytest.CaptureFixture[str]
+
+
+def run(capsys: Capture, *args: object, code: int = 0) -> list[str]:
+    """The lines of `maxpipe checkpoints`; of a failure those of its message too."""
+    assert main(["checkpoints", *map(str, args)]) == code
+    out, err = capsys.readouterr()
+    assert bool(err) == (code not in (0, 1)) and "Traceback" not in err
+    return (out + err).splitlines()
+
+
+def steps(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / FOLDER).iterdir())
+
+
+def damage(run_dir: Path, step: int) -> None:
+    (run_dir / FOLDER / str(step) / "facts" / "metadata").write_text("{}")
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1 to 6, of which the even ones were evaluated, 4 as the best. Not to be changed."""
+    run_dir = tmp_path_factory.mktemp("evaluated")
+    with Checkpoints(run_dir, CheckpointConfig(keep=9)) as checkpoints:
+        for step in range(1, 7):
+            put(checkpoints, step, loss=None if step % 2 else abs(step - 4) + 1.5)
+    return run_dir
+
+
+@pytest.fixture
+def six(evaluated: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(evaluated, tmp_path / "six"))
+
+
+# --- list and show ---------------------------------------------------------------------------
+
+
+def test_list_has_a_line_for_each_step(six: Path, capsys: Capture):
+    head, *lines = run(capsys, "list", six)
+    assert head.split() == ["step", "saved", "size", "manifest", "loss"]
+    assert [line.split()[0] for line in lines] == ["1", "2", "3", "4", "5", "6"]
+    assert re.fullmatch(r" +4  20\d\d-\d\d-\d\d \d\d:\d\d:\d\d +0.0 MiB  yes +1.5000", lines[3])
+    (six / FOLDER / "6" / "manifest.json").unlink()
+    (six / FOLDER / "5").rename(six / FOLDER / "5.corrupt")
+    (six / FOLDER / "7.orbax-checkpoint-tmp").mkdir()
+    (six / FOLDER / "8").mkdir()
+    lines = run(capsys, "list", six)
+    assert re.search(r"MiB  no +3.5000$", lines[-4])
+    assert lines[-3] == "5.corrupt: was found damaged, and is not used"
+    assert lines[-2] == "7.orbax-checkpoint-tmp: unfinished"
+    assert lines[-1].endswith("8: is ignored, it holds no complete checkpoint")
+
+
+def test_list_says_why_each_stays(six: Path, capsys: Capture):
+    rules = "checkpoint: {keep: 2, keep_best: 1, keep_every_steps: 3}\neval: {every: 2}\n"
+    model = (Path(__file__).parents[2] / "configs/model/tiny.yml").read_text()
+    (six / "config.yml").write_text(f"{model}\n{rules}train: {{steps: 6}}\n")
+    _, *lines = run(capsys, "list", six)
+    assert [line.split("  ")[-1].strip() for line in lines[2:]] == [
+        "every 3 steps",
+        "best, loss 1.5000",
+        "newest",
+        "newest; every 3 steps",
+    ]
+    (six / "config.yml").write_text("model: [")
+    assert run(capsys, "list", six)[0].endswith("loss")
+
+
+def test_show_prints_arrays_and_digests(saved: Path, capsys: Capture):
+    newest = run(capsys, "show", saved)
+    assert any(re.fullmatch(r"params\.layers\.scale +bfloat16 +4 x 8", line) for line in newest)
+    assert any(re.fullmatch(r"step +int32 +scalar", line) for line in newest)
+    assert f"parameters {30 * 8 + 4 * 8}" in newest
+    assert f"sha256     params     {digest(tree(6)['params'])}" in newest
+    assert run(capsys, "show", saved, "--step", 6) == newest
+    assert any(digest(tree(3)["params"]) in line for line in run(capsys, "show", saved, "--step=3"))
+    where, rule, action = run(capsys, "show", saved, "--step", 4, code=2)
+    assert "--step = 4" in where and "3, 6" in rule and action.startswith("  Take step 6")
+
+
+# --- verify ----------------------------------------------------------------------------------
+
+
+def test_verify_tells_each_damaged_file(six: Path, capsys: Capture):
+    lines = run(capsys, "verify", six)
+    assert [line.split("  as it was")[0].strip() for line in lines] == list("123456")
+    damage(six, 4)
+    (six / FOLDER / "4" / "commit_success.txt").unlink()
+    (six / FOLDER / "2" / "manifest.json").unlink()
+    lines = run(capsys, "verify", six, code=74)
+    assert lines[1] == f"{2:>10}  unknown: it has no manifest.json"
+    assert lines[3] == f"{4:>10}  damaged: commit_success.txt is missing"
+    assert re.fullmatch(r" +4  damaged: facts/metadata has 2 bytes, not the \d+ that.*", lines[4])
+    assert lines[-3] == f"{six / FOLDER}: 1 of 6 damaged"
+    assert len(run(capsys, "verify", six, "--step", 5)) == 1
+    assert run(capsys, "verify", six, "--step", 4, code=74)[-3].endswith("1 of 1 damaged")
+    run(capsys, "verify", six, "--step", 40, code=2)
+    assert steps(six) == list("123456"), "verify changes nothing"
+
+
+# --- prune -----------------------------------------------------------------------------------
+
+
+def test_prune_applies_given_rules(six: Path, capsys: Capture):
+    rules = ("--keep", 1, "--keep-every-steps", 3, "--keep-best", 1)
+    dry = run(capsys, "prune", six, "--dry-run", *rules)
+    assert steps(six) == list("123456")
+    assert [line.split()[0] for line in dry if "would be deleted" in line] == ["1", "2", "5"]
+    done = run(capsys, "prune", six, *rules)
+    assert [line.replace("would be ", "") for line in dry] == done
+    assert steps(six) == ["3", "4", "6"]
+    assert not (six / "lock.json").exists()
+
+
+def test_prune_keeps_the_newest_that_verifies(six: Path, capsys: Capture):
+    damage(six, 6)
+    lines = run(capsys, "prune", six, "--keep", 1)
+    assert "         5  stays: newest that is as it was saved" in lines
+    assert steps(six) == ["5", "6"]
+
+
+def test_prune_needs_rules_and_a_folder_without_a_run(six: Path, capsys: Capture):
+    assert "Give the rules" in run(capsys, "prune", six, code=2)[-1]
+    assert "--keep-best = -1" in run(capsys, "prune", six, "--keep-best=-1", code=2)[0]
+    assert "nan" in run(capsys, "prune", six, "--keep-every-hours=nan", code=2)[0]
+    with RunLock(six):
+        assert "is in use by another run" in run(capsys, "prune", six, "--keep", 1, code=74)[0]
+        run(capsys, "prune", six, "--keep", 1, "--dry-run")
+    assert steps(six) == list("123456")
+
+
+# --- diff ------------------------------------------------------------------------------------
+
+
+def test_diff_of_the_same(saved: Path, copy: Path, capsys: Capture):
+    assert run(capsys, "diff", saved, f"{copy}@6") == ["same"]
+    assert run(capsys, "diff", saved, f"{copy}@6", "--exit-code") == ["same"]
+
+
+def test_diff_names_leaves_config_and_data(saved: Path, tmp_path: Path, capsys: Capture):
+    lines = run(capsys, "diff", f"{saved}@3", saved)
+    assert [line.split("  ")[0] for line in lines] == [
+        *(f"optimizer.{name}.{leaf}" for name in ("mu", "nu") for leaf in LEAVES),
+        *(f"params.{leaf}" for leaf in LEAVES),
+        "step",
+        "config run.seed",
+        "data step",
+    ]
+    assert lines[-1] == "data step  3, and 6"
+    apart = np.abs(np.asarray(tree(3)["params"]["embedding"] - tree(6)["params"]["embedding"]))
+    assert f"by at most {apart.max():.6g}" in lines[4]
+    assert run(capsys, "diff", f"{saved}@3", saved, "--exit-code", code=1) == lines
+    where, rule, _ = run(capsys, "diff", f"{saved}@4", saved, code=2)
+    assert f"{saved}@4" in where and "3, 6" in rule
+    run(capsys, "diff", saved, tmp_path, code=2)
+
+
+LEAVES = ("embedding", "layers.scale")
+
+
+def test_differences_see_shapes_types_bits_and_names():
+    ones = np.ones((2, 3), np.float32)
+    assert differences({"a": ones}, {"a": jax.numpy.ones((2, 3))}) == []
+    assert differences({"a": ones}, {"b": ones}) == [
+        "a  only in the first",
+        "b  only in the second",
+    ]
+    assert differences({"a": ones}, {"a": ones[:1]}) == ["a  float32 2 x 3, and float32 1 x 3"]
+    assert "int32" in differences({"a": ones}, {"a": ones.astype(np.int32)})[0]
+    zero = np.zeros(2, np.float32)
+    assert differences({"a": zero}, {"a": -zero}) == ["a  2, 0% of its values differ, by at most 0"]
+    assert other_shapes({"a": ones}, {"a": ones.astype(np.int32)}) == []
+
+
+def test_facts_are_plain_json(saved: Path):
+    facts = json.loads((saved / FOLDER / "6" / "facts" / "metadata").read_text())
+    assert sorted(facts) == ["config", "data", "format", "metrics", "step", "time"]
+
+
+def test_what_is_compared_may_have_different_steps_in_one_run(tmp_path: Path, capsys: Capture):
+    save(tmp_path / "a@1", 1, 2)
+    assert run(capsys, "diff", f"{tmp_path}/a@1@2", f"{tmp_path}/a@1@2") == ["same"]

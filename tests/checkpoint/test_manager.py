@@ -1,0 +1,529 @@
+"""What is saved is read back bit for bit; what cannot be is told, put aside, and gone without."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from maxpipe.checkpoint import manager, manifest
+from maxpipe.checkpoint.folder import Folder
+from maxpipe.checkpoint.inspect import listed, shown
+from maxpipe.checkpoint.lock import RunLock
+from maxpipe.checkpoint.manager import FOLDER, Checkpoints, open_run
+from maxpipe.checkpoint.trees import digest, leaves
+from maxpipe.config.schema import CheckpointConfig
+from maxpipe.errors import ConfigError, StorageError
+from tests.checkpoint.cases import abstract, config, data, files, put, restore, save, tree
+
+Tree = dict[str, Any]
+Capture = pytest.CaptureFixture[str]
+Logs = pytest.LogCaptureFixture
+
+# --- saving and restoring -------------------------------------------------------------------
+
+
+def test_restored_is_what_was_saved(saved: Path):
+    with open_run(saved) as checkpoints:
+        assert checkpoints.steps() == [3, 6]
+        for step in (3, 6):
+            found = checkpoints.restore(step)
+            assert found.step == step
+            assert found.facts.config == config(step) and found.facts.data == data(step)
+            assert time.time() - 600 < found.facts.time < time.time() + 600
+            assert digest(found.state) == digest(tree(step))
+            for _, array in leaves(found.state):
+                assert isinstance(array, np.ndarray)
+
+
+def test_restored_lies_where_the_reader_wants_it(saved: Path, devices: list[Any]):
+    mesh = jax.make_mesh((2,), ("x",), devices=devices[:2])
+    spec = jax.sharding.PartitionSpec
+    split = jax.sharding.NamedSharding(mesh, spec("x"))
+    whole = jax.sharding.NamedSharding(mesh, spec())
+    wanted = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=split if leaf.ndim else whole
+        ),
+        tree(6),
+    )
+    state = restore(saved, 6, wanted)
+    assert state["params"]["embedding"].sharding == split
+    assert digest(state) == digest(tree(6))
+
+
+def test_state_may_change_as_soon_as_save_returns(tmp_path: Path):
+    state = tree(1)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, lambda: state, config(1), data(1))
+        jax.tree.map(lambda leaf: leaf.delete(), state)
+    assert digest(restore(tmp_path, 1)) == digest(tree(1))
+
+
+def test_only_the_newest_are_kept_and_a_later_start_goes_on(tmp_path: Path):
+    save(tmp_path, 1, 2, 3, keep=2)
+    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["2", "3"]
+    save(tmp_path, 4, keep=2)
+    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["3", "4"]
+    assert digest(restore(tmp_path, 3)) == digest(tree(3))
+
+
+def test_due_counts_from_the_first_step(tmp_path: Path):
+    with Checkpoints(tmp_path / "some", CheckpointConfig(every=3)) as checkpoints:
+        assert [step for step in range(1, 10) if checkpoints.due(step)] == [3, 6, 9]
+    with Checkpoints(tmp_path / "none", CheckpointConfig(every=0)) as checkpoints:
+        assert not any(checkpoints.due(step) for step in range(1, 10))
+
+
+def test_run_that_is_stopped_before_its_first_step_is_saved(tmp_path: Path):
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore_newest(abstract()) is None
+        put(checkpoints, 0, last=True)
+    assert resume(tmp_path) == (0, [])
+
+
+def test_saved_step_is_never_overwritten(copy: Path):
+    with Checkpoints(copy) as checkpoints:
+        with pytest.raises(StorageError, match="step 3 was not saved"):
+            checkpoints.save(3, lambda: tree(99), config(99), data(99))
+        checkpoints.save(6, lambda: tree(99), config(99), data(99), last=True)
+    for step in (3, 6):
+        assert digest(restore(copy, step)) == digest(tree(step))
+
+
+def test_unfinished_save_is_no_checkpoint(copy: Path, caplog: Logs):
+    unfinished = copy / FOLDER / "9.orbax-checkpoint-tmp"
+    shutil.copytree(copy / FOLDER / "6", unfinished)
+    with open_run(copy) as checkpoints:
+        assert checkpoints.steps() == [3, 6]
+    assert unfinished.exists(), "a reader changes nothing"
+    save(copy, 9)
+    assert not unfinished.exists()
+    assert f"{unfinished} is removed: it was never finished" in caplog.messages
+    assert digest(restore(copy, 9)) == digest(tree(9))
+
+
+def test_reader_leaves_no_trace(saved: Path, tmp_path: Path, capsys: Capture):
+    before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
+    assert list(listed(str(saved), None)) and list(shown(str(saved), None))
+    assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
+    assert capsys.readouterr().err == ""
+    for missing in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(ConfigError, match="one checkpoint is complete"):
+            open_run(missing)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- faults ---------------------------------------------------------------------------------
+
+
+def test_every_damaged_file_is_noticed(copy: Path, saved: Path):
+    """Each file of the newest step is removed, cut in half and emptied, in turn."""
+    step = copy / FOLDER / "6"
+    for name in files(step)[:-1]:
+        content = (step / name).read_bytes()
+        for left in (None, content[: len(content) // 2], b""):
+            (step / name).unlink()
+            if left is not None:
+                (step / name).write_bytes(left)
+            with pytest.raises(StorageError) as refused:
+                restore(copy, 6)
+            where, rule, action = str(refused.value).splitlines()
+            assert where == f"{step}: cannot be restored" and rule.startswith(f"  {name} ")
+            assert "step 3" in action
+            (step / name).write_bytes(content)
+    assert digest(restore(copy, 6)) == digest(tree(6))
+
+
+def test_oldest_checkpoint_damaged(tmp_path: Path):
+    save(tmp_path, 2)
+    shutil.rmtree(tmp_path / FOLDER / "2" / "state")
+    with pytest.raises(StorageError, match="It is the oldest"):
+        restore(tmp_path, 2)
+
+
+def test_other_shape_than_saved(copy: Path):
+    """No damage: the step is refused, and stays where it is."""
+    wanted = abstract()
+    wanted["params"]["embedding"] = jax.ShapeDtypeStruct((30, 16), "float32")
+    del wanted["optimizer"]["nu"]
+    with Checkpoints(copy) as checkpoints, pytest.raises(StorageError) as refused:
+        checkpoints.restore_newest(wanted)
+    assert "params.embedding is 30 x 8 in the checkpoint, not 30 x 16" in str(refused.value)
+    assert "optimizer.nu.embedding is in the checkpoint only" in str(refused.value)
+    assert names(copy) == ["3", "6"]
+
+
+def test_checkpoint_of_a_later_release(copy: Path):
+    """No damage either: going back to an older step would lose work."""
+    facts = copy / FOLDER / "6" / "facts" / "metadata"
+    facts.write_text(facts.read_text().replace('"format": 2', '"format": 7'))
+    reseal(copy, 6)
+    with Checkpoints(copy) as checkpoints, pytest.raises(StorageError, match="format 7"):
+        checkpoints.restore_newest(abstract())
+    assert names(copy) == ["3", "6"]
+
+
+def test_folder_that_cannot_be_written_is_told_at_once(tmp_path: Path):
+    (tmp_path / FOLDER).write_text("in the way")
+    with pytest.raises(StorageError, match="cannot be written"):
+        Checkpoints(tmp_path)
+
+
+# --- going without a damaged one ------------------------------------------------------------
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / FOLDER).iterdir())
+
+
+def reseal(run_dir: Path, step: int) -> None:
+    """As if the step had been saved as it is now."""
+    manifest.write(Folder(run_dir / FOLDER) / step, step)
+
+
+def resume(run_dir: Path, **options: Any) -> tuple[int, list[str]]:
+    """Step from which a run goes on, and what it was told on the way."""
+    told: list[str] = []
+
+    def record(event: str, **fields: object) -> None:
+        told.append(f"{event} {fields['step']}: {fields['reason']}")
+
+    with Checkpoints(run_dir, CheckpointConfig(**options), record=record) as checkpoints:
+        found = checkpoints.restore_newest(abstract())
+    assert found is not None and digest(found.state) == digest(tree(found.step))
+    assert found.facts.data == data(found.step)
+    return found.step, told
+
+
+def test_damaged_step_is_put_aside_and_the_one_before_taken(copy: Path, caplog: Logs):
+    arrays = next((copy / FOLDER / "6" / "state" / "d").iterdir())
+    content = bytearray(arrays.read_bytes())
+    content[len(content) // 2] ^= 4
+    arrays.write_bytes(content)
+    reason = f"state/d/{arrays.name} has other content than was saved"
+    assert resume(copy) == (3, [f"checkpoint_skipped 6: {reason}"])
+    assert f"{copy / FOLDER}/6 is skipped, renamed 6.corrupt: {reason}" in caplog.messages
+    assert names(copy) == ["3", "6.corrupt"]
+    assert bytes(content) == (copy / FOLDER / "6.corrupt/state/d" / arrays.name).read_bytes()
+    # The run comes by that step again, is damaged again, and nothing is lost or confused.
+    save(copy, 6)
+    (copy / FOLDER / "6" / "commit_success.txt").unlink()
+    assert resume(copy) == (3, ["checkpoint_skipped 6: commit_success.txt is missing"])
+    assert names(copy) == ["3", "6.corrupt", "6.corrupt-2"]
+    assert ocp.CheckpointManager(copy / FOLDER).all_steps() == [3], "orbax sees them, too"
+
+
+def test_reader_goes_without_a_damaged_step_and_leaves_it(copy: Path):
+    (copy / FOLDER / "6" / "_CHECKPOINT_METADATA").write_text("{}")
+    with open_run(copy) as checkpoints:
+        found = checkpoints.restore_newest(abstract())
+    assert found is not None and found.step == 3
+    assert names(copy) == ["3", "6"]
+
+
+def test_all_damaged_is_never_a_new_start(copy: Path):
+    for step in ("3", "6"):
+        shutil.rmtree(copy / FOLDER / step / "facts")
+    for attempt in range(2):  # the second finds only what the first has put aside
+        with Checkpoints(copy) as checkpoints, pytest.raises(StorageError) as refused:
+            checkpoints.restore_newest(abstract())
+        message = str(refused.value)
+        assert "no checkpoint can be used" in message and "start anew" in message
+        assert ("facts/metadata is missing" in message) == (attempt == 0)
+        assert names(copy) == ["3.corrupt", "6.corrupt"]
+    with Checkpoints(copy / "new") as checkpoints:
+        assert checkpoints.restore_newest(abstract()) is None
+
+
+def test_step_under_another_number_is_damaged(copy: Path):
+    (copy / FOLDER / "6").rename(copy / FOLDER / "9")
+    step, (told,) = resume(copy)
+    assert step == 3 and "checkpoint_skipped 9: manifest.json cannot be used: it is of st" in told
+    # Without a manifest its facts tell, and without those the state.
+    (copy / FOLDER / "9.corrupt").rename(copy / FOLDER / "8")
+    (copy / FOLDER / "8" / "manifest.json").unlink()
+    step, (told,) = resume(copy)
+    assert step == 3 and "8: it holds step 6: the folder's name must be the step inside" in told
+    facts = copy / FOLDER / "8.corrupt" / "facts" / "metadata"
+    facts.write_text(facts.read_text().replace('"step": 6', '"step": 8'))
+    (copy / FOLDER / "8.corrupt").rename(copy / FOLDER / "8")
+    step, (told,) = resume(copy)
+    assert step == 3 and "8: its state is that of step 6" in told
+
+
+def test_step_without_manifest_is_read_wholly_and_gets_one(copy: Path, caplog: Logs):
+    """A kill between orbax's commit and ours."""
+    (copy / FOLDER / "6" / "manifest.json").unlink()
+    assert resume(copy) == (6, [])
+    assert any("6 has no manifest.json: it was read wholly" in line for line in caplog.messages)
+    assert manifest.is_in(Folder(copy / FOLDER) / 6)
+    caplog.clear()
+    assert resume(copy) == (6, []) and caplog.messages == []
+    # One that cannot be read is put aside as any other.
+    (copy / FOLDER / "6" / "manifest.json").unlink()
+    for path in (copy / FOLDER / "6" / "state").rglob("d/*"):
+        path.write_bytes(b"")
+    step, (told,) = resume(copy)
+    assert step == 3 and told.startswith("checkpoint_skipped 6: state cannot be read: ")
+
+
+def test_what_is_no_checkpoint_is_ignored(copy: Path, caplog: Logs):
+    folder = copy / FOLDER
+    for name in ("30", "40/notes", "007", "best", "50.orbax-checkpoint-tmp/state", "20.deleting"):
+        (folder / name).mkdir(parents=True)
+    (folder / "60").write_text("a file")
+    (folder / "40" / "notes" / "a.txt").write_text("mine")
+    assert resume(copy) == (6, [])
+    for odd in (30, 40, 60):
+        assert f"{folder / str(odd)}: is ignored, it holds no complete" in caplog.text
+    assert names(copy) == ["007", "3", "30", "40", "6", "60", "best"]
+    # When the run comes by, its own checkpoint takes the place, and nothing is lost.
+    save(copy, 30, 40)
+    assert digest(restore(copy, 40)) == digest(tree(40))
+    assert (folder / "40.foreign" / "notes" / "a.txt").read_text() == "mine"
+    assert "40.foreign" in names(copy) and "30.foreign" in names(copy)
+
+
+def test_processes_agree_with_the_one_that_finds_damage(copy: Path):
+    """Process 1 of 2 reads the file that is damaged: this one, which reads others, hears of it."""
+    asked: list[str] = []
+
+    def agree(text: str) -> str:
+        asked.append(text)
+        return "state/x has other content than was saved" if asked[-2:] == ["0 6", ""] else text
+
+    with Checkpoints(copy, agree=agree) as checkpoints:
+        found = checkpoints.restore_newest(abstract())
+    assert found is not None and found.step == 3
+    assert names(copy) == ["3", "6.corrupt"]
+    assert asked == ["0 6", "", "done", "0 3", "", ""]
+
+
+def test_config_is_looked_at_before_anything_is_read(copy: Path):
+    def accept(facts: Any) -> None:
+        raise ConfigError.one("model.d_model", 3, "must be 4.", "Set it.")
+
+    with Checkpoints(copy) as checkpoints, pytest.raises(ConfigError):
+        checkpoints.restore_newest(abstract(), accept)
+    assert names(copy) == ["3", "6"]
+
+
+# --- saves that fail ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken_writes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """`broken_writes(error, count)`: the next `count` saves fail in the background."""
+    monkeypatch.setattr(manager, "_FIRST_PAUSE_SECONDS", 0.0)
+    real = manifest.write
+
+    def set_up(error: OSError, count: int) -> list[int]:
+        tried: list[int] = []
+
+        def write(folder: Any, step: int) -> int:
+            tried.append(step)
+            if len(tried) <= count:
+                shutil.rmtree(folder)  # nothing was committed
+                raise error
+            return real(folder, step)
+
+        monkeypatch.setattr(manifest, "write", write)
+        return tried
+
+    return set_up
+
+
+def train(checkpoints: Checkpoints, steps: range) -> None:
+    """A loop that saves what is due, as slow as saving is."""
+    for step in steps:
+        checkpoints.poll()
+        if checkpoints.due(step):
+            put(checkpoints, step)
+        while checkpoints._writer is not None and checkpoints._writer.busy:
+            time.sleep(0.005)
+        time.sleep(0.02)
+
+
+IO_ERROR = OSError(5, "Input/output error")
+FULL = OSError(28, "No space left on device")
+
+
+def test_failure_is_told_at_the_next_step(tmp_path: Path, broken_writes: Any):
+    broken_writes(FULL, 9)
+    with Checkpoints(tmp_path, CheckpointConfig(every=4)) as checkpoints:
+        train(checkpoints, range(1, 5))
+        with pytest.raises(StorageError, match="No space left") as refused:
+            checkpoints.poll()
+    where, rule, action = str(refused.value).splitlines()
+    assert where == f"{tmp_path / FOLDER / '4'}: cannot be written"
+    assert rule == "  No space left on device." and action.startswith("  Free space")
+
+
+def test_passing_failure_is_tried_again_at_the_next_steps(tmp_path: Path, broken_writes: Any):
+    tried, told = broken_writes(IO_ERROR, 2), []
+    record = lambda event, **fields: told.append((event, fields["step"]))  # noqa: E731
+    with Checkpoints(tmp_path, CheckpointConfig(every=4), record=record) as checkpoints:
+        train(checkpoints, range(1, 9))
+    assert tried == [4, 5, 6, 8]
+    assert told[:2] == [("checkpoint_failed", 4), ("checkpoint_failed", 5)]
+    assert told[2:] == [("checkpoint", 6), ("checkpoint", 8)]
+    assert digest(restore(tmp_path, 8)) == digest(tree(8))
+
+
+def test_lasting_failure_stops_after_its_attempts(tmp_path: Path, broken_writes: Any):
+    tried = broken_writes(IO_ERROR, 99)
+    settings = CheckpointConfig(every=4, retries=2)
+    refused = pytest.raises(StorageError, match="Input/output error")
+    with Checkpoints(tmp_path, settings) as checkpoints, refused:
+        train(checkpoints, range(1, 30))
+    assert len(tried) == 3
+
+
+def test_training_may_go_on_without_checkpoints(tmp_path: Path, broken_writes: Any):
+    tried, told = broken_writes(FULL, 2), []
+    record = lambda event, **fields: told.append((event, fields["step"]))  # noqa: E731
+    settings = CheckpointConfig(every=4, on_failure="go_on")
+    with Checkpoints(tmp_path, settings, record=record) as checkpoints:
+        train(checkpoints, range(1, 13))
+    assert tried == [4, 8, 12]
+    assert told == [("checkpoint_failed", 4), ("checkpoint_failed", 8), ("checkpoint", 12)]
+
+
+def test_last_save_is_tried_again_at_once_and_must_succeed(tmp_path: Path, broken_writes: Any):
+    tried = broken_writes(IO_ERROR, 3)
+    with Checkpoints(tmp_path / "a", CheckpointConfig(on_failure="go_on")) as checkpoints:
+        put(checkpoints, 7, last=True)
+        assert checkpoints.steps() == [7]
+    assert tried == [7, 7, 7, 7]
+    broken_writes(IO_ERROR, 99)
+    refused = pytest.raises(StorageError, match="Input/output error")
+    with Checkpoints(tmp_path / "b", CheckpointConfig(on_failure="go_on")) as checkpoints, refused:
+        put(checkpoints, 7, last=True)
+
+
+def test_attempt_whose_manifest_failed_is_replaced(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(manager, "_FIRST_PAUSE_SECONDS", 0.0)
+    real, tried = manifest._flush, []
+
+    def flush(path: Any) -> None:
+        tried.append(path)
+        if len(tried) == 1:
+            raise IO_ERROR
+        real(path)
+
+    monkeypatch.setattr(manifest, "_flush", flush)
+    with Checkpoints(copy) as checkpoints:
+        put(checkpoints, 9, last=True)
+    assert names(copy) == ["3", "6", "9"] and len(tried) == 2
+    assert resume(copy) == (9, [])
+
+
+def test_too_little_space_is_known_before_anything_is_written(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Folder, "free_bytes", lambda folder: 1000)
+    needed = sum(array.nbytes for _, array in leaves(tree(9)))
+    with Checkpoints(copy) as checkpoints, pytest.raises(StorageError) as refused:
+        put(checkpoints, 9, last=True)
+    assert f"({needed:,} bytes) and 0.0 MiB (1,000) are free." in str(refused.value)
+    assert "resumes from step 6." in str(refused.value)
+    assert names(copy) == ["3", "6"]
+    assert Folder("gs://bucket/run").path.as_posix() == "gs://bucket/run"
+
+
+def test_failed_save_leaves_nothing_behind(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    """A disk that is full in the middle of an array."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    big = tree(9) | {"big": jax.numpy.asarray(np.random.default_rng(0).normal(size=50_000))}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with Checkpoints(copy) as checkpoints, pytest.raises(StorageError, match="too large"):
+            checkpoints.save(9, lambda: big, config(9), data(9), last=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(copy) == ["3", "6"]
+    assert resume(copy) == (6, [])
+
+
+def test_saving_does_not_wait_for_the_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    go_on, real = threading.Event(), manifest.write
+
+    def slow(folder: Any, step: int) -> int:
+        assert threading.current_thread() is not threading.main_thread()
+        assert go_on.wait(30)
+        return real(folder, step)
+
+    monkeypatch.setattr(manifest, "write", slow)
+    with Checkpoints(tmp_path) as checkpoints:
+        put(checkpoints, 1)
+        checkpoints.poll()
+        go_on.set()
+        checkpoints.wait()
+        assert checkpoints.steps() == [1]
+
+
+def test_run_that_lost_its_lock_saves_nothing(tmp_path: Path):
+    with RunLock(tmp_path) as lock, Checkpoints(tmp_path, lock=lock) as checkpoints:
+        put(checkpoints, 1, last=True)
+        lock.path.write_text("{}")
+        with pytest.raises(StorageError, match="was taken over"):
+            put(checkpoints, 2, last=True)
+        lock.path.unlink()
+    assert names(tmp_path) == ["1"]
+
+
+# --- retention and tiers --------------------------------------------------------------------
+
+
+def test_rules_and_the_best_by_loss(tmp_path: Path):
+    settings = CheckpointConfig(keep=1, keep_every_steps=4, keep_best=1)
+    with Checkpoints(tmp_path, settings) as checkpoints:
+        for step, loss in ((2, 3.0), (3, 1.0), (4, 2.0), (5, 2.5), (6, 2.5)):
+            put(checkpoints, step, loss=loss)
+    assert names(tmp_path) == ["3", "4", "6"]
+
+
+def test_deletion_that_was_interrupted_leaves_no_half_checkpoint(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = Folder(copy / FOLDER)
+    monkeypatch.setattr("maxpipe.checkpoint.folder._delete", lambda entry: None)
+    folder.remove(3)
+    monkeypatch.undo()
+    assert folder.steps() == [6] and names(copy) == ["3.deleting", "6"]
+    assert resume(copy) == (6, []) and names(copy) == ["6"]
+
+
+def test_newest_of_both_tiers_is_taken(tmp_path: Path):
+    run, local = tmp_path / "runs" / "run", tmp_path / "fast"
+    options: dict[str, Any] = {"every": 6, "local_dir": str(local), "local_every": 2}
+    with Checkpoints(run, CheckpointConfig(**options)) as checkpoints:
+        assert [step for step in range(1, 13) if checkpoints.due(step)] == [2, 4, 6, 8, 10, 12]
+        for step in (2, 4, 6, 8, 10):
+            put(checkpoints, step)
+    (mine,) = local.iterdir()
+    assert names(run) == ["6"] and [path.name for path in mine.iterdir()] == ["10"]
+    assert resume(run, **options) == (10, [])
+    # Another run with the same name has its own.
+    with Checkpoints(tmp_path / "other" / "run", CheckpointConfig(**options)) as other:
+        assert other.restore_newest(abstract()) is None
+    (mine / "10" / "commit_success.txt").write_text("")
+    step, (told,) = resume(run, **options)
+    assert step == 6 and told.startswith("checkpoint_skipped 10: commit_success.txt has 0 bytes")
+    with Checkpoints(run, CheckpointConfig(**options)) as checkpoints:
+        checkpoints.restore_newest(abstract())
+        put(checkpoints, 8)
+        checkpoints.wait()
+        assert names(run) == ["6"]
+        put(checkpoints, 8, last=True)
+    assert names(run) == ["6", "8"], "the last one is durable"

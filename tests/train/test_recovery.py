@@ -1,0 +1,206 @@
+"""Runs whose checkpoints are damaged, whose disk fails, or that are started twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from maxpipe.checkpoint.manager import open_run
+from maxpipe.checkpoint.trees import digest
+
+Run = Callable[..., str]
+Start = Callable[..., subprocess.Popen[str]]
+
+STEPS = 16
+GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints"
+ARGUMENTS = (f"train.steps={STEPS}", "eval.batches=0", "log.tensorboard=false")
+ARGUMENTS += ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
+
+pytestmark = pytest.mark.slow
+
+
+TOLD = ("start", "checkpoint", "checkpoint_failed", "checkpoint_skipped", "done")
+
+
+def events(folder: Path) -> list[tuple[str, int]]:
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [(line["event"], line["step"]) for line in lines if line["event"] in TOLD]
+
+
+def saved_digest(folder: Path) -> str:
+    with open_run(folder) as checkpoints:
+        found = checkpoints.restore(STEPS)
+        return digest(found.state) + json.dumps(found.facts.data, sort_keys=True)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "checkpoints").iterdir()}
+
+
+def wait_for(process: subprocess.Popen[str], beginning: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if " ".join(line.split()).startswith(beginning):
+            return
+    raise AssertionError(f"{beginning!r} was never printed")
+
+
+@pytest.fixture(scope="module")
+def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that went through. Not to be changed."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    run("train", tiny, f"run.dir={folder}", *ARGUMENTS)
+    return folder / "run"
+
+
+@pytest.fixture
+def copy(unbroken: Path, tmp_path: Path) -> Path:
+    """A copy without its last step: started again it makes the last four steps."""
+    run_dir = Path(shutil.copytree(unbroken, tmp_path / "copied" / "run"))
+    shutil.rmtree(run_dir / "checkpoints" / str(STEPS))
+    return run_dir
+
+
+def flip_a_bit(step: Path) -> str:
+    """Name of the file."""
+    chance = random.Random(3)
+    path = chance.choice(sorted(step.glob("state/**/d/*")))
+    content = bytearray(path.read_bytes())
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
+    return str(path.relative_to(step))
+
+
+def test_run_goes_on_from_the_step_before_a_damaged_one(
+    copy: Path, unbroken: Path, tiny: Path, run: Run
+):
+    name = flip_a_bit(copy / "checkpoints" / "12")
+    output = run("train", tiny, f"run.dir={copy.parent}", *ARGUMENTS)
+    step = copy / "checkpoints" / "12"
+    reason = f"{name} has other content than was saved"
+    assert f"warning: {step} is skipped, renamed 12.corrupt: {reason}" in output
+    assert f"resuming {copy} after step 8" in output
+    assert ("checkpoint_skipped", 12) in events(copy)
+    assert names(copy) == {"4", "8", "12", "12.corrupt", "16"}
+    assert saved_digest(copy) == saved_digest(unbroken)
+
+
+def test_run_without_a_good_checkpoint_does_not_start_anew(copy: Path, tiny: Path, run: Run):
+    for step in (copy / "checkpoints").iterdir():
+        flip_a_bit(step)
+    output = run("train", tiny, f"run.dir={copy.parent}", *ARGUMENTS, code=74)
+    assert "Traceback" not in output and "compiling train step" not in output
+    *_, where, rule, action = output.rstrip("\n").splitlines()
+    assert where == f"{copy}/checkpoints: no checkpoint can be used"
+    assert all(f"{copy}/checkpoints/{step}: " in rule for step in (4, 8, 12))
+    assert "start anew" in action
+    assert names(copy) == {"4.corrupt", "8.corrupt", "12.corrupt"}
+    assert not (copy / "lock.json").exists()
+
+
+def test_second_run_is_refused_and_a_kill_inside_a_save_costs_that_save_only(
+    copy: Path, unbroken: Path, tiny: Path, start: Start, run: Run
+):
+    """The first run is stopped, then killed, when its unfinished save has array files."""
+    folder, arguments = copy / "checkpoints", ("train", tiny, f"run.dir={copy.parent}", *ARGUMENTS)
+    with start(*arguments) as process:
+        while process.poll() is None and not (folder / str(STEPS)).exists():
+            if any(folder.glob("16.orbax-checkpoint-tmp/state/**/d/*")):
+                process.send_signal(signal.SIGSTOP)
+                break
+        before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+        second = run(*arguments, code=74)
+        assert {path: path.read_bytes() for path in before} == before
+        process.kill()
+    where, rule, action = second.splitlines()[-3:]
+    assert where == f"{copy}: is in use by another run"
+    assert f"process {process.pid}," in rule and "last sign of life" in rule
+    assert "set run.name to a new name" in action
+    assert (folder / "16.orbax-checkpoint-tmp").exists(), "the save was over before the kill"
+    output = run(*arguments)
+    assert "16.orbax-checkpoint-tmp is removed: it was never finished" in output
+    assert "lock.json was left behind by run run on host" in output and "is dead" in output
+    assert f"resuming {copy} after step 12" in output
+    assert names(copy) == {"4", "8", "12", "16"}
+    assert saved_digest(copy) == saved_digest(unbroken)
+    assert not (copy / "lock.json").exists()
+
+
+def test_folder_that_cannot_be_written_any_more_ends_the_run(copy: Path, tiny: Path, start: Start):
+    """A file in the place of the folder: permissions do not bind the superuser."""
+    folder = copy / "checkpoints"
+    with start("train", tiny, f"run.dir={copy.parent}", *ARGUMENTS) as process:
+        wait_for(process, "compiling train step ...")
+        folder.rename(copy / "away")
+        folder.write_text("")
+        assert process.stdout is not None
+        output = process.stdout.read()
+    assert process.returncode == 74, output
+    assert "Traceback" not in output and "cannot be written" in output
+    folder.unlink()
+    (copy / "away").rename(folder)
+    with open_run(copy) as checkpoints:
+        assert checkpoints.restore(12).step == 12
+
+
+def test_full_disk_is_told_before_the_save(copy: Path, tiny: Path, run: Run):
+    """A tmpfs of 600 KiB, where one may be mounted."""
+    small = copy.parent / "small"
+    small.mkdir()
+    options = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(small)]
+    if os.geteuid() != 0 or subprocess.run(options, capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        shutil.copytree(copy, small / "run", ignore=shutil.ignore_patterns("4", "8"))
+        free = shutil.disk_usage(small).free
+        (small / "ballast").write_bytes(bytes(free - 120_000))
+        output = run("train", tiny, f"run.dir={small}", *ARGUMENTS, code=74)
+        assert "Traceback" not in output
+        where, rule, action = output.splitlines()[-3:]
+        assert where == f"{small}/run/checkpoints/16: cannot be written"
+        assert "it needs 0." in rule and " are free." in rule
+        assert "resumes from step 12" in action
+        assert names(small / "run") == {"12"}
+        with open_run(small / "run") as checkpoints:
+            assert checkpoints.restore(12).step == 12
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_run_starts_from_a_checkpoint_without_manifest(run: Run, tmp_path: Path):
+    golden = GOLDEN / "0.1.0-format-1"
+    shutil.copy(golden / "config.yml", tmp_path)
+    overrides = (f"run.dir={tmp_path}", "run.name=next", f"checkpoint.restore_from={golden}")
+    output = run("train", tmp_path / "config.yml", *overrides)
+    assert f"starting from {golden} after step 2" in output and "has no manifest.json" in output
+    with open_run(golden) as old, open_run(tmp_path / "next") as new:
+        assert digest(new.restore(2).state) == digest(old.restore(2).state)
+    assert "2  as it was saved" in run("checkpoints", "verify", tmp_path / "next")
+
+
+def test_training_goes_on_with_a_disk_that_is_full_for_a_while(
+    copy: Path, unbroken: Path, tiny: Path, start: Start
+):
+    resource = pytest.importorskip("resource")
+    if not hasattr(resource, "prlimit"):
+        pytest.skip("the size of another process' files cannot be limited here")
+    arguments = (*ARGUMENTS, "checkpoint.every=1", "checkpoint.on_failure=go_on", "log.every=1")
+    shutil.rmtree(copy / "checkpoints" / "12")
+    with start("train", tiny, f"run.dir={copy.parent}", *arguments) as process:
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, -1))
+        wait_for(process, "step 13/")
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (-1, -1))
+        output, _ = process.communicate()
+    assert process.returncode == 0, output
+    failed = [step for event, step in events(copy) if event == "checkpoint_failed"]
+    assert failed and set(failed) < set(range(9, STEPS + 1))
+    assert events(copy)[-1] == ("done", STEPS)
+    assert saved_digest(copy) == saved_digest(unbroken)
