@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import maxpipe
 from maxpipe import redact
-from maxpipe.commands import checkpoints, config, doctor, goodput, plan, schedule
+from maxpipe.commands import checkpoints, config, doctor, goodput, launch, plan, schedule
 from maxpipe.commands.parser import Parser, add_inputs, subcommands
 from maxpipe.errors import ExitCode, MaxpipeError
 
@@ -101,6 +101,7 @@ def _parser() -> Parser:
     add_inputs(train)
     train.set_defaults(command=_train)
 
+    launch.add(commands)
     plan.add(commands)
     config.add(commands)
     schedule.add(commands)

@@ -18,6 +18,7 @@ from maxpipe.errors import MaxpipeError, Preempted, StorageError
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "configs/model/tiny.yml")
+QUICKSTART = str(ROOT / "configs/quickstart.yml")
 HANDWRITTEN = str(ROOT / "tests/golden/handwritten.csv")
 
 Capture = pytest.CaptureFixture[str]
@@ -56,6 +57,7 @@ def fails(capsys: Capture, *args: str, code: int = 2) -> str:
         ["schedule", "zb_v", "--svg", "/dev/null", "--perfetto", "/dev/null"],
         ["schedule", "--compare", "1f1b,zb_v"],
         ["doctor", "--help"],
+        ["launch", "slurm", QUICKSTART, "launch.topology=cpu:8"],
     ],
     ids=lambda args: "-".join(args[:2]),
 )
@@ -85,8 +87,8 @@ def test_what_needs_no_device_is_fast(args: str, seconds: float):
 @pytest.mark.parametrize(
     "command",
     [
-        *("", "train", "config", "config print", "config docs", "schedule", "goodput"),
-        *("checkpoints prune", "doctor", "env"),
+        *("", "train", "launch gke", "config", "config print", "config docs", "schedule"),
+        *("goodput", "checkpoints prune", "doctor", "env"),
     ],
 )
 def test_every_command_has_help(command: str, capsys: Capture):
@@ -109,7 +111,7 @@ def test_version(capsys: Capture):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("", "a command is required: train, plan, compile, config, schedule, checkpoints, "),
+        ("", "a command is required: train, launch, plan, compile, config, schedule, checkpoints"),
         ("trian", "Did you mean `maxpipe train`?"),
         ("qqq", "See `maxpipe --help`."),
         ("config", "a command is required: print, explain, schema, docs"),

@@ -448,3 +448,45 @@ def _coordinator_is_an_address(config: Config) -> Iterator[Finding]:
             f"must be host:port of process 0 when runtime.num_processes is {processes}.",
             "Set runtime.coordinator=localhost:12345 on one machine, or the address of process 0.",
         )
+
+
+# Launching.
+
+
+def _is_a_word(key: str, pattern: str, words: str, example: str) -> None:
+    """Values that become part of scripts and manifests hold nothing that means something there."""
+
+    @rule(key)
+    def find(config: Config) -> Iterator[Finding]:
+        if not re.fullmatch(pattern, value_of(config, key)):
+            yield Finding(key, f"must be {words}.", f"Set {key}={example}.")
+
+
+_NAME, _NAME_WORDS = r"([A-Za-z0-9][A-Za-z0-9._:-]*)?", "a name of letters, digits and `._:-`"
+_PATH, _PATH_WORDS = (
+    r"[A-Za-z0-9_/.][A-Za-z0-9_/.,+@:-]*",
+    "a path of letters, digits and `/._,+@:-`",
+)
+_is_a_word("launch.project", _NAME, _NAME_WORDS, "my-project")
+_is_a_word("launch.zone", _NAME, _NAME_WORDS, "us-east5-a")
+_is_a_word("launch.cluster", _NAME, _NAME_WORDS, "my-cluster")
+_is_a_word("launch.queue", _NAME, _NAME_WORDS, "multislice-queue")
+_is_a_word("launch.image", f"({_PATH})?", _PATH_WORDS, "us-docker.pkg.dev/mine/maxpipe:0.1")
+_is_a_word("launch.volume", f"({_PATH})?", _PATH_WORDS, "gs://my-bucket")
+_is_a_word("launch.workdir", f"({_PATH})?", _PATH_WORDS, "/shared/runs")
+_is_a_word("launch.program", _PATH, _PATH_WORDS, "/shared/venv/bin/maxpipe")
+
+
+@rule("launch.environment")
+def _environment_has_names(config: Config) -> Iterator[Finding]:
+    wrong = [
+        name
+        for name in config.launch.environment
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
+    ]
+    if wrong:
+        yield Finding(
+            "launch.environment",
+            "must be names of environment variables, without values.",
+            "Write the names only, such as launch.environment=[MY_TOKEN].",
+        )

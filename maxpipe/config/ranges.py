@@ -92,6 +92,10 @@ _RANGES = (
     Bound("runtime.heartbeat_timeout_seconds", 100, 1),
     Bound("runtime.stall_timeout_seconds", 1800, 0, why="0 waits forever"),
     Bound("runtime.stop_grace_seconds", 120, 0, why="0 is no limit"),
+    Bound("launch.slices", 1, 1),
+    Bound("launch.restarts", 3, 0),
+    Bound("launch.grace_seconds", 120, 1),
+    Bound("launch.time_limit_minutes", 0, 0, why="0 takes the partition's"),
 )
 
 

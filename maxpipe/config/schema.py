@@ -359,6 +359,49 @@ class RuntimeConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchConfig:
+    """Where `maxpipe launch` runs it. Training itself does not read this section."""
+
+    topology: str = ""
+    """Kind of device and size of one slice, as `maxpipe plan` takes it: `v5p:2x4x4`, `h100:8`. Of
+    GPUs and CPUs a slice is what fast links join, as a rule one node. `launch local` needs none."""
+    slices: int = 1
+    """Number of slices, joined by the data-centre network."""
+    project: str = ""
+    """Google Cloud project. Empty takes the one that `gcloud config` names."""
+    zone: str = ""
+    """Google Cloud zone or region of the devices, or of the cluster."""
+    cluster: str = ""
+    """GKE cluster. Empty submits to the cluster that `kubectl` uses."""
+    queue: str = ""
+    """SLURM partition, or Kueue's queue in a GKE cluster: `multislice-queue` where XPK made it."""
+    image: str = ""
+    """Container image with maxpipe, for GKE."""
+    volume: str = ""
+    """What the hosts of GKE share: `gs://BUCKET`, or the name of a persistent volume claim. It is
+    mounted at `launch.workdir`."""
+    workdir: str = ""
+    """Folder on the hosts in which the run starts; relative paths begin there. Empty means the
+    current folder for SLURM, the home folder for `gcloud` and /workdir for GKE."""
+    program: str = "maxpipe"
+    """The `maxpipe` command on the hosts; a path when it is not on their PATH."""
+    environment: list[str] = field(default_factory=list)
+    """Names of environment variables that the run needs on the hosts. Values are written nowhere:
+    SLURM takes them from the shell that submits, GKE from a secret that is named like the job;
+    hosts of `gcloud` must have them."""
+    spot: bool = False
+    """Take spot capacity of Google Cloud, which may be taken away."""
+    restarts: int = 3
+    """How often in a row a run is started again that was killed or hung, and got no newer
+    checkpoint. One that was stopped and saved is always started again."""
+    grace_seconds: int = 120
+    """Time to save between the request to stop and the end: when SLURM's time is over, or GKE takes
+    the node."""
+    time_limit_minutes: int = 0
+    """Time of one SLURM job; the run goes on in the next. 0 takes the partition's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """A whole run."""
 
@@ -375,3 +418,4 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -62,13 +62,20 @@ class Topology:
         """jax devices of all slices."""
         return self.devices_per_slice * self.num_slices
 
+    @property
+    def accelerator(self) -> str:
+        """Google Cloud's name of a TPU slice: `v5p-64`."""
+        kind = self.hardware.topology
+        count = math.prod(self.dims) * _CORES_PER_CHIP.get(kind, 1)
+        return f"{_ACCELERATORS.get(kind, kind)}-{count}"
+
     def __str__(self) -> str:
         slices = f"{self.num_slices} slices of " if self.num_slices > 1 else ""
         return f"{slices}{self.name}, {self.num_devices} devices"
 
 
-def parse(text: str, num_slices: int = 1) -> Topology:
-    """The topology that `KIND:AxBxC` names.
+def parse(text: str, num_slices: int = 1, where: str = WHERE) -> Topology:
+    """The topology that `KIND:AxBxC` names; `where` is what gave the name.
 
     Raises:
         ConfigError: no such kind, or not a size that it can have.
@@ -78,23 +85,23 @@ def parse(text: str, num_slices: int = 1) -> Topology:
     if kind not in kinds:
         guess = did_you_mean(kind, kinds) or "v5p"
         rule = f"is not a kind of device: the kinds are {', '.join(kinds)}."
-        raise ConfigError.one(WHERE, text, rule, f"Did you mean {guess}:{sizes or '2x4x4'}?")
+        raise ConfigError.one(where, text, rule, f"Did you mean {guess}:{sizes or '2x4x4'}?")
     hardware = kinds[kind]
     example = {0: "8", 2: "4x4", 3: "2x4x4"}[hardware.torus_dims]
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
         rule = "must be a kind of device, a colon and its size."
-        raise ConfigError.one(WHERE, text, rule, f"Write {kind}:{example}.")
+        raise ConfigError.one(where, text, rule, f"Write {kind}:{example}.")
     dims = tuple(int(size) for size in sizes.split("x"))
     if len(dims) != max(1, hardware.torus_dims):
         shape = f"{hardware.torus_dims} numbers" if hardware.torus_dims else "one number"
         rule = f"must have {shape}, as {hardware.name} devices are joined."
-        raise ConfigError.one(WHERE, text, rule, f"Write {kind}:{example}.")
+        raise ConfigError.one(where, text, rule, f"Write {kind}:{example}.")
     found = Topology(hardware, dims, num_slices)
     if found.devices_per_slice > hardware.largest_slice:
         rule = f"is {found.devices_per_slice} devices; the links of {hardware.name} join at most "
         rule += f"{hardware.largest_slice}."
-        action = f"Name a smaller slice and add --slices, such as {kind}:{example} --slices 2."
-        raise ConfigError.one(WHERE, text, rule, action)
+        action = f"Name a smaller slice, such as {kind}:{example}, and more than one of them."
+        raise ConfigError.one(where, text, rule, action)
     return found
 
 
@@ -158,9 +165,7 @@ def prepare(topology: Topology) -> None:
     """What must be set before jax is imported or looks for devices."""
     if topology.platform != "tpu":
         return
-    kind = topology.hardware.topology
-    cores = math.prod(topology.dims) * _CORES_PER_CHIP.get(kind, 1)
-    os.environ["TPU_ACCELERATOR_TYPE"] = f"{_ACCELERATORS.get(kind, kind)}-{cores}"
+    os.environ["TPU_ACCELERATOR_TYPE"] = topology.accelerator
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     # Other processes may be compiling for TPUs, too: nobody holds one.

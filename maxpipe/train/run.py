@@ -47,7 +47,7 @@ from maxpipe.train.step import Steps
 from maxpipe.train.watch import Watch
 
 # What each process may have for itself.
-_OWN_SECTIONS = frozenset({"runtime", "log"})
+_OWN_SECTIONS = frozenset({"runtime", "log", "launch"})
 _OWN_KEYS = frozenset(
     {"run.dir", "data.path", "data.tfds_dir", "data.threads", "data.prefetch_batches"}
     | {"tokenizer.path"}
@@ -417,7 +417,7 @@ def _other_data(differences: Sequence[tuple[str, Any, Any]], step: int) -> Confi
 def _changed_keys(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
     """(key, saved, now) of settings that a run may change while it is stopped."""
     for section, keys in to_dict(redact.within(config)).items():
-        if section in (*_OWN_SECTIONS, "model", "launch"):
+        if section in (*_OWN_SECTIONS, "model"):
             continue
         for key, now in keys.items():
             before = saved.get(section, {}).get(key, now)

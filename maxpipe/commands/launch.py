@@ -1,0 +1,137 @@
+"""`maxpipe launch`: a run in several processes here, or on a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from maxpipe.commands.parser import Commands, Parser, add_inputs, integer, subcommands
+from maxpipe.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from maxpipe.config.load import Loaded
+    from maxpipe.launch.job import Job, Submission
+
+_CLUSTERS = {
+    "slurm": (
+        "write or submit a SLURM job",
+        "A SLURM job that runs one process on each GPU, or on each node without GPUs. It is put\n"
+        "back in the queue when it was stopped and has saved, as at the end of its time.",
+        "launch.topology=h100:8 launch.slices=4 launch.queue=gpu",
+    ),
+    "gcloud": (
+        "write or start TPU VMs of Google Cloud",
+        "Scripts that bring TPU slices with a queued resource and start the run on their hosts.",
+        "launch.topology=v5p:2x4x4 launch.slices=2 launch.zone=us-east5-a",
+    ),
+    "gke": (
+        "write or submit a JobSet for GKE",
+        "A JobSet with one pod on each TPU host. It starts again by maxpipe's exit codes.",
+        "launch.topology=v5p:2x4x4 launch.image=REGISTRY/maxpipe:TAG launch.volume=gs://BUCKET",
+    ),
+}
+
+
+def _local(options: argparse.Namespace) -> int:
+    from maxpipe.config.load import load
+    from maxpipe.launch import local
+
+    return local.launch(load(options.inputs), options.inputs, options.processes)
+
+
+def _cluster(options: argparse.Namespace) -> int:
+    from maxpipe.config.load import load
+    from maxpipe.launch.preflight import located
+
+    loaded = load(options.inputs)
+    try:
+        report, job, submission = _written(options, loaded)
+    except ConfigError as error:
+        raise located(error, loaded.origins) from error
+    print(report, file=sys.stderr, flush=True)
+    if options.write or options.submit:
+        submission.write(job.folder)
+        print(f"wrote {', '.join(submission.files)} to {job.folder}", file=sys.stderr, flush=True)
+    else:
+        print(submission.printed(job.folder), end="")
+    if options.submit:
+        return submission.run()
+    again = "" if options.write else ", after --write FOLDER or with --submit"
+    print(
+        f"nothing was submitted; submit with{again}: {' '.join(submission.submit)}", file=sys.stderr
+    )
+    return ExitCode.DONE
+
+
+def _written(options: argparse.Namespace, loaded: Loaded) -> tuple[str, Job, Submission]:
+    """The report of the preflight, the job, and its files."""
+    from maxpipe.launch import gcloud, gke, slurm
+    from maxpipe.launch.job import Job
+    from maxpipe.launch.preflight import check_hosts, run_dir
+
+    named = loaded.config.launch.workdir
+    defaults = {"slurm": Path.cwd(), "gcloud": Path(), "gke": gke.DEFAULT_WORKDIR}
+    workdir = Path(named) if named else defaults[options.cluster]
+    shared = options.cluster == "slurm"
+    config, hosts, report = check_hosts(loaded, workdir, shared=shared)
+    folder = Path(options.write).expanduser() if options.write else run_dir(config) / "launch"
+    job = Job(config, hosts, folder.absolute(), workdir)
+    modules = {"slurm": slurm, "gcloud": gcloud, "gke": gke}
+    return report, job, modules[options.cluster].submission(job)
+
+
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    about = "run in several processes here, or on SLURM, TPU VMs or GKE"
+    parser = commands.add_parser("launch", help=about, description=f"{about.capitalize()}.")
+    actions = subcommands(parser)
+    _add_local(actions)
+    for name, (help_text, description, example) in _CLUSTERS.items():
+        cluster = actions.add_parser(
+            name,
+            help=help_text,
+            description=description,
+            epilog=f"example: maxpipe launch {name} run.yml {example} --write job\n"
+            "`maxpipe config explain launch` lists the keys.",
+        )
+        _add_cluster(cluster, name)
+    parser.command_names = tuple(actions.choices)
+
+
+def _add_local(actions: Commands) -> None:
+    local = actions.add_parser(
+        "local",
+        help="train in several processes of this machine, started again when they fail",
+        description="Train in several processes of this machine. mesh.cpu_devices is divided by\n"
+        "their number. They are started again after a kill, a hang, or a stop that saved; a\n"
+        "signal to the launcher makes them save and stops it, too. With one process, it may be\n"
+        "one of many on other hosts.",
+        epilog="example: maxpipe launch local --processes 4 configs/quickstart.yml",
+    )
+    add_inputs(local)
+    local.add_argument(
+        "--processes", type=integer, default=1, metavar="NUMBER", help="1 by default"
+    )
+    local.set_defaults(command=_local)
+
+
+def _add_cluster(parser: Parser, name: str) -> None:
+    add_inputs(parser)
+    parser.add_argument(
+        "--write", metavar="FOLDER", help="write the files there instead of printing them"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--dry-run",
+        action="store_true",
+        default=True,
+        help="submit nothing; this is the default",
+    )
+    what.add_argument(
+        "--submit",
+        action="store_true",
+        help="write the files, by default to the run's folder `launch`, and submit them",
+    )
+    parser.set_defaults(command=_cluster, cluster=name)

@@ -1,0 +1,221 @@
+"""A JobSet for GKE: one Job for each slice, one pod for each host, restarts by exit code.
+
+A pod that fails ends its Job at once, and the JobSet starts all Jobs again or none: processes of
+one run cannot go on without each other. Kueue admits it where a queue is named, as XPK's clusters
+need it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from maxpipe.config.schema import LaunchConfig
+from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.launch.hosts import KEY, tpu_of
+from maxpipe.launch.job import CONFIG_FILE, Job, Submission
+from maxpipe.launch.restart import FINAL
+
+_MANIFEST = "jobset.yml"
+_CONTAINER, _SLICE = "maxpipe", "slice"
+_CONFIG_FOLDER = "/etc/maxpipe"
+DEFAULT_WORKDIR = Path("/workdir")
+_BUCKET = "gs://"
+_MOUNT_OPTIONS = "implicit-dirs,file-mode=666,dir-mode=777"
+"""The image's user is not root."""
+_NODE_POOL = "cloud.google.com/gke-nodepool"
+
+_PORTS = (8471, 8431, 8482)
+"""Of libtpu between hosts, of its measurements, and of jax's coordinator."""
+
+_RULES = (
+    ("preempted", "RestartJobSetAndIgnoreMaxRestarts", {"values": [int(ExitCode.PREEMPTED)]}),
+    ("final", "FailJobSet", {"values": sorted(map(int, FINAL))}),
+    ("nodeTaken", "RestartJobSetAndIgnoreMaxRestarts", {"condition": "DisruptionTarget"}),
+)
+"""(name, what the JobSet does, which pods) in order; all other failures count as restarts."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as such."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        style = "|" if "\n" in data else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def submission(job: Job) -> Submission:
+    """The manifest.
+
+    Raises:
+        ConfigError: GKE cannot run it.
+    """
+    launch = job.config.launch
+    if not tpu_of(job.hosts.topology).node_label:
+        rule = "is not offered in Kubernetes clusters."
+        raise ConfigError.one(KEY, job.hosts.topology.name, rule, "Use `maxpipe launch gcloud`.")
+    _check(job)
+    manifests = yaml.dump_all(
+        [_config_map(job), _jobset(job)], Dumper=_Dumper, sort_keys=False, allow_unicode=True
+    )
+    header = f"# The run {job.config.run.name} on {job.hosts.topology}, {job.hosts}.\n"
+    header += "# Made by `maxpipe launch gke`. Needs JobSet 0.10 or newer in the cluster.\n"
+    files = {_MANIFEST: header + manifests, CONFIG_FILE: job.host_config()}
+    context = [f"--context={_context(launch)}"] if launch.cluster else []
+    path = str(job.folder / _MANIFEST)
+    return Submission(files, ["kubectl", *context, "apply", "-f", path], "kubectl")
+
+
+def _check(job: Job) -> None:
+    launch = job.config.launch
+    if not launch.image:
+        rule = "must name a container image that has maxpipe and can be pulled by the cluster."
+        action = "Build one with the Dockerfile, then set launch.image=REGISTRY/maxpipe:TAG."
+        raise ConfigError.one("launch.image", "''", rule, action)
+    if not launch.volume:
+        rule = "must name storage: what pods write elsewhere is lost when they end."
+        action = "Set launch.volume=gs://BUCKET, or the name of a persistent volume claim."
+        raise ConfigError.one("launch.volume", "''", rule, action)
+    if launch.cluster and not (launch.project and launch.zone):
+        rule = "is found with launch.project and launch.zone, and one of them is empty."
+        action = "Set both, or leave launch.cluster empty to use kubectl's current cluster."
+        raise ConfigError.one("launch.cluster", launch.cluster, rule, action)
+    mount, folder = job.workdir, job.run_dir
+    if not mount.is_absolute():
+        rule = "must be an absolute path: the volume is mounted there."
+        action = f"Set launch.workdir={DEFAULT_WORKDIR}."
+        raise ConfigError.one("launch.workdir", launch.workdir, rule, action)
+    if not folder.is_relative_to(mount) or ".." in folder.parts:
+        rule = f"must lie in {mount}, where launch.volume is: other files are lost with their pod."
+        raise ConfigError.one("run.dir", job.config.run.dir, rule, "Set run.dir=runs.")
+
+
+def _context(launch: LaunchConfig) -> str:
+    """The name that `gcloud container clusters get-credentials` gives a cluster."""
+    return f"gke_{launch.project}_{launch.zone}_{launch.cluster}"
+
+
+def _config_map(job: Job) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": job.name},
+        "data": {CONFIG_FILE: job.host_config()},
+    }
+
+
+def _jobset(job: Job) -> dict[str, Any]:
+    launch, hosts = job.config.launch, job.hosts
+    metadata: dict[str, Any] = {"name": job.name}
+    if launch.queue:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": launch.queue}
+    if hosts.topology.num_slices > 1:
+        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": _NODE_POOL}
+    template = {
+        "parallelism": hosts.per_slice,
+        "completions": hosts.per_slice,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [_pod_rule(pods) for _, _, pods in _RULES]},
+        "template": _pod(job),
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "failurePolicy": {
+                "maxRestarts": launch.restarts,
+                "restartStrategy": "BlockingRecreate",
+                "rules": [
+                    _jobset_rule(index, name, action)
+                    for index, (name, action, _) in enumerate(_RULES)
+                ],
+            },
+            "replicatedJobs": [
+                {
+                    "name": _SLICE,
+                    "replicas": hosts.topology.num_slices,
+                    "template": {"spec": template},
+                }
+            ],
+        },
+    }
+
+
+def _pod_rule(pods: dict[str, Any]) -> dict[str, Any]:
+    """The Job fails with a message that ends in the rule's index, by which the JobSet knows it."""
+    if "condition" in pods:
+        condition = {"type": pods["condition"], "status": "True"}
+        return {"action": "FailJob", "onPodConditions": [condition]}
+    codes = {"containerName": _CONTAINER, "operator": "In", "values": pods["values"]}
+    return {"action": "FailJob", "onExitCodes": codes}
+
+
+def _jobset_rule(index: int, name: str, action: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "action": action,
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "onJobFailureMessagePatterns": [f"matching FailJob rule at index {index}$"],
+    }
+
+
+def _pod(job: Job) -> dict[str, Any]:
+    launch, topology = job.config.launch, job.hosts.topology
+    bucket = launch.volume.removeprefix(_BUCKET) if launch.volume.startswith(_BUCKET) else ""
+    selector = {
+        "cloud.google.com/gke-tpu-accelerator": tpu_of(topology).node_label,
+        "cloud.google.com/gke-tpu-topology": "x".join(map(str, topology.dims)),
+    }
+    if launch.spot:
+        selector["cloud.google.com/gke-spot"] = "true"
+    spec = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": launch.grace_seconds,
+        "hostNetwork": True,
+        "dnsPolicy": "ClusterFirstWithHostNet",
+        "nodeSelector": selector,
+        "containers": [_container(job)],
+        "volumes": [
+            {"name": "config", "configMap": {"name": job.name}},
+            {"name": "workdir"} | _volume(bucket, launch.volume),
+        ],
+    }
+    annotations = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}} if bucket else {}
+    return annotations | {"spec": spec}
+
+
+def _volume(bucket: str, claim: str) -> dict[str, Any]:
+    if not bucket:
+        return {"persistentVolumeClaim": {"claimName": claim}}
+    attributes = {"bucketName": bucket, "mountOptions": _MOUNT_OPTIONS}
+    return {"csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}}
+
+
+def _container(job: Job) -> dict[str, Any]:
+    launch = job.config.launch
+    workdir = str(job.workdir)
+    container: dict[str, Any] = {
+        "name": _CONTAINER,
+        "image": launch.image,
+        "command": [launch.program, "train", f"{_CONFIG_FOLDER}/{CONFIG_FILE}"],
+        "workingDir": workdir,
+        "ports": [{"containerPort": port} for port in _PORTS],
+        "resources": {"limits": {"google.com/tpu": job.hosts.chips}},
+        "volumeMounts": [
+            {"name": "config", "mountPath": _CONFIG_FOLDER, "readOnly": True},
+            {"name": "workdir", "mountPath": workdir},
+        ],
+    }
+    if launch.environment:
+        container["env"] = [
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": job.name, "key": name}}}
+            for name in launch.environment
+        ]
+    return container

@@ -1,0 +1,245 @@
+"""Processes of a run on this machine, watched and started again.
+
+Each process writes to its own log file; that of the first is shown. Nothing here imports jax, so
+that the launcher holds no device and outlives what its processes do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from maxpipe.config.load import Loaded
+from maxpipe.errors import ExitCode
+from maxpipe.launch.logs import Log
+from maxpipe.launch.preflight import check_local, run_dir
+from maxpipe.launch.restart import Restarts, described, newest_step
+
+GRACE_SECONDS = 5.0
+"""How long the others may go on when one process has failed: to end by themselves, with their own
+messages. Then they are killed, as they would wait in a collective for it."""
+_POLL_SECONDS = 0.1
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first process that did not end with 0."""
+
+    process: int
+    code: int
+
+
+def launch(loaded: Loaded, inputs: Sequence[str], processes: int) -> int:
+    """Runs `maxpipe train` with these inputs in so many processes; the exit code.
+
+    Raises:
+        ConfigError: the run cannot start.
+        StorageError: logs cannot be written.
+    """
+    print(check_local(loaded, processes), file=sys.stderr, flush=True)
+    config = loaded.config
+    folder = run_dir(config)
+    # One process of a run on many hosts shares its folder with theirs.
+    alone = processes == 1 and config.runtime.num_processes != 1
+    names = [socket.gethostname()] if alone else [str(rank) for rank in range(processes)]
+    logs = [Log(folder / "logs" / f"process-{name}.log") for name in names]
+    restarts, attempt = Restarts(config.launch.restarts, folder), 0
+    # Processes that agreed to stop leave at a barrier, which gives up after this time.
+    patience = float(config.runtime.heartbeat_timeout_seconds)
+    with _Requests() as requests:
+        while True:
+            attempt += 1
+            commands = _commands(inputs, processes, config.mesh.cpu_devices)
+            failure = _attempt(commands, logs, attempt, requests, patience)
+            if failure is None:
+                return ExitCode.DONE
+            if requests.count:
+                return _stopped(failure, requests.count, folder)
+            again = restarts.again(failure.code)
+            _report(failure, logs, again, attempt, restarts, folder)
+            if not again:
+                return 128 - failure.code if failure.code < 0 else failure.code
+
+
+def _commands(inputs: Sequence[str], processes: int, devices: int) -> list[list[str]]:
+    """The command of each process. A port that was free a moment ago is the meeting point."""
+    train = [sys.executable, "-m", "maxpipe", "train", *inputs]
+    if processes == 1:
+        return [train]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = (
+        f"mesh.cpu_devices={devices // processes}",
+        f"runtime.num_processes={processes}",
+        f"runtime.coordinator=127.0.0.1:{port}",
+    )
+    return [[*train, *shared, f"runtime.process_id={rank}"] for rank in range(processes)]
+
+
+class _Requests:
+    """Counts SIGTERM and SIGINT instead of ending on them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> _Requests:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+def _attempt(
+    commands: Sequence[Sequence[str]],
+    logs: Sequence[Log],
+    attempt: int,
+    requests: _Requests,
+    patience: float,
+) -> Failure | None:
+    """Starts the processes and returns when all have ended; None when all is done."""
+    with (
+        _started(commands, logs, attempt) as processes,
+        contextlib.closing(logs[0].follow()) as out,
+    ):
+        # Waiting threads, not polling: the order of the ends says who failed first.
+        ends: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for rank, process in enumerate(processes):
+            wait = _then(process.wait, ends, rank)
+            threading.Thread(target=wait, daemon=True).start()
+        running, passed_on = set(range(len(processes))), 0
+        failure, deadline = None, float("inf")
+        while running:
+            if requests.count > passed_on:
+                passed_on = requests.count
+                number = signal.SIGTERM if passed_on == 1 else signal.SIGKILL
+                _send(number, processes)
+            with contextlib.suppress(queue.Empty):
+                rank = ends.get(timeout=_POLL_SECONDS)
+                running.discard(rank)
+                code = processes[rank].returncode
+                if code != 0 and failure is None:
+                    failure = Failure(rank, code)
+                    grace = patience if code == ExitCode.PREEMPTED else GRACE_SECONDS
+                    deadline = time.monotonic() + grace
+            if time.monotonic() > deadline:
+                deadline = float("inf")
+                _send(signal.SIGKILL, processes)
+            out.copy()
+    return failure
+
+
+@contextlib.contextmanager
+def _started(
+    commands: Sequence[Sequence[str]], logs: Sequence[Log], attempt: int
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The processes; none of them outlives the block."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for command, log in zip(commands, logs, strict=True):
+            with log.begin(attempt, shlex.join(["maxpipe", *command[3:]])) as file:
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        env=os.environ | _environment(command),
+                        # Ctrl-C is for the launcher, which asks them to save.
+                        start_new_session=True,
+                        preexec_fn=_stop_with_parent,
+                    )
+                )
+        yield processes
+    finally:
+        _send(signal.SIGKILL, processes)
+        for process in processes:
+            process.wait()
+
+
+def _environment(command: Sequence[str]) -> dict[str, str]:
+    """jax would let the whole network reach the meeting point."""
+    found = {"PYTHONUNBUFFERED": "1"}
+    for argument in command:
+        key, _, address = argument.partition("=")
+        if key == "runtime.coordinator":
+            found["JAX_COORDINATOR_BIND_ADDRESS"] = address
+    return found
+
+
+def _stop_with_parent() -> None:
+    """In a new process: a launcher that is killed leaves no run behind that nobody watches."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def _then(wait: Callable[[], int], ends: queue.SimpleQueue[int], rank: int) -> Callable[[], None]:
+    def report() -> None:
+        wait()
+        ends.put(rank)
+
+    return report
+
+
+def _send(number: signal.Signals, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.send_signal(number)  # nothing, when it has ended
+
+
+def _stopped(failure: Failure, requests: int, folder: Path) -> int:
+    """The exit code of a launcher that was asked to stop."""
+    step = newest_step(folder)
+    saved = "nothing is saved yet" if step is None else f"step {step} is saved"
+    if requests > 1:
+        _say(f"killed: {saved}")
+        return 128 + signal.SIGKILL
+    # A process that is still starting has nothing to save, and ends by the signal itself.
+    if failure.code in (ExitCode.PREEMPTED, -signal.SIGTERM):
+        _say(f"stopped: {saved}; start the same command again to go on")
+        return ExitCode.PREEMPTED
+    _say(f"process {failure.process} did not stop as asked: {described(failure.code)}; {saved}")
+    return 128 - failure.code if failure.code < 0 else failure.code
+
+
+def _report(
+    failure: Failure,
+    logs: Sequence[Log],
+    again: bool,
+    attempt: int,
+    restarts: Restarts,
+    folder: Path,
+) -> None:
+    log, step = logs[failure.process], newest_step(folder)
+    point = "the beginning" if step is None else f"step {step}"
+    what = f"process {failure.process} of {len(logs)}: {described(failure.code)}"
+    if again:
+        _say(f"{what}\nlaunch: starting again from {point}, attempt {attempt + 1}")
+        return
+    if restarts.fruitless:
+        what += f"; {restarts.fruitless} times in a row without a newer checkpoint than {point}"
+    _say(f"{what}\nlaunch: it failed first; its log is {log.path}\n{log.first_error()}")
+
+
+def _say(text: str) -> None:
+    print(f"launch: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,228 @@
+"""What can be known of a launch before anything starts, and what cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from maxpipe.config.check import MESH_AXES, where
+from maxpipe.config.load import Loaded
+from maxpipe.config.schema import Config
+from maxpipe.errors import ConfigError, Problem
+from maxpipe.hardware import known
+from maxpipe.launch.hosts import KEY, Hosts, hosts_of
+from maxpipe.launch.restart import newest_step
+from maxpipe.plan.plan import placed
+from maxpipe.plan.sizes import Sizes
+from maxpipe.plan.topology import Topology, parse
+
+
+@dataclasses.dataclass
+class Preflight:
+    """The findings, in the order of the checks."""
+
+    origins: dict[str, str]
+    lines: list[str] = dataclasses.field(default_factory=list)
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+
+    def ok(self, text: str) -> None:
+        self.lines.append(f"  ok         {text}")
+
+    def unchecked(self, text: str) -> None:
+        self.lines.append(f"  unchecked  {text}")
+
+    def wrong(self, key: str, given: object, rule: str, action: str) -> None:
+        self.problems.append(Problem(where(key, self.origins), str(given), rule, action))
+
+    def finish(self) -> str:
+        """The report.
+
+        Raises:
+            ConfigError: something is wrong.
+        """
+        if self.problems:
+            raise ConfigError(self.problems)
+        return "\n".join(["preflight", *self.lines])
+
+
+def run_dir(config: Config) -> Path:
+    """The folder of a run."""
+    return Path(config.run.dir).expanduser() / config.run.name
+
+
+def located(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
+    """The error with the origins of its keys, where they are missing."""
+    known_keys = (
+        dataclasses.replace(each, where=where(each.where, origins))
+        if each.where in origins
+        else each
+        for each in error.problems
+    )
+    return ConfigError(list(known_keys))
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path names a bucket or another store that this machine does not mount."""
+    return "://" in path
+
+
+def check_local(loaded: Loaded, processes: int) -> str:
+    """Checks a run of so many processes on this machine; the report.
+
+    Raises:
+        ConfigError: it cannot start, with every reason.
+    """
+    config, found = loaded.config, Preflight(loaded.origins)
+    total = config.mesh.cpu_devices
+    if processes < 1:
+        rule, action = "must be at least 1.", "Leave out --processes for one process."
+        raise ConfigError.one("command line: --processes", processes, rule, action)
+    if processes > 1 and config.runtime.platform != "cpu":
+        found.wrong(
+            "runtime.platform",
+            config.runtime.platform,
+            f"must be cpu for {processes} processes: one process drives all TPU chips or GPUs of a "
+            "machine.",
+            "Set runtime.platform=cpu, or leave out --processes.",
+        )
+    elif processes > 1 and total % processes:
+        found.wrong(
+            "mesh.cpu_devices",
+            total,
+            f"must be a multiple of --processes ({processes}): each process gets as many.",
+            f"Set mesh.cpu_devices={-(-total // processes) * processes} and the mesh to it, or "
+            f"use --processes {math.gcd(total, processes)}.",
+        )
+    elif config.runtime.platform == "cpu" and config.runtime.num_processes == 1:
+        try:
+            axes = _axes(placed(loaded, _here(config)))
+            found.ok(f"mesh: {axes} = {total} devices of {_count(processes, 'process')}")
+        except ConfigError as error:
+            found.problems += error.problems
+    else:
+        found.unchecked(f"mesh: fits the {config.runtime.platform} devices that the run finds")
+    _check_run_folder(config, found)
+    for key, path in _paths(config, Path()):
+        if is_remote(path):
+            found.unchecked(f"{key} = {path}: is read when the run starts")
+        elif _exists(path):
+            found.ok(f"{key} = {path}: is there")
+        else:
+            rule = f"must exist: there is nothing at {os.path.abspath(path)}."
+            found.wrong(key, path, rule, f"Set {key} to a path that exists.")
+    return found.finish()
+
+
+def check_hosts(loaded: Loaded, workdir: Path, *, shared: bool) -> tuple[Config, Hosts, str]:
+    """Checks a run on other hosts; the config with its mesh resolved, the hosts, the report.
+
+    `workdir` is where relative paths begin there. `shared`: paths mean the same on this machine.
+
+    Raises:
+        ConfigError: it cannot start, with every reason.
+    """
+    config, found = loaded.config, Preflight(loaded.origins)
+    if not config.launch.topology:
+        rule = "must name the kind of device and the size of one slice."
+        action = f"Set {KEY}=v5p:2x4x4, h100:8 or another that `maxpipe plan` takes."
+        raise ConfigError.one(where(KEY, loaded.origins), "''", rule, action)
+    topology = parse(config.launch.topology, config.launch.slices, where(KEY, loaded.origins))
+    hosts = hosts_of(topology)
+    if config.runtime.platform not in ("auto", topology.platform):
+        found.wrong(
+            "runtime.platform",
+            config.runtime.platform,
+            f"must be {topology.platform}, the platform of {topology.name}, or auto.",
+            f"Set runtime.platform={topology.platform}.",
+        )
+        found.finish()
+    config = placed(loaded, topology)
+    devices = topology.num_devices // hosts.processes
+    found.ok(
+        f"mesh: {_axes(config)} = {topology}, {hosts}, {_count(hosts.processes, 'process')} of "
+        f"{devices} each"
+    )
+    folder = workdir / run_dir(config)
+    if is_remote(config.run.dir) or not shared or not folder.is_absolute():
+        found.unchecked(f"{folder}: all hosts must be able to write there")
+    else:
+        _check_parent(folder, found)
+    for key, path in _paths(config, workdir):
+        if shared and not is_remote(path) and _exists(path):
+            found.ok(f"{key} = {path}: is there")
+        else:
+            found.unchecked(f"{key} = {path}: must be there on all hosts")
+    found.unchecked(
+        f"{config.launch.image or config.launch.program}: all hosts must have this version"
+    )
+    return config, hosts, found.finish()
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'es' if number > 1 else ''}"
+
+
+def _axes(config: Config) -> str:
+    axes = Sizes(config).axes.items()
+    return " x ".join(f"{axis} {size}" for axis, size in axes if size > 1) or "one device"
+
+
+def _here(config: Config) -> Topology:
+    """This machine's CPU devices; consecutive ones stand for a slice."""
+    total = config.mesh.cpu_devices
+    across = (getattr(config.mesh, f"dcn_{axis}") for axis in MESH_AXES)
+    slices = math.prod(size for size in across if size > 1)
+    if total % slices:
+        slices = 1
+    return Topology(known()["cpu"], (total // slices,), slices)
+
+
+def _check_run_folder(config: Config, found: Preflight) -> None:
+    """Creates the folder for the logs, which the launcher writes itself."""
+    folder = run_dir(config)
+    if is_remote(config.run.dir):
+        rule = "must be a folder of this machine: the launcher writes logs there."
+        found.wrong("run.dir", config.run.dir, rule, "Set run.dir=runs.")
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        rule = f"must be a folder that can be written: {error.strerror or error}."
+        found.wrong("run.dir", config.run.dir, rule, "Set run.dir to a folder of yours.")
+    else:
+        found.ok(f"{folder}: can be written")
+
+
+def _check_parent(folder: Path, found: Preflight) -> None:
+    """A run folder that is not made yet: what it would be made in."""
+    parent = next(each for each in (folder, *folder.parents) if each.exists())
+    if os.access(parent, os.W_OK | os.X_OK) and parent.is_dir():
+        found.ok(f"{folder}: can be written here; all hosts must see it")
+    else:
+        found.unchecked(f"{folder}: {parent} cannot be written here; all hosts must be able to")
+
+
+def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
+    """Keys and paths of what the run reads. `workdir` is where relative ones begin."""
+    data, tokenizer = config.data, config.tokenizer
+    named = {
+        "data.path": data.path if data.source in ("text", "jsonl", "arrayrecord") else "",
+        "data.tfds_dir": data.tfds_dir if data.source == "tfds" else "",
+        "tokenizer.path": tokenizer.path if tokenizer.kind == "huggingface" else "",
+        "runtime.executable": config.runtime.executable,
+    }
+    if newest_step(workdir / run_dir(config)) is None:  # else it is not read
+        named["checkpoint.restore_from"] = config.checkpoint.restore_from
+    for key, path in named.items():
+        if path:
+            yield key, path if is_remote(path) else str(workdir / os.path.expanduser(path))
+
+
+def _exists(path: str) -> bool:
+    return os.path.exists(path) or any(glob.iglob(path, recursive=True))

@@ -1,0 +1,67 @@
+"""Whether a run that ended is started again: by its exit code, and by what it saved."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from maxpipe.errors import ExitCode
+
+FINAL = (ExitCode.CONFIG, ExitCode.BUG, ExitCode.STORAGE)
+"""Failures that another start would only repeat."""
+
+_CHECKPOINTS = "checkpoints"
+_MEANINGS = {
+    ExitCode.DONE: "done",
+    ExitCode.CONFIG: "a mistake in the config or command line",
+    ExitCode.BUG: "a bug in maxpipe",
+    ExitCode.HANG: "a hang",
+    ExitCode.STORAGE: "storage or checkpoint",
+    ExitCode.PREEMPTED: "stopped and saved",
+}
+
+
+def newest_step(run_dir: Path) -> int | None:
+    """The step of a run's newest complete checkpoint; unfinished ones are not named by a number."""
+    try:
+        names = [path.name for path in (run_dir / _CHECKPOINTS).iterdir()]
+    except OSError:
+        return None
+    return max((int(name) for name in names if name.isdecimal()), default=None)
+
+
+def killed(code: int) -> bool:
+    """Whether a signal ended the process: negative for Python, above 128 for a shell."""
+    return code < 0 or code > 128
+
+
+def described(code: int) -> str:
+    """An exit code in words."""
+    if killed(code):
+        number = -code if code < 0 else code - 128
+        known = {each.value for each in signal.Signals}
+        return f"killed by {signal.Signals(number).name if number in known else number}"
+    meaning = _MEANINGS.get(ExitCode(code)) if code in set(ExitCode) else None
+    return f"exit code {code}{f' ({meaning})' if meaning else ''}"
+
+
+class Restarts:
+    """Counts the failures in a row after which no newer checkpoint was there."""
+
+    def __init__(self, limit: int, run_dir: Path):
+        self._limit = limit
+        self._run_dir = run_dir
+        self._newest = newest_step(run_dir)
+        self.fruitless = 0
+
+    def again(self, code: int) -> bool:
+        """Whether to start again after the run ended with `code`."""
+        newest = newest_step(self._run_dir)
+        progress = newest is not None and (self._newest is None or newest > self._newest)
+        self._newest = newest
+        if code == ExitCode.PREEMPTED:
+            return True
+        if code != ExitCode.HANG and not killed(code):
+            return False
+        self.fruitless = 0 if progress else self.fruitless + 1
+        return self.fruitless <= self._limit

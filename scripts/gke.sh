@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Llama 3 8B on a v5p slice of 32 chips in Kubernetes: prints the JobSet.
+#
+#   scripts/gke.sh launch.image=REGISTRY/maxpipe:TAG launch.volume=gs://BUCKET --submit
+set -euo pipefail
+exec maxpipe launch gke configs/model/llama3-8b.yml \
+  run.name=llama3-8b train.steps=1000 train.batch_size=128 \
+  launch.topology=v5p:2x4x4 launch.image=maxpipe:tpu launch.volume=gs://my-bucket \
+  mesh.ici_stage=4 mesh.ici_fsdp=8 pipeline.repeats=2 pipeline.microbatches=16 \
+  "$@"

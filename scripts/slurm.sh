@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Llama 3 8B on four nodes of eight H100: prints the SLURM job.
+#
+#   scripts/slurm.sh launch.queue=PARTITION launch.program=/shared/venv/bin/maxpipe --submit
+set -euo pipefail
+exec maxpipe launch slurm configs/model/llama3-8b.yml \
+  run.name=llama3-8b train.steps=1000 train.batch_size=128 \
+  launch.topology=h100:8 launch.slices=4 \
+  mesh.dcn_stage=4 mesh.ici_fsdp=8 pipeline.repeats=2 pipeline.microbatches=16 \
+  "$@"

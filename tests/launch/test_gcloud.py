@@ -1,0 +1,167 @@
+"""TPU VMs: scripts that a stand-in for gcloud runs through."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.config.load import load
+from tests.launch.conftest import QUICKSTART, Write
+
+Capture = pytest.CaptureFixture[str]
+NEEDED = ("launch.topology=v5e:2x4", "launch.zone=us-west4-a", "runtime.platform=tpu")
+MULTISLICE = (
+    "launch.topology=v5p:2x2x4",
+    "launch.slices=2",
+    "launch.project=p",
+    "mesh.ici_fsdp=4",
+    "mesh.dcn_fsdp=2",
+    "train.batch_size=64",
+)
+
+# Remembers calls and, in the file `state`, a queued resource that takes one look to become active.
+GCLOUD = """\
+#!/bin/bash
+printf '%s\\n' "$*" >>"$FAKE/calls"
+case "$3 $4" in
+  "queued-resources describe")
+    [ -e "$FAKE/state" ] || exit 1
+    cat "$FAKE/state"
+    echo ACTIVE >"$FAKE/state"
+    ;;
+  "queued-resources create") echo PROVISIONING >"$FAKE/state" ;;
+  "queued-resources delete") rm "$FAKE/state" ;;
+esac
+"""
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file with the calls of gcloud, which is a stand-in."""
+    tool = tmp_path / "bin/gcloud"
+    tool.parent.mkdir()
+    tool.write_text(GCLOUD)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("FAKE", str(tmp_path))
+    monkeypatch.setenv("POLL_SECONDS", "0")
+    return tmp_path / "calls"
+
+
+def bash(script: Path, **variables: str) -> str:
+    ran = subprocess.run(
+        ["bash", script], capture_output=True, text=True, env=os.environ | variables
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def done(calls: Path) -> list[str]:
+    """Calls that change something, without the common beginning."""
+    lines = calls.read_text().splitlines()
+    return [line.removeprefix("gcloud ")[13:] for line in lines if " describe " not in line]
+
+
+def test_shellcheck_finds_nothing(write: Write):
+    folder = write("gcloud", *NEEDED, *MULTISLICE, "launch.environment=[A]", "launch.workdir=a/b")
+    scripts = sorted(folder.glob("*.sh"))
+    assert [path.name for path in scripts] == ["host.sh", "start.sh", "stop.sh"]
+    checked = subprocess.run(
+        [Path(sys.executable).parent / "shellcheck", *scripts], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout
+    assert all(os.access(path, os.X_OK) for path in scripts)
+
+
+def test_slices_are_requested_awaited_and_started(write: Write, calls: Path, tmp_path: Path):
+    folder = write("gcloud", *NEEDED, *MULTISLICE, "launch.spot=true")
+    place = "--zone=us-west4-a --project=p"
+    shown = bash(folder / "start.sh")
+    assert shown.startswith("waiting for 2 slices of v5p:2x2x4, 32 devices: PROVISIONING\nstarted;")
+    request, *others = done(calls)
+    assert request == (
+        f"queued-resources create quickstart {place} --accelerator-type=v5p-32 "
+        "--runtime-version=v2-alpha-tpuv5 --node-count=2 --node-prefix=quickstart --spot"
+    )
+    assert others[:2] == [
+        f"tpu-vm ssh quickstart-0 {place} --worker=all --command=mkdir -p maxpipe-quickstart",
+        f"tpu-vm scp {folder}/config.yml {folder}/host.sh quickstart-0:maxpipe-quickstart/ {place} "
+        "--worker=all",
+    ]
+    assert others[-2:] == [
+        f"tpu-vm ssh quickstart-{node} {place} --worker=all "
+        "--command=bash maxpipe-quickstart/host.sh"
+        for node in (0, 1)
+    ]
+    # Again: they are there.
+    calls.unlink()
+    bash(folder / "start.sh")
+    assert "create" not in calls.read_text() and "host.sh" in calls.read_text()
+    # Capacity was taken away: the rest of the request goes first.
+    calls.unlink()
+    (tmp_path / "state").write_text("SUSPENDED\n")
+    bash(folder / "start.sh")
+    assert [line.split()[1] for line in done(calls)[:2]] == ["delete", "create"]
+    bash(folder / "stop.sh")
+    assert not (tmp_path / "state").exists()
+
+
+def test_one_slice_is_one_node(write: Write, calls: Path):
+    bash(write("gcloud", *NEEDED) / "start.sh")
+    assert "--accelerator-type=v5litepod-8 " in done(calls)[0]
+    assert done(calls)[0].endswith("--node-id=quickstart")
+
+
+def test_a_host_starts_the_run_once(write: Write, tmp_path: Path):
+    program = tmp_path / "program"
+    program.write_text('#!/bin/bash\necho "$PWD $*"\nsleep 3\n')
+    program.chmod(0o755)
+    keys = (
+        f"launch.program={program}",
+        f"launch.workdir={tmp_path}/work",
+        "launch.environment=[A]",
+    )
+    folder = write("gcloud", *NEEDED, *keys)
+    with pytest.raises(AssertionError, match="A: must be set, it is in launch.environment"):
+        bash(folder / "host.sh")
+    assert bash(folder / "host.sh", A="1") == ""
+    assert "already runs" in bash(folder / "host.sh", A="1")
+    log, deadline = folder / "output.log", time.monotonic() + 10
+    while not log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert log.read_text() == f"{tmp_path}/work launch local {folder}/config.yml\n"
+    assert load([str(folder / "config.yml")]).config.runtime.num_processes == 0
+
+
+def test_submit_starts(
+    calls: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "gcloud", QUICKSTART, *NEEDED, "--submit"]) == 0
+    assert "started; what process 0 prints:" in capfd.readouterr().out
+    assert len(done(calls)) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where", "says"),
+    [
+        ("launch.zone=", "launch.zone = ''", "must name the zone"),
+        ("launch.topology=tpu7x:2x2x1", "launch.topology = tpu7x:2x2x1", "maxpipe launch gke"),
+        (
+            "launch.topology=v6e:2x3 mesh.ici_stage=3",
+            "launch.topology = v6e:2x3",
+            "host of TPU v6e",
+        ),
+        ("launch.topology=h100:8 runtime.platform=cuda", "launch.topology = h100:8", "be TPUs"),
+    ],
+)
+def test_mistakes_are_explained(arguments: str, where: str, says: str, capsys: Capture):
+    assert main(["launch", "gcloud", QUICKSTART, *NEEDED, *arguments.split()]) == 2
+    out, err = capsys.readouterr()
+    assert where in err and says in err and not out

@@ -1,0 +1,186 @@
+"""JobSets: valid, and with the rules that exit codes ask for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from maxpipe.cli import main
+from maxpipe.config.load import load
+from tests.launch.conftest import QUICKSTART, Write
+
+Capture = pytest.CaptureFixture[str]
+SCHEMA = yaml.safe_load((Path(__file__).parent / "jobset_schema.yml").read_text())
+NEEDED = (
+    "launch.topology=v5e:2x4",
+    "launch.image=us-docker.pkg.dev/p/r/maxpipe:0.1",
+    "launch.volume=gs://bucket",
+    "runtime.platform=tpu",
+)
+MULTISLICE = (
+    "launch.topology=v5p:2x2x4",
+    "launch.slices=2",
+    "mesh.ici_fsdp=4",
+    "mesh.dcn_fsdp=2",
+    "train.batch_size=64",
+)
+
+
+def manifests(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    text = (folder / "jobset.yml").read_text()
+    config_map, jobset = yaml.safe_load_all(text)
+    return config_map, jobset
+
+
+def job_of(jobset: dict[str, Any]) -> dict[str, Any]:
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    return replicated["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        MULTISLICE,
+        ("launch.volume=claim", "launch.spot=true", "launch.environment=[MY_TOKEN]"),
+        ("run.name=9.A_long_Name." + "x" * 80, "launch.queue=multislice-queue"),
+        ("run.name=___",),
+    ],
+    ids=["one-host", "slices", "claim", "long-name", "odd-name"],
+)
+def test_jobsets_are_valid(write: Write, more: tuple[str, ...]):
+    config_map, jobset = manifests(write("gke", *NEEDED, *more))
+    checker = jsonschema.Draft202012Validator(SCHEMA, format_checker=jsonschema.FormatChecker())
+    assert [error.message for error in checker.iter_errors(jobset)] == []
+    name = jobset["metadata"]["name"]
+    assert config_map["kind"] == "ConfigMap" and config_map["metadata"]["name"] == name
+    mounted = {mount["name"] for mount in job_of(jobset)["template"]["spec"]["volumes"]}
+    (container,) = job_of(jobset)["template"]["spec"]["containers"]
+    assert mounted == {mount["name"] for mount in container["volumeMounts"]}
+    assert len(f"{name}-slice-99-9999") <= 63  # names of pods
+
+
+def test_the_schema_refuses_mistakes(write: Write):
+    _, jobset = manifests(write("gke", *NEEDED))
+    job_of(jobset)["template"]["spec"]["restartPolicy"] = "OnFailure"
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(jobset, SCHEMA)
+
+
+def outcome(jobset: dict[str, Any], code: int, disrupted: bool = False) -> str:
+    """What the cluster does: the Job's policy, the message it leaves, the JobSet's rules."""
+    reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+    for index, rule in enumerate(job_of(jobset)["podFailurePolicy"]["rules"]):
+        assert rule["action"] == "FailJob"
+        if "onExitCodes" in rule:
+            matches = code in rule["onExitCodes"]["values"]
+        else:
+            matches = disrupted and rule["onPodConditions"][0]["type"] == "DisruptionTarget"
+        if matches:
+            reason = "PodFailurePolicy"
+            message = f"Container maxpipe for pod default/x-0 failed with exit code {code}"
+            message += f" matching FailJob rule at index {index}"
+            break
+    for rule in jobset["spec"]["failurePolicy"]["rules"]:
+        patterns = rule["onJobFailureMessagePatterns"]
+        if reason in rule["onJobFailureReasons"] and any(re.search(p, message) for p in patterns):
+            return rule["action"]
+    return "RestartJobSet"
+
+
+@pytest.mark.parametrize(
+    ("code", "disrupted", "action"),
+    [
+        (75, False, "RestartJobSetAndIgnoreMaxRestarts"),
+        (75, True, "RestartJobSetAndIgnoreMaxRestarts"),
+        (137, True, "RestartJobSetAndIgnoreMaxRestarts"),
+        (2, False, "FailJobSet"),
+        (70, False, "FailJobSet"),
+        (74, False, "FailJobSet"),
+        (71, False, "RestartJobSet"),
+        (134, False, "RestartJobSet"),
+        (137, False, "RestartJobSet"),
+    ],
+)
+def test_exit_codes_decide_about_restarts(write: Write, code: int, disrupted: bool, action: str):
+    _, jobset = manifests(write("gke", *NEEDED, "launch.restarts=7"))
+    assert outcome(jobset, code, disrupted) == action
+    assert job_of(jobset)["backoffLimit"] == 0  # one failed pod ends all
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 7
+
+
+def test_every_host_of_every_slice_gets_a_pod(write: Write):
+    config_map, jobset = manifests(write("gke", *NEEDED, *MULTISLICE, "launch.queue=q"))
+    (slices,) = jobset["spec"]["replicatedJobs"]
+    job = job_of(jobset)
+    assert (slices["replicas"], job["completions"], job["parallelism"]) == (2, 4, 4)
+    assert jobset["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "q"}
+    pod = job["template"]["spec"]
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
+        "cloud.google.com/gke-tpu-topology": "2x2x4",
+    }
+    assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}
+    assert pod["containers"][0]["command"] == ["maxpipe", "train", "/etc/maxpipe/config.yml"]
+    text = config_map["data"]["config.yml"]
+    assert "num_processes: 0\n" in text and "dcn_fsdp: 2\n" in text
+
+
+def test_the_config_is_the_run(write: Write):
+    folder = write("gke", *NEEDED)
+    config_map, _ = manifests(folder)
+    assert config_map["data"]["config.yml"] == (folder / "config.yml").read_text()
+    config = load([str(folder / "config.yml")]).config
+    wanted = load([QUICKSTART, *NEEDED]).config
+    assert (config.model, config.train, config.data) == (wanted.model, wanted.train, wanted.data)
+
+
+def test_values_of_variables_come_from_a_secret(write: Write, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_TOKEN", "canary-5eb1")
+    folder = write("gke", *NEEDED, "launch.environment=[MY_TOKEN]")
+    assert not any("canary" in path.read_text() for path in folder.iterdir())
+    _, jobset = manifests(folder)
+    (container,) = job_of(jobset)["template"]["spec"]["containers"]
+    (variable,) = container["env"]
+    assert variable["valueFrom"] == {"secretKeyRef": {"name": "quickstart", "key": "MY_TOKEN"}}
+
+
+def test_submit_applies_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+):
+    tool = tmp_path / "bin/kubectl"
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/bash\necho "kubectl $*"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
+    where = ("launch.project=p", "launch.zone=us-east5", "launch.cluster=c")
+    folder = tmp_path / "job"
+    given = (QUICKSTART, *NEEDED, *where, "--submit", "--write", str(folder))
+    assert main(["launch", "gke", *given]) == 0
+    wanted = f"kubectl --context=gke_p_us-east5_c apply -f {folder}/jobset.yml\n"
+    assert capfd.readouterr().out == wanted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where", "says"),
+    [
+        ("launch.image=", "launch.image = ''", "can be pulled by the cluster"),
+        ("launch.volume=", "launch.volume = ''", "is lost when they end"),
+        ("launch.cluster=c", "launch.cluster = c", "one of them is empty"),
+        ("launch.workdir=work", "launch.workdir = work", "must be an absolute path"),
+        ("run.dir=/elsewhere", "run.dir = /elsewhere", "must lie in /workdir"),
+        ("run.dir=../x", "run.dir = ../x", "must lie in /workdir"),
+        ("launch.topology=v2:2x2", "launch.topology = v2:2x2", "maxpipe launch gcloud"),
+        ("launch.topology=v5p:2x2x4", "mesh = stage 4 x fsdp 2", "must multiply"),
+        ("launch.topology=h100:8 runtime.platform=auto", "launch.topology = h100:8", "be TPUs"),
+    ],
+)
+def test_mistakes_are_explained(arguments: str, where: str, says: str, capsys: Capture):
+    assert main(["launch", "gke", QUICKSTART, *NEEDED, *arguments.split()]) == 2
+    out, err = capsys.readouterr()
+    assert where in err and says in err and not out

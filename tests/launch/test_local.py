@@ -1,0 +1,236 @@
+"""Processes on this machine: watched, stopped, and started again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.launch import local
+from maxpipe.launch.logs import Log
+from tests.launch.conftest import QUICKSTART
+
+Start = Callable[..., subprocess.Popen[str]]
+Capture = pytest.CaptureFixture[str]
+
+# --- with processes that only behave like it ----------------------------------------------
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`launch(*codes)`: the launcher, with a Python program for each process."""
+    monkeypatch.setattr(local, "GRACE_SECONDS", 1.0)
+
+    def run_launch(*programs: str, restarts: int = 1) -> int:
+        commands = [[sys.executable, "-c", program] for program in programs]
+        monkeypatch.setattr(local, "_commands", lambda *_: commands)
+        count = str(len(programs))
+        sizes = (f"mesh.cpu_devices={8 * len(programs)}", f"mesh.ici_data={len(programs)}")
+        arguments = (f"run.dir={tmp_path}", f"launch.restarts={restarts}", "run.name=run", *sizes)
+        arguments += ("train.batch_size=32",)
+        return main(["launch", "local", QUICKSTART, *arguments, "--processes", count])
+
+    return run_launch
+
+
+def test_one_that_is_done_is_shown_and_ends_with_0(launch: Callable[..., int], capsys: Capture):
+    assert launch("print('first')", "print('second')") == 0
+    out, err = capsys.readouterr()
+    assert out == "first\n"
+    assert err.startswith("preflight\n") and "launch:" not in err
+
+
+def test_the_process_that_failed_first_is_shown_last(
+    launch: Callable[..., int], capsys: Capture, tmp_path: Path
+):
+    waits = "import time; print('waiting', flush=True); time.sleep(60)"
+    first = "Traceback (most recent call last):\n  File\nValueError: the reason\n"
+    second = "\nDuring handling another occurred:\n\n" + first.replace("the reason", "later")
+    fails = f"import sys; sys.stderr.write({first + second!r}); sys.exit(70)"
+    begin = time.monotonic()
+    assert launch(waits, fails) == 70
+    assert time.monotonic() - begin < 20  # the other was not waited for
+    err = capsys.readouterr().err
+    assert f"launch: it failed first; its log is {tmp_path}/run/logs/process-1.log\n" in err
+    assert "process 1 of 2: exit code 70 (a bug in maxpipe)" in err
+    assert err.endswith(f"process-1.log\n{first}")
+
+
+def test_an_explained_error_is_shown_whole(launch: Callable[..., int], capsys: Capture):
+    mistake = (
+        "data.path = /nowhere\n  must be there.\n  Set it.\n"
+        "eval.every = x\n  must be a number.\n  Set it, too.\n"
+    )
+    said = f"import sys; print('step 1'); print({mistake!r} + 'process 1 gives up'); sys.exit(2)"
+    assert launch(said, said) == 2
+    assert capsys.readouterr().err.endswith(mistake)
+
+
+def test_kills_are_followed_by_so_many_starts(
+    launch: Callable[..., int], capsys: Capture, tmp_path: Path
+):
+    dies = "import os, signal; print('again'); os.kill(os.getpid(), signal.SIGKILL)"
+    assert launch(dies, restarts=2) == 137
+    out, err = capsys.readouterr()
+    assert out.count("again") == 3
+    assert "3 times in a row without a newer checkpoint than the beginning" in err
+    text = (tmp_path / "run/logs/process-0.log").read_text()
+    assert [line.split()[3:5] for line in text.splitlines() if line.startswith("===")] == [
+        ["attempt", f"{number}:"] for number in (1, 2, 3)
+    ]
+
+
+def test_progress_keeps_a_run_going(launch: Callable[..., int], tmp_path: Path):
+    """Hangs five times, each time after a newer checkpoint, with one restart allowed."""
+    saves = (
+        "import pathlib, sys\n"
+        f"folder = pathlib.Path({str(tmp_path / 'run/checkpoints')!r})\n"
+        "folder.mkdir(exist_ok=True)\n"
+        "done = len(list(folder.iterdir()))\n"
+        "(folder / str(done)).mkdir()\n"
+        "sys.exit(71 if done < 5 else 0)"
+    )
+    assert launch(saves) == 0
+
+
+STOPS = """
+import signal, sys, time
+def stop(*_):
+    print("saved", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_and_nothing_starts_again(
+    launch: Callable[..., int], capsys: Capture, tmp_path: Path, number: signal.Signals
+):
+    logs = [tmp_path / f"run/logs/process-{rank}.log" for rank in (0, 1)]
+    signal_when(lambda: all(log.exists() and "ready" in log.read_text() for log in logs), number)
+    assert launch(STOPS, STOPS) == 75
+    assert "launch: stopped: nothing is saved yet; start the same" in capsys.readouterr().err
+    for log in logs:
+        assert log.read_text().count("ready") == log.read_text().count("saved") == 1
+
+
+def test_a_second_signal_kills(launch: Callable[..., int], capsys: Capture, tmp_path: Path):
+    deaf = "import signal, time\nsignal.signal(15, lambda *_: print('no', flush=True))\n"
+    deaf += "print('ready', flush=True)\nwhile True: time.sleep(1)"
+    log = tmp_path / "run/logs/process-0.log"
+    signal_when(lambda: log.exists() and "ready" in log.read_text(), signal.SIGTERM)
+    signal_when(lambda: log.exists() and "no" in log.read_text().split("ready")[-1], signal.SIGINT)
+    assert launch(deaf) == 137
+    assert "launch: killed: nothing is saved yet" in capsys.readouterr().err
+
+
+def signal_when(ready: Callable[[], bool], number: signal.Signals) -> None:
+    def wait() -> None:
+        deadline = time.monotonic() + 30
+        while not ready() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process of its parent's end")
+def test_a_launcher_that_is_killed_stops_its_processes(start: Start, tmp_path: Path):
+    program = (
+        "import sys\n"
+        "from maxpipe.launch import local\n"
+        f"local._commands = lambda *_: [[sys.executable, '-c', {STOPS!r}]]\n"
+        "from maxpipe.cli import main\n"
+        f"main(['launch', 'local', {QUICKSTART!r}, 'run.dir={tmp_path}'])"
+    )
+    log = tmp_path / "quickstart/logs/process-0.log"
+    root = str(Path(QUICKSTART).parents[1])
+    with subprocess.Popen([sys.executable, "-c", program], env={"PYTHONPATH": root}) as process:
+        until(lambda: log.exists() and "ready" in log.read_text())
+        process.kill()
+    until(lambda: log.read_text().endswith("saved\n"))
+
+
+def until(ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# --- commands and mistakes --------------------------------------------------------------------
+
+
+def test_processes_meet_on_a_free_loopback_port_with_their_share_of_devices():
+    commands = local._commands(["run.yml", "mesh.cpu_devices=8"], 2, 8)
+    assert [command[3:6] for command in commands] == [
+        ["train", "run.yml", "mesh.cpu_devices=8"]
+    ] * 2
+    for rank, command in enumerate(commands):
+        assert command[6:8] == ["mesh.cpu_devices=4", "runtime.num_processes=2"]
+        assert re.fullmatch(r"runtime.coordinator=127\.0\.0\.1:\d+", command[8])
+        assert command[9:] == [f"runtime.process_id={rank}"]
+        # jax listens on all interfaces unless it is told.
+        bound = local._environment(command)["JAX_COORDINATOR_BIND_ADDRESS"]
+        assert bound == command[8].partition("=")[2]
+    assert commands[0][8] == commands[1][8]
+    assert local._commands(["run.yml"], 1, 8) == [
+        [sys.executable, "-m", "maxpipe", "train", "run.yml"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where", "says"),
+    [
+        ("--processes 0", "command line: --processes = 0", "Leave out --processes"),
+        ("--processes 3", "mesh.cpu_devices = 8", "must be a multiple of --processes (3)"),
+        ("--processes 2 runtime.platform=auto", "runtime.platform = auto", "must be cpu for 2"),
+        (
+            "mesh.ici_data=2 train.batch_size=32",
+            "mesh = stage 4 x data 2 x fsdp 2",
+            "must multiply",
+        ),
+        ("data.source=text data.path=/nowhere", "data.path = /nowhere", "nothing at /nowhere."),
+        ("run.dir=gs://bucket", "run.dir = gs://bucket", "Set run.dir=runs."),
+        ("run.dir=/proc/runs", "run.dir = /proc/runs", "must be a folder that can be written"),
+        ("launch.restarts=-1", "launch.restarts = -1", "must be at least 0"),
+    ],
+)
+def test_mistakes_are_explained_before_anything_starts(
+    arguments: str, where: str, says: str, capsys: Capture, tmp_path: Path
+):
+    code = main(["launch", "local", QUICKSTART, f"run.dir={tmp_path}", *arguments.split()])
+    out, err = capsys.readouterr()
+    assert code == 2 and not out
+    assert where in err and says in err
+    assert len(err.splitlines()) == 3 and not (tmp_path / "quickstart/logs").exists()
+
+
+def test_buckets_are_noted_as_unchecked(launch: Callable[..., int], capsys: Capture):
+    from maxpipe.config.load import load
+    from maxpipe.launch.preflight import check_local
+
+    loaded = load(
+        [QUICKSTART, "data.source=jsonl", "data.path=gs://bucket/*.jsonl", "run.dir=/tmp"]
+    )
+    assert "unchecked  data.path = gs://bucket/*.jsonl" in check_local(loaded, 1)
+
+
+def test_the_first_error_of_a_long_log_is_found(tmp_path: Path):
+    log = Log(tmp_path / "process-0.log")
+    with log.begin(1, "maxpipe train") as file:
+        file.write(b"Traceback (most recent call last):\n  File\nValueError: of another attempt\n")
+    with log.begin(2, "maxpipe train") as file:
+        file.write(b"mesh      stage 4\n" + b"step 1\n" * 50)
+    assert log.first_error() == "\n".join(["step 1"] * 10)

@@ -1,0 +1,65 @@
+"""Which ends of a run are followed by another start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from maxpipe.launch.restart import Restarts, described, newest_step
+
+
+def save(run_dir: Path, step: int) -> None:
+    (run_dir / "checkpoints" / str(step)).mkdir(parents=True)
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 70, 74, 127])
+def test_what_another_start_would_repeat_is_final(tmp_path: Path, code: int):
+    restarts = Restarts(3, tmp_path)
+    save(tmp_path, 4)  # progress changes nothing
+    assert not restarts.again(code)
+
+
+@pytest.mark.parametrize("code", [-9, -6, 137, 71])
+def test_a_kill_or_hang_is_followed_by_so_many_starts_without_progress(tmp_path: Path, code: int):
+    restarts = Restarts(2, tmp_path)
+    assert [restarts.again(code) for _ in range(3)] == [True, True, False]
+
+
+def test_a_newer_checkpoint_starts_the_count_again(tmp_path: Path):
+    save(tmp_path, 4)
+    restarts = Restarts(1, tmp_path)
+    for step in (8, 12, 16):
+        assert restarts.again(-9)  # the first without progress
+        save(tmp_path, step)
+        assert restarts.again(-9) and restarts.fruitless == 0
+    assert restarts.again(-9) and not restarts.again(-9)
+
+
+def test_stops_that_saved_do_not_count(tmp_path: Path):
+    restarts = Restarts(0, tmp_path)
+    assert all(restarts.again(75) for _ in range(20))
+    assert not restarts.again(-9)
+
+
+def test_only_complete_checkpoints_count(tmp_path: Path):
+    assert newest_step(tmp_path) is None
+    save(tmp_path, 8)
+    save(tmp_path, 12)
+    for name in ("16.orbax-checkpoint-tmp-1", "20.corrupt", "latest"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    assert newest_step(tmp_path) == 12
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-9, "killed by SIGKILL"),
+        (134, "killed by SIGABRT"),
+        (-127, "killed by 127"),
+        (74, "exit code 74 (storage or checkpoint)"),
+        (1, "exit code 1"),
+    ],
+)
+def test_codes_in_words(code: int, words: str):
+    assert described(code) == words

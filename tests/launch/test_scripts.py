@@ -1,0 +1,65 @@
+"""Commands in scripts/ and in the documentation do what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.config.load import load
+from maxpipe.launch.preflight import check_local
+from tests.launch.conftest import ROOT
+
+SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
+PAGE = (ROOT / "docs/launch.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^maxpipe (launch \w+ .*)$", PAGE, re.MULTILINE)
+
+
+def test_shellcheck_finds_nothing_in_scripts():
+    checked = subprocess.run(
+        [Path(sys.executable).parent / "shellcheck", *SCRIPTS], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout
+    assert all(os.access(path, os.X_OK) for path in SCRIPTS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_scripts_give_commands_that_are_right(script: Path, tmp_path: Path):
+    """`maxpipe` is a stand-in that prints its arguments."""
+    tool = tmp_path / "maxpipe"
+    tool.write_text("#!/bin/bash\nprintf '%s\\n' \"$@\"\n")
+    tool.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ran = subprocess.run(
+        ["bash", script], capture_output=True, text=True, cwd=ROOT, env=environment, check=True
+    )
+    is_right(ran.stdout.splitlines(), tmp_path)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda text: text.split()[1])
+def test_commands_of_the_page_are_right(command: str, tmp_path: Path):
+    is_right(shlex.split(command), tmp_path)
+
+
+def test_the_page_shows_every_way():
+    assert [command.split()[1] for command in COMMANDS] == ["local", "slurm", "gcloud", "gke"]
+    assert len(SCRIPTS) == 4
+
+
+def is_right(arguments: list[str], folder: Path) -> None:
+    launch, way, *rest = arguments
+    given = [str(ROOT / word) if word.endswith(".yml") else word for word in rest]
+    assert launch == "launch"
+    if way == "local":
+        option, number, *inputs = given
+        assert option == "--processes"
+        assert "ok         mesh" in check_local(load([*inputs, f"run.dir={folder}"]), int(number))
+    else:
+        assert main([launch, way, *given, "--write", str(folder / "job")]) == 0
+        assert (folder / "job/config.yml").exists()

@@ -1,0 +1,204 @@
+"""SLURM jobs: what the scripts say, and what they do on a cluster of one machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.config.load import load
+from tests.launch.conftest import QUICKSTART, Cluster, Write, until
+
+Capture = pytest.CaptureFixture[str]
+GPUS = ("launch.topology=h100:8", "runtime.platform=cuda", "mesh.ici_fsdp=-1")
+
+
+def directives(folder: Path) -> dict[str, str]:
+    text = (folder / "job.sh").read_text()
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
+
+
+# --- what they say -----------------------------------------------------------------------------
+
+
+def test_gpus_get_a_process_each(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    keys = ("launch.slices=4", "launch.queue=gpu", "launch.time_limit_minutes=90")
+    folder = write("slurm", *GPUS, *keys, "launch.grace_seconds=60", "train.batch_size=64")
+    assert directives(folder) == {
+        "job-name": "quickstart",
+        "nodes": "4",
+        "ntasks-per-node": "8",
+        "gpus-per-node": "8",
+        "partition": "gpu",
+        "time": "90",
+        "chdir": str(tmp_path),
+        "signal": "TERM@60",
+        "requeue": "",
+        "open-mode": "append",
+        "output": f"{folder}/slurm-%j.log",
+    }
+    config = load([str(folder / "config.yml")]).config
+    assert config.runtime.num_processes == 0  # jax finds the others
+    assert (config.mesh.ici_stage, config.mesh.ici_fsdp) == (4, 8)  # resolved
+    assert f"run={tmp_path}/runs/quickstart\n" in (folder / "job.sh").read_text()
+
+
+def test_nodes_without_gpus_get_one_process_with_all_devices(write: Write):
+    folder = write("slurm", "launch.topology=cpu:4", "launch.slices=2")
+    found = directives(folder)
+    assert (found["nodes"], found["ntasks-per-node"]) == ("2", "1") and "gpus-per-node" not in found
+    assert load([str(folder / "config.yml")]).config.mesh.cpu_devices == 4
+
+
+def test_scripts_can_be_executed_and_shellcheck_finds_nothing(write: Write):
+    folder = write("slurm", *GPUS, "launch.environment=[MY_TOKEN]", "run.dir=it's a folder")
+    for name in ("job.sh", "task.sh"):
+        assert os.access(folder / name, os.X_OK)
+        checked = subprocess.run(
+            [Path(sys.executable).parent / "shellcheck", folder / name],
+            capture_output=True,
+            text=True,
+        )
+        assert checked.returncode == 0, checked.stdout
+
+
+def test_values_of_variables_are_written_nowhere(
+    write: Write, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+):
+    monkeypatch.setenv("MY_TOKEN", "canary-5eb1")
+    folder = write("slurm", *GPUS, "launch.environment=[MY_TOKEN]")
+    assert main(["launch", "slurm", QUICKSTART, *GPUS, "launch.environment=[MY_TOKEN]"]) == 0
+    texts = [path.read_text() for path in folder.iterdir()] + list(capsys.readouterr())
+    assert not any("canary" in text for text in texts)
+    assert ': "${MY_TOKEN:?' in (folder / "job.sh").read_text()
+
+
+# --- what they do ------------------------------------------------------------------------------
+
+
+def behave(cluster: Cluster, text: str) -> None:
+    """Tasks run this script instead of maxpipe; `$RUN` is the run's folder."""
+    cluster.program.write_text(f"#!/bin/bash\n{text}\n")
+
+
+@pytest.fixture
+def job(write: Write, cluster: Cluster, tmp_path: Path) -> Path:
+    keys = ("launch.topology=cpu:4", "launch.slices=2", f"launch.program={cluster.program}")
+    cluster.environment["RUN"] = str(tmp_path / "quickstart")
+    return write("slurm", *keys, "launch.restarts=1", f"run.dir={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "steps"),
+    [
+        ("exit 0", 0, 1),
+        ("exit 2", 2, 1),
+        ("exit 70", 70, 1),
+        ("exit 74", 74, 1),
+        ("exit 1", 1, 1),
+        ("exit 71", 71, 2),
+        ("kill -KILL $$", 137, 2),
+        # The first failure counts, though srun reports the highest code.
+        ("if [ $SLURM_PROCID = 1 ]; then exit 2; fi; sleep 1; exit 134", 2, 1),
+        ("if [ $SLURM_PROCID = 1 ]; then kill -KILL $$; fi; sleep 1; exit 74", 137, 2),
+        # Progress: a newer checkpoint each time, five kills in a row.
+        (
+            "n=$(ls $RUN/checkpoints | wc -l); [ $n -ge 10 ] && exit 0\n"
+            "mkdir -p $RUN/checkpoints/{$n-$SLURM_PROCID.tmp,$((8 + n))}\nsleep 0.5\n"
+            "kill -KILL $$",
+            0,
+            -1,
+        ),
+        # Stopped and saved: back in the queue, without counting.
+        ("[ $(wc -l <$FAKE_SLURM/started) -ge 4 ] && exit 0; sleep 0.2; exit 75", 0, 4),
+    ],
+)
+def test_jobs_follow_the_exit_codes(
+    job: Path, cluster: Cluster, tmp_path: Path, text: str, code: int, steps: int
+):
+    (tmp_path / "quickstart/checkpoints").mkdir(parents=True)
+    behave(cluster, text)
+    with cluster.submitted(job) as submitted:
+        assert submitted.wait(timeout=60) == code, cluster.output(job)
+    assert len(cluster.steps()) == steps or (steps == -1 and len(cluster.steps()) > 3)
+
+
+def test_a_job_that_is_cancelled_is_not_put_back(job: Path, cluster: Cluster):
+    """Cancelling signals the script, too; the end of the time does not."""
+    behave(cluster, "trap 'exit 75' TERM; sleep 60 & wait")
+    with cluster.submitted(job) as submitted:
+        until(lambda: len(cluster.steps()) == 1, submitted)
+        step = cluster.steps()[0][0]
+        script = int(Path(f"/proc/{step}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(script, signal.SIGTERM)
+        os.kill(step, signal.SIGUSR1)
+        assert submitted.wait(timeout=60) == 75
+    assert len(cluster.steps()) == 1
+
+
+def test_submit_calls_sbatch(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture
+):
+    monkeypatch.chdir(tmp_path)
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    behave(cluster, "exit 74")
+    keys = ("launch.topology=cpu:4", "launch.slices=2", f"launch.program={cluster.program}")
+    assert main(["launch", "slurm", QUICKSTART, *keys, "--submit"]) == 74
+    folder = tmp_path / "runs/quickstart/launch"
+    assert {path.name for path in folder.glob("*.*")} >= {"job.sh", "task.sh", "config.yml"}
+    assert f"wrote job.sh, task.sh, config.yml to {folder}" in capfd.readouterr().err
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where", "says"),
+    [
+        ("launch.topology=", "launch.topology = ''", "must name the kind of device"),
+        ("launch.topology=h100", "launch.topology = h100", "Write h100:8."),
+        ("launch.topology=v9:8", "launch.topology = v9:8", "is not a kind of device"),
+        (
+            "launch.topology=v5e:2x4 runtime.platform=auto",
+            "launch.topology = v5e:2x4",
+            "maxpipe launch gcloud",
+        ),
+        ("launch.topology=h100:4", "mesh = stage 4 x fsdp 2", "it is 8 in 1 slices"),
+        ("launch.topology=gb200:6", "launch.topology = gb200:6", "a host of NVIDIA GB200 has 4"),
+        ("runtime.platform=cpu", "runtime.platform = cpu", "must be cuda, the platform of h100:8"),
+        ("launch.queue=-x", "launch.queue = -x", "must be a name of letters"),
+        ("launch.queue=$(id)", "launch.queue = $(id)", "must be a name of letters"),
+        ("launch.workdir=a;b", "launch.workdir = a;b", "must be a path of letters"),
+        ("launch.program=", "launch.program = ''", "must be a path of letters"),
+        ("launch.environment=[A=b]", "launch.environment = [A=b]", "without values"),
+        ("--write /tmp/a%b", "command line: --write = /tmp/a%b", "Name another folder"),
+        ("--submit --dry-run", "command line: maxpipe launch slurm", "not allowed with"),
+    ],
+)
+def test_mistakes_are_explained(arguments: str, where: str, says: str, capsys: Capture):
+    given = ("launch.topology=h100:8", "runtime.platform=cuda", *arguments.split())
+    assert main(["launch", "slurm", QUICKSTART, *given]) == 2
+    out, err = capsys.readouterr()
+    assert where in err and says in err and not out
+    assert len(err.splitlines()) == 3
+
+
+def test_a_tool_that_is_missing_is_named(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert shutil.which("sbatch") is None
+    assert main(["launch", "slurm", QUICKSTART, *GPUS, "--submit"]) == 2
+    err = capsys.readouterr().err
+    assert "needs sbatch, which is not on the PATH" in err
+    assert f"Run `sbatch {tmp_path}/runs/quickstart/launch/job.sh` where sbatch is installed" in err

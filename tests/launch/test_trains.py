@@ -1,0 +1,124 @@
+"""Real runs that are killed or stopped, by launchers that work here: the result is the same."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from maxpipe.cli import main
+from tests.launch.conftest import Cluster, Write, until
+
+Run = Callable[..., str]
+Start = Callable[..., subprocess.Popen[str]]
+
+pytestmark = [pytest.mark.multihost, pytest.mark.slow]
+
+STEPS = 60
+# Two stages, one in each process.
+SMALL = ("mesh.cpu_devices=2", "mesh.ici_stage=2", "pipeline.microbatches=2")
+TRAIN = (
+    *SMALL,
+    f"train.steps={STEPS}",
+    "checkpoint.every=20",
+    "eval.batches=0",
+    "log.every=1",
+    "log.tensorboard=false",
+)
+
+
+def digests(folder: Path) -> list[str]:
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        assert main(["checkpoints", "show", str(folder), "--step", str(STEPS)]) == 0
+    found = [line for line in shown.getvalue().splitlines() if line.startswith("sha256")]
+    assert len(found) == 4
+    return found
+
+
+def steps(folder: Path) -> list[int]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Digests of the run that went through."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    shown = run("launch", "local", "--processes", 2, tiny, *TRAIN, f"run.dir={folder}")
+    assert "ok         mesh: stage 2 = 2 devices of 2 processes" in shown
+    assert "2 x cpu in 2 process(es)" in shown and f"step {STEPS:>5}/{STEPS}" in shown
+    return digests(folder / "run")
+
+
+def wait_for(process: subprocess.Popen[str], beginning: str) -> list[str]:
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if " ".join(line.split()).startswith(beginning):
+            return lines
+    raise AssertionError(f"{beginning!r} was never printed:\n{''.join(lines)}")
+
+
+def children(process: subprocess.Popen[str]) -> dict[int, int]:
+    """Rank to process id of the processes of a launcher."""
+    found = {}
+    for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        (rank,) = (a.partition("=")[2] for a in arguments if a.startswith("runtime.process_id"))
+        found[int(rank)] = int(pid)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
+def test_a_process_that_is_killed_leaves_no_trace_in_the_result(
+    start: Start, tiny: Path, tmp_path: Path, unbroken: list[str]
+):
+    process = start("launch", "local", "--processes", 2, tiny, *TRAIN, f"run.dir={tmp_path}")
+    wait_for(process, "step 25/")
+    os.kill(children(process)[1], signal.SIGKILL)
+    said = wait_for(process, "launch: starting again from step ")
+    assert said[-2] == "launch: process 1 of 2: killed by SIGKILL\n"
+    assert re.search(r"from step (20|40), attempt 2$", said[-1])
+    rest, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, rest
+    assert digests(tmp_path / "run") == unbroken
+    assert steps(tmp_path / "run") == list(range(1, STEPS + 1))
+    for rank in (0, 1):
+        text = (tmp_path / f"run/logs/process-{rank}.log").read_text()
+        headers = re.findall(r"^=== .*$", text, re.MULTILINE)
+        for attempt, header in enumerate(headers, 1):
+            assert f" attempt {attempt}: maxpipe train " in header
+            assert "mesh.cpu_devices=1 " in header and f"process_id={rank}" in header
+        assert len(headers) == 2
+
+
+def test_a_slurm_job_trains_on_two_nodes_over_the_end_of_its_time(
+    cluster: Cluster, write: Write, tiny: Path, tmp_path: Path, unbroken: list[str]
+):
+    """jax finds the two processes by SLURM's variables; the first job ends in the middle."""
+    keys = ("launch.topology=cpu:1", "launch.slices=2", f"launch.program={cluster.program}")
+    folder = write("slurm", tiny, *keys, *TRAIN, f"run.dir={tmp_path}")
+    metrics = tmp_path / "run/metrics.jsonl"
+    with cluster.submitted(folder) as job:
+        until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, job)
+        os.kill(cluster.steps()[0][0], signal.SIGUSR1)
+        assert job.wait(timeout=240) == 0, cluster.output(folder)
+    output = cluster.output(folder)
+    assert len(cluster.steps()) == 2, output
+    stopped = re.search(rf"stopped after step (\d+) of {STEPS}", output)
+    assert stopped and f"exit code 75; newest checkpoint: step {stopped[1]}\n" in output
+    assert "2 x cpu in 2 process(es)" in output and "ended with exit code 0;" in output
+    assert digests(tmp_path / "run") == unbroken
+    assert steps(tmp_path / "run") == list(range(1, STEPS + 1))
+    assert not list(folder.glob("codes-*"))
