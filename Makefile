@@ -13,7 +13,7 @@ PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq -c $
 BASE := $(VENV)/installed-$(LANE)
 DEV := $(VENV)/installed-dev-$(LANE)
 
-.PHONY: help quickstart test test-fast test-matrix check docs bench clean
+.PHONY: help quickstart test test-fast test-matrix test-faults check docs bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -25,10 +25,13 @@ test: $(DEV)  ## run all tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-fast: $(DEV)  ## run the tests that take seconds
-	@$(BIN)/python -m pytest -m "not slow and not multihost and not matrix" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not multihost and not matrix and not faults" $(PYTEST_ARGS)
 
 test-matrix: $(DEV)  ## every schedule x gather x remat x idle x stages (an hour)
 	@$(BIN)/python -m pytest -m matrix tests/pipeline/test_executor.py -n 2
+
+test-faults: $(DEV)  ## runs that are killed, hang and go on (half an hour)
+	@$(BIN)/python -m pytest -m faults -n 2
 
 check: $(DEV)  ## format, lint, types, and whether generated docs are up to date
 	@$(BIN)/ruff format --check --quiet --output-format concise . || \

@@ -85,6 +85,14 @@ class Wire:
             self._socket.close()
 
 
+def _is_hello(given: Any) -> bool:
+    """Others than our own processes may have found the port."""
+    kinds = {"index": int, "count": int, "host": str, "pid": int, "facts": dict}
+    return isinstance(given, dict) and all(
+        isinstance(given.get(name), kind) for name, kind in kinds.items()
+    )
+
+
 @dataclass
 class Member:
     """One process."""
@@ -163,11 +171,11 @@ class Hub:
         messages = source.receive()
         member = next((each for each in self._members.values() if each.wire is source), None)
         for message in messages or ():
-            if member is None and "hello" in message:
+            if member is None and _is_hello(message.get("hello")):
                 member = self._admit(source, message["hello"])
             elif member is not None:
                 self.handle(member.index, message)
-        if messages is None or member is None:
+        if messages is None or (messages and member is None):
             selector.unregister(source)
             source.close()
             if source in self._unknown:
@@ -184,9 +192,9 @@ class Hub:
 
     def _admit(self, wire: Wire, hello: dict[str, Any]) -> Member | None:
         """The process that introduces itself, unless something is wrong with it."""
-        index, count = hello.get("index"), hello.get("count")
-        who = f"process {index} ({hello.get('host')}, pid {hello.get('pid')})"
-        if count != self._count or not isinstance(index, int) or not 0 < index < self._count:
+        index, count = hello["index"], hello["count"]
+        who = f"process {index} ({hello['host']}, pid {hello['pid']})"
+        if count != self._count or not 0 < index < self._count:
             return self._refuse(
                 wire, f"{who} was told of {count} processes, process 0 of {self._count}"
             )

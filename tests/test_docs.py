@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import re
@@ -12,7 +13,8 @@ import pytest
 from maxpipe.cli import main
 from maxpipe.plan.advice import TERMS
 
-DOCS = Path(__file__).parents[1] / "docs"
+TESTS = Path(__file__).parent
+DOCS = TESTS.parent / "docs"
 PICTURES = [
     picture
     for page in ("engine.md", "plan.md")
@@ -82,6 +84,25 @@ def test_the_terms_are_those_of_plans(update_golden: bool) -> None:
     rows = [f"| {term.about} | {term.keys} |" for term in TERMS.values()]
     text = "\n".join(["| what takes memory | smaller with |", "|---|---|", *rows, ""])
     replace_block(DOCS / "plan.md", "terms", text, update_golden)
+
+
+def test_every_fault_is_shown_by_a_test(update_golden: bool) -> None:
+    page = DOCS / "faults.md"
+    rows = re.findall(r"^\| (\w\d+) \| (.*?) \| (.*?) \|", page.read_text(encoding="utf-8"), re.M)
+    shown: dict[str, list[str]] = {fault: [] for fault, _, _ in rows}
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            for mark in node.decorator_list:
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.fault":
+                    name = f"{path.relative_to(TESTS)}::{node.name}"
+                    for argument in mark.args:
+                        shown[ast.literal_eval(argument)].append(f"`{name}`")
+    assert all(shown.values()), [fault for fault, names in shown.items() if not names]
+    lines = ["| id | what happens | what comes of it | shown by |", "|---|---|---|---|"]
+    lines += [f"| {fault} | {a} | {b} | {'<br>'.join(shown[fault])} |" for fault, a, b in rows]
+    replace_block(page, "faults", "\n".join([*lines, ""]), update_golden)
 
 
 def test_the_schedule_in_the_guide_runs(update_golden: bool) -> None:

@@ -48,6 +48,7 @@ def killed_once(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.fault("F20")
 def test_every_second_has_a_cause(killed_once: Path) -> None:
     found = goodput.read(killed_once)
     assert found.seconds == pytest.approx(
@@ -70,6 +71,7 @@ def test_every_second_has_a_cause(killed_once: Path) -> None:
     assert found.share == pytest.approx(175 / 358)
 
 
+@pytest.mark.fault("F20")
 def test_a_clock_that_was_set_back_takes_no_time_away(killed_once: Path) -> None:
     lines = (killed_once / "events.jsonl").read_text().splitlines()
     second = next(place for place, line in enumerate(lines) if place and '"begin"' in line)

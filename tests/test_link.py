@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import signal
 import socket
@@ -151,6 +152,7 @@ steps(link, 1000, read)
 """
 
 
+@pytest.mark.fault("F8")
 def test_a_second_signal_ends_the_process_at_once() -> None:
     body = HANGS
     with members(body, count=1, limits="stall_seconds=0") as (process,):
@@ -163,6 +165,7 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
     assert codes == [75] and "asked twice" in errors[0]
 
 
+@pytest.mark.fault("F8")
 def test_the_grace_ends() -> None:
     body = HANGS
     with members(body, count=1, limits="heartbeat_seconds=1, grace_seconds=1") as (process,):
@@ -199,6 +202,7 @@ def test_a_process_that_does_not_answer_is_given_up() -> None:
     assert all("process 2" in text and "did not answer for 2 s" in text for text in errors)
 
 
+@pytest.mark.fault("F10")
 def test_the_first_failure_is_told_last_and_everywhere() -> None:
     body = "steps(link, 1000, lambda step: 1 / (step - 5) if index == 2 else None)"
     with members(body) as processes:
@@ -209,6 +213,7 @@ def test_the_first_failure_is_told_last_and_everywhere() -> None:
     assert all(re.search(r"^process 2 .* failed first:$", text, re.M) for text in errors[:2])
 
 
+@pytest.mark.fault("F9")
 def test_a_stall_shows_all_stacks_and_names_who_holds_the_others_up() -> None:
     body = """
 def read(step):
@@ -232,6 +237,7 @@ steps(link, 1000, read if index == 1 else step_of_all)
         assert "process 2" not in who
 
 
+@pytest.mark.fault("S1")
 def test_who_holds_the_others_up_is_named() -> None:
     body = """
 def wait(step):
@@ -246,6 +252,7 @@ steps(link, 60, wait if index != 2 else lambda step: time.sleep(0.05))
     assert found and 35 <= int(found[1]) <= 90
 
 
+@pytest.mark.fault("F10")
 def test_a_process_that_ends_early_is_not_waited_for_in_vain() -> None:
     with members(
         "steps(link, 5 if index == 1 else 1000)", limits="heartbeat_seconds=2"
@@ -256,6 +263,7 @@ def test_a_process_that_ends_early_is_not_waited_for_in_vain() -> None:
         assert "process 1 ended 2 s ago, and processes 0, 2 did not" in text
 
 
+@pytest.mark.fault("F10")
 def test_those_who_did_not_come_are_named() -> None:
     limits = "init_seconds=2"
     with members("pass", count=4, started=2, limits=limits) as processes:
@@ -294,9 +302,34 @@ def test_strangers_at_the_port_do_no_harm() -> None:
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError):
                 with socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
+                    stranger.sendall(b'{"hello": {"index": 1}}\n')
+                with socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
                     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 break
             time.sleep(0.05)
         arguments[3] = "1"
         second = subprocess.Popen(arguments, text=True, env={"PYTHONPATH": str(ROOT)})
         assert (second.wait(30), processes[0].wait(30)) == (0, 0)
+
+
+def test_an_introduction_may_come_in_pieces() -> None:
+    """It holds the whole config, which is more than a network hands over at once."""
+    with members("link.same('x', 'y')", count=2, started=1) as (process,):
+        arguments: list[Any] = list(process.args)  # type: ignore[arg-type]
+        port, deadline = int(arguments[-2]), time.monotonic() + 10
+        hello = {"index": 1, "count": 2, "host": "far", "pid": 1, "facts": {"train.steps": "10"}}
+        text = json.dumps({"hello": hello}).encode() + b"\n"
+        while True:
+            try:
+                wire = socket.create_connection(("127.0.0.1", port), timeout=5)
+                break
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        with wire:
+            wire.sendall(text[:20])
+            time.sleep(0.3)
+            wire.sendall(text[20:])
+            assert b"welcome" in wire.recv(1000)
+            wire.sendall(b'{"same": "x", "value": "y"}\n{"bye": true}\n')
+            assert process.wait(10) == 0

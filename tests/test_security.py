@@ -603,6 +603,7 @@ def mutated(draw: random.Random, lines: list[str], keys: list[str]) -> tuple[byt
 
 
 @pytest.mark.slow
+@pytest.mark.fault("C1")
 def test_a_thousand_mutated_configs_give_no_traceback(tmp_path: Path, capsys: Capture):
     from maxpipe.config.load import KEYS
 

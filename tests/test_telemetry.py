@@ -73,6 +73,7 @@ def test_start_from_nothing_drops_the_records_of_a_run_that_never_saved(tmp_path
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
+@pytest.mark.fault("O1")
 def test_full_disk_loses_records_not_the_run(tmp_path: Path, full_disk, caplog):
     writer = MetricWriter(tmp_path, tensorboard=True, resume_step=0)
     writer.write(1, {"train/loss": 1.0})
@@ -89,6 +90,7 @@ def test_full_disk_loses_records_not_the_run(tmp_path: Path, full_disk, caplog):
     assert _scalars(tmp_path)["train/loss"] == [(1, 1.0), (50, 2.0)]
 
 
+@pytest.mark.fault("O1")
 def test_a_warning_returns_after_a_minute(tmp_path: Path, full_disk, caplog, monkeypatch):
     now = 1000.0
     monkeypatch.setattr(telemetry.time, "monotonic", lambda: now)

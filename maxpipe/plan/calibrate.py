@@ -110,18 +110,23 @@ def calibrate(
 def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int) -> Hardware:
     """The figures with which the cost model gives back what was measured."""
     crowd = found.forward / found.forward_alone
-    ideal = Model(sizes, dataclasses.replace(hardware, matmul_efficiency=1.0))
-    matmuls = max(0.1 * found.forward_alone, found.forward_alone - ideal.score_seconds)
+    shared_by = num_devices / crowd if crowd > _CROWDED else 0.0
+    # With an endless rate, what is left of a layer is its traffic through memory.
+    endless = dataclasses.replace(hardware, matmul_efficiency=1e12, shared_by=shared_by)
+    moving = Model(sizes, endless)
+    ideal = Model(sizes, dataclasses.replace(endless, matmul_efficiency=1.0))
+    through_memory = moving.score_seconds if moving.hides else moving.layer_seconds
+    matmuls = max(0.1 * found.forward_alone, found.forward_alone - through_memory)
+    sums = moving.accumulation / found.forward_alone
     figures: dict[str, Any] = {
-        "matmul_efficiency": ideal.matmul_seconds / matmuls,
+        "matmul_efficiency": (ideal.layer_seconds - through_memory) / matmuls,
         "input_grad_cost": found.input_grad / found.forward,
-        "weight_grad_cost": found.weight_grad / found.forward,
-        "shared_by": 0.0,
+        "weight_grad_cost": max(0.0, found.weight_grad / found.forward - sums),
+        "shared_by": shared_by,
         "fresh_gb_per_second": 0.0,
         "measured": f"{datetime.date.today():%Y-%m-%d}, {num_devices} devices, {platform.node()}",
     }
-    if crowd > _CROWDED:
-        figures["shared_by"] = num_devices / crowd
+    if shared_by:
         figures["fresh_gb_per_second"] = 1 / found.fresh / 1e9
     if num_devices > 1:
         size = BYTES[sizes.config.model.compute_dtype]

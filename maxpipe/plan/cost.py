@@ -99,9 +99,13 @@ class Model:
     # Work.
 
     def work(self, flops: float, moved: float) -> float:
-        """The roofline: matmuls at the rate they reach, or bytes through memory."""
-        rate = self.hardware.flops * self.hardware.matmul_efficiency
-        return max(flops / rate, moved / (self.hardware.memory_gb_per_second * 1e9))
+        """The roofline: matmuls at the rate they reach, or bytes through memory.
+
+        Cores that devices share do one after the other.
+        """
+        arithmetic = flops / (self.hardware.flops * self.hardware.matmul_efficiency)
+        traffic = moved / (self.hardware.memory_gb_per_second * 1e9)
+        return max(arithmetic, traffic) if self.hides else arithmetic + traffic
 
     @cached_property
     def forward(self) -> float:
@@ -128,6 +132,12 @@ class Model:
         moved += self._size * (8 * sizes.activation + 2 * sizes.named(("query", "gate", "up")))
         return self.work(flops, moved)
 
+    @property
+    def accumulation(self) -> float:
+        """Adding a layer's gradient to the sum of the step, where no matmul hides it."""
+        moved = 3 * 4.0 * self.sizes.layer_elements(whole=True)
+        return 0.0 if self.hides else moved / (self.hardware.memory_gb_per_second * 1e9)
+
     @cached_property
     def _tensor_sum(self) -> float:
         bytes_sent = 2 * self._around("tensor") * self._size * self.sizes.activation
@@ -145,7 +155,7 @@ class Model:
         """
         hardware = self.hardware
         inputs = (hardware.input_grad_cost + self.replays) * self.forward
-        weights = hardware.weight_grad_cost * self.layer_seconds
+        weights = hardware.weight_grad_cost * self.layer_seconds + self.accumulation
         own = {"F": self.forward, "B": inputs + weights, "I": inputs, "W": weights}[kind]
         own += self._kept(kind)
         if self.sizes.config.pipeline.weight_gather != "iteration" or self.sizes.fsdp == 1:

@@ -39,6 +39,7 @@ def leave_behind(run_dir: Path, age: float = 0.0, **values: object) -> Path:
     return run_dir / FILE
 
 
+@pytest.mark.fault("F15")
 def test_second_run_is_refused_with_names(tmp_path: Path):
     with RunLock(tmp_path) as held:
         content = held.path.read_text()
@@ -64,6 +65,7 @@ def test_released_whatever_happens(tmp_path: Path):
         assert not again.note
 
 
+@pytest.mark.fault("F15")
 def test_dead_process_of_this_host_loses_it_at_once(tmp_path: Path):
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()

@@ -99,6 +99,7 @@ def test_saved_step_is_never_overwritten(copy: Path):
         assert digest(restore(copy, step)) == digest(tree(step))
 
 
+@pytest.mark.fault("F2")
 def test_unfinished_save_is_no_checkpoint(copy: Path, caplog: Logs):
     unfinished = copy / FOLDER / "9.orbax-checkpoint-tmp"
     shutil.copytree(copy / FOLDER / "6", unfinished)
@@ -204,6 +205,7 @@ def resume(run_dir: Path, **options: Any) -> tuple[int, list[str]]:
     return found.step, told
 
 
+@pytest.mark.fault("F11")
 def test_damaged_step_is_put_aside_and_the_one_before_taken(copy: Path, caplog: Logs):
     arrays = next((copy / FOLDER / "6" / "state" / "d").iterdir())
     content = bytearray(arrays.read_bytes())
@@ -230,6 +232,7 @@ def test_reader_goes_without_a_damaged_step_and_leaves_it(copy: Path):
     assert names(copy) == ["3", "6"]
 
 
+@pytest.mark.fault("F14")
 def test_all_damaged_is_never_a_new_start(copy: Path):
     for step in ("3", "6"):
         shutil.rmtree(copy / FOLDER / step / "facts")
@@ -244,6 +247,7 @@ def test_all_damaged_is_never_a_new_start(copy: Path):
         assert checkpoints.restore_newest(abstract()) is None
 
 
+@pytest.mark.fault("F13")
 def test_step_under_another_number_is_damaged(copy: Path):
     (copy / FOLDER / "6").rename(copy / FOLDER / "9")
     step, (told,) = resume(copy)
@@ -276,6 +280,7 @@ def test_step_without_manifest_is_read_wholly_and_gets_one(copy: Path, caplog: L
     assert step == 3 and told.startswith("checkpoint_skipped 6: state cannot be read: ")
 
 
+@pytest.mark.fault("F13")
 def test_what_is_no_checkpoint_is_ignored(copy: Path, caplog: Logs):
     folder = copy / FOLDER
     for name in ("30", "40/notes", "007", "best", "50.orbax-checkpoint-tmp/state", "20.deleting"):
@@ -368,6 +373,7 @@ def test_failure_is_told_at_the_next_step(tmp_path: Path, broken_writes: Any):
     assert rule == "  No space left on device." and action.startswith("  Free space")
 
 
+@pytest.mark.fault("F6", "F18")
 def test_passing_failure_is_tried_again_at_the_next_steps(tmp_path: Path, broken_writes: Any):
     tried, told = broken_writes(IO_ERROR, 2), []
     record = lambda event, **fields: told.append((event, fields["step"]))  # noqa: E731
@@ -398,6 +404,7 @@ def test_training_may_go_on_without_checkpoints(tmp_path: Path, broken_writes: A
     assert told == [("checkpoint_failed", 4), ("checkpoint_failed", 8), ("checkpoint", 12)]
 
 
+@pytest.mark.fault("F6")
 def test_last_save_is_tried_again_at_once_and_must_succeed(tmp_path: Path, broken_writes: Any):
     tried = broken_writes(IO_ERROR, 3)
     with Checkpoints(tmp_path / "a", CheckpointConfig(on_failure="go_on")) as checkpoints:
@@ -455,6 +462,7 @@ def test_failed_save_leaves_nothing_behind(copy: Path, monkeypatch: pytest.Monke
     assert resume(copy) == (6, [])
 
 
+@pytest.mark.fault("F18")
 def test_saving_does_not_wait_for_the_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     go_on, real = threading.Event(), manifest.write
 

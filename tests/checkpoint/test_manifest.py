@@ -35,6 +35,7 @@ def test_what_was_saved_has_no_faults(step: Path):
 
 
 @pytest.mark.parametrize("damage", ["deleted", "truncated", "emptied", "zeroed"])
+@pytest.mark.fault("F11")
 def test_every_damaged_file_is_named(damage: str, step: Path):
     names = files(step)
     assert len(names) > 8
@@ -53,6 +54,7 @@ def test_every_damaged_file_is_named(damage: str, step: Path):
     assert faults(step) == []
 
 
+@pytest.mark.fault("F12")
 def test_every_flipped_bit_is_noticed(step: Path):
     """200 bits, anywhere in the files with arrays; orbax alone notices about one of them."""
     chance = random.Random(5)

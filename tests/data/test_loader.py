@@ -92,6 +92,7 @@ def test_same_batches_for_the_same_seed(folder: str, datasets: Datasets) -> None
 
 @settings(max_examples=20)
 @given(rows=st.permutations(range(BATCH)), cuts=st.sets(st.integers(1, BATCH - 1)))
+@pytest.mark.fault("D7")
 def test_any_partition_of_rows_is_the_whole_batch(
     rows: list[int], cuts: set[int], shared: Datasets
 ) -> None:
@@ -233,6 +234,7 @@ def test_close_ends_the_threads(folder: str) -> None:
         next(iterators[0])
 
 
+@pytest.mark.fault("F21")
 def test_mistake_in_the_data_reaches_the_reader(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(name * 50)

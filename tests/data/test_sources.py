@@ -211,6 +211,7 @@ def test_nothing_but_empty_files(tmp_path: Path) -> None:
         ('{"text": 3, "body": "b"}', "data.field (text), which is of type int"),
     ],
 )
+@pytest.mark.fault("F21")
 def test_bad_line_is_named(line: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good"}\n\n' + line + "\n")
@@ -238,6 +239,7 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     explained(error, str(path), "byte 0xe9 at offset 3", "must be UTF-8")
 
 
+@pytest.mark.fault("F21")
 def test_file_that_vanished(tmp_path: Path) -> None:
     source = open_source(DataConfig(source="text", path=write_texts(tmp_path)), 0)
     os.unlink(tmp_path / "0.txt")
@@ -254,6 +256,7 @@ def test_not_an_array_record(tmp_path: Path) -> None:
     explained(error, "data.path", str(path), "must be ArrayRecord")
 
 
+@pytest.mark.fault("F21")
 def test_bad_array_record_is_named(tmp_path: Path) -> None:
     path = write_records(tmp_path / "a.array_record", [b'{"text": "a"}', b"b", b'{"body": "c"}'])
     source = open_source(DataConfig(source="arrayrecord", path=path), 0)

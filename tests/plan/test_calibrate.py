@@ -61,7 +61,9 @@ def test_the_cost_model_gives_back_what_was_measured(crowd: float) -> None:
     # Devices with cores of their own keep their memory between steps.
     assert after.fresh_gb_per_second == pytest.approx(0.25 if crowd > 1 else 0.0)
     assert after.input_grad_cost == pytest.approx(1.5)
-    assert after.weight_grad_cost == pytest.approx(0.8)
+    backward = after.weight_grad_cost * model.layer_seconds + model.accumulation
+    assert backward == pytest.approx(0.8 * found.forward_alone)
+    assert (model.accumulation > 0) == (crowd > 1)
     # Nine arrays, each with its own latency.
     assert model.gather == pytest.approx(found.gather + 8 * latency)
     assert model.scatter == pytest.approx(found.scatter + 8 * latency)

@@ -153,6 +153,7 @@ def bits(tree: Any) -> list[bytes]:
 
 
 @pytest.mark.parametrize("bad_row", [0, ROWS - 1])
+@pytest.mark.fault("N4")
 def test_a_bad_step_on_one_shard_changes_nothing_on_any_device(
     bad_row: int, steps: step.Steps, compiled: Any, fresh: Fresh
 ) -> None:

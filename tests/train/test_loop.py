@@ -164,6 +164,7 @@ def test_finished_run_started_again_changes_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.fault("F1", "F4", "D4")
 def test_killed_runs_end_as_the_unbroken_one(
     unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
@@ -192,6 +193,7 @@ def test_killed_runs_end_as_the_unbroken_one(
 
 
 @pytest.mark.slow
+@pytest.mark.fault("F8", "D4")
 def test_stopped_runs_end_as_the_unbroken_one(
     unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
@@ -234,6 +236,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.fault("D6")
 def test_run_goes_on_under_other_layouts(copy: Path, unbroken: Path, tiny: Path, run: Run):
     """Each layout makes the next steps; the loss curve is that of one layout."""
     for resumed, overrides in zip((4, 8, 16, 20), LAYOUTS.values(), strict=True):
@@ -246,6 +249,7 @@ def test_run_goes_on_under_other_layouts(copy: Path, unbroken: Path, tiny: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.fault("D6")
 def test_checkpoint_does_not_depend_on_the_layout(
     layout: str, unbroken: Path, tiny: Path, run: Run, tmp_path: Path
 ):
@@ -270,6 +274,7 @@ def test_another_run_starts_from_the_newest_checkpoint(
 # --- mistakes ------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("F16")
 def test_every_changed_model_key_is_named(copy: Path, tiny: Path, run: Run):
     changes = ("model.d_mlp=48", "model.tied_embeddings=true", "model.compute_dtype=bfloat16")
     output = run("train", tiny, f"run.dir={copy.parent}", "train.steps=28", *changes, code=2)
@@ -286,6 +291,7 @@ def test_run_cannot_end_before_it_starts(copy: Path, tiny: Path, run: Run):
     assert "command line: train.steps = 8" in output and "at least 24" in output
 
 
+@pytest.mark.fault("F16")
 def test_other_data_needs_a_flag(copy: Path, tiny: Path, run: Run):
     arguments = ("train", tiny, f"run.dir={copy.parent}", "data.validation_fraction=0.3")
     output = run(*arguments, code=2)
@@ -295,6 +301,7 @@ def test_other_data_needs_a_flag(copy: Path, tiny: Path, run: Run):
     assert "warning: data: validation_fraction was 0.2 when step 24 was saved and is 0.3" in output
 
 
+@pytest.mark.fault("F16")
 def test_changes_that_do_no_harm_are_noted(copy: Path, tiny: Path, run: Run):
     arguments = ("train", tiny, f"run.dir={copy.parent}", "optim.learning_rate=0.02")
     output = run(*arguments)
@@ -312,6 +319,7 @@ def test_file_in_the_place_of_a_folder(place: str, tiny: Path, run: Run, tmp_pat
 
 
 @pytest.mark.parametrize("every", [4, 0], ids=["next save", "last save"])
+@pytest.mark.fault("F5")
 def test_full_disk_stops_the_run_and_keeps_the_newest_checkpoint(
     every: int, copy: Path, tiny: Path, start: Start
 ):

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,17 +57,17 @@ def newest(folder: Path) -> int:
 
 
 @contextmanager
-def pair(
-    start: Start, *arguments: object, second: Sequence[object] = ()
+def together_at(
+    start: Start, *arguments: object, count: int, second: Sequence[object] = ()
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Both processes of a run; `second` are overrides of process 1. None outlives the block."""
+    """All processes of a run; `second` are overrides of process 1. None outlives the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    shared = (*arguments, "runtime.num_processes=2", f"runtime.coordinator={address}")
+    shared = (*arguments, f"runtime.num_processes={count}", f"runtime.coordinator={address}")
     processes = [
-        start("train", *shared, f"runtime.process_id={rank}", *(second if rank else ()))
-        for rank in (0, 1)
+        start("train", *shared, f"runtime.process_id={rank}", *(second if rank == 1 else ()))
+        for rank in range(count)
     ]
     try:
         yield processes
@@ -74,6 +75,9 @@ def pair(
         for process in processes:
             process.kill()
             process.communicate()
+
+
+pair = partial(together_at, count=2)
 
 
 def ends(processes: list[subprocess.Popen[str]]) -> list[str]:
@@ -118,6 +122,7 @@ def together(
     return folder / "run"
 
 
+@pytest.mark.fault("D2")
 def test_two_processes_train_like_one(together: Path, alone: Path):
     assert list(losses(together)) == list(range(1, STEPS + 1))
     assert losses(together) == pytest.approx(losses(alone), rel=SAME)
@@ -144,6 +149,7 @@ def test_fsdp_may_lie_across_processes(
     assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=SAME)
 
 
+@pytest.mark.fault("D7")
 def test_one_process_resumes_what_two_have_saved(
     run: Run, arguments: tuple[object, ...], together: Path, tmp_path: Path
 ):
@@ -153,6 +159,7 @@ def test_one_process_resumes_what_two_have_saved(
     assert saved_digest(tmp_path / "run") == before
 
 
+@pytest.mark.fault("F7")
 def test_signal_to_one_process_stops_both_at_the_same_step(
     start: Start, arguments: tuple[object, ...], together: Path, tmp_path: Path
 ):
@@ -177,6 +184,7 @@ def test_signal_to_one_process_stops_both_at_the_same_step(
     assert saved_digest(tmp_path / "run") == saved_digest(together)
 
 
+@pytest.mark.fault("F10")
 def test_process_that_fails_alone_ends_both(
     start: Start, arguments: tuple[object, ...], tmp_path: Path
 ):
@@ -191,6 +199,7 @@ def test_process_that_fails_alone_ends_both(
     assert time.monotonic() - begin < 60
 
 
+@pytest.mark.fault("F3")
 def test_killed_process_ends_the_other_and_the_run_resumes(
     start: Start, arguments: tuple[object, ...], together: Path, tmp_path: Path
 ):

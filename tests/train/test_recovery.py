@@ -79,6 +79,7 @@ def flip_a_bit(step: Path) -> str:
     return str(path.relative_to(step))
 
 
+@pytest.mark.fault("F11", "F12")
 def test_run_goes_on_from_the_step_before_a_damaged_one(
     copy: Path, unbroken: Path, tiny: Path, run: Run
 ):
@@ -93,6 +94,7 @@ def test_run_goes_on_from_the_step_before_a_damaged_one(
     assert saved_digest(copy) == saved_digest(unbroken)
 
 
+@pytest.mark.fault("F14")
 def test_run_without_a_good_checkpoint_does_not_start_anew(copy: Path, tiny: Path, run: Run):
     for step in (copy / "checkpoints").iterdir():
         flip_a_bit(step)
@@ -106,6 +108,7 @@ def test_run_without_a_good_checkpoint_does_not_start_anew(copy: Path, tiny: Pat
     assert not (copy / "lock.json").exists()
 
 
+@pytest.mark.fault("F15", "F2")
 def test_second_run_is_refused_and_a_kill_inside_a_save_costs_that_save_only(
     copy: Path, unbroken: Path, tiny: Path, start: Start, run: Run
 ):
@@ -134,6 +137,7 @@ def test_second_run_is_refused_and_a_kill_inside_a_save_costs_that_save_only(
     assert not (copy / "lock.json").exists()
 
 
+@pytest.mark.fault("F6")
 def test_folder_that_cannot_be_written_any_more_ends_the_run(copy: Path, tiny: Path, start: Start):
     """A file in the place of the folder: permissions do not bind the superuser."""
     folder = copy / "checkpoints"
@@ -151,6 +155,7 @@ def test_folder_that_cannot_be_written_any_more_ends_the_run(copy: Path, tiny: P
         assert checkpoints.restore(12).step == 12
 
 
+@pytest.mark.fault("F5")
 def test_full_disk_is_told_before_the_save(copy: Path, tiny: Path, run: Run):
     """A tmpfs of 600 KiB, where one may be mounted."""
     small = copy.parent / "small"
@@ -175,6 +180,7 @@ def test_full_disk_is_told_before_the_save(copy: Path, tiny: Path, run: Run):
         subprocess.run(["umount", str(small)], check=True)
 
 
+@pytest.mark.fault("F17")
 def test_run_starts_from_a_checkpoint_without_manifest(run: Run, tmp_path: Path):
     golden = GOLDEN / "0.1.0-format-1"
     shutil.copy(golden / "config.yml", tmp_path)
@@ -186,6 +192,7 @@ def test_run_starts_from_a_checkpoint_without_manifest(run: Run, tmp_path: Path)
     assert "2  as it was saved" in run("checkpoints", "verify", tmp_path / "next")
 
 
+@pytest.mark.fault("F5", "F6")
 def test_training_goes_on_with_a_disk_that_is_full_for_a_while(
     copy: Path, unbroken: Path, tiny: Path, start: Start
 ):

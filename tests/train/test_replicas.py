@@ -66,6 +66,7 @@ def test_equal_copies_have_no_differences(check: ReplicaCheck, tree: Any) -> Non
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("device", [0, 3, 7])
+@pytest.mark.fault("N5")
 def test_one_bit_names_array_and_device(
     name: str, device: int, check: ReplicaCheck, tree: Any
 ) -> None:

@@ -62,6 +62,7 @@ CURVES = [
 
 
 @pytest.mark.parametrize("case", [replace(c, layers=8, dropout=0.1) for c in CURVES], ids=str)
+@pytest.mark.fault("D5")
 def test_loss_curve_is_the_same_under_every_layout(
     case: Case, unsharded_curve: list[float]
 ) -> None:

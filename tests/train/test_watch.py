@@ -141,6 +141,7 @@ def is_explained(error: BaseException) -> None:
 # --- stop and skip ---------------------------------------------------------------------------
 
 
+@pytest.mark.fault("N1")
 def test_a_bad_step_stops_the_run_and_its_batch_is_named(here: Here) -> None:
     here.bad = {9}
     with pytest.raises(NumbersError) as caught:
@@ -161,6 +162,7 @@ def test_a_bad_step_stops_the_run_and_its_batch_is_named(here: Here) -> None:
     assert recorded(here.folder)[STEPS]["train/skipped"] == 1
 
 
+@pytest.mark.fault("N1")
 def test_skipped_steps_are_left_out_and_counted(here: Here) -> None:
     here.bad = {3, 9, 10, STEPS - 1}
     here.train("guard.bad_steps=skip", "guard.max_bad_steps=2")
@@ -197,6 +199,7 @@ def test_a_run_with_skips_resumes_as_it_would_have_gone_on(
     assert saved(here.folder, 8).facts.data == saved(tmp_path / "run", 8).facts.data
 
 
+@pytest.mark.fault("N2")
 def test_too_many_bad_steps_stop_the_run_with_finite_parameters(here: Here) -> None:
     here.bad = set(range(6, 100))
     with pytest.raises(NumbersError) as caught:
@@ -217,6 +220,7 @@ def test_too_many_bad_steps_stop_the_run_with_finite_parameters(here: Here) -> N
 BACK = ("guard.bad_steps=roll_back",)
 
 
+@pytest.mark.fault("N3")
 def test_a_run_goes_back_to_its_checkpoint_and_on_behind_the_bad_batch(here: Here) -> None:
     here.bad = {9, 17}
     here.train(*BACK)
@@ -277,6 +281,7 @@ def test_a_run_without_checkpoints_goes_back_to_its_start(here: Here) -> None:
     assert int(saved(here.folder).state["step"]) == STEPS
 
 
+@pytest.mark.fault("N3")
 def test_a_run_goes_back_so_often_and_then_stops(here: Here) -> None:
     here.bad = set(range(5, 100))
     with pytest.raises(NumbersError) as caught:
@@ -291,6 +296,7 @@ def test_a_run_goes_back_so_often_and_then_stops(here: Here) -> None:
 # --- replicas --------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("N5")
 def test_a_copy_that_differs_stops_the_run_before_anything_is_saved(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +350,7 @@ def test_parameters_that_grow_without_bounds(tiny: Path, run: Run, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.fault("N3")
 def test_garbage_among_the_documents_is_a_spike(tiny: Path, run: Run, tmp_path: Path) -> None:
     """Documents of three letters and a short one of any characters: its batches are named."""
     chance = random.Random(0)
@@ -368,6 +375,7 @@ def test_garbage_among_the_documents_is_a_spike(tiny: Path, run: Run, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.multihost
+@pytest.mark.fault("N4")
 def test_two_processes_decide_alike(start: Start, tiny: Path, tmp_path: Path) -> None:
     """Both go back, and then stop, at the same steps."""
     arguments = (tiny, "mesh.ici_stage=4", "mesh.ici_fsdp=2", "optim.learning_rate=1e30")

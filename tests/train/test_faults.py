@@ -1,0 +1,196 @@
+"""Faults that take long to show: real runs that are killed, hang and go on. `make test-faults`."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from maxpipe.checkpoint.manager import open_run
+from tests.train.test_loop import forget_after, losses, saved_digest
+from tests.train.test_processes import SAME, ends, together_at, wait_for
+
+Run = Callable[..., str]
+Start = Callable[..., subprocess.Popen[str]]
+
+pytestmark = pytest.mark.faults
+
+STEPS = 24
+QUICK = ("runtime.heartbeat_timeout_seconds=5", "eval.batches=0", "log.every=1")
+
+
+@pytest.fixture(scope="module")
+def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run in one process, never stopped. Not to be changed."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    run("train", tiny, f"run.dir={folder}", *QUICK)
+    return folder / "run"
+
+
+@pytest.fixture
+def own_text(tiny: Path, tmp_path: Path) -> Path:
+    """A copy of the documents, for one process alone."""
+    path = yaml.safe_load(tiny.read_text())["data"]["path"]
+    return Path(shutil.copytree(path, tmp_path / "text"))
+
+
+@pytest.mark.fault("F1", "F2", "F4")
+def test_twenty_kills_at_random_times(
+    unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+) -> None:
+    chance = random.Random(7)
+    arguments = ("train", tiny, f"run.dir={tmp_path}", *QUICK, "checkpoint.every=2")
+    for _ in range(20):
+        with start(*arguments) as process:
+            time.sleep(chance.uniform(0.3, 9.0))
+            process.kill()
+            process.communicate()
+    run(*arguments)
+    assert losses(tmp_path / "run") == losses(unbroken)
+    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+
+
+@pytest.mark.fault("D1", "D3")
+def test_what_is_watched_does_not_change_the_bits(
+    unbroken: Path, tiny: Path, run: Run, tmp_path: Path
+) -> None:
+    """Run again; and with other logging, evaluation and checkpoints."""
+    for number, keys in enumerate([QUICK, ("log.every=7", "eval.every=5", "checkpoint.every=0")]):
+        run("train", tiny, f"run.dir={tmp_path / str(number)}", *keys)
+        assert saved_digest(tmp_path / str(number) / "run") == saved_digest(unbroken)
+
+
+@pytest.mark.fault("D2")
+def test_four_processes_train_like_one(
+    unbroken: Path, tiny: Path, start: Start, tmp_path: Path
+) -> None:
+    every = (tiny, f"run.dir={tmp_path}", *QUICK, "mesh.cpu_devices=1")
+    with together_at(start, *every, count=4) as processes:
+        outputs = ends(processes)
+    assert [process.returncode for process in processes] == [0] * 4, outputs
+    assert losses(tmp_path / "run") == pytest.approx(losses(unbroken), rel=SAME)
+    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+
+
+@pytest.mark.fault("D4", "D7")
+def test_a_run_goes_on_with_other_numbers_of_processes(
+    unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+) -> None:
+    """One, four, two, one: no sample twice, none left out, as the losses tell."""
+    every = (tiny, f"run.dir={tmp_path}", *QUICK)
+    run("train", *every, "train.steps=24")
+    for step, count in ((20, 4), (12, 2)):
+        forget_after(tmp_path / "run", step)
+        with together_at(start, *every, f"mesh.cpu_devices={4 // count}", count=count) as processes:
+            outputs = ends(processes)
+        assert [process.returncode for process in processes] == [0] * count, outputs
+    forget_after(tmp_path / "run", 8)
+    run("train", *every)
+    assert losses(tmp_path / "run") == pytest.approx(losses(unbroken), rel=SAME)
+
+
+@pytest.mark.fault("F3", "F19")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_killed_among_saves(
+    victim: int, unbroken: Path, tiny: Path, start: Start, tmp_path: Path
+) -> None:
+    """Every step saves: the kill comes while one is written, and half of it is not a checkpoint."""
+    every = (tiny, f"run.dir={tmp_path}", *QUICK, "mesh.cpu_devices=2", "checkpoint.every=1")
+    with together_at(start, *every, count=2) as processes:
+        wait_for(processes[0], "step 7/")
+        begin = time.monotonic()
+        processes[victim].kill()
+        outputs = ends(processes)
+        assert time.monotonic() - begin < 10
+    # jax may notice that process 0 is gone before we do, and then aborts.
+    assert processes[1 - victim].returncode in ((71,) if victim else (71, -signal.SIGABRT))
+    if victim:
+        assert "process 1 (" in outputs[0] and "is gone" in outputs[0]
+    with open_run(tmp_path / "run") as checkpoints:
+        assert checkpoints.steps()[-1] >= 5
+    with together_at(start, *every, count=2) as processes:
+        outputs = ends(processes)
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+
+
+@pytest.mark.fault("F9")
+def test_a_reader_that_hangs_in_one_process(
+    tiny: Path, start: Start, own_text: Path, tmp_path: Path
+) -> None:
+    every = (tiny, f"run.dir={tmp_path}", *QUICK, "mesh.cpu_devices=2", "train.steps=4000")
+    every += ("runtime.stall_timeout_seconds=6", "checkpoint.every=0")
+    with together_at(start, *every, second=[f"data.path={own_text}"], count=2) as processes:
+        wait_for(processes[0], "step 3/")
+        for path in own_text.iterdir():  # whoever opens one waits for a writer
+            path.unlink()
+            os.mkfifo(path)
+        outputs = ends(processes)
+    assert [process.returncode for process in processes] == [71, 71], outputs
+    for rank, output in enumerate(outputs):
+        assert "most recent call first" in output and f"process {rank} on " in output
+        what, who, _ = output.rstrip().splitlines()[-3:]
+        assert what.startswith("nothing moved for 6 s")
+        assert "process 1 (" in who and "has been in data for" in who and "process 0" not in who
+
+
+@pytest.mark.fault("F8")
+@pytest.mark.parametrize("signals", [1, 2])
+def test_asked_to_stop_while_data_does_not_come(
+    signals: int, tiny: Path, start: Start, own_text: Path, tmp_path: Path
+) -> None:
+    """The time to stop ends, or a second request comes; what was saved stays."""
+    every = ("train", tiny, f"run.dir={tmp_path}", *QUICK, "train.steps=4000", "checkpoint.every=2")
+    every += (f"data.path={own_text}", "runtime.stop_grace_seconds=4")
+    with start(*every) as process:
+        wait_for(process, "step 6/")
+        for path in own_text.iterdir():
+            path.unlink()
+            os.mkfifo(path)
+        time.sleep(3)
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+        begin = time.monotonic()
+        (output,) = ends([process])
+        assert time.monotonic() - begin < 15
+    assert process.returncode == 75
+    assert ("asked twice" if signals == 2 else "time to save is over") in output
+    with open_run(tmp_path / "run") as checkpoints:
+        assert checkpoints.restore(checkpoints.steps()[-1]).step >= 4
+
+
+@pytest.mark.fault("F8")
+def test_asked_to_stop_in_an_evaluation(tiny: Path, start: Start, tmp_path: Path) -> None:
+    keys = ("eval.every=4", "eval.batches=200000", "train.batch_size=8", "checkpoint.every=0")
+    with start("train", tiny, f"run.dir={tmp_path}", *keys, "log.every=1") as process:
+        wait_for(process, "step 4/")
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        (output,) = ends([process])
+    assert process.returncode == 75 and "stopped after step" in output
+
+
+@pytest.mark.fault("F7", "F10")
+def test_the_launcher_starts_again_after_a_kill(
+    unbroken: Path, tiny: Path, start: Start, tmp_path: Path
+) -> None:
+    every = (tiny, f"run.dir={tmp_path}", *QUICK, "checkpoint.every=2")
+    with start("launch", "local", "--processes", "4", *every) as launcher:
+        wait_for(launcher, "step 9/")
+        found = subprocess.run(
+            ["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True, check=True
+        )
+        os.kill(int(found.stdout.split()[2]), signal.SIGKILL)
+        (output,) = ends([launcher])
+    assert launcher.returncode == 0, output
+    assert losses(tmp_path / "run") == pytest.approx(losses(unbroken), rel=SAME)
+    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
