@@ -2,7 +2,7 @@
 
 A layer's forward, input gradient and weight gradient run in the engine's own slots, on all devices
 at once and on one alone; messages, gathers and reductions go around the ring of all devices; a turn
-of the loop over ticks is what steps of a tiny model take.
+of the loop over ticks is what the same batch takes longer in more of them.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ TURNS = (2, 10)
 """Times that a program repeats its work: the difference is free of what a call costs."""
 FRESH_ROW, FRESH_ROWS = 2**16, (16, 272)
 """Elements of a row, and rows, of two programs' buffers: 4 and 68 MiB."""
+ROWS = 4
+"""Of a microbatch in the run with few ticks."""
 SECONDS = 2.0
 """How long each program is called again and again; medians count."""
 _CROWDED = 1.5
@@ -332,16 +334,19 @@ def medians(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
 
 
 def _tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
-    """Seconds that a tick takes besides what the cost model knows of it: of a tiny model."""
+    """Seconds that a tick takes besides what the cost model knows of it.
+
+    Of the same batch in few ticks and in many: devices that share cores wait for each other longer
+    than for an empty collective, the longer the more work lies between.
+    """
     count = len(devices)
     still = dataclasses.replace(hardware, tick_us=0.0)
     calls, foretold, ticks = [], [], []
-    for microbatches in (count + 1, 4 * count + 1):
-        tiny = _tiny(config, count, microbatches)
-        steps = build_steps(tiny, devices)
-        calls.append(step_of(steps))
-        schedule = schedule_of(tiny)
-        foretold.append(cost(Sizes(tiny), schedule, still).seconds)
+    for rows in (ROWS, 1):
+        run = _in_microbatches_of(rows, config, count)
+        schedule = schedule_of(run)
+        calls.append(step_of(build_steps(run, devices)))
+        foretold.append(cost(Sizes(run), schedule, still).seconds)
         ticks.append(schedule.num_ticks)
     few, many = (
         taken - known for taken, known in zip(medians(calls, SECONDS), foretold, strict=True)
@@ -349,19 +354,11 @@ def _tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
     return max(0.0, many - few) / (ticks[1] - ticks[0])
 
 
-def _tiny(config: Config, stages: int, microbatches: int) -> Config:
-    """A ring of all devices with next to nothing to do."""
-    model = dataclasses.replace(
-        config.model,
-        num_layers=stages,
-        d_model=32,
-        num_heads=2,
-        num_kv_heads=2,
-        head_size=16,
-        d_mlp=64,
-        vocab_size=64,
-    )
-    train = dataclasses.replace(config.train, batch_size=microbatches, sequence_length=32)
+def _in_microbatches_of(rows: int, config: Config, stages: int) -> Config:
+    """A ring of all devices, with a layer each; the batch is the same for any `rows`."""
+    model = dataclasses.replace(config.model, num_layers=stages)
+    train = dataclasses.replace(config.train, batch_size=ROWS * stages)
+    microbatches = ROWS * stages // rows
     pipeline = PipelineConfig(schedule="1f1b", repeats=1, microbatches=microbatches)
     mesh = _on_ring(config.mesh, stages)
     return dataclasses.replace(config, model=model, train=train, pipeline=pipeline, mesh=mesh)

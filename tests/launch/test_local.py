@@ -19,6 +19,9 @@ from maxpipe.launch import local
 from maxpipe.launch.logs import Log
 from tests.launch.conftest import QUICKSTART
 
+# The launcher runs without jax; other tests have loaded it into this process.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork")
+
 Start = Callable[..., subprocess.Popen[str]]
 Capture = pytest.CaptureFixture[str]
 

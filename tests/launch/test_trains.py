@@ -81,6 +81,7 @@ def children(process: subprocess.Popen[str]) -> dict[int, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
+@pytest.mark.faults
 def test_a_process_that_is_killed_leaves_no_trace_in_the_result(
     start: Start, tiny: Path, tmp_path: Path, unbroken: list[str]
 ):
@@ -103,6 +104,7 @@ def test_a_process_that_is_killed_leaves_no_trace_in_the_result(
         assert len(headers) == 2
 
 
+@pytest.mark.faults
 def test_a_slurm_job_trains_on_two_nodes_over_the_end_of_its_time(
     cluster: Cluster, write: Write, tiny: Path, tmp_path: Path, unbroken: list[str]
 ):

@@ -165,6 +165,7 @@ def test_finished_run_started_again_changes_nothing(
 
 @pytest.mark.slow
 @pytest.mark.fault("F1", "F4", "D4")
+@pytest.mark.faults
 def test_killed_runs_end_as_the_unbroken_one(
     unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
@@ -194,6 +195,7 @@ def test_killed_runs_end_as_the_unbroken_one(
 
 @pytest.mark.slow
 @pytest.mark.fault("F8", "D4")
+@pytest.mark.faults
 def test_stopped_runs_end_as_the_unbroken_one(
     unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
@@ -237,6 +239,7 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.fault("D6")
+@pytest.mark.faults
 def test_run_goes_on_under_other_layouts(copy: Path, unbroken: Path, tiny: Path, run: Run):
     """Each layout makes the next steps; the loss curve is that of one layout."""
     for resumed, overrides in zip((4, 8, 16, 20), LAYOUTS.values(), strict=True):

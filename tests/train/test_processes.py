@@ -139,6 +139,7 @@ def test_only_the_first_process_speaks_and_only_in_our_lines(together: Path):
     assert len(list((together / "tensorboard").iterdir())) == 1
 
 
+@pytest.mark.faults
 def test_fsdp_may_lie_across_processes(
     start: Start, arguments: tuple[object, ...], alone: Path, tmp_path: Path
 ):
@@ -160,6 +161,7 @@ def test_one_process_resumes_what_two_have_saved(
 
 
 @pytest.mark.fault("F7")
+@pytest.mark.faults
 def test_signal_to_one_process_stops_both_at_the_same_step(
     start: Start, arguments: tuple[object, ...], together: Path, tmp_path: Path
 ):
@@ -200,6 +202,7 @@ def test_process_that_fails_alone_ends_both(
 
 
 @pytest.mark.fault("F3")
+@pytest.mark.faults
 def test_killed_process_ends_the_other_and_the_run_resumes(
     start: Start, arguments: tuple[object, ...], together: Path, tmp_path: Path
 ):

@@ -376,6 +376,7 @@ def test_garbage_among_the_documents_is_a_spike(tiny: Path, run: Run, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.multihost
 @pytest.mark.fault("N4")
+@pytest.mark.faults
 def test_two_processes_decide_alike(start: Start, tiny: Path, tmp_path: Path) -> None:
     """Both go back, and then stop, at the same steps."""
     arguments = (tiny, "mesh.ici_stage=4", "mesh.ici_fsdp=2", "optim.learning_rate=1e30")
