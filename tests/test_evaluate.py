@@ -176,6 +176,20 @@ def test_nothing_to_evaluate():
     assert evaluate(lambda params, batch: sums(*batch), None, []) == found
 
 
+@pytest.mark.fault("F8")
+def test_an_evaluation_is_given_up_when_the_run_is_to_stop():
+    asked = iter([False, False, True])
+    taken = []
+
+    def step(params: object, batch: tuple[float, float, float]):
+        taken.append(batch)
+        return sums(*batch)
+
+    batches = [(1.0, 1.0, 1.0)] * 10
+    assert evaluate(step, None, batches, lambda: next(asked)) is None
+    assert len(taken) == 3
+
+
 def test_sums_of_many_batches_are_exact():
     count = 50
     batches = [(float(np.float32(0.1)), 1.0, 1.0)] * count

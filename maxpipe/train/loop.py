@@ -175,7 +175,8 @@ class Meter:
 
     def report(self, step: int) -> None:
         """Write and show the metrics of the newest step and the rates since the last report."""
-        metrics = {tag: float(value) for tag, value in self._latest.items()}
+        with self._run.phases.enter(STEP):
+            metrics = {tag: float(value) for tag, value in self._latest.items()}
         seconds = (time.perf_counter() - self._start) / self._steps
         metrics |= {
             "train/tokens": float(step * self._tokens_per_step),
