@@ -10,7 +10,6 @@ import dataclasses
 import os
 import re
 import shutil
-import socket
 import tempfile
 import time
 import zoneinfo
@@ -26,6 +25,7 @@ from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import check_vocab, open_tokenizer
 from maxpipe.errors import ConfigError
+from maxpipe.hub import free_port
 from maxpipe.model.count import num_params
 
 DEVICE_SECONDS = 300.0
@@ -289,7 +289,7 @@ def loopback() -> Check:
     runtime = RuntimeConfig(
         platform="cpu",
         num_processes=2,
-        coordinator=f"127.0.0.1:{_free_port()}",
+        coordinator=f"127.0.0.1:{free_port()}",
         init_timeout_seconds=int(LOOPBACK_SECONDS) - 10,
         compilation_cache="",
     )
@@ -310,9 +310,3 @@ def loopback() -> Check:
 
 def _spec(runtime: RuntimeConfig, mesh: MeshConfig) -> dict[str, Any]:
     return {"runtime": dataclasses.asdict(runtime), "mesh": dataclasses.asdict(mesh)}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -30,6 +30,12 @@ _SAY_EVERY_SECONDS = 10.0
 _AGAIN = "  Start the same command again to go on from the newest checkpoint."
 
 
+def free_port() -> int:
+    """A port that nobody listens at now, for the meeting point of processes that start next."""
+    with socket.create_server(("", 0)) as probe:
+        return probe.getsockname()[1]
+
+
 @dataclass(frozen=True)
 class Limits:
     """When a process gives the others, or the run, up."""

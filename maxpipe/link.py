@@ -109,7 +109,8 @@ class Link:
         if threading.current_thread() is not threading.main_thread():
             return
         before = signal.signal(signal.SIGTERM, self._noted)
-        self._before = self._before or before
+        if self._before is None:  # SIG_DFL is false
+            self._before = before
         # Python hands a signal on when the main thread next runs Python, which may take as long
         # as a compilation; the thread sees its number at once.
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
@@ -222,6 +223,8 @@ class Link:
                 # A collective fails when another process is gone: who that is, the hub tells.
                 time.sleep(_VERDICT_SECONDS if self.count > 1 else 0)
             code = error.exit_code if isinstance(error, MaxpipeError) else ExitCode.BUG
+            if isinstance(error, KeyboardInterrupt):
+                code = 128 + signal.SIGINT
             self.fail(int(code), _last_words(error))
             raise
 

@@ -7,6 +7,7 @@ runs before the first device is used.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import socket
@@ -23,7 +24,7 @@ from jax.experimental import multihost_utils
 from maxpipe import redact
 from maxpipe.config.schema import RuntimeConfig
 from maxpipe.errors import ConfigError
-from maxpipe.hub import Limits
+from maxpipe.hub import Limits, free_port
 from maxpipe.link import Link
 from maxpipe.phases import Phases
 
@@ -76,7 +77,9 @@ def joined(
             _gather(config, link, facts)
             if config.num_processes:
                 _initialize(config)
-            link.catch_signals()  # jax took them
+        elif config.cpu_collectives == "gloo":
+            _initialize(dataclasses.replace(config, coordinator=f"127.0.0.1:{free_port()}"))
+        link.catch_signals()  # jax may have taken them
         with link.ends_together():
             _find_devices(config)
             yield link
@@ -108,7 +111,7 @@ def _find_devices(config: RuntimeConfig) -> None:
     # different orders wait for each other forever, or get each other's values.
     if not (on_cpu and jax.device_count() > 1):
         _open_cache(config.compilation_cache)
-    if on_cpu and jax.process_count() > 1:
+    if on_cpu and (jax.process_count() > 1 or config.cpu_collectives == "gloo"):
         _keep_stdout_for_python()
 
 
@@ -196,13 +199,19 @@ def _announced(index: int) -> tuple[str, int]:
     """Host and a free port of process 0, told over the devices."""
     word = np.zeros(256, np.uint8)
     if index == 0:
-        with socket.create_server(("", 0)) as probe:
-            port = probe.getsockname()[1]
-        text = f"{socket.gethostbyname(socket.gethostname())}:{port}".encode()
+        text = f"{_own_address()}:{free_port()}".encode()
         word[: len(text)] = np.frombuffer(text, np.uint8)
     told = np.asarray(multihost_utils.broadcast_one_to_all(word), np.uint8)
     host, _, port = bytes(told).rstrip(b"\0").decode().rpartition(":")
     return host, int(port)
+
+
+def _own_address() -> str:
+    """That of the interface which leads out. A host's own name often stands for loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # an address for documentation; nothing is sent
+        return probe.getsockname()[0]
+    return "127.0.0.1"
 
 
 def _initialize(config: RuntimeConfig) -> None:

@@ -92,7 +92,8 @@ def _write_at(descriptor: int, data: bytes, at: int | None) -> int:
         if start + written < end:
             os.ftruncate(descriptor, start + written)
     except OSError:
-        os.ftruncate(descriptor, start)
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            os.ftruncate(descriptor, start)
         raise
     return start
 

@@ -340,6 +340,10 @@ class RuntimeConfig:
     """Rank of this process, from 0 to `runtime.num_processes` - 1."""
     coordinator: str = ""
     """`host:port` of process 0. Read when `runtime.num_processes` is more than 1."""
+    cpu_collectives: Literal["auto", "gloo"] = "auto"
+    """How CPU devices exchange values: `auto` takes shared memory in one process and gloo between
+    several. With `gloo` one process adds up in the order that several do, so that a run gives the
+    same bits in any number of processes; it is slower."""
     init_timeout_seconds: int = 300
     """How long a process waits for the others at the start."""
     heartbeat_timeout_seconds: int = 100

@@ -24,6 +24,7 @@ from types import FrameType
 
 from maxpipe.config.load import Loaded
 from maxpipe.errors import ExitCode
+from maxpipe.hub import free_port
 from maxpipe.launch.logs import Log
 from maxpipe.launch.preflight import check_local, run_dir
 from maxpipe.launch.restart import Restarts, described, newest_step
@@ -80,13 +81,10 @@ def _commands(inputs: Sequence[str], processes: int, devices: int) -> list[list[
     train = [sys.executable, "-m", "maxpipe", "train", *inputs]
     if processes == 1:
         return [train]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared = (
         f"mesh.cpu_devices={devices // processes}",
         f"runtime.num_processes={processes}",
-        f"runtime.coordinator=127.0.0.1:{port}",
+        f"runtime.coordinator=127.0.0.1:{free_port()}",
     )
     return [[*train, *shared, f"runtime.process_id={rank}"] for rank in range(processes)]
 

@@ -168,6 +168,7 @@ class Run:
         self.state, first = start.state, int(start.state.step)
         self.watch.went_back(bad_step, first, start.facts)
         self.compared = -1
+        self.writer.close()
         self.writer = _writer(self.config, first)
 
 
@@ -229,11 +230,10 @@ def set_up(
         train_step, eval_step = _programs(config, steps, datasets, console, length - first)
     events.write("start", step=first, devices=jax.device_count(), seconds=phases.take())
     writer = _writer(config, first)
-    stack.callback(writer.close)
     writer.text("config", f"```yaml\n{to_yaml(redact.within(config))}```")
     if process == 0:
         _write_config(run_dir / "config.yml", config)
-    return Run(
+    run = Run(
         config=config,
         total_steps=length,
         console=console,
@@ -258,6 +258,8 @@ def set_up(
         ),
         restore=restore,
     )
+    stack.callback(lambda: run.writer.close())  # going back opens another one
+    return run
 
 
 def _datasets(config: Config) -> Datasets:
@@ -320,7 +322,7 @@ def _ledger(config: Config, link: Link, phases: Phases, stack: contextlib.ExitSt
 def shared_facts(config: Config) -> dict[str, Any]:
     """What must be the same in all processes, by name."""
     facts = {"maxpipe": maxpipe.__version__, "jax": jax.__version__}
-    for section, keys in to_dict(config).items():
+    for section, keys in to_dict(redact.within(config)).items():
         if section not in _OWN_SECTIONS:
             facts |= {f"{section}.{key}": json.dumps(value) for key, value in keys.items()}
     return {name: value for name, value in facts.items() if name not in _OWN_KEYS}

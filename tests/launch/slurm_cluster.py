@@ -6,6 +6,7 @@ it asks to be put back. Nodes are this machine: each task is a process group of 
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -30,7 +31,8 @@ def sbatch(script: Path) -> int:
         "SLURM_NTASKS": str(tasks),
     }
     requeued = STATE / "requeued"
-    while True:
+    for restarts in itertools.count():
+        environment["SLURM_RESTART_COUNT"] = str(restarts)
         requeued.unlink(missing_ok=True)
         with open(options["output"].replace("%j", job), "ab") as output:
             ran = subprocess.run(
@@ -43,6 +45,7 @@ def sbatch(script: Path) -> int:
             )
         if not requeued.exists() or requeued.read_text().split() != [job]:
             return ran.returncode
+    raise AssertionError
 
 
 def scontrol(action: str, job: str) -> int:

@@ -48,7 +48,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def start() -> Callable[..., subprocess.Popen[str]]:
-    """`start(*arguments)`: the command in a process, with both its outputs in one pipe."""
+    """`start(*arguments)`: the command in a process, with both its outputs in one pipe.
+
+    Python in that process begins with `modules/sitecustomize.py`, where `modules` is given.
+    """
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -58,13 +61,14 @@ def start() -> Callable[..., subprocess.Popen[str]]:
     environment |= {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(CACHE)}
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
-    def popen(*arguments: object) -> subprocess.Popen[str]:
+    def popen(*arguments: object, modules: Path | None = None) -> subprocess.Popen[str]:
+        first = {"PYTHONPATH": f"{modules}{os.pathsep}{ROOT}"} if modules else {}
         return subprocess.Popen(
             [sys.executable, "-m", "maxpipe", *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment,
+            env=environment | first,
         )
 
     return popen
