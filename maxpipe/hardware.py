@@ -56,6 +56,8 @@ class Hardware:
     """Time of a layer's input gradient, in forwards, without replays."""
     weight_grad_cost: float = 1.0
     """The same of its weights' gradients."""
+    names_replay: float = 0.15
+    """Forwards that a backward runs again with `pipeline.remat=names`: norms and the like."""
     latency_us: float = 2.0
     """Of a collective or message inside a slice."""
     network_latency_us: float = 100.0

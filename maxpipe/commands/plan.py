@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from maxpipe.plan.search import Found
     from maxpipe.plan.topology import Topology
 
-OF_A_SEARCH = ("compile", "fix", "write")
+OF_A_SEARCH = ("compile", "measure", "fix", "write")
 """Options about what a search finds."""
 
 
@@ -70,6 +70,7 @@ def _check_options(options: argparse.Namespace) -> None:
     """Options that nothing would read are mistakes."""
     unread = [
         ("slices", options.topology is None, "counts slices of a --topology", "Add --topology."),
+        ("measure", options.devices is None, "runs on devices that are here", "Add --devices."),
         *(
             (name, not options.search, "is read by a search only", "Add --search.")
             for name in OF_A_SEARCH
@@ -112,22 +113,33 @@ def _search(options: argparse.Namespace, loaded: Loaded, target: Topology) -> in
     from maxpipe.config.load import to_yaml
     from maxpipe.plan import plan, report, topology
 
-    found = plan.best_layouts(loaded.config, target, plan.fixed_keys(loaded, options.fix))
+    fixed = plan.fixed_keys(loaded, options.fix)
+    present = topology.all_here(target) if options.measure else ()
+    found = plan.best_layouts(loaded.config, target, fixed)
     if not options.json:
         print(report.searched(found, target.hardware), flush=True)
-    checked = []
+    tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    compiled, measured = [], []
     if options.compile:
         topology.prepare(target)
         from maxpipe.plan.recheck import recheck
 
-        tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-        checked = recheck(found.best[: options.compile], target, tell)
+        compiled = recheck(found.best[: options.compile], target, tell)
+    elif options.measure:
+        from maxpipe.plan.recheck import run_best
+
+        measured = run_best(found.best[: options.measure], present, tell)
+    checked = [*compiled, *measured]
     if options.json:
         import json
 
-        print(json.dumps(report.search_facts(found, checked, target.hardware), indent=2))
+        values = report.search_facts(found, target.hardware, compiled, measured)
+        print(json.dumps(values, indent=2))
     elif checked:
         print(report.rechecked(checked))
+    if checked and not checked[0].fits:
+        rule = f"found that none of the best {len(checked)} layouts fits."
+        raise ConfigError.one("command line: --search", None, rule, "Check more of them.")
     best = checked[0].found if checked else found.best[0]
     _draw(options, best, target)
     if options.write is not None:
@@ -158,7 +170,7 @@ def _add_plan(commands: Commands) -> None:
         "  maxpipe plan run.yml --topology v5p:8x8x8 --slices 2 --search "
         "--fix mesh.dcn_stage=2 --write best.yml\n"
         "  maxpipe plan run.yml --calibrate\n"
-        "  maxpipe plan run.yml --devices 8 --search --compile 3",
+        "  maxpipe plan run.yml --devices 8 --search --measure 5",
     )
     add_inputs(parser)
     where = parser.add_mutually_exclusive_group(required=True)
@@ -176,11 +188,18 @@ def _add_plan(commands: Commands) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--search", action="store_true", help="rank the layouts of this topology")
-    parser.add_argument(
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument(
         "--compile",
         type=count,
         metavar="NUMBER",
         help="of a search, compile the best so many and rank them again",
+    )
+    again.add_argument(
+        "--measure",
+        type=count,
+        metavar="NUMBER",
+        help="of a search, run the best so many on the --devices and rank them again",
     )
     parser.add_argument(
         "--fix",

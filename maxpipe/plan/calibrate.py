@@ -2,7 +2,7 @@
 
 A layer's forward, input gradient and weight gradient run in the engine's own slots, on all devices
 at once and on one alone; messages, gathers and reductions go around the ring of all devices; a turn
-of the loop over ticks is what the same batch takes longer in more of them.
+of the loop over ticks is what the same work takes longer in more of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from maxpipe.mesh import STAGE, build_mesh
 from maxpipe.model.decoder import Decoder
 from maxpipe.pipeline.collectives import gather_shards, program_axes, scatter_sum, shift, vary
 from maxpipe.pipeline.layout import Layout
-from maxpipe.pipeline.remat import Keep
+from maxpipe.pipeline.remat import Remat
 from maxpipe.pipeline.slots import LayerSlots, SlotRow, Work
 from maxpipe.pipeline.table import Ring
 from maxpipe.pipeline.weights import WHOLE, LayerWeights
@@ -40,7 +40,7 @@ from maxpipe.plan.search import schedule_of
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.plan.topology import at_hand, placed
 from maxpipe.sharding import AxisRules
-from maxpipe.train.step import Steps
+from maxpipe.train.step import Steps, keep_of
 
 Tree = Any
 LAYERS = 2
@@ -49,8 +49,6 @@ TURNS = (2, 10)
 """Times that a program repeats its work: the difference is free of what a call costs."""
 FRESH_ROW, FRESH_ROWS = 2**16, (16, 272)
 """Elements of a row, and rows, of two programs' buffers: 4 and 68 MiB."""
-ROWS = 4
-"""Of a microbatch in the run with few ticks."""
 SECONDS = 2.0
 """How long each program is called again and again; medians count."""
 _CROWDED = 1.5
@@ -65,6 +63,8 @@ class Measured:
     """Of one layer, one microbatch."""
     input_grad: float
     weight_grad: float
+    names_replay: float
+    """What a backward runs again with `pipeline.remat=names`."""
     forward_alone: float
     """While the other devices rest."""
     hop: float = 0.0
@@ -124,6 +124,7 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
         "matmul_efficiency": (ideal.layer_seconds - through_memory) / matmuls,
         "input_grad_cost": found.input_grad / found.forward,
         "weight_grad_cost": max(0.0, found.weight_grad / found.forward - sums),
+        "names_replay": found.names_replay / found.forward,
         "shared_by": shared_by,
         "fresh_gb_per_second": 0.0,
         "measured": f"{datetime.date.today():%Y-%m-%d}, {num_devices} devices, {platform.node()}",
@@ -159,12 +160,17 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
     """
     config = sizes.config
     together, alone = _ring(config, devices), _ring(config, devices[:1])
-    forward, and_inputs, and_weights = _layers(sizes, together, ("F", "FI", "FIW"))
+    forward, and_inputs, and_weights, named, named_and_inputs = _layers(
+        sizes,
+        together,
+        (("F", "full"), ("FI", "full"), ("FIW", "full"), ("F", "names"), ("FI", "names")),
+    )
+    input_grad = and_inputs - 2 * forward  # which runs the layer's forward again
     times = {
         "forward": forward,
-        "input_grad": and_inputs - 2 * forward,  # which runs the layer's forward again
+        "input_grad": input_grad,
         "weight_grad": and_weights - and_inputs,
-        "forward_alone": _layers(sizes, alone, ("F",))[0] if len(devices) > 1 else forward,
+        "forward_alone": _layers(sizes, alone, [("F", "full")])[0] if len(devices) > 1 else forward,
     }
     if len(devices) > 1:
         dtype, count = jnp.dtype(config.model.compute_dtype), len(devices)
@@ -185,7 +191,8 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
                 f"got a time below nothing for {name}: times vary too much on this machine now.",
                 "Measure again while nothing else runs.",
             )
-    return Measured(**times)
+    # A difference of differences: as good as nothing may come out below.
+    return Measured(names_replay=max(0.0, named_and_inputs - named - input_grad), **times)
 
 
 def _ring(config: Config, devices: Sequence[Any]) -> Mesh:
@@ -201,8 +208,8 @@ def _on_ring(mesh: MeshConfig, count: int) -> MeshConfig:
 # Programs.
 
 
-def _layers(sizes: Sizes, mesh: Mesh, slots_of: Sequence[str]) -> list[float]:
-    """Seconds of one layer in slots of some kinds, one after another, for each of `slots_of`."""
+def _layers(sizes: Sizes, mesh: Mesh, programs: Sequence[tuple[str, Remat]]) -> list[float]:
+    """Seconds of one layer in slots of some kinds, one after another, for each program."""
     config = sizes.config
     decoder = Decoder(config.model, AxisRules.from_config(config.mesh))
     dtype = jnp.dtype(config.model.compute_dtype)
@@ -210,7 +217,7 @@ def _layers(sizes: Sizes, mesh: Mesh, slots_of: Sequence[str]) -> list[float]:
     weights = jax.tree.map(lambda leaf: leaf.astype(dtype), init(jax.random.key(0)))
     held = LayerWeights("step", jax.tree.map(lambda _: WHOLE, weights), dtype)
     layout = Layout(Ring(1, 1), (LAYERS,))
-    slots = LayerSlots(decoder.layer, layout, held, Keep("full"), "skip", None, by_visit=False)
+    pipeline = dataclasses.replace(config.pipeline, offloaded_names=[])
     shape = (sizes.rows, config.train.sequence_length)
     inputs = {
         "segment_ids": jnp.ones(shape, jnp.int32),
@@ -218,7 +225,11 @@ def _layers(sizes: Sizes, mesh: Mesh, slots_of: Sequence[str]) -> list[float]:
         "example_ids": jnp.arange(shape[0]),
     }
 
-    def run(kinds: str, weights: Tree, x: jax.Array, inputs: Tree, turns: jax.Array) -> Tree:
+    def run(
+        kinds: str, remat: Remat, weights: Tree, x: jax.Array, inputs: Tree, turns: jax.Array
+    ) -> Tree:
+        keep = keep_of(dataclasses.replace(pipeline, remat=remat))
+        slots = LayerSlots(decoder.layer, layout, held, keep, "skip", None, by_visit=False)
         weights, x, inputs, zero = vary((weights, x, inputs, jnp.int32(0)))
         row = SlotRow(*(zero,) * len(SlotRow._fields))
         work = Work(row, zero, zero, zero, zero + LAYERS, zero + LAYERS, inputs)
@@ -238,7 +249,7 @@ def _layers(sizes: Sizes, mesh: Mesh, slots_of: Sequence[str]) -> list[float]:
         return jax.tree.map(jnp.sum, lax.fori_loop(0, turns, body, start))
 
     x = 0.01 * jax.random.normal(jax.random.key(1), (*shape, config.model.d_model), dtype)
-    runs = [partial(run, kinds) for kinds in slots_of]
+    runs = [partial(run, *program) for program in programs]
     return [seconds / LAYERS for seconds in _seconds(mesh, runs, (weights, x, inputs))]
 
 
@@ -336,14 +347,13 @@ def medians(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
 def _tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
     """Seconds that a tick takes besides what the cost model knows of it.
 
-    Of the same batch in few ticks and in many: devices that share cores wait for each other longer
-    than for an empty collective, the longer the more work lies between.
+    Of the same layers and microbatches in few ticks and in many: devices that share cores wait for
+    each other longer than for an empty collective.
     """
-    count = len(devices)
     still = dataclasses.replace(hardware, tick_us=0.0)
     calls, foretold, ticks = [], [], []
-    for rows in (ROWS, 1):
-        run = _in_microbatches_of(rows, config, count)
+    for repeats in (1, LAYERS):
+        run = _in_chunks(repeats, config, len(devices))
         schedule = schedule_of(run)
         calls.append(step_of(build_steps(run, devices)))
         foretold.append(cost(Sizes(run), schedule, still).seconds)
@@ -354,12 +364,12 @@ def _tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
     return max(0.0, many - few) / (ticks[1] - ticks[0])
 
 
-def _in_microbatches_of(rows: int, config: Config, stages: int) -> Config:
-    """A ring of all devices, with a layer each; the batch is the same for any `rows`."""
-    model = dataclasses.replace(config.model, num_layers=stages)
-    train = dataclasses.replace(config.train, batch_size=ROWS * stages)
-    microbatches = ROWS * stages // rows
-    pipeline = PipelineConfig(schedule="1f1b", repeats=1, microbatches=microbatches)
+def _in_chunks(repeats: int, config: Config, stages: int) -> Config:
+    """A ring of all devices with LAYERS each, in so many chunks; a microbatch for each device."""
+    model = dataclasses.replace(config.model, num_layers=LAYERS * stages)
+    train = dataclasses.replace(config.train, batch_size=Sizes(config).rows * stages)
+    schedule = "1f1b" if repeats == 1 else "interleaved"
+    pipeline = PipelineConfig(schedule=schedule, repeats=repeats, microbatches=stages)
     mesh = _on_ring(config.mesh, stages)
     return dataclasses.replace(config, model=model, train=train, pipeline=pipeline, mesh=mesh)
 

@@ -19,8 +19,8 @@ from maxpipe.pipeline.table import Schedule
 from maxpipe.plan.memory import Memory, memory, state
 from maxpipe.plan.sizes import BYTES, Sizes, layer_weights
 
-REPLAYS = {"none": 0.0, "names": 0.15, "full": 1.0, "chunk": 2.0}
-"""Forwards that a layer's backward runs again. With names, norms and the like."""
+REPLAYS = {"none": 0.0, "full": 1.0, "chunk": 2.0}
+"""Forwards that a layer's backward runs again; with names that depends on the device."""
 SCORE_TRAFFIC = 12
 """Moved for each pair of query and key by the softmax of plain attention and its gradient, a pass:
 fitted to the TPU compiler's cycles at 2048 and 8192 tokens."""
@@ -146,7 +146,7 @@ class Model:
     @property
     def replays(self) -> float:
         """Forwards run again in a backward."""
-        return REPLAYS[self.sizes.config.pipeline.remat]
+        return (REPLAYS | {"names": self.hardware.names_replay})[self.sizes.config.pipeline.remat]
 
     def slot(self, kind: str) -> float:
         """One layer in a slot of this kind, gathers and reductions in the slot included.

@@ -1,36 +1,48 @@
-"""The best layouts of a search, compiled and ranked again by what the compiler says."""
+"""The best layouts of a search, ranked again by what the compiler or the devices say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import jax
 
 from maxpipe.config.load import Loaded
 from maxpipe.errors import ConfigError
-from maxpipe.plan.compile import Report, compile_step
+from maxpipe.plan.calibrate import medians, step_of
+from maxpipe.plan.compile import Report, build_steps, compile_step
 from maxpipe.plan.search import Found
 from maxpipe.plan.topology import Topology
 
 COMPUTE = ("layers", "bubble", "head", "update", "ticks")
 """Parts of a forecast that the compiler's estimate of cycles stands in for."""
+MEASURED_SECONDS = 10.0
+"""For which a layout's steps run, at least three of them."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A layout, and the compiler's report; None if it needs more memory than there is."""
+    """A layout that was compiled or run."""
 
     found: Found
-    report: Report | None
+    report: Report | None = None
+    """The compiler's; None if it was not asked, or the step needs more memory than there is."""
+    measured: float | None = None
+    """Seconds of a step on the devices."""
 
     @property
     def fits(self) -> bool:
-        """Whether a device has room for it, by the compiler."""
-        return self.report is not None and self.report.fits
+        """Whether a device has room for it, by the compiler or because it ran."""
+        return self.measured is not None or (self.report is not None and self.report.fits)
 
     @property
     def seconds(self) -> float:
-        """Of a step: the compiler's compute where it gives any, and the forecast's traffic."""
+        """Of a step: measured, or the compiler's compute, if any, and the forecast's traffic."""
         foretold = self.found.cost
+        if self.measured is not None:
+            return self.measured
         if self.report is None or not self.report.seconds:
             return foretold.seconds
         traffic = sum(time for name, time in foretold.parts.items() if name not in COMPUTE)
@@ -48,13 +60,48 @@ def recheck(
         tell: is given a line before each compilation.
     """
     checked = []
-    for place, found in enumerate(best, 1):
-        keys = " ".join(f"{key}={value}" for key, value in found.changes.items())
-        tell(f"compiling {place} of {len(best)}: {keys}")
+    for found in _each(best, "compiling", tell):
         try:
             report = compile_step(Loaded(found.config, {}), topology)
         except ConfigError as error:
             tell(str(error))
             report = None
         checked.append(Checked(found, report))
+    return _ranked(checked)
+
+
+def run_best(
+    best: Sequence[Found], devices: Sequence[Any], tell: Callable[[str], None]
+) -> list[Checked]:
+    """Runs each layout's steps on made-up data; those that fit come first, the fastest in front.
+
+    Args:
+        best: of a search for so many devices.
+        devices: of this machine.
+        tell: is given a line before each layout.
+    """
+    checked = []
+    for found in _each(best, "measuring", tell):
+        seconds = None
+        try:
+            step = step_of(build_steps(found.config, devices))
+            (seconds,) = medians([step], MEASURED_SECONDS)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            tell("a device has too little memory for it")
+        checked.append(Checked(found, measured=seconds))
+        step = None  # and with it parameters and optimizer state
+        gc.collect()
+    return _ranked(checked)
+
+
+def _each(best: Sequence[Found], doing: str, tell: Callable[[str], None]) -> Iterator[Found]:
+    for place, found in enumerate(best, 1):
+        keys = " ".join(f"{key}={value}" for key, value in found.changes.items())
+        tell(f"{doing} {place} of {len(best)}: {keys}")
+        yield found
+
+
+def _ranked(checked: Sequence[Checked]) -> list[Checked]:
     return sorted(checked, key=lambda each: (not each.fits, each.seconds))

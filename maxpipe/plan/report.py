@@ -170,31 +170,45 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
     return "\n".join(lines)
 
 
-def search_facts(found: Search, checked: Sequence[Checked], hardware: Hardware) -> dict[str, Any]:
-    """A search as plain values; what was compiled comes with the compiler's report, ranked anew."""
-    compiled = [
+def search_facts(
+    found: Search,
+    hardware: Hardware,
+    compiled: Sequence[Checked] = (),
+    measured: Sequence[Checked] = (),
+) -> dict[str, Any]:
+    """A search as plain values; what was compiled or run is ranked anew."""
+    by_compiler = [
         facts(each.found, hardware)
         | {
             "compiled_fits": each.fits,
             "compiled_seconds": each.seconds,
             "report": each.report and each.report.to_json(),
         }
-        for each in checked
+        for each in compiled
+    ]
+    by_devices = [
+        facts(each.found, hardware) | {"measured_seconds": each.measured} for each in measured
     ]
     return {
         "considered": found.considered,
         "too_large": found.too_large,
         "best": [facts(each, hardware) for each in found.best],
-        "compiled": compiled,
+        "compiled": by_compiler,
+        "measured": by_devices,
     }
 
 
 def rechecked(found: Sequence[Checked]) -> str:
-    """What the compiler says of the best layouts, a line each."""
-    lines = ["", "by the compiler:"]
+    """What the compiler, or the devices, say of the best layouts."""
+    ran = any(each.measured is not None for each in found)
+    lines = ["", "measured:" if ran else "by the compiler:"]
     for place, each in enumerate(found, 1):
         keys = " ".join(f"{key}={value}" for key, value in each.found.changes.items())
         foretold = f"{gib(each.found.memory.total)} foretold"
+        if each.measured is not None:
+            forecast = f"{each.found.cost.seconds:.3g} s foretold"
+            lines += [f"{place:>2}. {each.measured:.3g} s ({forecast})", f"    {keys}"]
+            continue
         if each.report is None:
             lines += [f"{place:>2}. does not fit, {foretold}", f"    {keys}"]
             continue
@@ -213,6 +227,7 @@ def calibrated(found: Measured, before: Hardware, after: Hardware) -> str:
         "a layer's forward": found.forward,
         "its input gradient": found.input_grad,
         "its weights' gradients": found.weight_grad,
+        "what it runs again with names": found.names_replay,
         "its forward, one device alone": found.forward_alone,
         "a message to the next device": found.hop,
         "gathering a layer's weights": found.gather,
@@ -233,6 +248,7 @@ FIGURES = (
     "matmul_efficiency",
     "input_grad_cost",
     "weight_grad_cost",
+    "names_replay",
     "link_gb_per_second",
     "latency_us",
     "tick_us",

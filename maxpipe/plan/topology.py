@@ -130,6 +130,23 @@ def at_hand(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> Topolog
     return Topology(hardware, _cube(count or len(present), max(1, hardware.torus_dims)))
 
 
+def all_here(topology: Topology) -> Sequence[Any]:
+    """jax's devices of this machine, as many as the topology has.
+
+    Raises:
+        ConfigError: there are more or fewer.
+    """
+    import jax
+
+    present = jax.devices()
+    if len(present) != topology.num_devices or jax.process_count() > 1:
+        rule = f"must be the {len(present)} of this machine to be run on."
+        raise ConfigError.one(
+            "command line: --devices", topology.num_devices, rule, "Leave --measure out."
+        )
+    return present
+
+
 def _cube(count: int, num_dims: int) -> tuple[int, ...]:
     """The sides, as equal as can be, of a block with so many devices; the smallest comes first."""
     if num_dims == 1:

@@ -324,7 +324,7 @@ def partition(
             mesh,
             parts.specs,
             weight_gather=pipeline.weight_gather,
-            keep=_keep(pipeline),
+            keep=keep_of(pipeline),
             idle=pipeline.idle,
         ),
         shape=(train.batch_size, train.sequence_length),
@@ -334,7 +334,8 @@ def partition(
     )
 
 
-def _keep(pipeline: PipelineConfig) -> Keep:
+def keep_of(pipeline: PipelineConfig) -> Keep:
+    """What the engine keeps for backward slots, as the config says."""
     if pipeline.remat != "names":
         return Keep(pipeline.remat)
     return Keep("names", activations(pipeline.saved_names), activations(pipeline.offloaded_names))

@@ -53,6 +53,7 @@ def test_the_cost_model_gives_back_what_was_measured(crowd: float) -> None:
         forward=3e-3 * crowd,
         input_grad=4.5e-3 * crowd,
         weight_grad=2.4e-3 * crowd,
+        names_replay=0.6e-3 * crowd,
         forward_alone=3e-3,
         hop=latency + 2 * sizes.activation / rate,
         gather=latency + 2 * weights / rate,
@@ -68,6 +69,7 @@ def test_the_cost_model_gives_back_what_was_measured(crowd: float) -> None:
     # Devices with cores of their own keep their memory between steps.
     assert after.fresh_gb_per_second == pytest.approx(0.25 if crowd > 1 else 0.0)
     assert after.input_grad_cost == pytest.approx(1.5)
+    assert after.names_replay == pytest.approx(0.2)
     backward = after.weight_grad_cost * model.layer_seconds + model.accumulation
     assert backward == pytest.approx(0.8 * found.forward_alone)
     assert (model.accumulation > 0) == (crowd > 1)
@@ -90,7 +92,7 @@ def test_longer_sequences_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "SECONDS", 0.2)
     mesh = build_mesh(MeshConfig(ici_stage=NUM_DEVICES), jax.devices()[:NUM_DEVICES])
     few, many = (
-        calibrate._layers(Sizes(config_of(tokens=tokens)), mesh, ("F", "FIW"))
+        calibrate._layers(Sizes(config_of(tokens=tokens)), mesh, [("F", "full"), ("FIW", "full")])
         for tokens in (32, 256)
     )
     assert many[0] > 4 * few[0] and many[1] > 4 * few[1]
@@ -113,7 +115,7 @@ def test_a_calibrated_model_foretells_the_step_it_measured(monkeypatch: pytest.M
 
 
 def test_times_below_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "_layers", lambda *_: [2e-3, 3e-3, 4e-3])
+    monkeypatch.setattr(calibrate, "_layers", lambda *_: [2e-3, 3e-3, 4e-3, 2e-3, 2e-3])
     with pytest.raises(ConfigError, match="below nothing for input_grad"):
         calibrate.measure(Sizes(config_of()), jax.devices()[:1])
 
@@ -123,7 +125,7 @@ def test_measured_figures_are_kept_and_used(
 ) -> None:
     before = shipped()["cpu"]
     after = dataclasses.replace(before, tick_us=123.0, measured="today")
-    found = Measured(1e-3, 1e-3, 1e-3, 1e-3)
+    found = Measured(1e-3, 1e-3, 1e-3, 1e-3, 1e-3)
     monkeypatch.setattr(calibrate, "calibrate_here", lambda _: (before, after, found))
     assert cli.main(["plan", "configs/quickstart.yml", "--calibrate"]) == 0
     assert "123" in capsys.readouterr().out

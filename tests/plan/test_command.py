@@ -39,9 +39,33 @@ def test_a_search_writes_its_winner_and_draws_it(
     assert drawn.read_text(encoding="utf-8").startswith("<svg")
 
 
+def test_a_search_runs_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maxpipe.plan.recheck.MEASURED_SECONDS", 0.0)
+    small = tmp_path / "small.yml"
+    small.write_text(
+        "model: {num_layers: 8, d_model: 16, num_heads: 2, num_kv_heads: 1, head_size: 8, "
+        "d_mlp: 32, vocab_size: 259}\ntrain: {steps: 1, batch_size: 8, sequence_length: 16}\n"
+        "runtime: {platform: cpu}\n"
+    )
+    best = tmp_path / "best.yml"
+    searched = ["plan", str(small), "--devices", "8", "--search", "--measure", "2"]
+    searched += ["--fix", "mesh.ici_stage=4", "pipeline.schedule=1f1b"]
+    assert main([*searched, "--json", "--write", str(best)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    seconds = [each["measured_seconds"] for each in found["measured"]]
+    assert len(seconds) == 2 and 0 < seconds[0] <= seconds[1]
+    layouts = [each["layout"] for each in found["best"][:2]]
+    assert all(each["layout"] in layouts for each in found["measured"])
+    assert load([str(best)]).config.mesh.ici_stage == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        ([*RUN, "--search", "--measure", "3"], "runs on devices that are here"),
+        ([*RUN, "--search", "--measure", "3", "--compile", "3"], "not allowed with argument"),
         ([*RUN, "--write", "best.yml"], "--write\n  is read by a search only"),
         ([*RUN, "--fix", "mesh.ici_stage=4"], "--fix\n  is read by a search only"),
         ([*RUN, "--compile", "3"], "--compile\n  is read by a search only"),
