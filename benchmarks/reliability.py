@@ -1,36 +1,44 @@
-"""What being watched costs a step: phases, link, ledger, guard; and how long a save blocks.
+"""What being watched costs a step: phases, link, ledger, guard; how long a save blocks; resuming.
 
     python benchmarks/reliability.py            # prints the table
     python benchmarks/reliability.py --write    # and writes reliability.md
 
 A model of 100 M parameters on the CPU. What the host does beside a step is timed alone, many times
-over; the step and the blocking part of an asynchronous save after one another.
+over. Steps with and without the guard run in turn, and the median of the pairs' differences counts;
+so do a step and the blocking part of an asynchronous save. The first batch is that of a run which
+goes on after few steps, or after very many.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
+import numpy as np
 
 from maxpipe.checkpoint.manager import Checkpoints
 from maxpipe.config.load import from_dict
-from maxpipe.config.schema import CheckpointConfig
+from maxpipe.config.schema import CheckpointConfig, Config
+from maxpipe.data.loader import build
 from maxpipe.hub import Limits
 from maxpipe.link import Link
 from maxpipe.model.count import num_params
 from maxpipe.phases import DATA, LOOP, STEP, Phases
-from maxpipe.plan.calibrate import medians, step_of
+from maxpipe.plan.calibrate import step_of
 from maxpipe.plan.compile import build_steps
 from maxpipe.telemetry import EventLog
 from maxpipe.train.step import Steps
 
-ROUNDS = 3
+ROUNDS, PAIRS = 3, 12
+FAR = (10, 10_000_000)
+"""Steps after which a run goes on."""
 HEADS = {"num_heads": 12, "num_kv_heads": 12, "head_size": 64}
 CONFIG = {
     "model": {"num_layers": 12, "d_model": 768, "d_mlp": 2048, "vocab_size": 10240, **HEADS},
@@ -66,13 +74,51 @@ def _per_call(call: Callable[[], object], number: int) -> float:
     return statistics.median(times)
 
 
-def step_and_save(steps: Steps, folder: Path) -> tuple[float, float, float]:
-    """Seconds of a step, of the part of a save that blocks, and of the whole save."""
+def with_and_without_guard(config: Config) -> tuple[float, float]:
+    """Seconds of a step, and what the guard adds."""
+    device = jax.devices()[:1]
+    with (
+        patch("maxpipe.train.step.judge", lambda _config, _mesh, state, *_: (np.True_, state)),
+        patch("maxpipe.train.step.unless_bad", lambda _taken, new, _old: new),
+    ):
+        without = step_of(build_steps(config, device))
+        jax.block_until_ready(without())
+    guarded = step_of(build_steps(config, device))
+    jax.block_until_ready(guarded())
+    seconds, added = [], []
+    for _ in range(PAIRS):
+        pair = [_taken(call) for call in (guarded, without)]
+        pair.append(_taken(guarded))
+        seconds.append(pair[1])
+        added.append((pair[0] + pair[2]) / 2 - pair[1])
+    return statistics.median(seconds), statistics.median(added)
+
+
+def _taken(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
+
+
+def first_batches(config: Config) -> list[float]:
+    """Seconds to the first batch of a run that goes on after each of `FAR`."""
+    seconds, train = [], config.train
+    sizes = {"batch_size": train.batch_size, "sequence_length": train.sequence_length}
+    with contextlib.closing(build(config.data, config.tokenizer, seed=0, **sizes)) as data:
+        for step in FAR * ROUNDS:
+            start = time.perf_counter()
+            with data.train.batches(step) as batches:
+                next(batches)
+            seconds.append(time.perf_counter() - start)
+    return [statistics.median(seconds[place :: len(FAR)]) for place in range(len(FAR))]
+
+
+def seconds_of_saves(steps: Steps, folder: Path) -> tuple[float, float]:
+    """Of the part of a save that blocks, and of the whole save."""
     state = steps.init()
     saved = steps.to_saved(state)
     whole: list[float] = []
     blocking: list[float] = []
-    step_seconds = medians([step_of(steps)], seconds=0.0)[0]
     with Checkpoints(folder, CheckpointConfig(keep=1)) as checkpoints:
         for number in range(1, ROUNDS + 1):
             start = time.perf_counter()
@@ -80,7 +126,7 @@ def step_and_save(steps: Steps, folder: Path) -> tuple[float, float, float]:
             blocking.append(time.perf_counter() - start)
             checkpoints.wait()
             whole.append(time.perf_counter() - start)
-    return step_seconds, statistics.median(blocking), statistics.median(whole)
+    return statistics.median(blocking), statistics.median(whole)
 
 
 def table() -> str:
@@ -89,8 +135,10 @@ def table() -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         host = host_seconds(folder)
-        steps = build_steps(config, jax.devices()[:1])
-        step, blocking, whole = step_and_save(steps, folder)
+        blocking, whole = seconds_of_saves(build_steps(config, jax.devices()[:1]), folder)
+    step, guard = with_and_without_guard(config)
+    near, far = first_batches(config)
+    everything = host + max(0.0, guard)
     return "\n".join(
         [
             f"{num_params(config.model) / 1e6:.0f} M parameters, a step of {step:.2f} s.",
@@ -98,8 +146,12 @@ def table() -> str:
             "| what | seconds | of a step |",
             "|---|---|---|",
             f"| phases, link and ledger, in each step | {host:.6f} | {host / step:.4%} |",
+            f"| the guard against bad numbers, in each step | {guard:.6f} | {guard / step:.3%} |",
+            f"| together | {everything:.6f} | {everything / step:.3%} |",
             f"| a save, blocking part | {blocking:.3f} | {blocking / step:.1%} |",
             f"| a save, until it is on disk with its digests | {whole:.2f} | |",
+            f"| first batch of a run that goes on after {FAR[0]:,} steps | {near:.3f} | |",
+            f"| the same after {FAR[1]:,} steps | {far:.3f} | |",
             "",
         ]
     )
@@ -108,8 +160,7 @@ def table() -> str:
 PREAMBLE = """\
 # What it costs to be safe
 
-`python benchmarks/reliability.py --write`, on two CPU cores. The guard against bad numbers is part
-of the compiled step: see `tests/train/test_guard.py` for its memory.
+`python benchmarks/reliability.py --write`, on two CPU cores.
 
 """
 

@@ -63,6 +63,12 @@ class StorageError(MaxpipeError):
 
     exit_code = ExitCode.STORAGE
 
+    @classmethod
+    def unwritable(cls, where: object, error: OSError, action: str = "") -> StorageError:
+        """The common case; without an action it is about the folder of a run."""
+        action = action or "Free space, or set run.dir to a folder that can be written."
+        return cls(f"{where}: cannot be written\n  {error.strerror or error}.\n  {action}")
+
 
 class NumbersError(MaxpipeError):
     """Loss or gradients that the config does not let the run go on with.

@@ -50,9 +50,7 @@ def save(compiled: Any, folder: Path, facts: Mapping[str, str]) -> None:
             ) as file:
                 file.write(content)
     except OSError as error:
-        raise StorageError(
-            f"{folder}: cannot be written: {error.strerror}\n  Name another folder with --save."
-        ) from error
+        raise StorageError.unwritable(folder, error, "Name another folder with --save.") from error
 
 
 def load(

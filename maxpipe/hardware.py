@@ -140,7 +140,7 @@ def keep_measured(hardware: Hardware) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror or error}.") from error
+        raise StorageError.unwritable(path, error, "Free space there.") from error
     known.cache_clear()
     return path
 

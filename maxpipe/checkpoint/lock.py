@@ -59,11 +59,7 @@ class RunLock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._acquire()
         except OSError as error:
-            raise StorageError(
-                f"{self.path}: cannot be written\n"
-                f"  {error.strerror or error}.\n"
-                "  Free space, or set run.dir to a folder that can be written."
-            ) from error
+            raise StorageError.unwritable(self.path, error) from error
         self._heart.start()
         return self
 

@@ -56,7 +56,8 @@ def _config_docs(options: argparse.Namespace) -> int:
         try:
             _DOCS_FILE.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise StorageError(f"{_DOCS_FILE}: cannot be written: {error.strerror}.") from error
+            action = "Run it where the project's files can be written."
+            raise StorageError.unwritable(_DOCS_FILE, error, action) from error
     return ExitCode.DONE
 
 

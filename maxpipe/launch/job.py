@@ -75,11 +75,8 @@ class Submission:
                 if text.startswith("#!"):
                     path.chmod(0o755)
         except OSError as error:
-            raise StorageError(
-                f"{folder}: cannot be written\n"
-                f"  {error.strerror or error}.\n"
-                "  Name a folder that can be written with --write."
-            ) from error
+            action = "Name a folder that can be written with --write."
+            raise StorageError.unwritable(folder, error, action) from error
 
     def run(self) -> int:
         """Submits what was written; the tool's exit code.

@@ -41,11 +41,7 @@ class Log:
             file.write(header.encode())
             file.flush()
         except OSError as error:
-            raise StorageError(
-                f"{self.path}: cannot be written\n"
-                f"  {error.strerror or error}.\n"
-                "  Free space, or set run.dir to a folder that can be written."
-            ) from error
+            raise StorageError.unwritable(self.path, error) from error
         self._start += len(header.encode())
         return file
 

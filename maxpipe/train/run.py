@@ -350,11 +350,7 @@ def _write_config(path: Path, config: Config) -> None:
     try:
         path.write_text(to_yaml(redact.within(config)), encoding="utf-8")
     except OSError as error:
-        raise StorageError(
-            f"{path}: cannot be written\n"
-            f"  {error.strerror}\n"
-            "  Free space, or set run.dir to a folder that can be written."
-        ) from error
+        raise StorageError.unwritable(path, error) from error
 
 
 def _restore_or_init(

@@ -18,11 +18,11 @@ from maxpipe.cli import main
 from maxpipe.launch import local
 from maxpipe.launch.logs import Log
 from tests.launch.conftest import QUICKSTART
+from tests.train.runs import Start
 
 # The launcher runs without jax; other tests have loaded it into this process.
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork")
 
-Start = Callable[..., subprocess.Popen[str]]
 Capture = pytest.CaptureFixture[str]
 
 # --- with processes that only behave like it ----------------------------------------------

@@ -10,16 +10,13 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from maxpipe.cli import main
 from tests.launch.conftest import Cluster, Write, until
-
-Run = Callable[..., str]
-Start = Callable[..., subprocess.Popen[str]]
+from tests.train.runs import Run, Start, wait_for
 
 pytestmark = [pytest.mark.multihost, pytest.mark.slow]
 
@@ -58,16 +55,6 @@ def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> 
     assert "ok         mesh: stage 2 = 2 devices of 2 processes" in shown
     assert "2 x cpu in 2 process(es)" in shown and f"step {STEPS:>5}/{STEPS}" in shown
     return digests(folder / "run")
-
-
-def wait_for(process: subprocess.Popen[str], beginning: str) -> list[str]:
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if " ".join(line.split()).startswith(beginning):
-            return lines
-    raise AssertionError(f"{beginning!r} was never printed:\n{''.join(lines)}")
 
 
 def children(process: subprocess.Popen[str]) -> dict[int, int]:

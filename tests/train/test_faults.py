@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -10,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,11 +17,19 @@ import yaml
 
 from maxpipe import goodput
 from maxpipe.checkpoint.manager import open_run
-from tests.train.test_loop import forget_after, losses, saved_digest
-from tests.train.test_processes import SAME, ends, together_at, wait_for
-
-Run = Callable[..., str]
-Start = Callable[..., subprocess.Popen[str]]
+from tests.train.runs import (
+    SAME,
+    Run,
+    Start,
+    ends,
+    forget_after,
+    ledger,
+    losses,
+    saved_digest,
+    saved_steps,
+    together_at,
+    wait_for,
+)
 
 pytestmark = pytest.mark.faults
 
@@ -134,8 +140,7 @@ def test_a_process_killed_among_saves(
     assert processes[1 - victim].returncode in ((71,) if victim else (71, -signal.SIGABRT))
     if victim:
         assert "process 1 (" in outputs[0] and "is gone" in outputs[0]
-    with open_run(tmp_path / "run") as checkpoints:
-        assert checkpoints.steps()[-1] >= 5
+    assert saved_steps(tmp_path / "run")[-1] >= 5
     with together_at(start, *every, count=2) as processes:
         outputs = ends(processes)
     assert [process.returncode for process in processes] == [0, 0], outputs
@@ -254,9 +259,7 @@ os.fsync = fsync
     with start(*arguments, modules=write_module(tmp_path / "modules", slow)) as process:
         (output,) = ends([process])
     assert process.returncode == 0, output
-    records = [
-        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-    ]
+    records = ledger(tmp_path / "run")
     told = [(each["event"], each["step"]) for each in records if "step" in each]
     assert told.index(("checkpoint", 8)) > told.index(("time", 10))
     assert [step for event, step in told if event == "checkpoint_failed"] == [16]
@@ -291,16 +294,12 @@ time.time, time.time_ns, datetime.datetime = now, lambda: int(now() * 1e9), Cloc
         (output,) = ends([process])
     seconds = time.monotonic() - begin
     assert process.returncode == 0, output
-    times = [
-        json.loads(line)["time"]
-        for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-    ]
+    times = [record["time"] for record in ledger(tmp_path / "run")]
     assert times[0].startswith("2027-01-14T23:0") and times[-1].startswith("2027-01-14T20:0")
     assert any(time.startswith("2027-01-15T01:0") for time in times)
     found = goodput.read(tmp_path / "run")
     assert [each.ended for each in found.attempts] == ["done"] and 0 < found.total < seconds
-    with open_run(tmp_path / "run") as checkpoints:
-        assert checkpoints.steps() == [20, 24]
+    assert saved_steps(tmp_path / "run") == [20, 24]
     forget_after(tmp_path / "run", 20)
     run(*arguments)
     assert losses(tmp_path / "run") == losses(unbroken)

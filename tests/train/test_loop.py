@@ -7,54 +7,26 @@ import math
 import random
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from maxpipe.checkpoint.manager import open_run
-from maxpipe.checkpoint.trees import digest
 from maxpipe.config.load import load, to_dict
+from tests.train.runs import (
+    SAME,
+    Run,
+    Start,
+    events,
+    forget_after,
+    losses,
+    records,
+    saved_digest,
+)
 
-Run = Callable[..., str]
-Start = Callable[..., subprocess.Popen[str]]
-
-SAME = 1e-5  # float32, relative
 STEPS = 24
-
-
-def records(folder: Path) -> dict[int, dict[str, Any]]:
-    """The lines of metrics.jsonl by step, of which each is there once and in order."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in lines]
-    assert steps == sorted(set(steps))
-    return {line["step"]: line for line in lines}
-
-
-def losses(folder: Path, tag: str = "train/loss") -> dict[int, float]:
-    return {step: record[tag] for step, record in records(folder).items() if tag in record}
-
-
-def events(folder: Path) -> list[tuple[str, int]]:
-    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    told = ("start", "checkpoint", "preempted", "done")
-    return [(line["event"], line["step"]) for line in lines if line["event"] in told]
-
-
-def saved_digest(folder: Path, step: int = STEPS) -> str:
-    with open_run(folder) as checkpoints:
-        found = checkpoints.restore(step)
-        return digest(found.state) + json.dumps(found.facts.data, sort_keys=True)
-
-
-def forget_after(folder: Path, step: int) -> None:
-    """Take the checkpoints after `step` away."""
-    for saved in (folder / "checkpoints").iterdir():
-        if int(saved.name) > step:
-            shutil.rmtree(saved)
+TOLD = ("start", "checkpoint", "preempted", "done")
 
 
 def is_explained(output: str) -> None:
@@ -114,7 +86,7 @@ def test_metrics_have_the_documented_tags(unbroken: Path):
 
 def test_events_tell_what_happened(unbroken: Path):
     saves = [("checkpoint", step) for step in range(4, STEPS + 1, 4)]
-    assert events(unbroken) == [("start", 0), *saves, ("done", STEPS)]
+    assert events(unbroken, *TOLD) == [("start", 0), *saves, ("done", STEPS)]
 
 
 def test_tensorboard_reads_its_files(unbroken: Path):
@@ -160,7 +132,7 @@ def test_finished_run_started_again_changes_nothing(
     assert "compiling train step" not in output
     assert records(copy) == records(unbroken)
     assert saved_digest(copy) == saved_digest(unbroken)
-    assert events(copy) == [*events(unbroken), ("start", STEPS), ("done", STEPS)]
+    assert events(copy, *TOLD) == [*events(unbroken, *TOLD), ("start", STEPS), ("done", STEPS)]
 
 
 @pytest.mark.slow
@@ -189,7 +161,7 @@ def test_killed_runs_end_as_the_unbroken_one(
     assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
     kept = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert kept == {"21", "24"}
-    resumed_at = [step for event, step in events(tmp_path / "run") if event == "start"]
+    resumed_at = [step for event, step in events(tmp_path / "run", *TOLD) if event == "start"]
     assert resumed_at[-1] > resumed_at[0] == 0
 
 
@@ -212,7 +184,7 @@ def test_stopped_runs_end_as_the_unbroken_one(
             rest = process.stdout.read()
         assert process.returncode == 75, rest
         is_explained(rest)
-        stopped.append(events(tmp_path / "run")[-1])
+        stopped.append(events(tmp_path / "run", *TOLD)[-1])
         assert stopped[-1][0] == "preempted"
         if stopped[-1][1]:  # before the first step there is nothing to save
             with open_run(tmp_path / "run") as checkpoints:

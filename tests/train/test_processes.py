@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from maxpipe.checkpoint.manager import open_run
-from maxpipe.checkpoint.trees import digest
-from maxpipe.hub import free_port
-
-Run = Callable[..., str]
-Start = Callable[..., subprocess.Popen[str]]
+from tests.train.runs import (
+    SAME,
+    Run,
+    Start,
+    ends,
+    losses,
+    pair,
+    saved_digest,
+    saved_steps,
+    wait_for,
+)
 
 pytestmark = [pytest.mark.multihost, pytest.mark.slow]
 
-SAME = 1e-5  # float32, relative
 STEPS = 12
 # Two processes share each stage axis, or each fsdp axis.
 ACROSS = {
@@ -32,63 +31,6 @@ ACROSS = {
 # Process 1 finds no compiled program in the cache, which process 0 alone writes.
 NO_EVALUATION = "eval.batches=0"
 HEARTBEAT = "runtime.heartbeat_timeout_seconds=5"
-
-
-def losses(folder: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert len({line["step"] for line in lines}) == len(lines)
-    return {line["step"]: line["train/loss"] for line in lines}
-
-
-def evaluations(folder: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line}
-
-
-def saved_digest(folder: Path) -> str:
-    with open_run(folder) as checkpoints:
-        found = checkpoints.restore(STEPS)
-        return digest(found.state) + json.dumps(found.facts.data, sort_keys=True)
-
-
-def newest(folder: Path) -> int:
-    with open_run(folder) as checkpoints:
-        return checkpoints.steps()[-1]
-
-
-@contextmanager
-def together_at(
-    start: Start, *arguments: object, count: int, second: Sequence[object] = ()
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """All processes of a run; `second` are overrides of process 1. None outlives the block."""
-    address = f"127.0.0.1:{free_port()}"
-    shared = (*arguments, f"runtime.num_processes={count}", f"runtime.coordinator={address}")
-    processes = [
-        start("train", *shared, f"runtime.process_id={rank}", *(second if rank == 1 else ()))
-        for rank in range(count)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
-pair = partial(together_at, count=2)
-
-
-def ends(processes: list[subprocess.Popen[str]]) -> list[str]:
-    """What each process has printed when it is over."""
-    return [process.communicate(timeout=240)[0] for process in processes]
-
-
-def wait_for(process: subprocess.Popen[str], beginning: str) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if " ".join(line.split()).startswith(beginning):
-            return
-    raise AssertionError(f"{beginning!r} was never printed")
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +67,7 @@ def together(
 def test_two_processes_train_like_one(together: Path, alone: Path):
     assert list(losses(together)) == list(range(1, STEPS + 1))
     assert losses(together) == losses(alone)
-    assert evaluations(together) == evaluations(alone)
+    assert losses(together, "eval/loss") == losses(alone, "eval/loss")
     assert saved_digest(together) == saved_digest(alone)
 
 
@@ -174,7 +116,7 @@ def test_signal_to_one_process_stops_both_at_the_same_step(
             processes[signalled].send_signal(signal.SIGTERM)
             outputs = ends(processes)
         assert [process.returncode for process in processes] == [75, 75], outputs
-        step = newest(tmp_path / "run")
+        step = saved_steps(tmp_path / "run")[-1]
         assert step < STEPS
         told = f"stopped after step {step} of {STEPS}" if moment == "step 3/" else "asked to stop"
         for output in outputs:

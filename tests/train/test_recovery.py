@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from maxpipe.checkpoint.manager import open_run
 from maxpipe.checkpoint.trees import digest
-
-Run = Callable[..., str]
-Start = Callable[..., subprocess.Popen[str]]
+from tests.train.runs import Run, Start, events, saved_digest, wait_for
 
 STEPS = 16
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints"
@@ -30,27 +26,8 @@ pytestmark = pytest.mark.slow
 TOLD = ("start", "checkpoint", "checkpoint_failed", "checkpoint_skipped", "done")
 
 
-def events(folder: Path) -> list[tuple[str, int]]:
-    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [(line["event"], line["step"]) for line in lines if line["event"] in TOLD]
-
-
-def saved_digest(folder: Path) -> str:
-    with open_run(folder) as checkpoints:
-        found = checkpoints.restore(STEPS)
-        return digest(found.state) + json.dumps(found.facts.data, sort_keys=True)
-
-
 def names(folder: Path) -> set[str]:
     return {path.name for path in (folder / "checkpoints").iterdir()}
-
-
-def wait_for(process: subprocess.Popen[str], beginning: str) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if " ".join(line.split()).startswith(beginning):
-            return
-    raise AssertionError(f"{beginning!r} was never printed")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +66,7 @@ def test_run_goes_on_from_the_step_before_a_damaged_one(
     reason = f"{name} has other content than was saved"
     assert f"warning: {step} is skipped, renamed 12.corrupt: {reason}" in output
     assert f"resuming {copy} after step 8" in output
-    assert ("checkpoint_skipped", 12) in events(copy)
+    assert ("checkpoint_skipped", 12) in events(copy, *TOLD)
     assert names(copy) == {"4", "8", "12", "12.corrupt", "16"}
     assert saved_digest(copy) == saved_digest(unbroken)
 
@@ -207,7 +184,7 @@ def test_training_goes_on_with_a_disk_that_is_full_for_a_while(
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (-1, -1))
         output, _ = process.communicate()
     assert process.returncode == 0, output
-    failed = [step for event, step in events(copy) if event == "checkpoint_failed"]
+    failed = [step for event, step in events(copy, *TOLD) if event == "checkpoint_failed"]
     assert failed and set(failed) < set(range(9, STEPS + 1))
-    assert events(copy)[-1] == ("done", STEPS)
+    assert events(copy, *TOLD)[-1] == ("done", STEPS)
     assert saved_digest(copy) == saved_digest(unbroken)

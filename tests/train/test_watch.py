@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cached_property
@@ -27,27 +26,10 @@ from maxpipe.train import build, run
 from maxpipe.train.loop import train
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
-from tests.train.test_processes import ends, pair
+from tests.train.runs import Run, Start, ends, ledger, pair, saved, saved_steps
 from tests.train.test_replicas import flipped
 
 STEPS = 24
-Run = Callable[..., str]
-Start = Callable[..., subprocess.Popen[str]]
-
-
-def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] in kinds]
-
-
-def saved(folder: Path, step: int = STEPS) -> Any:
-    with open_run(folder) as checkpoints:
-        return checkpoints.restore(step)
-
-
-def saved_steps(folder: Path) -> list[int]:
-    with open_run(folder) as checkpoints:
-        return checkpoints.steps()
 
 
 def recorded(folder: Path) -> dict[int, dict[str, Any]]:
@@ -150,7 +132,7 @@ def test_a_bad_step_stops_the_run_and_its_batch_is_named(here: Here) -> None:
     assert caught.value.exit_code == 2
     assert f"{here.folder}: step 10: loss " in str(caught.value)
     assert "Set guard.bad_steps=skip" in str(caught.value)
-    (event,) = events(here.folder, "bad_step")
+    (event,) = ledger(here.folder, "bad_step")
     assert (event["step"], event["batch"], event["action"]) == (10, 9, "stop")
     assert event["loss"] is None and len(event["sequences"]) == 8 and event["documents"]
     assert saved_steps(here.folder) == [4, 8]
@@ -158,7 +140,7 @@ def test_a_bad_step_stops_the_run_and_its_batch_is_named(here: Here) -> None:
     with pytest.raises(NumbersError):
         here.train()
     here.train("guard.bad_steps=skip")
-    assert [each["step"] for each in events(here.folder, "start")] == [0, 8, 8]
+    assert [each["step"] for each in ledger(here.folder, "start")] == [0, 8, 8]
     assert recorded(here.folder)[STEPS]["train/skipped"] == 1
 
 
@@ -171,7 +153,7 @@ def test_skipped_steps_are_left_out_and_counted(here: Here) -> None:
         *(0, 1, 1, 2, 3, 3, 4)
     ]
     assert {step for step, each in found.items() if each["train/loss"] is None} == {4, 10, 11, 24}
-    skipped = events(here.folder, "bad_step")
+    skipped = ledger(here.folder, "bad_step")
     assert [(each["step"], each["action"]) for each in skipped] == [
         (step, "skip") for step in (4, 10, 11, 24)
     ]
@@ -194,7 +176,7 @@ def test_a_run_with_skips_resumes_as_it_would_have_gone_on(
     here.crash = None
     with pytest.raises(NumbersError, match="is bad step 2 in a row"):
         here.train(*limits, f"run.dir={tmp_path / 'again'}")
-    assert [each["step"] for each in events(here.folder, "bad_step")] == [4, 8, 9]
+    assert [each["step"] for each in ledger(here.folder, "bad_step")] == [4, 8, 9]
     assert digest(saved(here.folder, 8).state) == digest(saved(tmp_path / "run", 8).state)
     assert saved(here.folder, 8).facts.data == saved(tmp_path / "run", 8).facts.data
 
@@ -206,7 +188,7 @@ def test_too_many_bad_steps_stop_the_run_with_finite_parameters(here: Here) -> N
         here.train("guard.bad_steps=skip", "guard.max_bad_steps=3", "checkpoint.every=1")
     is_explained(caught.value)
     assert "step 10: " in str(caught.value) and "allows 3" in str(caught.value)
-    actions = [each["action"] for each in events(here.folder, "bad_step")]
+    actions = [each["action"] for each in ledger(here.folder, "bad_step")]
     assert actions == ["skip", "skip", "skip", "stop"]
     last = saved(here.folder, 9)
     assert all(np.isfinite(array).all() for _, array in leaves(last.state))
@@ -224,7 +206,7 @@ BACK = ("guard.bad_steps=roll_back",)
 def test_a_run_goes_back_to_its_checkpoint_and_on_behind_the_bad_batch(here: Here) -> None:
     here.bad = {9, 17}
     here.train(*BACK)
-    rolled = events(here.folder, "bad_step", "roll_back")
+    rolled = ledger(here.folder, "bad_step", "roll_back")
     # Batches 8 and 9 are left out, so that step 17 takes batch 18; 16 and 17 are 15 and 16's.
     assert [(each["event"], each["step"], each.get("to")) for each in rolled] == [
         ("bad_step", 10, None),
@@ -253,7 +235,7 @@ def test_a_run_that_went_back_resumes_bit_for_bit(here: Here, tmp_path: Path) ->
             here.train(*BACK)
     here.crash = None
     here.train(*BACK)
-    assert [each["to"] for each in events(here.folder, "roll_back")] == [8, 8, 12, 12]
+    assert [each["to"] for each in ledger(here.folder, "roll_back")] == [8, 8, 12, 12]
     unbroken = tmp_path / "unbroken"
     here.train(*BACK, f"run.dir={unbroken}")
     found, wanted = saved(here.folder), saved(unbroken / "run")
@@ -276,7 +258,7 @@ def test_a_run_asked_to_stop_at_a_bad_step_goes_back_first(
 def test_a_run_without_checkpoints_goes_back_to_its_start(here: Here) -> None:
     here.bad = {2}
     here.train(*BACK, "checkpoint.every=0")
-    assert [each["to"] for each in events(here.folder, "roll_back")] == [0]
+    assert [each["to"] for each in ledger(here.folder, "roll_back")] == [0]
     assert saved(here.folder).facts.data["step"] == STEPS + 3
     assert int(saved(here.folder).state["step"]) == STEPS
 
@@ -288,8 +270,8 @@ def test_a_run_goes_back_so_often_and_then_stops(here: Here) -> None:
         here.train(*BACK, "guard.max_roll_backs=2")
     is_explained(caught.value)
     assert "asks for roll back 3; guard.max_roll_backs allows 2" in str(caught.value)
-    assert [each["to"] for each in events(here.folder, "roll_back")] == [4, 4]
-    batches = [each["batch"] for each in events(here.folder, "bad_step")]
+    assert [each["to"] for each in ledger(here.folder, "roll_back")] == [4, 4]
+    batches = [each["batch"] for each in ledger(here.folder, "bad_step")]
     assert batches == [5, 6, 7]
 
 
@@ -321,7 +303,7 @@ def test_a_copy_that_differs_stops_the_run_before_anything_is_saved(
     is_explained(caught.value)
     assert caught.value.exit_code == 74
     assert "step 12: params." in str(caught.value)
-    (event,) = events(here.folder, "replicas_differ")
+    (event,) = ledger(here.folder, "replicas_differ")
     assert event["step"] == 12
     assert any(
         "params.final_norm.scale on device 5 (cpu, process 0)" in name for name in event["arrays"]
@@ -362,13 +344,13 @@ def test_garbage_among_the_documents_is_a_spike(tiny: Path, run: Run, tmp_path: 
     arguments += ("train.steps=48", "run.seed=6", "data.validation_fraction=0", "eval.batches=0")
     arguments += ("guard.spike_sigmas=6", "guard.spike_window=16", "guard.on_spike=roll_back")
     run("train", tiny, *ALONE, *arguments, f"run.dir={tmp_path}")
-    found = events(tmp_path / "run", "spike")
+    found = ledger(tmp_path / "run", "spike")
     assert [(each["batch"], each["action"]) for each in found] == [
         (39, "roll_back"),
         (43, "roll_back"),
     ]
     assert all(7 in each["documents"] for each in found)
-    assert len(events(tmp_path / "run", "roll_back")) == 2
+    assert len(ledger(tmp_path / "run", "roll_back")) == 2
     last = recorded(tmp_path / "run")[48]
     assert last["train/loss"] < 1.3 and last["train/skipped"] == 0
 
@@ -388,5 +370,5 @@ def test_two_processes_decide_alike(start: Start, tiny: Path, tmp_path: Path) ->
         assert "Traceback" not in output
         assert "asks for roll back 2; guard.max_roll_backs allows 1" in output
     assert len({output.splitlines()[-3] for output in outputs}) == 1
-    (back,) = events(tmp_path / "run", "roll_back")
-    assert events(tmp_path / "run", "bad_step")[0]["step"] == back["step"]
+    (back,) = ledger(tmp_path / "run", "roll_back")
+    assert ledger(tmp_path / "run", "bad_step")[0]["step"] == back["step"]

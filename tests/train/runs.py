@@ -1,0 +1,112 @@
+"""Real runs of the command: starting several processes, and reading what they leave."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from maxpipe.checkpoint.manager import open_run
+from maxpipe.checkpoint.trees import digest
+from maxpipe.hub import free_port
+
+Run = Callable[..., str]
+Start = Callable[..., subprocess.Popen[str]]
+
+SAME = 1e-5  # float32, relative
+
+
+# Processes.
+
+
+@contextmanager
+def together_at(
+    start: Start, *arguments: object, count: int, second: Sequence[object] = ()
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """All processes of a run; `second` are overrides of process 1. None outlives the block."""
+    address = f"127.0.0.1:{free_port()}"
+    shared = (*arguments, f"runtime.num_processes={count}", f"runtime.coordinator={address}")
+    processes = [
+        start("train", *shared, f"runtime.process_id={rank}", *(second if rank == 1 else ()))
+        for rank in range(count)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+pair = partial(together_at, count=2)
+
+
+def ends(processes: list[subprocess.Popen[str]]) -> list[str]:
+    """What each process has printed when it is over."""
+    return [process.communicate(timeout=240)[0] for process in processes]
+
+
+def wait_for(process: subprocess.Popen[str], beginning: str) -> list[str]:
+    """Reads lines up to one with this beginning; they are returned."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if " ".join(line.split()).startswith(beginning):
+            return lines
+    raise AssertionError(f"{beginning!r} was never printed:\n{''.join(lines)}")
+
+
+# Files.
+
+
+def records(folder: Path) -> dict[int, dict[str, Any]]:
+    """The lines of metrics.jsonl by step, of which each is there once and in order."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(set(steps))
+    return {line["step"]: line for line in lines}
+
+
+def losses(folder: Path, tag: str = "train/loss") -> dict[int, float]:
+    return {step: record[tag] for step, record in records(folder).items() if tag in record}
+
+
+def ledger(folder: Path, *kinds: str) -> list[dict[str, Any]]:
+    """The records of events.jsonl, of these kinds if any are named."""
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] in kinds or not kinds]
+
+
+def events(folder: Path, *kinds: str) -> list[tuple[str, int]]:
+    """Kind and step of the same."""
+    return [(line["event"], line["step"]) for line in ledger(folder, *kinds)]
+
+
+def saved_steps(folder: Path) -> list[int]:
+    with open_run(folder) as checkpoints:
+        return checkpoints.steps()
+
+
+def saved(folder: Path, step: int | None = None) -> Any:
+    """A checkpoint, by default the newest."""
+    with open_run(folder) as checkpoints:
+        return checkpoints.restore(checkpoints.steps()[-1] if step is None else step)
+
+
+def saved_digest(folder: Path, step: int | None = None) -> str:
+    """Of all that a checkpoint holds of the run's state and its place in the data."""
+    found = saved(folder, step)
+    return digest(found.state) + json.dumps(found.facts.data, sort_keys=True)
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Take the checkpoints after `step` away."""
+    for each in (folder / "checkpoints").iterdir():
+        if int(each.name) > step:
+            shutil.rmtree(each)
