@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import random
 import select
 import selectors
 import socket
@@ -31,7 +32,13 @@ _AGAIN = "  Start the same command again to go on from the newest checkpoint."
 
 
 def free_port() -> int:
-    """A port that nobody listens at now, for the meeting point of processes that start next."""
+    """A port that nobody listens at now, for the meeting point of processes that start next.
+
+    Not one of those that systems give to outgoing connections, which would take it meanwhile.
+    """
+    for port in random.sample(range(61_000, 65_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
     with socket.create_server(("", 0)) as probe:
         return probe.getsockname()[1]
 

@@ -49,7 +49,7 @@ _NAME = (
 not."""
 _NAMES = re.compile(_NAME, re.IGNORECASE)
 _GIVEN = re.compile(
-    rf"""((?<![\w.-])[\w.-]*(?:{_NAME})[\w.-]*(?:=|["']\s*[:=]\s*)"""
+    rf"""((?<![\w.-])[\w.-]*(?:{_NAME})[\w.-]*(?:[ ]?=[ ]?|["']\s*[:=]\s*)"""
     r"""|\bauthorization:\s*(?:\w+\s+)?|\bbearer\s+|[?&]sig=)"""
     r"""("[^"]*"|'[^']*'|[^\s"'&,;]+)""",
     re.IGNORECASE,

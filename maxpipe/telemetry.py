@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,11 +45,11 @@ class _SafeFile:
 
     The file is opened for each record, so that a network file system may come
     back. A record that fails half-way is cut off again: what was written before
-    and what is written later stays readable.
+    and what is written later stays readable. Threads may write one after another.
     """
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self._lock = path, threading.Lock()
         self._warned_at = -math.inf
         with self.guard():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +59,7 @@ class _SafeFile:
 
         With `at`, everything behind that offset is replaced.
         """
-        with self.guard():
+        with self.guard(), self._lock:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 return _write_at(descriptor, data, at)

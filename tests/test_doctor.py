@@ -263,7 +263,7 @@ def test_two_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        monkeypatch.setattr(doctor, "_free_port", lambda: other.getsockname()[1])
+        monkeypatch.setattr(doctor, "free_port", lambda: other.getsockname()[1])
         monkeypatch.setattr(doctor, "LOOPBACK_SECONDS", 15.0)
         begin = time.monotonic()
         explained(doctor.loopback(), "process ", "127.0.0.1")

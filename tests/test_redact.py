@@ -148,6 +148,10 @@ def test_error_messages(capsys: Capture):
     err = capsys.readouterr().err
     assert TOKEN not in err and "command line: model.num_layers = <redacted>" in err
     assert "--<redacted>" in err and "<redacted>.yml" in err
+    # Known by its name alone.
+    assert main(["train", *TINY, "data.api_key=hunter22", "api_key=hunter22"]) == 2
+    err = capsys.readouterr().err
+    assert "hunter22" not in err and "data.api_key = <redacted>" in err
 
 
 def test_tracebacks(capsys: Capture, monkeypatch: pytest.MonkeyPatch):

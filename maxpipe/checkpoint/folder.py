@@ -116,6 +116,7 @@ class Folder:
 
         Raises:
             Damaged: they cannot be read, or are of another step.
+            OSError: they cannot be reached, which says nothing about what is in them.
             StorageError: they were saved by a later release.
         """
         path = self / step / FACTS / "metadata"
@@ -136,17 +137,25 @@ class Folder:
                 content.get("metrics") or None,
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, OSError) and not manifest.is_damage(error):
+                raise
             raise Damaged(f"{FACTS}/metadata cannot be read: {first_line(error)}") from error
         if found != step:
             raise Damaged(f"it holds step {found}: the folder's name must be the step inside")
         return facts
 
-    def saved(self, step: int) -> Saved:
-        """What the rules of retention ask for. Of damaged facts, the folder's time."""
+    def saved(self, step: int) -> Saved | None:
+        """What the rules of retention ask for; None of a step that is gone.
+
+        Of damaged facts, the folder's time.
+        """
         try:
             facts = self.facts(step)
         except (Damaged, StorageError):
-            return Saved(step, (self / step).stat().mtime)
+            try:
+                return Saved(step, (self / step).stat().mtime)
+            except FileNotFoundError:
+                return None
         return Saved(step, facts.time, (facts.metrics or {}).get("eval/loss"))
 
     def shapes(self, step: int) -> Tree:

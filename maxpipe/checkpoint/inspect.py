@@ -24,17 +24,19 @@ from maxpipe.errors import ConfigError, StorageError
 def listed(run_dir: str, rules: Rules | None) -> Iterator[str]:
     """One line per checkpoint: step, time, size, manifest, loss, and why it stays."""
     folder = open_run(run_dir).durable
-    saved = [folder.saved(step) for step in folder.steps()]
+    saved = [one for step in folder.steps() if (one := folder.saved(step))]
     reasons = kept(saved, rules) if rules else {}
     yield f"{'step':>10}  {'saved':19}  {'size':>10}  manifest    {'loss':>8}" + (
         "  kept" if rules else ""
     )
     for one in saved:
         path = folder / one.step
+        if (size := _num_bytes(path)) is None:
+            continue  # its run deletes it
         loss = "" if one.loss is None else f"{one.loss:.4f}"
         has = "yes" if manifest.is_in(path) else "no"
         line = (
-            f"{one.step:>10}  {local_time(one.time)}  {_num_bytes(path) / 2**20:>6.1f} MiB  "
+            f"{one.step:>10}  {local_time(one.time)}  {size / 2**20:>6.1f} MiB  "
             f"{has:8}    {loss:>8}  {reasons.get(one.step, '')}"
         )
         yield line.rstrip()
@@ -84,13 +86,16 @@ def verified(run_dir: str, step: int | None) -> Iterator[str]:
         steps = [chosen(checkpoints, step, "command line: --step")]
     for one in steps:
         path = folder / one
-        if not manifest.is_in(path):
+        wrong = manifest.faults(path, one) if (sealed := manifest.is_in(path)) else []
+        if (size := _num_bytes(path)) is None or one not in folder.steps():
+            yield f"{one:>10}  was deleted meanwhile"
+        elif not sealed:
             yield f"{one:>10}  unknown: it has no {manifest.FILE}"
-        elif wrong := manifest.faults(path, one):
+        elif wrong:
             damaged.append(f"step {one}: {wrong[0]}")
             yield from (f"{one:>10}  damaged: {line}" for line in wrong)
         else:
-            yield f"{one:>10}  as it was saved, {_num_bytes(path) / 2**20:.1f} MiB"
+            yield f"{one:>10}  as it was saved, {size / 2**20:.1f} MiB"
     if damaged:
         raise StorageError(
             f"{folder.path}: {len(damaged)} of {len(steps)} damaged\n"
@@ -115,7 +120,7 @@ def pruned(run_dir: str, rules: Rules, *, dry_run: bool) -> Iterator[str]:
 
 
 def _pruned(folder: Folder, rules: Rules, *, dry_run: bool) -> Iterator[str]:
-    saved = [folder.saved(step) for step in folder.steps()]
+    saved = [one for step in folder.steps() if (one := folder.saved(step))]
     reasons = kept(saved, rules)
     for step in reversed(folder.steps()):
         if manifest.is_in(folder / step) and not manifest.faults(folder / step, step):
@@ -126,7 +131,7 @@ def _pruned(folder: Folder, rules: Rules, *, dry_run: bool) -> Iterator[str]:
         if one.step in reasons:
             yield f"{one.step:>10}  stays: {reasons[one.step]}"
             continue
-        freed += _num_bytes(folder / one.step)
+        freed += _num_bytes(folder / one.step) or 0
         if not dry_run:
             folder.remove(one.step)
         yield f"{one.step:>10}  {'would be deleted' if dry_run else 'deleted'}"
@@ -178,7 +183,14 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def _num_bytes(folder: epath.Path) -> int:
-    return sum(
-        _num_bytes(entry) if entry.is_dir() else entry.stat().length for entry in folder.iterdir()
-    )
+def _num_bytes(folder: epath.Path) -> int | None:
+    """Of all files; None of a folder that is being deleted."""
+    total = 0
+    try:
+        for entry in folder.iterdir():
+            if (size := _num_bytes(entry) if entry.is_dir() else entry.stat().length) is None:
+                return None
+            total += size
+    except FileNotFoundError:
+        return None
+    return total

@@ -18,6 +18,7 @@ import logging
 import os
 import platform
 import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -258,6 +259,12 @@ def _lives(pid: int) -> bool:
     return True
 
 
+def _now_at(lock: Path) -> float:
+    """The time by the clock that marks files there: those of hosts need not agree."""
+    with tempfile.NamedTemporaryFile(dir=lock.parent, prefix=f"{FILE}.time-") as file:
+        return os.fstat(file.fileno()).st_mtime
+
+
 @contextlib.contextmanager
 def _claim(lock: Path, token: str) -> Iterator[bool]:
     """True inside for the one process that may replace or remove the lock with this token."""
@@ -265,7 +272,7 @@ def _claim(lock: Path, token: str) -> Iterator[bool]:
     try:
         with contextlib.suppress(FileNotFoundError):
             # Whoever claims is done in milliseconds, or dead.
-            if time.time() - path.stat().st_mtime > _CLAIM_SECONDS:
+            if _now_at(lock) - path.stat().st_mtime > _CLAIM_SECONDS:
                 path.unlink()
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:

@@ -14,8 +14,11 @@ pipelines, so that a checkpoint fits any layout. What can be trusted:
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
+import platform
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -114,12 +117,35 @@ class Checkpoints:
         if write:
             for folder in self._folders:
                 _prepare(folder, self._primary)
+                self._must_be_shared(folder)
             self._writer = Writer(self._prune)
         self._place = self.durable  # of the newest
         # Of the steps, the newest that is known to be there; -1 of a run that starts anew.
         self._newest = max(
             (step for folder in self._folders for step in folder.steps()), default=-1
         )
+
+    def _must_be_shared(self, folder: Folder) -> None:
+        """A process that sees another folder would miss checkpoints, and write its part of them
+        where nobody finds it.
+        """
+        if self._alone:
+            return
+        sign = self._agree(f".seen-{secrets.token_hex(8)}" if self._primary else "")
+        if self._primary:
+            (folder.path / sign).touch()
+        self._agree("there" if self._primary else "")
+        process = f"process {jax.process_index()} on {platform.node()}"
+        missing = self._agree("" if _comes(folder.path / sign) else process)
+        if self._primary:
+            (folder.path / sign).unlink()
+        if missing:
+            raise ConfigError.one(
+                "run.dir" if folder is self.durable else "checkpoint.local_dir",
+                folder.path,
+                f"must be one folder for all processes; {missing} does not see that of process 0.",
+                "Give all of them the same absolute path to a file system that they share.",
+            )
 
     # Reading.
 
@@ -198,20 +224,26 @@ class Checkpoints:
     def _restore(
         self, folder: Folder, step: int, abstract: Tree | None, accept: Callable[[Facts], None]
     ) -> Restored:
-        sealed, fault, facts, state = manifest.is_in(folder / step), "", None, None
+        sealed, fault, facts, state = False, "", None, None
         try:
-            if sealed:
+            if sealed := manifest.is_in(folder / step):
                 share = (jax.process_index(), jax.process_count())
                 fault = "; ".join(manifest.faults(folder / step, step, share)[:3])
             facts = folder.facts(step)
         except Damaged as damage:
             fault = fault or str(damage)
+        except OSError as error:  # others may read it: nobody decides anything from this
+            raise StorageError(
+                f"{folder / step}: cannot be reached\n"
+                f"  {first_line(error)}. It is left as it is.\n"
+                "  Start again when the storage answers."
+            ) from error
         self._all_agree(fault)
         assert facts is not None
         accept(facts)
-        if abstract is not None:
-            self._must_fit(folder, step, abstract)
         try:
+            if abstract is not None:
+                self._must_fit(folder, step, abstract)
             state = folder.arrays(step, abstract)
             if "step" in state and int(state["step"]) != step:
                 fault = f"its state is that of step {int(state['step'])}"
@@ -324,6 +356,9 @@ class Checkpoints:
             attempt += 1
             save = self._writer.outcome(wait=True)
             assert save is not None
+            # Process 0 alone writes the manifest: what it met there is everyone's failure.
+            if isinstance(save.error, _FAULTS) or save.error is None:
+                save.error = self._agree_on(save.error)
             if save.error is None or _lasts(save.error) or attempt > self._config.retries:
                 self._settle(save, final=True)
             else:
@@ -354,28 +389,28 @@ class Checkpoints:
         assert self._writer is not None
         if self._lock is not None:
             self._lock.check()
-        shortage = self._agree(self._shortage(folder, num_bytes(state)) if self._primary else "")
-        if shortage:
-            error = OSError(errno.ENOSPC, shortage)
-            self._writer.refuse(Save(folder, facts.step, error=error))
-            return
-        if self._primary and (folder / facts.step).exists():
-            if facts.step in folder.steps():  # our last attempt, of which the manifest failed
-                folder.remove(facts.step)
-            else:
-                name = folder.set_aside(facts.step, "foreign")
-                _LOG.warning("%s was in the way and is %s now", folder / facts.step, name)
-        self._writer.start(folder, state, facts)
+        trouble = None
+        if self._primary:
+            try:
+                _make_room(folder, facts.step, num_bytes(state))
+            except OSError as error:
+                trouble = error
+        trouble = self._agree_on(trouble)
+        if trouble is None:
+            self._writer.start(folder, state, facts)
+        else:
+            self._writer.refuse(Save(folder, facts.step, error=trouble))
 
-    def _shortage(self, folder: Folder, needed: int) -> str:
-        """Why there is not enough room; empty if there is."""
-        try:
-            free = folder.free_bytes()
-        except OSError as error:
-            return first_line(error)
-        if free is None or free >= needed:
-            return ""
-        return f"it needs {_size(needed)} ({needed:,} bytes) and {_size(free)} ({free:,}) are free"
+    def _agree_on(self, error: BaseException | None) -> BaseException | None:
+        """The error of the first process that has one; every process has to ask."""
+        if self._alone:
+            return error
+        number = getattr(error, "errno", None) or 0
+        text = self._agree("" if error is None else f"{number} {first_line(error)}")
+        if not text or error is not None:
+            return error
+        number, _, reason = text.partition(" ")
+        return OSError(int(number), reason) if number != "0" else OSError(reason)
 
     def _settle(self, save: Save | None, *, final: bool = False) -> None:
         """Take note of a save that is over."""
@@ -416,7 +451,7 @@ class Checkpoints:
         """Delete what no rule keeps. The step of `save` was verified a moment ago."""
         folder = save.folder
         rules = Rules.of(self._config) if folder is self.durable else Rules(1)
-        saved = [folder.saved(step) for step in folder.steps()]
+        saved = [one for step in folder.steps() if (one := folder.saved(step))]
         stay = kept(saved, rules).keys() | {save.step}
         for one in saved:
             if one.step not in stay:
@@ -469,7 +504,13 @@ def open_run(run_dir: epath.PathLike, where: str = "") -> Checkpoints:
 def _local_folder(local_dir: str, run_dir: epath.PathLike) -> Path:
     """Below the folder for all runs, named by the run's whole path: names may be used twice."""
     run = Path(run_dir).expanduser().absolute()
-    return Path(local_dir).expanduser().absolute() / "_".join(run.parts[1:])
+    path = hashlib.sha256(os.fsencode(run)).hexdigest()[:12]
+    return Path(local_dir).expanduser().absolute() / f"{run.name}-{path}"
+
+
+def _comes(path: epath.Path) -> bool:
+    """Whether it is there, or soon: network file systems may tell of files late."""
+    return any(path.exists() or time.sleep(1.0) for _ in range(5))
 
 
 def _prepare(folder: Folder, primary: bool) -> None:
@@ -483,6 +524,22 @@ def _prepare(folder: Folder, primary: bool) -> None:
                 _LOG.warning("%s is removed: it was never finished", folder.path / name)
     except OSError as error:
         raise _unusable(folder, error) from error
+
+
+def _make_room(folder: Folder, step: int, needed: int) -> None:
+    """Raises OSError when a save of so many bytes has no place to go."""
+    free = folder.free_bytes()
+    if free is not None and free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"it needs {_size(needed)} ({needed:,} bytes) and {_size(free)} ({free:,}) are free",
+        )
+    if (folder / step).exists():
+        if step in folder.steps():  # our last attempt, of which the manifest failed
+            folder.remove(step)
+        else:
+            name = folder.set_aside(step, "foreign")
+            _LOG.warning("%s was in the way and is %s now", folder / step, name)
 
 
 def _unusable(folder: Folder, error: BaseException, what: epath.Path | None = None) -> StorageError:

@@ -7,9 +7,11 @@ place; it holds a digest of itself.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +21,8 @@ from etils import epath
 FILE = "manifest.json"
 
 _VERSION = 1
+_DAMAGE = {errno.EIO, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+_READING_ATTEMPTS, _PAUSE_SECONDS = 3, 1.0
 _PARTIAL = f"{FILE}.partial"
 _CHUNK_BYTES = 1 << 20
 # Reading is what takes time, on network file systems most of all.
@@ -55,24 +59,38 @@ def faults(folder: epath.Path, step: int, share: tuple[int, int] = (0, 1)) -> li
 
     `share` (i, n) reads the bytes of each n-th file only, from the i-th: n processes which
     do that for every i have read all.
+
+    Raises:
+        OSError: the files cannot be reached, which says nothing about what is in them.
     """
     try:
         files = _read(folder, step)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        present = set(_names(folder))
+    except OSError as error:
+        if not is_damage(error):
+            raise
+        return [f"{FILE} cannot be read: {error.strerror or error}"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{FILE} cannot be used: {error}"]
-    present = set(_names(folder))
     wrong = [f"{name} is missing" for name in files if name not in present]
     index, count = share
     names = [name for name in files if name in present][index::count]
     for name, found in zip(names, _digests(folder, names), strict=True):
         size, sha256 = files[name]["bytes"], files[name]["sha256"]
         if isinstance(found, OSError):
+            if not is_damage(found):
+                raise found
             wrong.append(f"{name} cannot be read: {found.strerror or found}")
         elif found[0] != size:
             wrong.append(f"{name} has {found[0]} bytes, not the {size} that were saved")
         elif found[1] != sha256:
             wrong.append(f"{name} has other content than was saved")
     return wrong
+
+
+def is_damage(error: OSError) -> bool:
+    """Whether a file that cannot be read is lost. A server that does not answer loses nothing."""
+    return isinstance(error, FileNotFoundError) or error.errno in _DAMAGE
 
 
 def _read(folder: epath.Path, step: int) -> dict[str, dict[str, Any]]:
@@ -107,10 +125,15 @@ def _digests(folder: epath.Path, names: Sequence[str]) -> list[tuple[int, str] |
     """Size and SHA-256 of each file, or why it cannot be read."""
 
     def one(name: str) -> tuple[int, str] | OSError:
-        try:
-            return _digest(folder / name)
-        except OSError as error:
-            return error
+        attempt = 1
+        while True:
+            try:
+                return _digest(folder / name)
+            except OSError as error:
+                if attempt == _READING_ATTEMPTS or isinstance(error, FileNotFoundError):
+                    return error
+            attempt += 1
+            time.sleep(_PAUSE_SECONDS)
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         return list(pool.map(one, names))

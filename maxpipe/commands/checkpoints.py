@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxpipe.commands.parser import Commands, integer, number, subcommands
-from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.errors import ConfigError, ExitCode, StorageError
 
 if TYPE_CHECKING:
     from maxpipe.checkpoint.retention import Rules
@@ -19,8 +19,17 @@ DIFFERENT = 1
 
 
 def _print(lines: Iterable[str]) -> int:
-    for line in lines:
-        print(line)
+    try:
+        for line in lines:
+            print(line)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"{error.filename or 'checkpoints'}: cannot be used\n"
+            f"  {error.strerror or error}.\n"
+            "  Try again when the storage answers, as a user who may read and write there."
+        ) from error
     return ExitCode.DONE
 
 

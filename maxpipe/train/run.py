@@ -162,9 +162,11 @@ class Run:
 
     def roll_back(self, bad_step: int) -> None:
         """Return to the newest checkpoint; the batches from there to the bad step are left out."""
-        self.checkpoints.wait()
-        del self.state  # two would not fit
-        start = self.restore()
+        self.events.write("time", step=bad_step, seconds=self.phases.take())
+        with self.phases.enter(RESTORE):
+            self.checkpoints.wait()
+            del self.state  # two would not fit
+            start = self.restore()
         self.state, first = start.state, int(start.state.step)
         self.watch.went_back(bad_step, first, start.facts)
         self.compared = -1

@@ -11,11 +11,13 @@ import jax
 import numpy as np
 import pytest
 
+from maxpipe.checkpoint import inspect
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import FOLDER, Checkpoints
 from maxpipe.checkpoint.trees import differences, digest, other_shapes
 from maxpipe.cli import main
 from maxpipe.config.schema import CheckpointConfig
+from maxpipe.errors import StorageError
 from tests.checkpoint.cases import put, save, tree
 
 Capture = pytest.CaptureFixture[str]
@@ -50,6 +52,21 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def six(evaluated: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(evaluated, tmp_path / "six"))
+
+
+def test_a_step_that_its_run_deletes_meanwhile(six: Path):
+    found = inspect.listed(str(six), None)
+    lines = [next(found)]
+    shutil.rmtree(six / FOLDER / "2")
+    lines += found
+    assert [line.split()[0] for line in lines[1:]] == ["1", "3", "4", "5", "6"]
+    found = inspect.verified(str(six), None)
+    lines = [next(found)]
+    shutil.rmtree(six / FOLDER / "3")
+    (six / FOLDER / "4" / "facts" / "metadata").unlink()
+    with pytest.raises(StorageError, match="1 of 5 damaged"):
+        lines += found
+    assert "as it was saved" in lines[0]
 
 
 # --- list and show ---------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 import time
@@ -15,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from maxpipe.checkpoint import manager, manifest
-from maxpipe.checkpoint.folder import Folder
+from maxpipe.checkpoint.folder import Damaged, Folder
 from maxpipe.checkpoint.inspect import listed, shown
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import FOLDER, Checkpoints, open_run
@@ -203,6 +204,46 @@ def resume(run_dir: Path, **options: Any) -> tuple[int, list[str]]:
     assert found is not None and digest(found.state) == digest(tree(found.step))
     assert found.facts.data == data(found.step)
     return found.step, told
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, error: OSError, times: int) -> None:
+    """Reading an array file of step 6 does, so often; as a server does that comes back."""
+    true, left = manifest._digest, [times]
+
+    def digest_of(path: Any) -> tuple[int, str]:
+        if "/6/state/d/" in str(path) and left[0] > 0:
+            left[0] -= 1
+            raise error
+        return true(path)
+
+    monkeypatch.setattr(manifest, "_digest", digest_of)
+    monkeypatch.setattr(manifest, "_PAUSE_SECONDS", 0.0)
+
+
+def test_storage_that_does_not_answer_is_no_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    fails(monkeypatch, OSError(errno.ESTALE, "Stale file handle"), 1000)
+    with Checkpoints(copy) as checkpoints, pytest.raises(StorageError) as told:
+        checkpoints.restore_newest(abstract())
+    assert "6: cannot be reached\n  Stale file handle. It is left as it is." in str(told.value)
+    assert names(copy) == ["3", "6"]
+
+
+@pytest.mark.parametrize(("times", "goes_on_from"), [(2, 6), (1000, 3)])
+def test_a_disk_that_cannot_read_is_asked_again(
+    times: int, goes_on_from: int, copy: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fails(monkeypatch, OSError(errno.EIO, "Input/output error"), times)
+    assert resume(copy)[0] == goes_on_from
+
+
+def test_a_sealed_step_that_orbax_cannot_read_stays(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    def shapes(self: Folder, step: int) -> Tree:
+        raise Damaged("state cannot be read: a new format")
+
+    monkeypatch.setattr(Folder, "shapes", shapes)
+    with Checkpoints(copy) as checkpoints, pytest.raises(StorageError, match="Use the release"):
+        checkpoints.restore_newest(abstract())
+    assert names(copy) == ["3", "6"]
 
 
 @pytest.mark.fault("F11")
@@ -415,6 +456,26 @@ def test_last_save_is_tried_again_at_once_and_must_succeed(tmp_path: Path, broke
     refused = pytest.raises(StorageError, match="Input/output error")
     with Checkpoints(tmp_path / "b", CheckpointConfig(on_failure="go_on")) as checkpoints, refused:
         put(checkpoints, 7, last=True)
+
+
+def test_last_save_that_failed_in_another_process_is_tried_again_here(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(manager, "_FIRST_PAUSE_SECONDS", 0.0)
+    told: list[str] = []
+    answers = ["", f"{errno.EIO} Input/output error"]  # of the others: may we, and how it went
+
+    def agree(text: str) -> str:
+        return text or (answers.pop(0) if answers else "")
+
+    def record(event: str, **fields: object) -> None:
+        told.append(f"{event} {fields['step']} {fields.get('reason', '')}".strip())
+
+    with Checkpoints(copy, record=record, agree=agree) as checkpoints:
+        monkeypatch.setattr(checkpoints, "_alone", False)
+        put(checkpoints, 9, last=True)
+    assert told == ["checkpoint_failed 9 Input/output error", "checkpoint 9"]
+    assert resume(copy) == (9, [])
 
 
 def test_attempt_whose_manifest_failed_is_replaced(copy: Path, monkeypatch: pytest.MonkeyPatch):

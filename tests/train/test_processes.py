@@ -81,6 +81,18 @@ def test_only_the_first_process_speaks_and_only_in_our_lines(together: Path):
     assert len(list((together / "tensorboard").iterdir())) == 1
 
 
+def test_a_process_that_sees_another_folder_ends_both(
+    start: Start, arguments: tuple[object, ...], tmp_path: Path
+):
+    """As where a host lacks the shared file system: its part of a checkpoint would be lost."""
+    other = [f"run.dir={tmp_path / 'other'}"]
+    every = (*arguments, "mesh.cpu_devices=2", f"run.dir={tmp_path / 'one'}")
+    with pair(start, *every, second=other) as processes:
+        outputs = ends(processes)
+    assert [process.returncode for process in processes] == [2, 2], outputs
+    assert "process 1 on " in outputs[0] and "does not see that of process 0" in outputs[0]
+
+
 @pytest.mark.faults
 def test_fsdp_may_lie_across_processes(
     start: Start, arguments: tuple[object, ...], alone: Path, tmp_path: Path

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe import runtime
+from maxpipe import goodput, runtime
 from maxpipe.checkpoint.manager import open_run
 from maxpipe.checkpoint.trees import digest, leaves
 from maxpipe.config.load import load
@@ -218,6 +218,8 @@ def test_a_run_goes_back_to_its_checkpoint_and_on_behind_the_bad_batch(here: Her
     found = recorded(here.folder)
     assert list(found) == list(range(1, STEPS + 1))
     assert all(np.isfinite(each["train/loss"]) for each in found.values())
+    spent = goodput.read(here.folder).seconds
+    assert spent["redone"] > 0 and spent["restore"] > 0
     data = saved(here.folder).facts.data
     assert data["step"] == STEPS + 2 + 4
     assert data["guard"] == {
