@@ -58,6 +58,12 @@ class ConfigError(MaxpipeError):
         return cls([Problem(where, "" if given is None else str(given), rule, action)])
 
 
+class AbsentError(MaxpipeError):
+    """Processes of a run did not come in time or cannot be reached; another start may find them."""
+
+    exit_code = ExitCode.HANG
+
+
 class StorageError(MaxpipeError):
     """A run folder or checkpoint that cannot be read or written."""
 

@@ -56,6 +56,15 @@ class Limits:
     """From being asked to stop to leaving without having saved; 0 is no limit."""
 
 
+@dataclass(frozen=True)
+class Trouble:
+    """Why processes cannot run together."""
+
+    text: str
+    late: bool = False
+    """Some did not come, or cannot be reached; else what they were told does not fit."""
+
+
 class Wire:
     """JSON lines over a socket."""
 
@@ -211,7 +220,9 @@ class Hub:
             return self._refuse(
                 wire, f"{who} was told of {count} processes, process 0 of {self._count}"
             )
-        if index in self._members:
+        before, limit = self._members.get(index), self._limits.heartbeat_seconds
+        # A silent one's host was lost, and this is the same process started again.
+        if before and (self._welcomed or time.monotonic() - before.heard < limit):
             return self._refuse(wire, f"{who} has the number of {self._members[index]}")
         if wire in self._unknown:
             self._unknown.remove(wire)
@@ -222,11 +233,13 @@ class Hub:
         wire.send({"refused": text})
         self._tell({"refused": text})
 
-    def refuse_for_the_missing(self) -> str:
+    def refuse_for_the_missing(self) -> Trouble:
         """Tells those who came who did not; returns the same."""
-        missing = f"{self._named(self._missing())} of {self._count}"
-        self._tell({"refused": f"{missing} did not come within {self._limits.init_seconds:g} s"})
-        return missing
+        with self._lock:
+            missing = f"{self._named(self._missing())} of {self._count}"
+            text = f"{missing} did not come within {self._limits.init_seconds:g} s"
+            self._tell({"refused": text, "late": True})
+        return Trouble(text, late=True)
 
     def close(self) -> None:
         """Closes every connection; those who still listen have heard `bye` or will see the end."""
@@ -369,6 +382,10 @@ class Hub:
         if self._welcomed:
             text = f"{member} is gone\n  {where} own output says why.\n{_AGAIN}"
             self._end(ExitCode.HANG, text)
+            return
+        with self._lock:
+            if self._members.get(member.index) is member:
+                del self._members[member.index]  # started again, it comes again
 
     def _look_for_silence(self) -> None:
         now, limit = time.monotonic(), self._limits.heartbeat_seconds

@@ -29,7 +29,7 @@ from typing import Any
 
 from maxpipe import redact
 from maxpipe.errors import ExitCode, MaxpipeError, Preempted
-from maxpipe.hub import Hub, Limits, Wire
+from maxpipe.hub import Hub, Limits, Trouble, Wire
 from maxpipe.phases import Phases
 
 _AGAIN = "  Start the same command again to go on from the newest checkpoint."
@@ -48,7 +48,7 @@ class Told:
     """What the hub has told this process; guarded by the link's condition."""
 
     welcome: bool = False
-    refused: str = ""
+    refused: Trouble | None = None
     asked: bool = False
     """Somebody was asked to stop, and the hub collects how far each process is."""
     stop_at: int | None = None
@@ -135,8 +135,8 @@ class Link:
         self._wakes.close()
         self._selector.close()
 
-    def gather(self, address: tuple[str, int], facts: Mapping[str, Any]) -> str:
-        """Waits until all processes have come; returns why they cannot run together, or nothing.
+    def gather(self, address: tuple[str, int], facts: Mapping[str, Any]) -> Trouble | None:
+        """Waits until all processes have come; returns why they cannot run together, or None.
 
         Args:
             address: host and port of the hub; it listens there until all have come.
@@ -151,7 +151,9 @@ class Link:
             wire = self._reach(address, hello)
             if wire is None:
                 limit = f"within {self._limits.init_seconds:g} s"
-                return f"process 0 was not found at {address[0]}:{address[1]} {limit}"
+                return Trouble(
+                    f"process 0 was not found at {address[0]}:{address[1]} {limit}", late=True
+                )
             self._wire = wire
             self._selector.register(wire, selectors.EVENT_READ)
         with contextlib.suppress(OSError):
@@ -161,14 +163,11 @@ class Link:
             self._changed.wait_for(
                 lambda: self._told.welcome or self._told.refused, end - time.monotonic()
             )
-            if self._told.refused:
+            if self._told.welcome or self._told.refused:
                 return self._told.refused
-            if self._told.welcome:
-                return ""
         if self._hub is None:
-            return "process 0 went silent"
-        missing = self._hub.refuse_for_the_missing()
-        return f"{missing} did not come within {self._limits.init_seconds:g} s"
+            return Trouble("process 0 went silent", late=True)
+        return self._hub.refuse_for_the_missing()
 
     def _reach(self, address: tuple[str, int], hello: dict[str, Any]) -> Wire | None:
         end = time.monotonic() + self._limits.init_seconds
@@ -309,7 +308,7 @@ class Link:
             if "welcome" in message:
                 self._told.welcome = True
             elif "refused" in message:
-                self._told.refused = message["refused"]
+                self._told.refused = Trouble(message["refused"], message.get("late", False))
             elif "ask" in message:
                 self._told.asked = True
             elif "stop_at" in message:

@@ -23,8 +23,8 @@ from jax.experimental import multihost_utils
 
 from maxpipe import redact
 from maxpipe.config.schema import RuntimeConfig
-from maxpipe.errors import ConfigError
-from maxpipe.hub import Limits, free_port
+from maxpipe.errors import AbsentError, ConfigError, MaxpipeError, Problem
+from maxpipe.hub import Limits, Trouble, free_port
 from maxpipe.link import Link
 from maxpipe.phases import Phases
 
@@ -32,6 +32,8 @@ _LOG = logging.getLogger(__name__)
 
 # jax ends a process with SIGABRT when others do not come or go; our limits must be the first.
 _JAX_LIMIT_SECONDS = 60
+_UNREACHED = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
+"""Beginnings of jax's errors that are about other processes, which come and go."""
 
 
 def start(config: RuntimeConfig, cpu_devices: int) -> None:
@@ -57,8 +59,9 @@ def joined(
         facts: what must be the same in all processes, by name.
 
     Raises:
-        ConfigError: the chosen platform has no devices here, or the others cannot be reached or
-            were started with other facts.
+        ConfigError: the chosen platform has no devices here, or the others were started with
+            other facts.
+        AbsentError: the others did not come in time or cannot be reached.
     """
     _prepare(config, cpu_devices)
     if config.num_processes == 0:
@@ -190,7 +193,7 @@ def _gather(config: RuntimeConfig, link: Link, facts: Mapping[str, Any]) -> None
     try:
         trouble = link.gather(address, facts)
     except OSError as error:
-        trouble = f"port {address[1]} cannot be used here: {error.strerror or error}"
+        trouble = Trouble(f"port {address[1]} cannot be used here: {error.strerror or error}")
     if trouble:
         raise _not_together(config, trouble)
 
@@ -218,9 +221,9 @@ def _initialize(config: RuntimeConfig) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     from_cluster = config.num_processes == 0
     limit = config.init_timeout_seconds
-    too_late = _not_together(config, f"the others did not come within {limit} s.")
+    late = _not_together(config, Trouble(f"the others did not come within {limit} s.", late=True))
     try:
-        with _deadline(limit, too_late.exit_code, str(too_late)):
+        with _deadline(limit, late.exit_code, str(late)):
             jax.distributed.initialize(
                 coordinator_address=None if from_cluster else config.coordinator,
                 num_processes=None if from_cluster else config.num_processes,
@@ -229,18 +232,31 @@ def _initialize(config: RuntimeConfig) -> None:
                 heartbeat_timeout_seconds=config.heartbeat_timeout_seconds + _JAX_LIMIT_SECONDS,
             )
     except (RuntimeError, ValueError) as error:
-        raise _not_together(config, str(error).splitlines()[0]) from error
+        reason = str(error).splitlines()[0]
+        trouble = Trouble(reason, late=reason.startswith(_UNREACHED))
+        raise _not_together(config, trouble) from error
 
 
-def _not_together(config: RuntimeConfig, reason: str) -> ConfigError:
+def _not_together(config: RuntimeConfig, trouble: Trouble) -> MaxpipeError:
     rank = f"process {config.process_id} of {config.num_processes}"
-    return ConfigError.one(
+    if trouble.late:
+        action = (
+            "Start all again where they can reach this address; for hosts that take longer to "
+            "come, set a larger runtime.init_timeout_seconds."
+        )
+    else:
+        action = (
+            "Start every process with the same config, runtime.coordinator and num_processes, each "
+            "with its own process_id; or set runtime.num_processes=1."
+        )
+    problem = Problem(
         "runtime.coordinator",
         config.coordinator or "found by jax",
-        f"must bring all processes together; {rank if config.num_processes else 'jax'}: {reason}",
-        "Start every process with the same config, runtime.coordinator and num_processes, each "
-        "with its own process_id; or set runtime.num_processes=1.",
+        f"must bring all processes together; {rank if config.num_processes else 'jax'}: "
+        f"{trouble.text}",
+        action,
     )
+    return AbsentError(str(problem)) if trouble.late else ConfigError([problem])
 
 
 @contextlib.contextmanager

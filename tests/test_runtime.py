@@ -18,7 +18,7 @@ import pytest
 
 from maxpipe import runtime
 from maxpipe.config.schema import RuntimeConfig
-from maxpipe.errors import ConfigError
+from maxpipe.errors import AbsentError, ConfigError, MaxpipeError
 from maxpipe.phases import Phases
 
 ROOT = Path(__file__).parents[1]
@@ -140,7 +140,7 @@ def test_others_that_do_not_come(rank: int):
     start = time.monotonic()
     ran = python(started(config))
     assert time.monotonic() - start < 30
-    assert ran.returncode == 2, ran.stderr
+    assert ran.returncode == 71, ran.stderr
     is_explained(ran.stderr)
     assert ran.stderr.startswith(f"runtime.coordinator = {address}\n")
     assert f"process {rank} of 2" in ran.stderr and "within 2 s" in ran.stderr
@@ -171,18 +171,39 @@ def test_sigterm_is_noted_and_the_handler_put_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_join_reports_jax_own_reason(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("address in use", ConfigError),
+        ("INVALID_ARGUMENT: other counts", ConfigError),
+        ("DEADLINE_EXCEEDED: Barrier timed out.", AbsentError),
+        ("UNAVAILABLE: failed to connect", AbsentError),
+    ],
+)
+def test_join_reports_jax_own_reason(
+    monkeypatch: pytest.MonkeyPatch, reason: str, kind: type[MaxpipeError]
+):
     def refuse(**options: object) -> None:
-        raise RuntimeError("address in use\nmore")
+        raise RuntimeError(f"{reason}\nmore")
 
     before = SETTINGS.jax_cpu_collectives_implementation
     monkeypatch.setattr(jax.distributed, "initialize", refuse)
     config = RuntimeConfig(num_processes=4, process_id=3, coordinator="host:1")
     try:
-        with pytest.raises(ConfigError, match="process 3 of 4: address in use\n"):
+        with pytest.raises(kind, match=f"process 3 of 4: {reason}\n"):
             runtime._initialize(config)
     finally:
         jax.config.update("jax_cpu_collectives_implementation", before)
+
+
+def test_a_port_that_is_taken_is_a_mistake():
+    with socket.create_server(("", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = f"platform='cpu', compilation_cache='', num_processes=2, coordinator={address!r}"
+        ran = python(started(config))
+    assert ran.returncode == 2, ran.stderr
+    is_explained(ran.stderr)
+    assert "cannot be used here" in ran.stderr
 
 
 def test_compiler_options_are_for_tpus_only() -> None:

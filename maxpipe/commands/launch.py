@@ -75,6 +75,8 @@ def _written(options: argparse.Namespace, loaded: Loaded) -> tuple[str, Job, Sub
     defaults = {"slurm": Path.cwd(), "gcloud": Path(), "gke": gke.DEFAULT_WORKDIR}
     workdir = Path(named) if named else defaults[options.cluster]
     shared = options.cluster == "slurm"
+    if shared:
+        workdir = workdir.absolute()  # the job looks at the run's folder from inside
     config, hosts, report = check_hosts(loaded, workdir, shared=shared)
     folder = Path(options.write).expanduser() if options.write else run_dir(config) / "launch"
     job = Job(config, hosts, folder.absolute(), workdir)

@@ -397,7 +397,8 @@ class LaunchConfig:
     """Take spot capacity of Google Cloud, which may be taken away."""
     restarts: int = 3
     """How often in a row a run is started again that was killed or hung, and got no newer
-    checkpoint. One that was stopped and saved is always started again."""
+    checkpoint. One that was stopped and saved is always started again. GKE cannot count in a row:
+    there it is ten times as often in all."""
     grace_seconds: int = 120
     """Time to save between the request to stop and the end: when SLURM's time is over, or GKE takes
     the node."""

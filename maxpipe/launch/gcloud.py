@@ -13,6 +13,8 @@ from maxpipe.launch.job import CONFIG_FILE, Job, Submission, required_variables
 
 _START, _STOP, _HOST = "start.sh", "stop.sh", "host.sh"
 
+_PATIENCE = 10
+"""Looks at the request without an answer, half a minute apart."""
 _SETTINGS = """\
 name={name}
 place=({place})
@@ -26,28 +28,47 @@ _START_SCRIPT = """\
 set -euo pipefail
 here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 {settings}
+trouble=$(mktemp)
+trap 'rm -f "$trouble"' EXIT
+
+# The state of the request, or nothing when there is none; fails when there is no answer.
 state() {{
-  gcloud compute tpus queued-resources describe "$name" "${{place[@]}}" \\
-    --format='value(state.state)' 2>/dev/null || true
+  if gcloud compute tpus queued-resources describe "$name" "${{place[@]}}" \\
+    --format='value(state.state)' 2>"$trouble"; then return; fi
+  if grep -q NOT_FOUND "$trouble"; then return; fi
+  cat "$trouble" >&2
+  return 1
 }}
 
-case $(state) in
+now=$(state)
+case $now in
   SUSPENDING | SUSPENDED | FAILED)
     gcloud compute tpus queued-resources delete "$name" "${{place[@]}}" --force --quiet
+    now=
     ;;
 esac
-if [[ -z $(state) ]]; then
+if [[ -z $now ]]; then
   gcloud compute tpus queued-resources create "$name" "${{place[@]}}" \\
     {request}
 fi
+empty=0
 while true; do
-  now=$(state)
+  now=$(state || true)
   case $now in
     ACTIVE) break ;;
     SUSPENDING | SUSPENDED | FAILED)
       echo "the request for $name ended as $now" >&2
       exit 1
       ;;
+    "")
+      empty=$((empty + 1))
+      if (( empty >= {patience} )); then
+        echo "no answer about $name, {patience} times in a row" >&2
+        echo "  Mend what gcloud says above, then run this again." >&2
+        exit 1
+      fi
+      ;;
+    *) empty=0 ;;
   esac
   echo "waiting for {topology}: ${{now:-no answer}}"
   sleep "${{POLL_SECONDS:-30}}"
@@ -115,6 +136,7 @@ def submission(job: Job) -> Submission:
         "run": job.config.run.name,
         "topology": topology,
         "settings": _SETTINGS.format(name=job.name, place=" ".join(place)),
+        "patience": _PATIENCE,
         "request": _request(job, tpu.runtime_version),
         "nodes": " ".join(nodes),
         "config": CONFIG_FILE,

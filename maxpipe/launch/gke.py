@@ -7,6 +7,9 @@ need it.
 
 from __future__ import annotations
 
+import re
+import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,9 @@ from maxpipe.config.schema import LaunchConfig
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.launch.hosts import KEY, tpu_of
 from maxpipe.launch.job import CONFIG_FILE, Job, Submission
-from maxpipe.launch.restart import FINAL
+from maxpipe.launch.restart import is_final
 
-_MANIFEST = "jobset.yml"
+_MANIFEST, _SUBMIT = "jobset.yml", "submit.sh"
 _CONTAINER, _SLICE = "maxpipe", "slice"
 _CONFIG_FOLDER = "/etc/maxpipe"
 DEFAULT_WORKDIR = Path("/workdir")
@@ -32,25 +35,65 @@ _PORTS = (8471, 8431, 8482)
 
 _RULES = (
     ("preempted", "RestartJobSetAndIgnoreMaxRestarts", {"values": [int(ExitCode.PREEMPTED)]}),
-    ("final", "FailJobSet", {"values": sorted(map(int, FINAL))}),
     ("nodeTaken", "RestartJobSetAndIgnoreMaxRestarts", {"condition": "DisruptionTarget"}),
+    ("final", "FailJobSet", {"values": list(filter(is_final, range(1, 256)))}),
 )
-"""(name, what the JobSet does, which pods) in order; all other failures count as restarts."""
+"""(name, what the JobSet does, which pods) in order. All other failures count as restarts: kills,
+and 71, with which pods leave at once when a node dies, long before its own pod is known as lost."""
+_IN_ALL = 10
+"""A JobSet counts restarts over the whole run, not those in a row without a newer checkpoint."""
+
+
+_SUBMIT_SCRIPT = """\
+#!/bin/bash
+# Submits the run {run}. Made by `maxpipe launch gke`.
+# A JobSet cannot be changed: one that has ended is deleted first, one that runs is left alone, and
+# so is its config.
+set -euo pipefail
+here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
+name={name}
+kubectl=({kubectl})
+
+state=$("${{kubectl[@]}}" get jobset "$name" --ignore-not-found \\
+  --output='jsonpath={{.metadata.name}} {{.status.terminalState}}')
+case ${{state% }} in
+  "") ;;
+  "$name Completed" | "$name Failed")
+    "${{kubectl[@]}}" delete jobset "$name" --cascade=foreground
+    ;;
+  *)
+    {{
+      echo "the JobSet $name is in the cluster and has not ended"
+      echo "  A run is submitted once; its JobSet starts again what fails."
+      echo "  Set another run.name, or end it first: ${{kubectl[*]}} delete jobset $name"
+    }} >&2
+    exit {refused}
+    ;;
+esac
+"${{kubectl[@]}}" apply -f "$here/{manifest}"
+"""
+"""`terminalState` is empty until the end. Jobs and pods of the last run go before new ones of the
+same names come."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as such."""
+    """Writes texts of several lines as such, and numbers side by side."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         style = "|" if "\n" in data else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
+    def represent_list(self, data: Iterable[Any]) -> yaml.SequenceNode:
+        flow = all(isinstance(item, int) for item in data)
+        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flow)
+
 
 _Dumper.add_representer(str, _Dumper.represent_str)
+_Dumper.add_representer(list, _Dumper.represent_list)
 
 
 def submission(job: Job) -> Submission:
-    """The manifest.
+    """The manifest, and the script that submits it.
 
     Raises:
         ConfigError: GKE cannot run it.
@@ -65,10 +108,17 @@ def submission(job: Job) -> Submission:
     )
     header = f"# The run {job.config.run.name} on {job.hosts.topology}, {job.hosts}.\n"
     header += "# Made by `maxpipe launch gke`. Needs JobSet 0.10 or newer in the cluster.\n"
-    files = {_MANIFEST: header + manifests, CONFIG_FILE: job.host_config()}
-    context = [f"--context={_context(launch)}"] if launch.cluster else []
-    path = str(job.folder / _MANIFEST)
-    return Submission(files, ["kubectl", *context, "apply", "-f", path], "kubectl")
+    kubectl = ["kubectl", *([f"--context={_context(launch)}"] if launch.cluster else [])]
+    words = {
+        "run": job.config.run.name,
+        "name": job.name,
+        "kubectl": shlex.join(kubectl),
+        "manifest": _MANIFEST,
+        "refused": int(ExitCode.CONFIG),
+    }
+    script = _SUBMIT_SCRIPT.format(**words)
+    files = {_SUBMIT: script, _MANIFEST: header + manifests, CONFIG_FILE: job.host_config()}
+    return Submission(files, ["bash", str(job.folder / _SUBMIT)], "kubectl")
 
 
 def _check(job: Job) -> None:
@@ -81,6 +131,7 @@ def _check(job: Job) -> None:
         rule = "must name storage: what pods write elsewhere is lost when they end."
         action = "Set launch.volume=gs://BUCKET, or the name of a persistent volume claim."
         raise ConfigError.one("launch.volume", "''", rule, action)
+    _check_volume(launch.volume)
     if launch.cluster and not (launch.project and launch.zone):
         rule = "is found with launch.project and launch.zone, and one of them is empty."
         action = "Set both, or leave launch.cluster empty to use kubectl's current cluster."
@@ -93,6 +144,20 @@ def _check(job: Job) -> None:
     if not folder.is_relative_to(mount) or ".." in folder.parts:
         rule = f"must lie in {mount}, where launch.volume is: other files are lost with their pod."
         raise ConfigError.one("run.dir", job.config.run.dir, rule, "Set run.dir=runs.")
+
+
+def _check_volume(volume: str) -> None:
+    """A bucket is mounted as a whole."""
+    if volume.startswith(_BUCKET):
+        bucket, _, below = volume.removeprefix(_BUCKET).partition("/")
+        if not re.fullmatch(r"[a-z0-9][a-z0-9._-]+[a-z0-9]", bucket) or volume != _BUCKET + bucket:
+            rule = "must be the name of a bucket, without a folder: it is mounted as a whole."
+            action = f"Set launch.volume=gs://{bucket or 'BUCKET'}"
+            action += f" and run.dir={below.strip('/')}/runs." if below.strip("/") else "."
+            raise ConfigError.one("launch.volume", volume, rule, action)
+    elif not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", volume):
+        rule = "must be gs://BUCKET, or a claim's name of lower-case letters, digits, `.` and `-`."
+        raise ConfigError.one("launch.volume", volume, rule, "Set launch.volume=gs://my-bucket.")
 
 
 def _context(launch: LaunchConfig) -> str:
@@ -130,7 +195,7 @@ def _jobset(job: Job) -> dict[str, Any]:
         "metadata": metadata,
         "spec": {
             "failurePolicy": {
-                "maxRestarts": launch.restarts,
+                "maxRestarts": launch.restarts * _IN_ALL,
                 "restartStrategy": "BlockingRecreate",
                 "rules": [
                     _jobset_rule(index, name, action)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from maxpipe import redact
 from maxpipe.config.load import Loaded
 from maxpipe.errors import ExitCode
 from maxpipe.hub import free_port
@@ -156,7 +157,8 @@ def _started(
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for command, log in zip(commands, logs, strict=True):
-            with log.begin(attempt, shlex.join(["maxpipe", *command[3:]])) as file:
+            shown = shlex.join(["maxpipe", *redact.arguments(command[3:])])
+            with log.begin(attempt, shown) as file:
                 processes.append(
                     subprocess.Popen(
                         command,

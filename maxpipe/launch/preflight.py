@@ -10,8 +10,9 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from maxpipe import redact
 from maxpipe.config.check import MESH_AXES, where
-from maxpipe.config.load import Loaded
+from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.hardware import known
@@ -40,14 +41,14 @@ class Preflight:
         self.problems.append(Problem(where(key, self.origins), str(given), rule, action))
 
     def finish(self) -> str:
-        """The report.
+        """The report, without secrets.
 
         Raises:
             ConfigError: something is wrong.
         """
         if self.problems:
             raise ConfigError(self.problems)
-        return "\n".join(["preflight", *self.lines])
+        return redact.text("\n".join(["preflight", *self.lines]))
 
 
 def run_dir(config: Config) -> Path:
@@ -127,6 +128,7 @@ def check_hosts(loaded: Loaded, workdir: Path, *, shared: bool) -> tuple[Config,
         ConfigError: it cannot start, with every reason.
     """
     config, found = loaded.config, Preflight(loaded.origins)
+    _refuse_secrets(loaded)
     if not config.launch.topology:
         rule = "must name the kind of device and the size of one slice."
         action = f"Set {KEY}=v5p:2x4x4, h100:8 or another that `maxpipe plan` takes."
@@ -161,6 +163,20 @@ def check_hosts(loaded: Loaded, workdir: Path, *, shared: bool) -> tuple[Config,
         f"{config.launch.image or config.launch.program}: all hosts must have this version"
     )
     return config, hosts, found.finish()
+
+
+def _refuse_secrets(loaded: Loaded) -> None:
+    """The config of the hosts is a file, and they would need the real value in it."""
+    rule = "must not hold a secret: the files of a cluster's job are no place for it."
+    action = "Take it out; hosts get it in a variable that launch.environment names."
+    problems = [
+        Problem(where(f"{section}.{key}", loaded.origins), str(shown), rule, action)
+        for section, values in to_dict(loaded.config).items()
+        for key, value in values.items()
+        if (shown := redact.within(value, key)) != value
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _count(number: int, word: str) -> str:

@@ -15,7 +15,7 @@ _MEANINGS = {
     ExitCode.DONE: "done",
     ExitCode.CONFIG: "a mistake in the config or command line",
     ExitCode.BUG: "a bug in maxpipe",
-    ExitCode.HANG: "a hang",
+    ExitCode.HANG: "a hang, or another process is missing",
     ExitCode.STORAGE: "storage or checkpoint",
     ExitCode.PREEMPTED: "stopped and saved",
 }
@@ -33,6 +33,11 @@ def newest_step(run_dir: Path) -> int | None:
 def killed(code: int) -> bool:
     """Whether a signal ended the process: negative for Python, above 128 for a shell."""
     return code < 0 or code > 128
+
+
+def is_final(code: int) -> bool:
+    """Whether another start would only repeat the failure: not after a stop, hang or kill."""
+    return code not in (ExitCode.PREEMPTED, ExitCode.HANG) and not killed(code)
 
 
 def described(code: int) -> str:
@@ -59,9 +64,11 @@ class Restarts:
         newest = newest_step(self._run_dir)
         progress = newest is not None and (self._newest is None or newest > self._newest)
         self._newest = newest
+        if progress:
+            self.fruitless = 0
         if code == ExitCode.PREEMPTED:
             return True
-        if code != ExitCode.HANG and not killed(code):
+        if is_final(code):
             return False
-        self.fruitless = 0 if progress else self.fruitless + 1
+        self.fruitless += not progress
         return self.fruitless <= self._limit

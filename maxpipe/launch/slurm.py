@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.launch.hosts import KEY
@@ -52,7 +53,8 @@ while true; do
   if [[ -n $cancelled ]]; then exit "$code"; fi
   case $code in
     0 | {final}) exit "$code" ;;
-    {preempted})
+    # The end of the time came before maxpipe could catch its signal: Python was starting.
+    {preempted} | {terminated})
       scontrol requeue "$SLURM_JOB_ID"
       exit "$code"
       ;;
@@ -105,6 +107,7 @@ def submission(job: Job) -> Submission:
         "task": _TASK,
         "final": " | ".join(str(int(code)) for code in FINAL),
         "preempted": int(ExitCode.PREEMPTED),
+        "terminated": 128 + signal.SIGTERM,
         "hang": int(ExitCode.HANG),
         "program": launch.program,
         "config": CONFIG_FILE,

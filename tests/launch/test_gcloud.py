@@ -25,13 +25,18 @@ MULTISLICE = (
     "train.batch_size=64",
 )
 
-# Remembers calls and, in the file `state`, a queued resource that takes one look to become active.
+# Remembers calls and, in the file `state`, a queued resource that takes one look to become active;
+# answers to looks fail with what is in the file `trouble`.
 GCLOUD = """\
 #!/bin/bash
 printf '%s\\n' "$*" >>"$FAKE/calls"
 case "$3 $4" in
   "queued-resources describe")
-    [ -e "$FAKE/state" ] || exit 1
+    if [ -e "$FAKE/trouble" ]; then cat "$FAKE/trouble" >&2; exit 1; fi
+    if [ ! -e "$FAKE/state" ]; then
+      echo "ERROR: (gcloud.compute.tpus.queued-resources.describe) NOT_FOUND: Resource" >&2
+      exit 1
+    fi
     cat "$FAKE/state"
     echo ACTIVE >"$FAKE/state"
     ;;
@@ -146,6 +151,42 @@ def test_submit_starts(
     assert main(["launch", "gcloud", QUICKSTART, *NEEDED, "--submit"]) == 0
     assert "started; what process 0 prints:" in capfd.readouterr().out
     assert len(done(calls)) == 4
+
+
+EXPIRED = "ERROR: (gcloud) There was a problem refreshing your current auth tokens\n"
+
+
+def test_trouble_is_no_reason_to_ask_for_slices(write: Write, calls: Path, tmp_path: Path):
+    (tmp_path / "trouble").write_text(EXPIRED)
+    ran = start(write("gcloud", *NEEDED))
+    assert (ran.returncode, ran.stderr) == (1, EXPIRED)
+    assert done(calls) == []
+
+
+def test_a_wait_without_answers_ends(write: Write, calls: Path, tmp_path: Path):
+    """Credentials that expire while the slices are waited for."""
+    tool = tmp_path / "bin/gcloud"
+    expires = 'echo PROVISIONING >"$FAKE/state"; cp "$FAKE/expired" "$FAKE/trouble"'
+    tool.write_text(tool.read_text().replace('echo PROVISIONING >"$FAKE/state"', expires))
+    (tmp_path / "expired").write_text(EXPIRED)
+    ran = start(write("gcloud", *NEEDED))
+    assert ran.returncode == 1
+    assert ran.stderr.count(EXPIRED) == 10 and ran.stdout.count("no answer\n") == 9
+    assert ran.stderr.splitlines()[-2] == "no answer about quickstart, 10 times in a row"
+
+
+def test_an_answer_that_was_missed_is_not_the_end(write: Write, calls: Path, tmp_path: Path):
+    tool = tmp_path / "bin/gcloud"
+    once = '[ -e "$FAKE/missed" ] || { touch "$FAKE/missed"; echo busy >&2; exit 1; }; cat'
+    tool.write_text(tool.read_text().replace('cat "$FAKE/state"', f'{once} "$FAKE/state"'))
+    ran = start(write("gcloud", *NEEDED))
+    assert ran.returncode == 0 and ran.stderr == "busy\n"
+    assert ": no answer\n" in ran.stdout and "started;" in ran.stdout
+
+
+def start(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = ["bash", folder / "start.sh"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30)
 
 
 @pytest.mark.parametrize(

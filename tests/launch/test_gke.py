@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import yaml
 
 from maxpipe.cli import main
 from maxpipe.config.load import load
+from maxpipe.launch.restart import Restarts
 from tests.launch.conftest import QUICKSTART, Write
 
 Capture = pytest.CaptureFixture[str]
@@ -29,6 +33,23 @@ MULTISLICE = (
     "mesh.dcn_fsdp=2",
     "train.batch_size=64",
 )
+# Remembers calls that change something and, in the file `state`, a JobSet that has been applied:
+# its name, and how it ended. As the real one, it refuses to change a JobSet.
+KUBECTL = """\
+#!/bin/bash
+[ "$1" = --context=gke_p_us-east5_c ] || { echo "error: no such context" >&2; exit 1; }
+shift
+case "$1" in
+  get) [ ! -e "$FAKE/state" ] || cat "$FAKE/state" ;;
+  delete) echo "$*" >>"$FAKE/calls"; rm "$FAKE/state" ;;
+  apply)
+    echo "$*" >>"$FAKE/calls"
+    [ ! -e "$FAKE/state" ] || { echo "field is immutable" >&2; exit 1; }
+    printf 'quickstart ' >"$FAKE/state"
+    ;;
+esac
+"""
+WHERE = ("launch.project=p", "launch.zone=us-east5", "launch.cluster=c")
 
 
 def manifests(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -93,25 +114,37 @@ def outcome(jobset: dict[str, Any], code: int, disrupted: bool = False) -> str:
     return "RestartJobSet"
 
 
+ALWAYS, COUNTED, NEVER = "RestartJobSetAndIgnoreMaxRestarts", "RestartJobSet", "FailJobSet"
+
+
 @pytest.mark.parametrize(
     ("code", "disrupted", "action"),
     [
-        (75, False, "RestartJobSetAndIgnoreMaxRestarts"),
-        (75, True, "RestartJobSetAndIgnoreMaxRestarts"),
-        (137, True, "RestartJobSetAndIgnoreMaxRestarts"),
-        (2, False, "FailJobSet"),
-        (70, False, "FailJobSet"),
-        (74, False, "FailJobSet"),
-        (71, False, "RestartJobSet"),
-        (134, False, "RestartJobSet"),
-        (137, False, "RestartJobSet"),
+        (75, False, ALWAYS),
+        (75, True, ALWAYS),
+        (137, True, ALWAYS),
+        (74, True, ALWAYS),  # what fails on a node that goes may be the node's fault
+        *((code, False, NEVER) for code in (1, 2, 70, 74, 126, 127, 128)),
+        *((code, False, COUNTED) for code in (71, 134, 137, 143, 255)),
     ],
 )
 def test_exit_codes_decide_about_restarts(write: Write, code: int, disrupted: bool, action: str):
-    _, jobset = manifests(write("gke", *NEEDED, "launch.restarts=7"))
+    _, jobset = manifests(write("gke", *NEEDED))
     assert outcome(jobset, code, disrupted) == action
     assert job_of(jobset)["backoffLimit"] == 0  # one failed pod ends all
-    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 7
+
+
+def test_a_long_run_may_lose_more_nodes_than_may_fail_in_a_row(write: Write):
+    """A JobSet cannot count in a row, and 71 is the code of most losses."""
+    for restarts in (0, 3):
+        _, jobset = manifests(write("gke", *NEEDED, f"launch.restarts={restarts}"))
+        assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 10 * restarts
+
+
+def test_codes_follow_the_rule_of_all_launchers(write: Write, tmp_path: Path):
+    _, jobset = manifests(write("gke", *NEEDED))
+    for code in range(1, 256):
+        assert (outcome(jobset, code) == NEVER) != Restarts(1, tmp_path).again(code)
 
 
 def test_every_host_of_every_slice_gets_a_pod(write: Write):
@@ -150,20 +183,58 @@ def test_values_of_variables_come_from_a_secret(write: Write, monkeypatch: pytes
     assert variable["valueFrom"] == {"secretKeyRef": {"name": "quickstart", "key": "MY_TOKEN"}}
 
 
-def test_submit_applies_the_manifest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-):
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file with the calls of kubectl, which is a stand-in."""
     tool = tmp_path / "bin/kubectl"
     tool.parent.mkdir()
-    tool.write_text('#!/bin/bash\necho "kubectl $*"\n')
+    tool.write_text(KUBECTL)
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
-    where = ("launch.project=p", "launch.zone=us-east5", "launch.cluster=c")
-    folder = tmp_path / "job"
-    given = (QUICKSTART, *NEEDED, *where, "--submit", "--write", str(folder))
-    assert main(["launch", "gke", *given]) == 0
-    wanted = f"kubectl --context=gke_p_us-east5_c apply -f {folder}/jobset.yml\n"
-    assert capfd.readouterr().out == wanted
+    monkeypatch.setenv("FAKE", str(tmp_path))
+    return tmp_path / "calls"
+
+
+def submit(folder: Path, *more: str) -> int:
+    given = (QUICKSTART, *NEEDED, *WHERE, *more)
+    return main(["launch", "gke", *given, "--submit", "--write", str(folder)])
+
+
+@pytest.mark.parametrize("ended", ["Completed", "Failed"])
+def test_a_run_that_ended_is_submitted_again(calls: Path, tmp_path: Path, ended: str):
+    apply = f"apply -f {tmp_path}/job/jobset.yml"
+    assert submit(tmp_path / "job") == 0
+    assert calls.read_text().splitlines() == [apply]
+    (tmp_path / "state").write_text(f"quickstart {ended}")
+    assert submit(tmp_path / "job", "train.steps=9") == 0
+    delete = "delete jobset quickstart --cascade=foreground"
+    assert calls.read_text().splitlines() == [apply, delete, apply]
+
+
+def test_a_run_that_runs_is_left_alone(
+    calls: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    assert submit(tmp_path / "job") == 0
+    assert submit(tmp_path / "job", "train.steps=9") == 2
+    assert len(calls.read_text().splitlines()) == 1
+    *_, what, why, action = capfd.readouterr().err.splitlines()
+    assert what == "the JobSet quickstart is in the cluster and has not ended"
+    assert why.startswith("  ") and "kubectl --context=gke_p_us-east5_c delete jobset" in action
+
+
+def test_a_cluster_that_does_not_answer_is_not_submitted_to(calls: Path, write: Write):
+    script = write("gke", *NEEDED) / "submit.sh"  # without the context that is there
+    ran = subprocess.run(["bash", script], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (1, "error: no such context\n")
+    assert not calls.exists()
+
+
+def test_shellcheck_finds_nothing(write: Write):
+    script = write("gke", *NEEDED, *WHERE, "launch.project=a.b:c") / "submit.sh"
+    tool = Path(sys.executable).parent / "shellcheck"
+    checked = subprocess.run([tool, script], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+    assert os.access(script, os.X_OK)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +242,11 @@ def test_submit_applies_the_manifest(
     [
         ("launch.image=", "launch.image = ''", "can be pulled by the cluster"),
         ("launch.volume=", "launch.volume = ''", "is lost when they end"),
+        ("launch.volume=gs://b-1/a/", "= gs://b-1/a/", "Set launch.volume=gs://b-1 and run.dir=a/"),
+        ("launch.volume=gs://b-1/", "launch.volume = gs://b-1/", "Set launch.volume=gs://b-1.\n"),
+        ("launch.volume=gs://", "launch.volume = gs://", "Set launch.volume=gs://BUCKET."),
+        ("launch.volume=s3://b-1", "launch.volume = s3://b-1", "must be gs://BUCKET, or a claim's"),
+        ("launch.volume=My/claim", "launch.volume = My/claim", "must be gs://BUCKET, or a claim's"),
         ("launch.cluster=c", "launch.cluster = c", "one of them is empty"),
         ("launch.workdir=work", "launch.workdir = work", "must be an absolute path"),
         ("run.dir=/elsewhere", "run.dir = /elsewhere", "must lie in /workdir"),

@@ -42,6 +42,14 @@ def test_stops_that_saved_do_not_count(tmp_path: Path):
     assert not restarts.again(-9)
 
 
+def test_a_stop_with_a_newer_checkpoint_starts_the_count_again(tmp_path: Path):
+    restarts = Restarts(1, tmp_path)
+    for step in (4, 8, 12):
+        assert restarts.again(71)
+        save(tmp_path, step)
+        assert restarts.again(75) and restarts.fruitless == 0
+
+
 def test_only_complete_checkpoints_count(tmp_path: Path):
     assert newest_step(tmp_path) is None
     save(tmp_path, 8)

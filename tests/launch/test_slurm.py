@@ -51,6 +51,15 @@ def test_gpus_get_a_process_each(write: Write, tmp_path: Path, monkeypatch: pyte
     assert f"run={tmp_path}/runs/quickstart\n" in (folder / "job.sh").read_text()
 
 
+def test_a_relative_workdir_begins_here(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    folder = write("slurm", *GPUS, "launch.workdir=jobs")
+    assert directives(folder)["chdir"] == f"{tmp_path}/jobs"
+    assert f"run={tmp_path}/jobs/runs/quickstart\n" in (folder / "job.sh").read_text()
+
+
 def test_nodes_without_gpus_get_one_process_with_all_devices(write: Write):
     folder = write("slurm", "launch.topology=cpu:4", "launch.slices=2")
     found = directives(folder)
@@ -119,6 +128,8 @@ def job(write: Write, cluster: Cluster, tmp_path: Path) -> Path:
         ),
         # Stopped and saved: back in the queue, without counting.
         ("[ $SLURM_RESTART_COUNT -ge 3 ] && exit 0; exit 75", 0, 4),
+        # Stopped before maxpipe catches the signal.
+        ("[ $SLURM_RESTART_COUNT -ge 3 ] && exit 0; kill -TERM $$", 0, 4),
     ],
 )
 def test_jobs_follow_the_exit_codes(
@@ -131,16 +142,19 @@ def test_jobs_follow_the_exit_codes(
     assert len(cluster.steps()) == steps or (steps == -1 and len(cluster.steps()) > 3)
 
 
-def test_a_job_that_is_cancelled_is_not_put_back(job: Path, cluster: Cluster):
+@pytest.mark.parametrize(
+    ("text", "code"), [("trap 'exit 75' TERM; sleep 60 & wait", 75), ("sleep 60 & wait", 143)]
+)
+def test_a_job_that_is_cancelled_is_not_put_back(job: Path, cluster: Cluster, text: str, code: int):
     """Cancelling signals the script, too; the end of the time does not."""
-    behave(cluster, "trap 'exit 75' TERM; sleep 60 & wait")
+    behave(cluster, text)
     with cluster.submitted(job) as submitted:
         until(lambda: len(cluster.steps()) == 1, submitted)
         step = cluster.steps()[0][0]
         script = int(Path(f"/proc/{step}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(script, signal.SIGTERM)
         os.kill(step, signal.SIGUSR1)
-        assert submitted.wait(timeout=60) == 75
+        assert submitted.wait(timeout=60) == code
     assert len(cluster.steps()) == 1
 
 
