@@ -9,7 +9,6 @@ import contextlib
 import json
 import math
 import random
-import select
 import selectors
 import socket
 import statistics
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maxpipe.errors import ExitCode
-from maxpipe.phases import COMPILE, WAITING
+from maxpipe.phases import SAVE, UNTIMED
 
 _LONGEST_LINE = 1 << 17
 _STRAGGLER_STEPS = 20
@@ -29,6 +28,7 @@ _STRAGGLER_SECONDS, _STRAGGLER_SHARE = 0.005, 0.05
 """A step's delay that is worth a word: at least so long, and so much of the step."""
 _SAY_EVERY_SECONDS = 10.0
 _AGAIN = "  Start the same command again to go on from the newest checkpoint."
+NOTHING_NEW = f"asked to stop before the first step\n  There is nothing new to save.\n{_AGAIN}"
 
 
 def free_port() -> int:
@@ -155,6 +155,7 @@ class Hub:
         self._count, self._limits, self._tell_self, self._say = count, limits, tell_self, say
         self._members = {0: Member(0)} if count == 1 else {}
         self._listener: socket.socket | None = None
+        self._selector: selectors.BaseSelector | None = None
         self._unknown: list[Wire] = []
         self._lock = threading.RLock()
         self._goodbye = threading.Condition(self._lock)
@@ -180,7 +181,13 @@ class Hub:
             backlog=self._count,
             dualstack_ipv6=family == socket.AF_INET6,
         )
+        self._selector = selector
         selector.register(self._listener, selectors.EVENT_READ)
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None and self._selector is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
 
     def read(self, source: Any, selector: selectors.BaseSelector) -> None:
         """Takes what a socket has."""
@@ -207,10 +214,6 @@ class Hub:
                 self._lost(member)
                 with self._goodbye:
                     self._goodbye.notify_all()
-        if self._listener is not None and self._welcomed:
-            selector.unregister(self._listener)
-            self._listener.close()
-            self._listener = None
 
     def _admit(self, wire: Wire, hello: dict[str, Any]) -> Member | None:
         """The process that introduces itself, unless something is wrong with it."""
@@ -260,12 +263,15 @@ class Hub:
     def wait_for_leaving(self, seconds: float) -> None:
         """Gives the others time to hear why they leave; for the thread that reads."""
         end = time.monotonic() + seconds
-        wires = [each.wire for each in self._members.values() if each.wire and not each.left]
-        while wires and (left := end - time.monotonic()) > 0:
-            ready, _, _ = select.select(wires, [], [], left)
-            for wire in ready:
-                if wire.receive() is None:
-                    wires.remove(wire)
+        with selectors.DefaultSelector() as selector:
+            for member in self._members.values():
+                if member.wire is not None and not member.left:
+                    selector.register(member.wire, selectors.EVENT_READ)
+            while selector.get_map() and (left := end - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    wire: Any = key.fileobj
+                    if wire.receive() is None:
+                        selector.unregister(wire)
 
     # Messages.
 
@@ -285,6 +291,8 @@ class Hub:
             member.heard = time.monotonic()
             if "beat" in message:
                 member.beat = message["beat"]
+                if member.wire is not None:
+                    member.wire.send({"heard": True})
             elif "failed" in message:
                 failed = message["failed"]
                 self._end(failed["code"], f"{member} failed first:\n{failed['text']}", but=index)
@@ -294,7 +302,10 @@ class Hub:
                 self._goodbye.notify_all()
             elif "stop" in message and not self._asked:
                 self._asked = True
-                self._tell({"ask": True})
+                if self._welcomed:
+                    self._tell({"ask": True})
+                else:  # nobody has begun, and who did not come yet would not answer
+                    self._end(ExitCode.PREEMPTED, NOTHING_NEW)
             elif "at" in message:
                 self._answers[index] = message["at"]
                 if len(self._answers) == self._count:
@@ -310,8 +321,7 @@ class Hub:
         """Where all stop: further than any of them is."""
         furthest = max(self._answers.values())
         if furthest == 0:
-            text = "asked to stop before the first step\n  There is nothing new to save.\n"
-            self._end(ExitCode.PREEMPTED, text + _AGAIN)
+            self._end(ExitCode.PREEMPTED, NOTHING_NEW)
         else:
             self._tell({"stop_at": furthest + 1})
 
@@ -338,6 +348,7 @@ class Hub:
                     self._tell({"refused": text})
                     return
         self._welcomed = True
+        self._stop_listening()  # who is welcome joins jax's service next, at the same port
         for member in self._members.values():
             member.heard = time.monotonic()
         self._tell({"welcome": True})
@@ -401,23 +412,31 @@ class Hub:
             self._end(ExitCode.HANG, text)
 
     def _look_for_early_ends(self) -> None:
-        """Processes end together: one that left alone is waited for in vain."""
-        limit = self._limits.heartbeat_seconds
-        if self._first_goodbye and time.monotonic() - self._first_goodbye > limit:
-            gone = self._named(each.index for each in self._members.values() if each.left)
-            if rest := [each.index for each in self._members.values() if not each.left]:
-                text = f"{gone} ended {limit:g} s ago, and {self._named(rest)} did not\n"
-                text += f"  Processes of a run end together.\n{_AGAIN}"
-                self._end(ExitCode.HANG, text)
+        """Processes end together: one that left alone is waited for in vain.
+
+        Not while the rest moves, or saves: process 0 looks at what all have written.
+        """
+        limit, alone = self._limits.heartbeat_seconds, time.monotonic() - self._first_goodbye
+        rest = [each for each in self._members.values() if not each.left]
+        if not rest or not self._first_goodbye or alone <= limit:
+            return
+        beats = [each.beat for each in rest if each.beat]
+        if any(beat["phase"] == SAVE or beat["seconds"] <= limit for beat in beats):
+            return
+        gone = self._named(each.index for each in self._members.values() if each.left)
+        others = self._named(each.index for each in rest)
+        text = f"{gone} ended {alone:.0f} s ago, and {others} did not\n"
+        text += f"  Processes of a run end together.\n{_AGAIN}"
+        self._end(ExitCode.HANG, text)
 
     def _look_for_stall(self) -> None:
+        """Only when nobody moves: what one process does, the others wait for."""
         limit = self._limits.stall_seconds
         here = [each for each in self._members.values() if each.beat and not each.left]
-        if not limit or not any(
-            each.beat["seconds"] > limit and each.beat["phase"] != COMPILE for each in here
-        ):
+        idle = min((each.beat["seconds"] for each in here), default=0.0)
+        if not limit or idle <= limit or any(each.beat["phase"] in UNTIMED for each in here):
             return
-        holding = [each for each in here if each.beat["phase"] not in WAITING]
+        holding = [each for each in here if not each.beat["waits"]]
         behind = min(each.beat["step"] for each in here)
         holding = holding or [each for each in here if each.beat["step"] == behind]
         words = "; ".join(

@@ -29,8 +29,8 @@ from typing import Any
 
 from maxpipe import redact
 from maxpipe.errors import ExitCode, MaxpipeError, Preempted
-from maxpipe.hub import Hub, Limits, Trouble, Wire
-from maxpipe.phases import Phases
+from maxpipe.hub import NOTHING_NEW, Hub, Limits, Trouble, Wire
+from maxpipe.phases import WAITING, Phases
 
 _AGAIN = "  Start the same command again to go on from the newest checkpoint."
 _HUB_GONE = f"process 0 is gone\n  Its own output says why.\n{_AGAIN}"
@@ -38,6 +38,8 @@ _NO_TIME = (
     f"the time to save is over\n  runtime.stop_grace_seconds have passed since SIGTERM.\n{_AGAIN}"
 )
 _ASKED_TWICE = f"asked twice to stop\n  Left at once; nothing more is saved.\n{_AGAIN}"
+_ONE_REQUEST_SECONDS = 1.0
+"""Shells, launchers and `timeout` signal a process, and then its group with the process in it."""
 _VERDICT_SECONDS = 2.0
 _GOODBYE_SECONDS = 5.0
 """For words that are on their way when a process leaves."""
@@ -84,10 +86,10 @@ class Link:
             Hub(count, limits, self._hear, lambda text: self.say(text)) if not index else None
         )
         self._wire: Wire | None = None
+        self._heard = 0.0
         self._told, self._changed = Told(), threading.Condition()
         self._answered = 0
-        self._failing = self._closed = False
-        self._signals = 0
+        self._failing = self._closed = self._comparing = False
         self._asked_at = 0.0
         self._wake, self._wakes = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -150,12 +152,16 @@ class Link:
         else:
             wire = self._reach(address, hello)
             if wire is None:
+                if self._asked_at:
+                    self._go(ExitCode.PREEMPTED, NOTHING_NEW)
                 limit = f"within {self._limits.init_seconds:g} s"
                 return Trouble(
                     f"process 0 was not found at {address[0]}:{address[1]} {limit}", late=True
                 )
-            self._wire = wire
+            self._heard, self._wire = time.monotonic(), wire
             self._selector.register(wire, selectors.EVENT_READ)
+        if self._asked_at:  # when there was nobody to tell
+            self._send({"stop": True})
         with contextlib.suppress(OSError):
             self._wakes.send(b"\0")  # the thread looks at what is new
         end = time.monotonic() + self._limits.init_seconds + (5 if self.index else 0)
@@ -173,6 +179,8 @@ class Link:
         end = time.monotonic() + self._limits.init_seconds
         told = time.monotonic()
         while time.monotonic() < end:
+            if self._asked_at:
+                end = min(end, self._asked_at + _GOODBYE_SECONDS)
             try:
                 wire = Wire(socket.create_connection(address, timeout=5))
             except OSError:
@@ -200,10 +208,12 @@ class Link:
 
     def same(self, name: str, value: str) -> dict[str, list[int]]:
         """Value -> processes that have it; one entry when all agree. All must ask."""
+        self._comparing = True
         self._send({"same": name, "value": value})
         with self._changed:
             while name not in self._told.agreed:
                 self._changed.wait(1.0)
+            self._comparing = False
             found: dict[str, list[int]] = {}
             values = self._told.agreed.pop(name)
             for process, each in sorted(values.items(), key=lambda item: int(item[0])):
@@ -259,13 +269,33 @@ class Link:
             now = time.monotonic()
             if now - last >= period:
                 last = now
-                where = self._phases.where()
-                beat = {"phase": where.phase, "step": where.step, "seconds": where.seconds}
-                self._send({"beat": beat | {"own": where.own_seconds}})
+                self._send({"beat": self._beat()})
                 if self._hub is not None:
                     self._hub.judge()
+                else:
+                    self._judge_hub(now)
                 if self._asked_at and now - self._asked_at > self._limits.grace_seconds > 0:
                     self._go(ExitCode.PREEMPTED, _NO_TIME)
+
+    def _judge_hub(self, now: float) -> None:
+        """Nobody else watches process 0."""
+        limit = self._limits.heartbeat_seconds
+        if self._wire is None or self._closed or self._failing or now - self._heard <= limit:
+            return
+        text = f"process 0 did not answer for {limit:g} s\n"
+        text += f"  It was stopped, or its host is down or cannot be reached.\n{_AGAIN}"
+        self._go(ExitCode.HANG, text)
+
+    def _beat(self) -> dict[str, Any]:
+        """What the hub is told of this process, about once a second."""
+        where = self._phases.where()
+        return {
+            "phase": where.phase,
+            "step": where.step,
+            "seconds": where.seconds,
+            "own": where.own_seconds,
+            "waits": self._comparing or where.phase in WAITING,
+        }
 
     def _read(self, source: Any) -> None:
         if source is self._wake:
@@ -277,8 +307,11 @@ class Link:
             if messages is None:
                 self._selector.unregister(self._wire)
                 if not (self._closed or self._failing or self._told.refused):
+                    if self._asked_at and not self._told.welcome:
+                        self._go(ExitCode.PREEMPTED, NOTHING_NEW)
                     self._go(ExitCode.HANG, _HUB_GONE)
                 return
+            self._heard = time.monotonic()
             for message in messages:
                 self._hear(message)
         elif self._hub is not None:
@@ -289,11 +322,12 @@ class Link:
         self._told.asked = True
 
     def _on_signal(self) -> None:
-        self._signals += 1
-        if self._signals > 1:
+        now = time.monotonic()
+        if not self._asked_at:
+            self._asked_at = now
+            self._send({"stop": True})
+        elif now - self._asked_at > _ONE_REQUEST_SECONDS:
             self._go(ExitCode.PREEMPTED, _ASKED_TWICE)
-        self._asked_at = time.monotonic()
-        self._send({"stop": True})
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._hub is not None:
@@ -333,15 +367,26 @@ class Link:
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
 
     def _go(self, code: int, text: str) -> None:
-        """Ends the process from here: the main thread may be anywhere."""
-        with contextlib.suppress(Exception):
-            self.on_leave(int(code), text)
-        if self._hub is not None:
-            self._hub.wait_for_leaving(_GOODBYE_SECONDS / 2)
-        with contextlib.suppress(OSError, ValueError):
-            print(redact.text(text), file=sys.stderr, flush=True)
-            sys.stdout.flush()
-        os._exit(int(code))
+        """Ends the process from here: the main thread may be anywhere, and disks may hang."""
+
+        def tell_ledger() -> None:
+            with contextlib.suppress(Exception):
+                self.on_leave(int(code), text)
+
+        try:
+            with contextlib.suppress(RuntimeError):  # no thread begins while Python ends
+                _exit_later(2 * _GOODBYE_SECONDS, int(code))
+                telling = threading.Thread(target=tell_ledger, daemon=True)
+                telling.start()
+                telling.join(_GOODBYE_SECONDS / 2)
+            with contextlib.suppress(Exception):
+                if self._hub is not None:
+                    self._hub.wait_for_leaving(_GOODBYE_SECONDS / 2)
+            with contextlib.suppress(OSError, ValueError):
+                print(redact.text(text), file=sys.stderr, flush=True)
+                sys.stdout.flush()
+        finally:
+            os._exit(int(code))
 
 
 def _last_words(error: BaseException) -> str:

@@ -18,6 +18,8 @@ SET_UP = (START, DATA_SET_UP, RESTORE, COMPILE)
 """Before the first step."""
 WAITING = (STEP, EVAL, SAVE, RESTORE)
 """In which a process may wait for the others; in all others it holds them up itself."""
+UNTIMED = (COMPILE,)
+"""Takes what it takes: nobody outside can tell whether anything moves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import ipaddress
 import logging
 import os
 import socket
@@ -44,6 +45,7 @@ def start(config: RuntimeConfig, cpu_devices: int) -> None:
     """
     _prepare(config, cpu_devices)
     _find_devices(config)
+    _use_devices(config)
 
 
 @contextlib.contextmanager
@@ -66,6 +68,7 @@ def joined(
     _prepare(config, cpu_devices)
     if config.num_processes == 0:
         _initialize(config)
+        _find_devices(config)  # before jax looks for them, and fails unexplained
         index, count = jax.process_index(), jax.process_count()
     else:
         index, count = config.process_id, config.num_processes
@@ -85,6 +88,7 @@ def joined(
         link.catch_signals()  # jax may have taken them
         with link.ends_together():
             _find_devices(config)
+            _use_devices(config)
             yield link
 
 
@@ -109,6 +113,9 @@ def _find_devices(config: RuntimeConfig) -> None:
             "Set runtime.platform=cpu, or install the extra for your device: "
             "pip install 'maxpipe[tpu]' or 'maxpipe[cuda]'.",
         ) from error
+
+
+def _use_devices(config: RuntimeConfig) -> None:
     on_cpu = jax.default_backend() == "cpu"
     # XLA for CPU loads a program without the order of its collectives: devices that meet in
     # different orders wait for each other forever, or get each other's values.
@@ -200,7 +207,7 @@ def _gather(config: RuntimeConfig, link: Link, facts: Mapping[str, Any]) -> None
 
 def _announced(index: int) -> tuple[str, int]:
     """Host and a free port of process 0, told over the devices."""
-    word = np.zeros(256, np.uint8)
+    word = np.zeros(300, np.uint8)  # a name has at most 253
     if index == 0:
         text = f"{_own_address()}:{free_port()}".encode()
         word[: len(text)] = np.frombuffer(text, np.uint8)
@@ -210,11 +217,26 @@ def _announced(index: int) -> tuple[str, int]:
 
 
 def _own_address() -> str:
-    """That of the interface which leads out. A host's own name often stands for loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+    """Where the others find this host, which is that of process 0."""
+    # The interface which leads out. A host's own name often stands for loopback.
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # an address for documentation; nothing is sent
         return probe.getsockname()[0]
-    return "127.0.0.1"
+    # jax has met the others at process 0 already; only its private part says where.
+    from jax._src.distributed import global_state
+
+    host = (global_state.coordinator_address or "").rpartition(":")[0].strip("[]")
+    return host or _name_of_host() or "127.0.0.1"
+
+
+def _name_of_host() -> str:
+    """Empty when it is unknown, or stands for loopback."""
+    with contextlib.suppress(OSError, ValueError):
+        name = socket.gethostname()
+        for *_, address in socket.getaddrinfo(name, None):
+            if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+                return name
+    return ""
 
 
 def _initialize(config: RuntimeConfig) -> None:

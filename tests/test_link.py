@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import re
+import resource
+import selectors
 import signal
 import socket
 import subprocess
@@ -16,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from maxpipe.hub import Hub, Limits, Member, Wire, free_port
+
 ROOT = Path(__file__).parents[1]
 
 TEN = ("10",) * 4
@@ -24,11 +29,12 @@ import sys, time
 from maxpipe.errors import Preempted
 from maxpipe.hub import Limits
 from maxpipe.link import Link
-from maxpipe.phases import COMPILE, DATA, LOOP, STEP, Phases
+from maxpipe.phases import COMPILE, DATA, DATA_SET_UP, LOOP, SAVE, STEP, Phases
 
 index, count, port, facts = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 phases = Phases()
 limits = Limits({limits})
+{before}
 
 def steps(link, number, each=lambda step: None):
     # As a run does: read, then wait for the others in a step.
@@ -47,6 +53,7 @@ def steps(link, number, each=lambda step: None):
 
 try:
     with Link(phases, limits, index=index, count=count) as link:
+        print("linked", flush=True)
         if count > 1:
             trouble = link.gather(("127.0.0.1", port), {{"train.steps": facts}})
             if trouble:
@@ -68,12 +75,14 @@ def members(
     started: int | None = None,
     limits: str = "init_seconds=20, heartbeat_seconds=5",
     facts: tuple[str, ...] = (),
+    before: str = "",
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that run `body`; `started` of `count` are."""
+    """Processes that run `body`; `started` of `count` are, and run `before` first."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    code = MEMBER.format(limits=limits, body=body.strip().replace("\n", "\n            "))
+    body = body.strip().replace("\n", "\n            ")
+    code = MEMBER.format(limits=limits, before=before, body=body)
     found = [
         subprocess.Popen(
             [sys.executable, "-c", code, *map(str, (index, count, port)), (facts or TEN)[index]],
@@ -141,6 +150,32 @@ def test_before_the_first_step_nothing_is_worth_waiting_for() -> None:
     assert all("before the first step" in text for text in errors)
 
 
+@pytest.mark.parametrize("asked", [0, 1])
+def test_asked_before_all_have_come(asked: int) -> None:
+    with members("pass", count=4, started=3) as processes:
+        for process in processes:
+            wait_for(process, "linked")
+        time.sleep(1)  # all three reach process 0
+        processes[asked].send_signal(signal.SIGTERM)
+        codes, _, errors = ends(processes)
+    assert codes == [75, 75, 75], errors
+    assert all("before the first step" in text for text in errors)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_asked_before_process_0_has_come(comes: bool) -> None:
+    late = "if index == 0:\n    print('late', flush=True)\n    time.sleep(2)"
+    with members("time.sleep(60)", count=2, before=late) as processes:
+        wait_for(processes[0], "late")
+        if not comes:
+            processes[0].kill()
+        wait_for(processes[1], "linked")
+        processes[1].send_signal(signal.SIGTERM)
+        codes, _, errors = ends(processes)
+    assert codes == [75 if comes else -signal.SIGKILL, 75], errors
+    assert all("before the first step" in text for text in errors[not comes :])
+
+
 HANGS = """
 def read(step):
     if step == 4:
@@ -156,11 +191,25 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
     with members(body, count=1, limits="stall_seconds=0") as (process,):
         wait_for(process, "hangs")
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
+        time.sleep(1.2)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         codes, _, errors = ends([process])
     assert codes == [75] and "asked twice" in errors[0]
+
+
+@pytest.mark.fault("F8")
+def test_a_signal_that_comes_twice_is_one_request() -> None:
+    """A launcher signals the process, and then its group."""
+    body = HANGS.replace("60", "1")
+    with members(body, count=1) as (process,):
+        wait_for(process, "hangs")
+        for _ in range(3):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        codes, printed, errors = ends([process])
+    assert codes == [75], errors
+    assert "stopped at" in printed[0] and "asked twice" not in errors[0]
 
 
 @pytest.mark.fault("F8")
@@ -189,15 +238,16 @@ def test_a_killed_process_is_named_at_once(victim: int) -> None:
         assert all("It was in" in text and f"pid {processes[1].pid}" in text for text in errors)
 
 
-def test_a_process_that_does_not_answer_is_given_up() -> None:
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_process_that_does_not_answer_is_given_up(victim: int) -> None:
     limits = "init_seconds=20, heartbeat_seconds=2"
     with members("steps(link, 1000)", limits=limits) as processes:
         for process in processes:
             wait_for(process, "running")
-        processes[2].send_signal(signal.SIGSTOP)
-        codes, _, errors = ends(processes[:2])
+        processes[victim].send_signal(signal.SIGSTOP)
+        codes, _, errors = ends(processes[:victim] + processes[victim + 1 :])
     assert codes == [71, 71]
-    assert all("process 2" in text and "did not answer for 2 s" in text for text in errors)
+    assert all(f"process {victim}" in text and "did not answer for 2 s" in text for text in errors)
 
 
 @pytest.mark.fault("F10")
@@ -235,6 +285,44 @@ steps(link, 1000, read if index == 1 else step_of_all)
         assert "process 2" not in who
 
 
+@pytest.mark.parametrize("phase", ["DATA_SET_UP", "COMPILE"])
+def test_set_up_takes_as_long_as_it_moves_or_compiles(phase: str) -> None:
+    """And those who wait for it, before the first step and in it, are not stuck."""
+    body = f"""
+if index == 1:
+    with phases.enter({phase}):
+        for _ in range(12):
+            time.sleep(0.25)
+            if {phase} == DATA_SET_UP:
+                phases.progress()
+if {phase} == DATA_SET_UP:
+    link.same("data", "x")
+elif index != 1:
+    with phases.enter(STEP):
+        time.sleep(3)
+steps(link, 5)
+"""
+    with members(body, limits="heartbeat_seconds=5, stall_seconds=1") as processes:
+        codes, _, errors = ends(processes)
+    assert codes == [0, 0, 0], errors
+
+
+def test_set_up_that_hangs_is_named_and_not_those_who_wait_for_it() -> None:
+    body = """
+if index == 1:
+    with phases.enter(DATA_SET_UP):
+        time.sleep(60)
+link.same("data", "x")
+"""
+    with members(body, limits="heartbeat_seconds=5, stall_seconds=1") as processes:
+        codes, _, errors = ends(processes)
+    assert codes == [71, 71, 71]
+    for text in errors:
+        what, who, _ = text.splitlines()[-3:]
+        assert "nothing moved for 1 s" in what and "has been in data set-up for" in who
+        assert "process 1 (" in who and ";" not in who
+
+
 @pytest.mark.fault("S1")
 def test_who_holds_the_others_up_is_named() -> None:
     body = """
@@ -252,13 +340,71 @@ steps(link, 60, wait if index != 2 else lambda step: time.sleep(0.05))
 
 @pytest.mark.fault("F10")
 def test_a_process_that_ends_early_is_not_waited_for_in_vain() -> None:
-    with members(
-        "steps(link, 5 if index == 1 else 1000)", limits="heartbeat_seconds=2"
-    ) as processes:
+    body = """
+def wait(step):
+    if step == 6:
+        with phases.enter(STEP):
+            time.sleep(60)  # for process 1, in a collective
+steps(link, 5 if index == 1 else 1000, wait)
+"""
+    with members(body, limits="heartbeat_seconds=2") as processes:
         codes, _, errors = ends(processes)
     assert codes == [71, 0, 71]
     for text in (errors[0], errors[2]):
-        assert "process 1 ended 2 s ago, and processes 0, 2 did not" in text
+        assert re.search(r"process 1 ended \d s ago, and processes 0, 2 did not", text)
+
+
+@pytest.mark.parametrize(
+    "rest", ["with phases.enter(SAVE):\n        time.sleep(3)", "steps(link, 150)"]
+)
+def test_a_process_that_still_saves_or_moves_is_let_alone(rest: str) -> None:
+    """After the last save process 0 alone looks at the files, which may take minutes."""
+    body = f"steps(link, 5)\nif index == 0:\n    {rest}\n    print('complete', flush=True)"
+    with members(body, limits="heartbeat_seconds=1") as processes:
+        codes, printed, errors = ends(processes)
+    assert codes == [0, 0, 0], errors
+    assert "complete" in printed[0]
+
+
+def test_leaving_waits_for_thousands_of_processes() -> None:
+    """Their descriptors are beyond what select takes."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, before[1]))
+    here, there = socket.socketpair()
+    try:
+        with here, socket.socket(fileno=fcntl.fcntl(here, fcntl.F_DUPFD, 2000)) as far:
+            hub = Hub(2, Limits(), lambda message: None, print)
+            hub._members = {0: Member(0), 1: Member(1, wire=Wire(far))}
+            begin = time.monotonic()
+            hub.wait_for_leaving(0.2)
+            assert time.monotonic() - begin >= 0.2
+            there.close()
+            hub.wait_for_leaving(60)
+            assert time.monotonic() - begin < 10
+    finally:
+        there.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(
+    ("what", "fault"),
+    [
+        ("link._hub.wait_for_leaving", "1 / 0"),
+        ("link.on_leave", "1 / 0"),
+        ("link.on_leave", "time.sleep(60)"),
+    ],
+)
+def test_a_process_leaves_whatever_fails_on_the_way_out(what: str, fault: str) -> None:
+    body = f"""
+sys.modules["maxpipe.link"]._GOODBYE_SECONDS = 0.5
+{what} = lambda *_: {fault}
+link._hub._end(71, "nothing moves")
+"""
+    with members(body, count=1) as processes:
+        begin = time.monotonic()
+        codes, _, errors = ends(processes)
+        assert time.monotonic() - begin < 30
+    assert codes == [71] and errors == ["nothing moves\n"]
 
 
 @pytest.mark.fault("F10")
@@ -306,6 +452,27 @@ def test_a_process_that_went_away_may_come_again(silent: bool) -> None:
             wire.close()
         codes, _, errors = ends([first, again(first, 1), again(first, 2)])
     assert codes == [0, 0, 0], errors
+
+
+def test_the_port_is_free_when_all_are_welcome() -> None:
+    """jax's own service listens there next."""
+    port, told = free_port(), []
+
+    def hear(message: dict[str, Any]) -> None:
+        told.extend(message)
+        with socket.create_server(("", port)):
+            pass
+
+    hub = Hub(2, Limits(), hear, print)
+    here, there = socket.socketpair()
+    with here, there, selectors.DefaultSelector() as selector:
+        hub.listen(("127.0.0.1", port), selector)
+        for index, wire in enumerate((None, Wire(here))):
+            hello = {"index": index, "count": 2, "host": "near", "pid": index, "facts": {}}
+            hub.handle(index, {"hello": hello}, wire)
+        assert not selector.get_map()
+        hub.close()
+    assert told == ["welcome"]
 
 
 def test_values_are_compared_everywhere() -> None:

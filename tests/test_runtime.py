@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax
 import pytest
+from jax._src.distributed import global_state
 
 from maxpipe import runtime
 from maxpipe.config.schema import RuntimeConfig
@@ -87,12 +89,16 @@ def test_one_device_has_a_cache(tmp_path: Path):
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_platform_that_is_not_here(platform: str):
+@pytest.mark.parametrize("num_processes", [1, 0])
+def test_platform_that_is_not_here(platform: str, num_processes: int):
     if jax.local_devices(backend="cpu") != jax.devices() or Path("/dev/accel0").exists():
         pytest.skip("this machine has an accelerator")
     if platform == "cuda" and Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a GPU")
-    ran = python(started(f"platform={platform!r}, compilation_cache=''"))
+    # Where jax finds the cluster it has joined it before it looks for devices.
+    joins = "import jax; jax.distributed.initialize = lambda **options: None\n"
+    config = f"platform={platform!r}, compilation_cache='', num_processes={num_processes}"
+    ran = python((joins if num_processes == 0 else "") + started(config))
     assert ran.returncode == 2, ran.stderr
     is_explained(ran.stderr)
     assert ran.stderr.startswith(f"runtime.platform = {platform}\n")
@@ -151,6 +157,36 @@ def test_cluster_that_is_not_there():
     assert ran.returncode == 2, ran.stderr
     is_explained(ran.stderr)
     assert "found by jax" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "names", "found"),
+    [
+        ("head-0.cluster:1234", ["10.1.2.3"], "head-0.cluster"),
+        ("[fd00::7]:1234", ["10.1.2.3"], "fd00::7"),
+        (None, ["127.0.1.1", "10.1.2.3"], "this-host"),
+        (None, ["127.0.1.1"], "127.0.0.1"),
+        (None, [], "127.0.0.1"),
+    ],
+)
+def test_own_address_on_a_host_without_a_route(
+    monkeypatch: pytest.MonkeyPatch, coordinator: str | None, names: list[str], found: str
+):
+    class NoRoute(socket.socket):
+        def connect(self, address: Any) -> None:
+            raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    def resolve(host: str, port: None) -> list[Any]:
+        assert host == "this-host"
+        if not names:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (name, 0)) for name in names]
+
+    monkeypatch.setattr(socket, "socket", NoRoute)
+    monkeypatch.setattr(socket, "gethostname", lambda: "this-host")
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(global_state, "coordinator_address", coordinator)
+    assert runtime._own_address() == found
 
 
 def test_one_process_leaves_on_its_own():

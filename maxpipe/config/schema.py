@@ -349,8 +349,10 @@ class RuntimeConfig:
     heartbeat_timeout_seconds: int = 100
     """How long a process may stay silent before all others end, with exit code 71."""
     stall_timeout_seconds: int = 1800
-    """How long a process may stay in one step, read, evaluation or save before all print where they
-    are and end, with exit code 71. Compilation takes what it takes. 0 waits forever."""
+    """How long no process may get anything done before all print where they are and end, with exit
+    code 71: a step, read, evaluation or save; in set-up the reading of a checkpoint, or of a part
+    of the documents. While one process compiles nobody is judged, as that takes what it takes. 0
+    waits forever."""
     stop_grace_seconds: int = 0
     """Time from SIGTERM to the end of the process, in which the running step ends and is saved.
     When it is over the run is left as it is, to go on from its newest checkpoint. 0 is no limit."""

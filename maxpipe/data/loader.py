@@ -26,7 +26,7 @@ from maxpipe.data.packing import (
     build_index,
     split_documents,
 )
-from maxpipe.data.sources import open_source
+from maxpipe.data.sources import Moved, open_source
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 
 # Raised whenever the same seed and data give other batches than before.
@@ -195,19 +195,21 @@ def build(
     sequence_length: int,
     eval_batch_size: int = 0,
     cache_dir: str | None = None,
+    moved: Moved | None = None,
 ) -> Datasets:
     """Opens source and tokenizer, indexes the documents and splits them.
 
     The first time it reads every document once; `cache_dir` keeps what it found. Validation
-    takes batches of `eval_batch_size`, or of `batch_size` when that is 0.
+    takes batches of `eval_batch_size`, or of `batch_size` when that is 0. `moved` hears of each
+    part of the reading.
 
     Raises:
         ConfigError: anything the user has to change in `data` or `tokenizer`.
     """
-    source = open_source(data, seed)
+    source = open_source(data, seed, moved)
     encoder = open_tokenizer(tokenizer)
     train, validation = split_documents(len(source), data.validation_fraction, seed)
-    index = build_index(source, encoder, cache_dir)
+    index = build_index(source, encoder, cache_dir, moved)
     documents = EncodedDocuments(source, encoder, index)
     fingerprint = {
         "order_version": _ORDER_VERSION,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from maxpipe.data.sources import Progress, Source
+from maxpipe.data.sources import Moved, Progress, Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, StorageError
 
@@ -119,7 +119,9 @@ class DocumentIndex:
         return float(-(shares * np.log(shares)).sum())
 
 
-def build_index(source: Source, tokenizer: Tokenizer, cache_dir: str | None) -> DocumentIndex:
+def build_index(
+    source: Source, tokenizer: Tokenizer, cache_dir: str | None, moved: Moved | None = None
+) -> DocumentIndex:
     """The index of a source: from `cache_dir` if it is there, else by reading every document.
 
     The index does not depend on seed, split or sequence length.
@@ -132,16 +134,16 @@ def build_index(source: Source, tokenizer: Tokenizer, cache_dir: str | None) -> 
         cached = _load_index(path, len(source))
         if cached is not None:
             return cached
-    index = _read_all(source, tokenizer)
+    index = _read_all(source, tokenizer, moved)
     if path is not None:
         _save_index(path, index)
     return index
 
 
-def _read_all(source: Source, tokenizer: Tokenizer) -> DocumentIndex:
+def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> DocumentIndex:
     lengths = np.zeros(len(source), np.int64)
     byte_counts = np.zeros(256, np.int64)
-    progress = Progress(f"indexing documents of {source.name}", len(source))
+    progress = Progress(f"indexing documents of {source.name}", len(source), moved)
     texts: list[str] = []
     characters = 0
     for i in range(len(source)):

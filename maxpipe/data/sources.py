@@ -16,7 +16,7 @@ import re
 import sysconfig
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,22 +59,30 @@ class Source(Protocol):
         ...
 
 
+Moved = Callable[[], object]
+"""Called by a long pass over the data whenever a part of it is done."""
+
+
 class Progress:
     """Log lines, a few seconds apart, while a long pass over the data runs."""
 
-    def __init__(self, task: str, total: int):
+    def __init__(self, task: str, total: int, moved: Moved | None = None):
         self._task = task
         self._total = total
+        self._moved = moved
         self._next = time.monotonic() + _PROGRESS_SECONDS
 
     def update(self, done: int) -> None:
+        if self._moved is not None:
+            self._moved()
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _PROGRESS_SECONDS
-            _LOG.info("%s: %.1f %% of %d", self._task, 100 * done / self._total, self._total)
+            percent = 100 * done / max(1, self._total)
+            _LOG.info("%s: %.1f %% of %d", self._task, percent, self._total)
 
 
-def open_source(config: DataConfig, seed: int) -> Source:
+def open_source(config: DataConfig, seed: int, moved: Moved | None = None) -> Source:
     """The source that `data.source` names. `seed` is read by `synthetic` only.
 
     Raises:
@@ -86,7 +94,7 @@ def open_source(config: DataConfig, seed: int) -> Source:
         case "text":
             return FileSource("text", _find_files(config.path, ()))
         case "jsonl":
-            return JsonLinesSource(_find_files(config.path, (".jsonl",)), config.field)
+            return JsonLinesSource(_find_files(config.path, (".jsonl",)), config.field, moved)
         case "arrayrecord":
             files = _find_files(config.path, (".array_record", ".arrayrecord"))
             return ArrayRecordSource(files, config.field)
@@ -141,7 +149,7 @@ class JsonLinesSource:
 
     name = "jsonl"
 
-    def __init__(self, files: Sequence[File], field: str):
+    def __init__(self, files: Sequence[File], field: str, moved: Moved | None = None):
         self._files = files
         self._field = field
         for file in files:
@@ -152,7 +160,7 @@ class JsonLinesSource:
                     "must not be compressed: a compressed file cannot be read from the middle.",
                     "Unpack it and set data.path to the unpacked file.",
                 )
-        self._starts = [_line_starts(file) for file in files]
+        self._starts = [_line_starts(file, moved) for file in files]
         # Document numbers at which each file ends.
         self._ends = np.cumsum([len(starts) for starts in self._starts])
         if not len(self):
@@ -408,9 +416,9 @@ def _describe(paths: Iterable[str], root: str) -> list[File]:
     return sorted(files, key=lambda file: file.name)
 
 
-def _line_starts(file: File) -> np.ndarray:
+def _line_starts(file: File, moved: Moved | None) -> np.ndarray:
     """Byte offsets of the lines that are not blank."""
-    progress = Progress(f"finding lines of {file.name} (bytes)", file.size_bytes)
+    progress = Progress(f"finding lines of {file.name} (bytes)", file.size_bytes, moved)
     starts = array("q")
     offset = 0
     try:
@@ -421,6 +429,7 @@ def _line_starts(file: File) -> np.ndarray:
                 offset += len(line)
                 if len(starts) % 4096 == 0:
                     progress.update(offset)
+        progress.update(offset)
     except OSError as error:
         raise _unreadable(file.path, error) from error
     return np.array(starts, dtype=np.int64)

@@ -210,7 +210,7 @@ def set_up(
         Checkpoints(run_dir, config.checkpoint, record=events.write, lock=lock)
     )
     with phases.enter(DATA_SET_UP), console.stage("reading data"):
-        datasets = _datasets(config)
+        datasets = _datasets(config, phases.progress)
     stack.callback(datasets.close)
     steps = steps_of(config, build_mesh(config.mesh), datasets.tokenizer.byte_lengths)
     console.banner(_facts(config, steps, datasets, length))
@@ -264,7 +264,7 @@ def set_up(
     return run
 
 
-def _datasets(config: Config) -> Datasets:
+def _datasets(config: Config, moved: Callable[[], None]) -> Datasets:
     datasets = build(
         config.data,
         config.tokenizer,
@@ -273,6 +273,7 @@ def _datasets(config: Config) -> Datasets:
         sequence_length=config.train.sequence_length,
         eval_batch_size=config.eval.batch_size,
         cache_dir=str(Path(config.run.dir).expanduser() / ".index"),
+        moved=moved,
     )
     check_vocab(datasets.tokenizer, config.model.vocab_size)
     return datasets

@@ -275,6 +275,30 @@ def test_process_ends_at_once(how: str, code: int, folder: str) -> None:
     assert (done.returncode, done.stderr) == (code, "")
 
 
+def test_reading_tells_that_it_moves(tmp_path: Path) -> None:
+    """Else a long first reading looks like one that hangs."""
+    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 4200)
+    data = DataConfig(source="jsonl", path=str(tmp_path), validation_fraction=0.2)
+    moves: list[None] = []
+
+    def moves_of_a_build() -> int:
+        moves.clear()
+        build(
+            data,
+            TokenizerConfig(),
+            seed=0,
+            batch_size=BATCH,
+            sequence_length=LENGTH,
+            cache_dir=str(tmp_path / "cache"),
+            moved=lambda: moves.append(None),
+        ).close()
+        return len(moves)
+
+    # Lines are found in two parts, and the documents, which are short, are read in one.
+    assert moves_of_a_build() == 3
+    assert moves_of_a_build() == 2  # what was read is kept
+
+
 def test_state_and_fingerprint(folder: str, datasets: Datasets) -> None:
     state = datasets.train.state(12)
     assert state == {"step": 12, "fingerprint": datasets.train.fingerprint()}

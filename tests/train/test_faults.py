@@ -183,7 +183,7 @@ def test_asked_to_stop_while_data_does_not_come(
         time.sleep(3)
         for _ in range(signals):
             process.send_signal(signal.SIGTERM)
-            time.sleep(0.5)
+            time.sleep(1.5)
         begin = time.monotonic()
         (output,) = ends([process])
         assert time.monotonic() - begin < 15

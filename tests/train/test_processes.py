@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from pathlib import Path
@@ -149,9 +150,10 @@ def test_process_that_fails_alone_ends_both(
     begin = time.monotonic()
     with pair(start, *every, second=["data.path=/nowhere"]) as processes:
         outputs = ends(processes)
-    assert processes[1].returncode == 2, outputs
-    assert "data.path = /nowhere" in outputs[1] and "Traceback" not in outputs[1]
-    assert processes[0].returncode != 0
+    assert [process.returncode for process in processes] == [2, 2], outputs
+    for output in outputs:
+        assert "data.path = /nowhere" in output and "Traceback" not in output
+    assert re.search(r"^process 1 \(.* failed first:$", outputs[0], re.M)
     assert time.monotonic() - begin < 60
 
 
@@ -165,9 +167,10 @@ def test_killed_process_ends_the_other_and_the_run_resumes(
         wait_for(processes[0], "step 7/")
         processes[1].kill()
         begin = time.monotonic()
-        ends(processes)
+        outputs = ends(processes)
         assert time.monotonic() - begin < 60
-    assert processes[0].returncode != 0
+    assert processes[0].returncode == 71, outputs
+    assert re.search(r"^process 1 \(.*\) is gone$", outputs[0], re.M)
     with pair(start, *every) as processes:
         outputs = ends(processes)
     assert [process.returncode for process in processes] == [0, 0], outputs
