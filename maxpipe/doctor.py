@@ -25,6 +25,7 @@ from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import check_vocab, open_tokenizer
 from maxpipe.errors import ConfigError
+from maxpipe.files import full
 from maxpipe.hub import free_port
 from maxpipe.model.count import num_params
 
@@ -145,10 +146,10 @@ def _explained(name: str, error: ConfigError) -> Iterator[Check]:
 
 def folders(patient: Patient) -> Iterator[Check]:
     """Whether the run's folder and the compilation cache can be written, and have space."""
-    run_dir = Path(patient.run.dir).expanduser() / patient.run.name
+    run_dir = full(patient.run.dir) / patient.run.name
     yield _folder("run folder", run_dir, patient.config)
     if patient.runtime.compilation_cache:
-        cache = _folder("compilation cache", Path(patient.runtime.compilation_cache).expanduser())
+        cache = _folder("compilation cache", full(patient.runtime.compilation_cache))
         if cache.status == "FAILED":  # a run goes on without it
             action = "Set runtime.compilation_cache to a folder that can be written."
             cache = dataclasses.replace(cache, status="warning", action=action)

@@ -7,7 +7,20 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from maxpipe.errors import StorageError
+from maxpipe.errors import ConfigError, StorageError
+
+
+def full(path: str | Path) -> Path:
+    """The path with `~` or `~name` in front as the home folder that it stands for.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        rule = "must begin with a home folder that is known here, or not with ~."
+        raise ConfigError.one("path", path, rule, "Write the path in full.") from error
 
 
 def read(path: str | Path, most: int) -> bytes:

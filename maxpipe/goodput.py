@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from maxpipe.errors import ConfigError
+from maxpipe.files import full
 from maxpipe.phases import DATA, EVAL, LOOP, SAVE, SET_UP, STEP
 from maxpipe.telemetry import duration
 
@@ -84,7 +85,7 @@ def read(run_dir: str | Path) -> Goodput:
     Raises:
         ConfigError: there are no records.
     """
-    path = Path(run_dir).expanduser() / "events.jsonl"
+    path = full(run_dir) / "events.jsonl"
     records = []
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any
 
 from maxpipe import redact
-from maxpipe.errors import ExitCode, MaxpipeError, Preempted
+from maxpipe.errors import ExitCode, MaxpipeError, NumbersError, Preempted, ReplicaError
 from maxpipe.hub import NOTHING_NEW, Hub, Limits, Trouble, Wire
 from maxpipe.phases import WAITING, Phases
 
@@ -228,6 +228,9 @@ class Link:
         except Preempted:  # agreed by all
             raise
         except BaseException as error:
+            if isinstance(error, NumbersError | ReplicaError) and self.index != 0:
+                # All decide alike, and process 0 writes down why.
+                time.sleep(_VERDICT_SECONDS)
             if isinstance(error, Exception) and not isinstance(error, MaxpipeError):
                 # A collective fails when another process is gone: who that is, the hub tells.
                 time.sleep(_VERDICT_SECONDS if self.count > 1 else 0)

@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ from jax.experimental import multihost_utils
 from maxpipe import redact
 from maxpipe.config.schema import RuntimeConfig
 from maxpipe.errors import AbsentError, ConfigError, MaxpipeError, Problem
+from maxpipe.files import full
 from maxpipe.hub import Limits, Trouble, free_port
 from maxpipe.link import Link
 from maxpipe.phases import Phases
@@ -176,7 +176,7 @@ def _keep_stdout_for_python() -> None:
 def _open_cache(folder: str) -> None:
     if not folder:
         return
-    path = Path(folder).expanduser()
+    path = full(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -395,3 +395,18 @@ def test_checkpoint_commands_pass_their_arguments(
     monkeypatch.setattr(maxpipe.checkpoint, "inspect", inspect, raising=False)
     assert main(["checkpoints", *args.split()]) == 0
     assert calls == [called]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["goodput", "~nobody-here/run"],
+        ["checkpoints", "list", "~nobody-here/run"],
+        ["train", "configs/quickstart.yml", "run.dir=~nobody-here/runs"],
+    ],
+)
+def test_home_folder_that_does_not_exist(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert "must begin with a home folder that is known here" in capsys.readouterr().err

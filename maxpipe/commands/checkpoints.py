@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from maxpipe.commands.parser import Commands, integer, number, subcommands
 from maxpipe.errors import ConfigError, ExitCode, StorageError
+from maxpipe.files import full
 
 if TYPE_CHECKING:
     from maxpipe.checkpoint.retention import Rules
@@ -102,7 +103,7 @@ def _rules(run_dir: str) -> Rules | None:
     from maxpipe.checkpoint.retention import Rules
     from maxpipe.config.load import load
 
-    path = Path(run_dir).expanduser() / "config.yml"
+    path = full(run_dir) / "config.yml"
     try:
         return Rules.of(load([str(path)]).config.checkpoint)
     except ConfigError:

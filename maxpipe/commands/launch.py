@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from maxpipe.commands.parser import Commands, Parser, add_inputs, integer, subcommands
 from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.files import full
 
 if TYPE_CHECKING:
     from maxpipe.config.load import Loaded
@@ -78,7 +79,7 @@ def _written(options: argparse.Namespace, loaded: Loaded) -> tuple[str, Job, Sub
     if shared:
         workdir = workdir.absolute()  # the job looks at the run's folder from inside
     config, hosts, report = check_hosts(loaded, workdir, shared=shared)
-    folder = Path(options.write).expanduser() if options.write else run_dir(config) / "launch"
+    folder = full(options.write) if options.write else run_dir(config) / "launch"
     job = Job(config, hosts, folder.absolute(), workdir)
     modules = {"slurm": slurm, "gcloud": gcloud, "gke": gke}
     return report, job, modules[options.cluster].submission(job)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxpipe import redact
 from maxpipe.commands.parser import Commands, add_inputs, count, write_file
 from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.files import full
 
 if TYPE_CHECKING:
     from maxpipe.config.load import Loaded
@@ -36,7 +36,7 @@ def _compile(options: argparse.Namespace) -> int:
     from maxpipe.plan.compile import compile_step
     from maxpipe.plan.report import compiled
 
-    folder = None if options.save is None else Path(options.save).expanduser()
+    folder = None if options.save is None else full(options.save)
     report = compile_step(loaded, target, folder)
     if options.json:
         import json

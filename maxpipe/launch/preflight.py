@@ -15,6 +15,7 @@ from maxpipe.config.check import MESH_AXES, where
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, Problem
+from maxpipe.files import full
 from maxpipe.hardware import known
 from maxpipe.launch.hosts import KEY, Hosts, hosts_of
 from maxpipe.launch.restart import newest_step
@@ -53,7 +54,7 @@ class Preflight:
 
 def run_dir(config: Config) -> Path:
     """The folder of a run."""
-    return Path(config.run.dir).expanduser() / config.run.name
+    return full(config.run.dir) / config.run.name
 
 
 def located(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:

@@ -32,7 +32,7 @@ from maxpipe.data.loader import Datasets, Loader, build, compare
 from maxpipe.data.tokenizer import check_vocab
 from maxpipe.errors import ConfigError, ExitCode, Preempted, Problem, ReplicaError, StorageError
 from maxpipe.evaluate import evaluate
-from maxpipe.files import refuse_links
+from maxpipe.files import full, refuse_links
 from maxpipe.link import Link
 from maxpipe.mesh import build_mesh, describe, resolve
 from maxpipe.model.count import num_params
@@ -176,7 +176,7 @@ class Run:
 
 def folder_of(config: Config) -> Path:
     """The run's folder."""
-    return Path(config.run.dir).expanduser() / config.run.name
+    return full(config.run.dir) / config.run.name
 
 
 def fit_to_devices(loaded: Loaded) -> Loaded:
@@ -272,7 +272,7 @@ def _datasets(config: Config, moved: Callable[[], None]) -> Datasets:
         batch_size=config.train.batch_size,
         sequence_length=config.train.sequence_length,
         eval_batch_size=config.eval.batch_size,
-        cache_dir=str(Path(config.run.dir).expanduser() / ".index"),
+        cache_dir=str(full(config.run.dir) / ".index"),
         moved=moved,
     )
     check_vocab(datasets.tokenizer, config.model.vocab_size)
@@ -287,7 +287,7 @@ def _programs(
     if num_left == 0:
         console.note(f"all {total_steps(config.train)} steps are done: nothing is left to train")
     elif config.runtime.executable:
-        folder = Path(config.runtime.executable).expanduser()
+        folder = full(config.runtime.executable)
         with console.stage(f"loading train step from {folder}"):
             train_step = steps.load_train(folder, to_dict(config))
     else:

@@ -373,4 +373,6 @@ def test_two_processes_decide_alike(start: Start, tiny: Path, tmp_path: Path) ->
         assert "asks for roll back 2; guard.max_roll_backs allows 1" in output
     assert len({output.splitlines()[-3] for output in outputs}) == 1
     (back,) = ledger(tmp_path / "run", "roll_back")
-    assert ledger(tmp_path / "run", "bad_step")[0]["step"] == back["step"]
+    bad = ledger(tmp_path / "run", "bad_step")
+    assert bad[0]["step"] == back["step"]
+    assert [each["action"] for each in bad] == ["roll_back", "stop"], "the last is told, too"
