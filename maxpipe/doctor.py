@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maxpipe import environment, redact
+from maxpipe.checkpoint.place import first_line, home, in_bucket, located, remedy, try_out
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import check_vocab, open_tokenizer
-from maxpipe.errors import ConfigError
+from maxpipe.errors import ConfigError, StorageError
 from maxpipe.files import full
 from maxpipe.hub import free_port
 from maxpipe.model.count import num_params
@@ -145,9 +146,13 @@ def _explained(name: str, error: ConfigError) -> Iterator[Check]:
 
 
 def folders(patient: Patient) -> Iterator[Check]:
-    """Whether the run's folder and the compilation cache can be written, and have space."""
-    run_dir = full(patient.run.dir) / patient.run.name
-    yield _folder("run folder", run_dir, patient.config)
+    """Whether what a run writes into can be written, and has space."""
+    run_dir, config = full(patient.run.dir) / patient.run.name, patient.config
+    if config is None or not config.checkpoint.dir:
+        yield _folder("run folder", run_dir, config)
+    else:
+        yield _folder("run folder", run_dir)
+        yield _checkpoints(home(run_dir, config.checkpoint), config)
     if patient.runtime.compilation_cache:
         cache = _folder("compilation cache", full(patient.runtime.compilation_cache))
         if cache.status == "FAILED":  # a run goes on without it
@@ -156,14 +161,30 @@ def folders(patient: Patient) -> Iterator[Check]:
         yield cache
 
 
-def _folder(name: str, path: Path, config: Config | None = None) -> Check:
+def _checkpoints(path: str, config: Config) -> Check:
+    """The place that `checkpoint.dir` leads to."""
+    name = "checkpoint folder"
+    if not in_bucket(path):
+        return _folder(name, Path(path), config, key="checkpoint.dir")
+    try:
+        try_out(located(path))
+    except StorageError as error:
+        where, rule, action = (line.strip() for line in str(error).splitlines())
+        return Check(name, "FAILED", f"{where}: {rule}", action)
+    except OSError as error:
+        text = f"{path} cannot be written: {first_line(error)}."
+        return Check(name, "FAILED", text, remedy(path, "checkpoint.dir"))
+    return Check(name, "ok", f"{path} can be written")
+
+
+def _folder(name: str, path: Path, config: Config | None = None, *, key: str = "run.dir") -> Check:
     there = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
     try:
         late = _write_into(there)
         free = shutil.disk_usage(there).free
     except OSError as error:
         text = f"{path} cannot be written: {error.strerror or error}."
-        return Check(name, "FAILED", text, "Set run.dir to a folder that can be written.")
+        return Check(name, "FAILED", text, f"Set {key} to a folder that can be written.")
     words = f"{path} can be written, {_size(free)} free"
     if config is not None:
         model, keep = config.model, config.checkpoint.keep
@@ -171,7 +192,7 @@ def _folder(name: str, path: Path, config: Config | None = None) -> Check:
         words += f", a checkpoint takes {_size(one)}"
         if free < one * (keep + 1):
             status = "FAILED" if free < one else "warning"
-            action = f"Free {_size(one * (keep + 1) - free)}, or set run.dir to another disk."
+            action = f"Free {_size(one * (keep + 1) - free)}, or set {key} to another disk."
             text = f"{words}, {keep} are kept while one more is written."
             return Check(name, status, text, action)
     if abs(late) > _CLOCK_SECONDS:

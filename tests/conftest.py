@@ -8,6 +8,7 @@ environment variable is set, so a subprocess of a test starts like a user's.
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.bucket import Bucket, served, variables
 
 NUM_DEVICES = 8
 GOLDEN = Path(__file__).parent / "golden"
@@ -100,3 +103,17 @@ def devices() -> list[Any]:
     found = jax.devices()
     assert len(found) == NUM_DEVICES, "the backend was started before conftest configured it"
     return found
+
+
+@pytest.fixture(scope="session")
+def bucket() -> Iterator[Bucket]:
+    """What `gs://` leads to, here and in processes that are started from now on."""
+    if importlib.util.find_spec("gcsfs") is None:
+        pytest.skip("buckets need the extra gcs")
+    from fsspec.config import conf
+
+    with served() as bucket, pytest.MonkeyPatch.context() as patch:
+        for name, value in variables(bucket).items():
+            patch.setenv(name, value)
+        patch.setitem(conf, "gcs", {"token": "anon"})
+        yield bucket

@@ -88,6 +88,7 @@ FORBIDDEN = [
     ("maxpipe.environment", "jax", "a process of its own looks at devices"),
     ("maxpipe.doctor", "jax", "a process of its own looks at devices"),
     ("maxpipe.launch", "jax", "the launcher holds no device"),
+    ("maxpipe.checkpoint.place", "jax", "launcher and doctor ask it, too"),
 ]
 
 # Importing one of these (or anything below it) imports no jax, not even indirectly.
@@ -99,6 +100,7 @@ JAX_FREE = (
     "maxpipe.environment",
     "maxpipe.doctor",
     "maxpipe.config",
+    "maxpipe.checkpoint.place",
     *(f"maxpipe.pipeline.{name}" for name in TABLES),
     "maxpipe.data",
     "maxpipe.telemetry",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from maxpipe import doctor, environment
 from maxpipe.cli import main
 from maxpipe.config.load import load
 from maxpipe.doctor import Check, Patient
+from tests.bucket import Bucket
 
 ROOT = Path(__file__).parents[1]
 TOKEN = "hf_" + "aB3dE5gH7jK9" * 3
@@ -132,6 +134,34 @@ def test_a_folder_that_cannot_be_written(config: list[str], tmp_path: Path):
     found = by_name(list(doctor.folders(Patient.of(load(config)))))
     explained(found["run folder"], "Not a directory", "Set run.dir")
     assert found["compilation cache"].status == "ok"
+
+
+def test_a_place_of_checkpoints_is_looked_at(
+    config: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def folders(place: object) -> dict[str, Check]:
+        loaded = load([*config, f"checkpoint.dir={place}"])
+        return by_name(list(doctor.folders(Patient.of(loaded))))
+
+    assert "a checkpoint takes" in folders(tmp_path / "saved")["checkpoint folder"].text
+    assert "a checkpoint takes" not in folders(tmp_path / "saved")["run folder"].text
+    (tmp_path / "saved").write_text("a file in the way")
+    explained(folders(tmp_path / "saved")["checkpoint folder"], "Set checkpoint.dir")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = folders("gs://bucket/runs")["checkpoint folder"]
+    assert found.status == "FAILED" and found.action == "Run: pip install 'maxpipe[gcs]'"
+
+
+def test_a_place_in_a_bucket_is_tried(config: list[str], bucket: Bucket):
+    loaded = load([*config, "checkpoint.dir=gs://bucket/runs"])
+    found = by_name(list(doctor.folders(Patient.of(loaded))))["checkpoint folder"]
+    assert found == Check(found.name, "ok", "gs://bucket/runs/run can be written")
+    bucket.refused.add("POST")
+    try:
+        found = by_name(list(doctor.folders(Patient.of(loaded))))["checkpoint folder"]
+        explained(found, "Forbidden", "Storage Object User")
+    finally:
+        bucket.refused.clear()
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(config: list[str], tmp_path: Path):

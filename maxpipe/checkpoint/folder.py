@@ -11,13 +11,10 @@ going away.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +23,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from maxpipe.checkpoint import manifest
+from maxpipe.checkpoint.place import entries, exists, first_line, in_bucket, located, reading
 from maxpipe.checkpoint.retention import Saved
 from maxpipe.errors import StorageError
 
@@ -67,13 +65,10 @@ class Facts:
 
 
 class Folder:
-    """One folder of checkpoints, in a file system or in a bucket."""
+    """One folder of checkpoints, in a file system or in a bucket. `key` of the config led to it."""
 
-    def __init__(self, path: epath.PathLike):
-        if re.match(r"[a-z][a-z0-9]*://", os.fspath(path)):
-            self.path = epath.Path(path)
-        else:  # joined, for a `://` further back is part of a name
-            self.path = epath.Path("/") / Path(path).expanduser().absolute()
+    def __init__(self, path: epath.PathLike, key: str = "run.dir"):
+        self.path, self.key = located(path), key
 
     def __truediv__(self, step: int) -> epath.Path:
         return self.path / str(step)
@@ -81,24 +76,33 @@ class Folder:
     def steps(self) -> list[int]:
         """Steps of all complete checkpoints, oldest first; damaged ones are among them."""
         return sorted(
-            int(entry.name) for entry in self._entries() if _is_step(entry.name) and _holds(entry)
+            int(entry.name)
+            for entry in entries(self.path)
+            if _is_step(entry.name) and _holds(entry)
         )
 
     def put_aside(self) -> list[str]:
         """Names of the checkpoints that were found damaged."""
-        return [entry.name for entry in self._entries() if ".corrupt" in entry.name]
+        return [entry.name for entry in entries(self.path) if ".corrupt" in entry.name]
 
     def oddities(self) -> list[str]:
         """One line for each name that a checkpoint could have, and that is none."""
         return [
             f"{entry}: is ignored, it holds no complete checkpoint"
-            for entry in self._entries()
-            if _is_step(entry.name) and not _holds(entry)
+            for entry in entries(self.path)
+            if _is_odd(entry) and not in_bucket(entry)
         ]
 
     def unfinished(self) -> list[str]:
-        """Names of what was left behind by a save or a deletion that did not come to its end."""
-        return [entry.name for entry in self._entries() if _UNFINISHED.fullmatch(entry.name)]
+        """Names of what was left behind by a save or a deletion that did not come to its end.
+
+        In a bucket both are done in place.
+        """
+        return [
+            entry.name
+            for entry in entries(self.path)
+            if _UNFINISHED.fullmatch(entry.name) or (in_bucket(entry) and _is_odd(entry))
+        ]
 
     def clean(self) -> list[str]:
         """Delete what is unfinished; returns the names."""
@@ -109,7 +113,7 @@ class Folder:
 
     def free_bytes(self) -> int | None:
         """Free space of the file system; None of a bucket."""
-        return None if "://" in str(self.path) else shutil.disk_usage(self.path).free
+        return None if in_bucket(self.path) else shutil.disk_usage(self.path).free
 
     def facts(self, step: int) -> Facts:
         """Config, data position and the rest, without the arrays.
@@ -121,7 +125,9 @@ class Folder:
         """
         path = self / step / FACTS / "metadata"
         try:
-            content = json.loads(path.read_text())
+            with reading(path):
+                text = path.read_text()
+            content = json.loads(text)
             number, found = content["format"], content["step"]
             if number not in (1, FORMAT):
                 raise StorageError(
@@ -190,7 +196,7 @@ class Folder:
     def set_aside(self, step: int, why: str = "corrupt") -> str:
         """Rename a step, so that it is no checkpoint any more; returns its new name."""
         name, number = f"{step}.{why}", 1
-        while (self.path / name).exists():
+        while exists(self.path / name):
             number += 1
             name = f"{step}.{why}-{number}"
         (self / step).rename(self.path / name)
@@ -199,7 +205,7 @@ class Folder:
     def remove(self, step: int) -> None:
         """Delete a checkpoint; a kill half-way leaves nothing that looks like one."""
         going = self.path / f"{step}.deleting"
-        if "://" in str(going):  # where a rename is a copy, deleting file by file has to do
+        if in_bucket(going):  # where a rename is a copy, deleting file by file has to do
             going = self / step
             (going / manifest.FILE).unlink(missing_ok=True)
             (going / _COMMITTED).unlink(missing_ok=True)
@@ -207,17 +213,17 @@ class Folder:
             (self / step).rename(going)
         _delete(going)
 
-    def _entries(self) -> Iterator[epath.Path]:
-        if self.path.is_dir():
-            yield from sorted(self.path.iterdir(), key=lambda entry: entry.name)
-
 
 def _is_step(name: str) -> bool:
     return name.isascii() and name.isdigit() and name == str(int(name))
 
 
 def _holds(entry: epath.Path) -> bool:
-    return manifest.is_in(entry) or (entry / _COMMITTED).exists()
+    return manifest.is_in(entry) or exists(entry / _COMMITTED)
+
+
+def _is_odd(entry: epath.Path) -> bool:
+    return _is_step(entry.name) and not _holds(entry)
 
 
 def _delete(entry: epath.Path) -> None:
@@ -225,15 +231,6 @@ def _delete(entry: epath.Path) -> None:
         entry.rmtree()
     else:
         entry.unlink(missing_ok=True)
-
-
-def first_line(error: BaseException) -> str:
-    """What went wrong first: orbax wraps the reason in its own words."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def local_time(seconds: float) -> str:

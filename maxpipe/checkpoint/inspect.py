@@ -16,6 +16,7 @@ from maxpipe.checkpoint import manifest
 from maxpipe.checkpoint.folder import Folder, local_time
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, open_run
+from maxpipe.checkpoint.place import files
 from maxpipe.checkpoint.retention import Rules, kept
 from maxpipe.checkpoint.trees import differences, digest, leaves
 from maxpipe.errors import ConfigError, StorageError
@@ -115,7 +116,7 @@ def pruned(run_dir: str, rules: Rules, *, dry_run: bool) -> Iterator[str]:
     if dry_run:
         yield from _pruned(folder, rules, dry_run=True)
     else:
-        with RunLock(run_dir):
+        with RunLock(folder.path.parent):
             yield from _pruned(folder, rules, dry_run=False)
 
 
@@ -185,12 +186,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _num_bytes(folder: epath.Path) -> int | None:
     """Of all files; None of a folder that is being deleted."""
-    total = 0
     try:
-        for entry in folder.iterdir():
-            if (size := _num_bytes(entry) if entry.is_dir() else entry.stat().length) is None:
-                return None
-            total += size
+        return sum(files(folder).values())
     except FileNotFoundError:
         return None
-    return total

@@ -8,6 +8,8 @@ between times that the file system itself has given: clocks of hosts need not ag
 
 Taking over (and releasing) is done under a claim, a file named after the lock's token
 that only one process can create: of two that find the same dead lock, one gets it.
+
+In a bucket all this is the same, but for a time of change, which only writing anew refreshes.
 """
 
 from __future__ import annotations
@@ -18,14 +20,16 @@ import logging
 import os
 import platform
 import secrets
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from etils import epath
+
+from maxpipe.checkpoint.place import create, first_line, in_bucket, located, reaching, remedy
 from maxpipe.errors import StorageError
 
 FILE = "lock.json"
@@ -39,16 +43,23 @@ _ATTEMPTS, _PAUSE_SECONDS = 20, 0.05
 
 
 class RunLock:
-    """Held between `__enter__` and `__exit__`; `note` is what to tell about its last holder."""
+    """Held between `__enter__` and `__exit__`; `note` is what to tell about its last holder.
+
+    `key` of the config led to the folder.
+    """
 
     def __init__(
         self,
-        run_dir: str | Path,
+        run_dir: epath.PathLike,
         *,
+        key: str = "run.dir",
         beat_seconds: float = BEAT_SECONDS,
         stale_seconds: float = STALE_SECONDS,
     ):
-        self.path = Path(run_dir).expanduser().absolute() / FILE
+        folder = located(run_dir)
+        # In a bucket it has the methods of a Path that are used here, but for those below.
+        self.path = cast(Path, folder) / FILE if in_bucket(folder) else Path(folder) / FILE
+        self._key = key
         self.note = ""
         self._token = secrets.token_hex(8)
         self._beat_seconds, self._stale_seconds = beat_seconds, stale_seconds
@@ -57,17 +68,25 @@ class RunLock:
 
     def __enter__(self) -> RunLock:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._acquire()
+            with reaching(self.path):
+                if not in_bucket(self.path):
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._acquire()
         except OSError as error:
-            raise StorageError.unwritable(self.path, error) from error
+            said = OSError(first_line(error))
+            action = remedy(self.path, self._key)
+            raise StorageError.unwritable(self.path, said, action) from error
         self._heart.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._released.set()
         self._heart.join()
-        with contextlib.suppress(OSError), _claim(self.path, self._token) as claimed:
+        with (
+            contextlib.suppress(OSError),
+            reaching(self.path),
+            _claim(self.path, self._token) as claimed,
+        ):
             if claimed and _token(_read(self.path)) == self._token:
                 self.path.unlink()
 
@@ -78,7 +97,8 @@ class RunLock:
             StorageError: another run has taken the folder over.
         """
         try:
-            holder = _read(self.path)
+            with reaching(self.path):
+                holder = _read(self.path)
         except OSError:  # storage that is away for a moment says nothing about who holds it
             return
         if _token(holder) != self._token:
@@ -107,12 +127,14 @@ class RunLock:
         try:
             _write(mine, self._token)
             holder = _read(self.path)
+            if _token(holder) == self._token:  # a request was repeated that had been heard
+                return True
             if not (reason := self._why_dead(holder, mine)):
                 return False
             with _claim(self.path, _token(holder)) as claimed:
                 if not claimed or _token(_read(self.path)) != _token(holder):
                     return False
-                os.replace(mine, self.path)
+                _replace(mine, self.path)
         except FileNotFoundError:  # released meanwhile
             return False
         finally:
@@ -128,10 +150,10 @@ class RunLock:
         Raises:
             StorageError: the holder lives.
         """
-        beat, told = self.path.stat().st_mtime, False
+        beat, told = _beaten(self.path), False
         while True:
-            os.utime(mine)
-            age = max(0.0, mine.stat().st_mtime - beat)
+            _touch(mine)
+            age = max(0.0, _beaten(mine) - beat)
             if _is_here(holder):
                 if reason := _why_dead_here(holder):
                     return reason
@@ -140,7 +162,7 @@ class RunLock:
                 return f"no sign of life for {age:.0f} s"
             if _token(_read(self.path)) != _token(holder):
                 return ""
-            if self.path.stat().st_mtime != beat:
+            if _beaten(self.path) != beat:
                 age = 0.0
                 break
             if not told:
@@ -163,9 +185,9 @@ class RunLock:
     def _beat(self) -> None:
         while not self._released.wait(self._beat_seconds):
             # A lock that was taken over is not ours to keep alive.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), reaching(self.path):
                 if _token(_read(self.path)) == self._token:
-                    os.utime(self.path)
+                    _touch(self.path)
 
 
 def _write(path: Path, token: str) -> None:
@@ -180,13 +202,35 @@ def _write(path: Path, token: str) -> None:
         "process_start": _process_start(pid),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+    text = json.dumps(content)
+    if in_bucket(path):
+        return create(path, text)
     with path.open("x", encoding="utf-8") as file:
         try:
-            file.write(json.dumps(content))
+            file.write(text)
             file.flush()
         except OSError:
             path.unlink()
             raise
+
+
+def _touch(path: Path) -> None:
+    if in_bucket(path):  # whose time is that of writing
+        path.write_text(path.read_text())
+    else:
+        os.utime(path)
+
+
+def _beaten(path: Path) -> float:
+    """When the file was last touched, by the clock of what holds it."""
+    return epath.Path(path).stat().mtime if in_bucket(path) else os.stat(path).st_mtime
+
+
+def _replace(mine: Path, path: Path) -> None:
+    if in_bucket(path):
+        path.write_text(mine.read_text())
+    else:
+        os.replace(mine, path)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -261,8 +305,12 @@ def _lives(pid: int) -> bool:
 
 def _now_at(lock: Path) -> float:
     """The time by the clock that marks files there: those of hosts need not agree."""
-    with tempfile.NamedTemporaryFile(dir=lock.parent, prefix=f"{FILE}.time-") as file:
-        return os.fstat(file.fileno()).st_mtime
+    probe = lock.with_name(f"{FILE}.time-{secrets.token_hex(8)}")
+    _write(probe, "now")
+    try:
+        return _beaten(probe)
+    finally:
+        probe.unlink()
 
 
 @contextlib.contextmanager
@@ -272,9 +320,10 @@ def _claim(lock: Path, token: str) -> Iterator[bool]:
     try:
         with contextlib.suppress(FileNotFoundError):
             # Whoever claims is done in milliseconds, or dead.
-            if _now_at(lock) - path.stat().st_mtime > _CLAIM_SECONDS:
+            begun = _beaten(path)
+            if _now_at(lock) - begun > _CLAIM_SECONDS:
                 path.unlink()
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        _write(path, token)
     except FileExistsError:
         yield False
         return

@@ -13,15 +13,15 @@ pipelines, so that a checkpoint fits any layout. What can be trusted:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import logging
 import os
 import platform
 import secrets
-import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,8 +33,18 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from maxpipe.checkpoint import manifest
-from maxpipe.checkpoint.folder import Damaged, Facts, Folder, first_line
+from maxpipe.checkpoint.folder import Damaged, Facts, Folder
 from maxpipe.checkpoint.lock import RunLock
+from maxpipe.checkpoint.place import (
+    FOLDER,
+    exists,
+    first_line,
+    home,
+    home_of,
+    reaching,
+    remedy,
+    try_out,
+)
 from maxpipe.checkpoint.retention import Rules, kept
 from maxpipe.checkpoint.trees import num_bytes, other_shapes
 from maxpipe.checkpoint.writer import Save, Writer, ignore_orphans
@@ -45,17 +55,15 @@ Tree = Any
 Agree = Callable[[str], str]
 Record = Callable[..., None]
 
-FOLDER = "checkpoints"
-"""Name of the folder inside a run's folder."""
-
 _LOG = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS = 1.0
 # What another attempt cannot cure. Orbax passes on the words of a system call, not its number.
 _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 _LASTING |= {errno.ENOTDIR, errno.EISDIR}
 _LASTING_WORDS = ("No space left", "quota", "File too large", "Read-only", "ermission denied")
+_LASTING_WORDS += ("Forbidden", "PERMISSION_DENIED")  # of a bucket
 # What orbax and tensorstore raise for a folder or file that is not as it should be.
-_FAULTS = (OSError, ValueError, KeyError, RuntimeError)
+_FAULTS = (OSError, ValueError, KeyError, RuntimeError, StorageError)
 _TEXT_BYTES = 1024
 
 
@@ -101,19 +109,21 @@ class Checkpoints:
         write: bool = True,
         record: Record = lambda event, **fields: None,
         agree: Agree = first_of_all,
-        lock: RunLock | None = None,
+        locks: Sequence[RunLock] = (),
     ):
         self._config = config or CheckpointConfig()
-        self._record, self._agree, self._lock = record, agree, lock
+        self._record, self._agree, self._locks = record, agree, locks
         self._primary, self._alone = jax.process_index() == 0, jax.process_count() == 1
-        self.durable = Folder(os.path.join(run_dir, FOLDER))
+        key = "checkpoint.dir" if self._config.dir else "run.dir"
+        self.durable = Folder(os.path.join(home(run_dir, self._config), FOLDER), key)
         self._folders = [self.durable]
         self._failures = 0  # in a row
         self._retry_at: float | None = None
         self._writer: Writer | None = None
         ignore_orphans()
         if write and self._config.local_dir:
-            self._folders.append(Folder(_local_folder(self._config.local_dir, run_dir)))
+            local = _local_folder(self._config.local_dir, run_dir)
+            self._folders.append(Folder(local, "checkpoint.local_dir"))
         if write:
             for folder in self._folders:
                 _prepare(folder, self._primary)
@@ -133,7 +143,7 @@ class Checkpoints:
             return
         sign = self._agree(f".seen-{secrets.token_hex(8)}" if self._primary else "")
         if self._primary:
-            (folder.path / sign).touch()
+            (folder.path / sign).write_text("all processes must see this")
         self._agree("there" if self._primary else "")
         process = f"process {jax.process_index()} on {platform.node()}"
         missing = self._agree("" if _comes(folder.path / sign) else process)
@@ -285,7 +295,8 @@ class Checkpoints:
             )
         if self._primary and self._writer is not None:
             try:
-                manifest.write(folder / step, step)
+                with reaching(folder.path):
+                    manifest.write(folder / step, step)
             except OSError as error:
                 _LOG.warning("%s: %s", folder / step / manifest.FILE, error.strerror or error)
 
@@ -295,7 +306,8 @@ class Checkpoints:
             renamed = ""
             if self._writer is not None:
                 try:
-                    renamed = f", renamed {folder.set_aside(step)}"
+                    with reaching(folder.path):
+                        renamed = f", renamed {folder.set_aside(step)}"
                 except OSError as error:
                     raise _unusable(folder, error, folder / step) from error
             _LOG.warning("%s is skipped%s: %s", folder / step, renamed, reason)
@@ -387,12 +399,13 @@ class Checkpoints:
 
     def _start(self, folder: Folder, state: Tree, facts: Facts) -> None:
         assert self._writer is not None
-        if self._lock is not None:
-            self._lock.check()
+        for lock in self._locks:
+            lock.check()
         trouble = None
         if self._primary:
             try:
-                _make_room(folder, facts.step, num_bytes(state))
+                with reaching(folder.path):
+                    _make_room(folder, facts.step, num_bytes(state))
             except OSError as error:
                 trouble = error
         trouble = self._agree_on(trouble)
@@ -489,13 +502,15 @@ def open_run(run_dir: epath.PathLike, where: str = "") -> Checkpoints:
 
     Raises:
         ConfigError: there are none.
+        StorageError: they cannot be reached.
     """
-    checkpoints = Checkpoints(run_dir, write=False)
+    checkpoints = Checkpoints(home_of(run_dir), write=False)
     if not checkpoints.steps():
         raise ConfigError.one(
             where or f"run folder {run_dir}",
             run_dir if where else None,
-            f"must be a folder with a folder {FOLDER!r} in which one checkpoint is complete.",
+            f"must have a folder {FOLDER!r} in which one checkpoint is complete; there is none in "
+            f"{checkpoints.durable.path}.",
             "Give the folder of a run, by default runs/<run.name>.",
         )
     return checkpoints
@@ -510,17 +525,15 @@ def _local_folder(local_dir: str, run_dir: epath.PathLike) -> Path:
 
 def _comes(path: epath.Path) -> bool:
     """Whether it is there, or soon: network file systems may tell of files late."""
-    return any(path.exists() or time.sleep(1.0) for _ in range(5))
+    return any(exists(path) or time.sleep(1.0) for _ in range(5))
 
 
 def _prepare(folder: Folder, primary: bool) -> None:
     """Learn now, not at the first save, that nothing can be written."""
     try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        if "://" not in str(folder.path):
-            tempfile.TemporaryFile(dir=folder.path).close()
-        if primary:
-            for name in folder.clean():
+        with reaching(folder.path):
+            try_out(folder.path)
+            for name in folder.clean() if primary else ():
                 _LOG.warning("%s is removed: it was never finished", folder.path / name)
     except OSError as error:
         raise _unusable(folder, error) from error
@@ -534,22 +547,24 @@ def _make_room(folder: Folder, step: int, needed: int) -> None:
             errno.ENOSPC,
             f"it needs {_size(needed)} ({needed:,} bytes) and {_size(free)} ({free:,}) are free",
         )
-    if (folder / step).exists():
-        if step in folder.steps():  # our last attempt, of which the manifest failed
-            folder.remove(step)
-        else:
-            name = folder.set_aside(step, "foreign")
-            _LOG.warning("%s was in the way and is %s now", folder / step, name)
+    if not exists(folder / step):
+        return
+    if step in folder.steps():  # our last attempt, of which the manifest failed
+        folder.remove(step)
+    else:
+        name = folder.set_aside(step, "foreign")
+        _LOG.warning("%s was in the way and is %s now", folder / step, name)
 
 
 def _unusable(folder: Folder, error: BaseException, what: epath.Path | None = None) -> StorageError:
-    newest = folder.steps()[-1:] if folder.path.is_dir() else []
+    newest: list[int] = []
+    with contextlib.suppress(OSError, StorageError):
+        newest = folder.steps()[-1:]
     resumes = f"from step {newest[0]}" if newest else "from its newest complete checkpoint"
     return StorageError(
         f"{what or folder.path}: cannot be written\n"
         f"  {first_line(error)}.\n"
-        "  Free space or set run.dir to a folder that can be written, then start again: the "
-        f"run resumes {resumes}."
+        f"  {remedy(folder.path, folder.key)} Started again, the run resumes {resumes}."
     )
 
 

@@ -12,11 +12,13 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from etils import epath
+
+from maxpipe.checkpoint.place import exists, files, in_bucket, reading
 
 FILE = "manifest.json"
 
@@ -35,23 +37,23 @@ def write(folder: epath.Path, step: int) -> int:
     Raises:
         OSError: a file cannot be read, or the manifest not be written.
     """
-    files, names = {}, _names(folder)
+    listed, names = {}, _names(folder)
     for name, found in zip(names, _digests(folder, names), strict=True):
         if isinstance(found, OSError):
             raise found
-        files[name] = {"bytes": found[0], "sha256": found[1]}
-    content: dict[str, Any] = {"version": _VERSION, "step": step, "files": files}
+        listed[name] = {"bytes": found[0], "sha256": found[1]}
+    content: dict[str, Any] = {"version": _VERSION, "step": step, "files": listed}
     text = json.dumps(content | {"sha256": _own_digest(content)}, indent=1)
     partial = folder / _PARTIAL
     partial.write_text(text)
     _flush(partial)
     partial.replace(folder / FILE)
-    return sum(file["bytes"] for file in files.values())
+    return sum(file["bytes"] for file in listed.values())
 
 
 def is_in(folder: epath.Path) -> bool:
     """Whether `folder` has a manifest."""
-    return (folder / FILE).exists()
+    return exists(folder / FILE)
 
 
 def faults(folder: epath.Path, step: int, share: tuple[int, int] = (0, 1)) -> list[str]:
@@ -64,7 +66,7 @@ def faults(folder: epath.Path, step: int, share: tuple[int, int] = (0, 1)) -> li
         OSError: the files cannot be reached, which says nothing about what is in them.
     """
     try:
-        files = _read(folder, step)
+        listed = _read(folder, step)
         present = set(_names(folder))
     except OSError as error:
         if not is_damage(error):
@@ -72,11 +74,11 @@ def faults(folder: epath.Path, step: int, share: tuple[int, int] = (0, 1)) -> li
         return [f"{FILE} cannot be read: {error.strerror or error}"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{FILE} cannot be used: {error}"]
-    wrong = [f"{name} is missing" for name in files if name not in present]
+    wrong = [f"{name} is missing" for name in listed if name not in present]
     index, count = share
-    names = [name for name in files if name in present][index::count]
+    names = [name for name in listed if name in present][index::count]
     for name, found in zip(names, _digests(folder, names), strict=True):
-        size, sha256 = files[name]["bytes"], files[name]["sha256"]
+        size, sha256 = listed[name]["bytes"], listed[name]["sha256"]
         if isinstance(found, OSError):
             if not is_damage(found):
                 raise found
@@ -94,7 +96,9 @@ def is_damage(error: OSError) -> bool:
 
 
 def _read(folder: epath.Path, step: int) -> dict[str, dict[str, Any]]:
-    content = json.loads((folder / FILE).read_text())
+    with reading(folder):
+        text = (folder / FILE).read_text()
+    content = json.loads(text)
     if content.pop("sha256") != _own_digest(content):
         raise ValueError("its content is not what was saved")
     if content["version"] != _VERSION:
@@ -110,15 +114,7 @@ def _own_digest(content: dict[str, Any]) -> str:
 
 def _names(folder: epath.Path) -> list[str]:
     """Names below `folder` of all files but the manifest, sorted."""
-    return [name for name in sorted(_walk(folder)) if name not in (FILE, _PARTIAL)]
-
-
-def _walk(folder: epath.Path) -> Iterator[str]:
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            yield from (f"{entry.name}/{name}" for name in _walk(entry))
-        else:
-            yield entry.name
+    return [name for name in sorted(files(folder)) if name not in (FILE, _PARTIAL)]
 
 
 def _digests(folder: epath.Path, names: Sequence[str]) -> list[tuple[int, str] | OSError]:
@@ -141,7 +137,7 @@ def _digests(folder: epath.Path, names: Sequence[str]) -> list[tuple[int, str] |
 
 def _digest(path: epath.Path) -> tuple[int, str]:
     total, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             total.update(chunk)
             size += len(chunk)
@@ -150,6 +146,6 @@ def _digest(path: epath.Path) -> tuple[int, str]:
 
 def _flush(path: epath.Path) -> None:
     """To the disk itself, if it is one of ours: a power cut leaves all or nothing."""
-    if "://" not in str(path):
+    if not in_bucket(path):
         with path.open("rb") as file:
             os.fsync(file.fileno())

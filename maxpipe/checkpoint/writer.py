@@ -21,6 +21,8 @@ import orbax.checkpoint as ocp
 
 from maxpipe.checkpoint import manifest
 from maxpipe.checkpoint.folder import FACTS, STATE, Facts, Folder
+from maxpipe.checkpoint.place import first_line, reaching
+from maxpipe.errors import StorageError
 
 Tree = Any
 
@@ -74,7 +76,8 @@ class Writer:
             **{STATE: ocp.args.StandardSave(state), FACTS: ocp.args.JsonSave(facts.to_json())}
         )
         try:
-            self._checkpointer.save(folder / facts.step, args=items)
+            with reaching(folder.path):
+                self._checkpointer.save(folder / facts.step, args=items)
         except Exception as error:
             save.error = error
         save.blocking_seconds = time.monotonic() - begin
@@ -91,9 +94,10 @@ class Writer:
         is_primary = jax.process_index() == 0
         try:
             if save.error is None:
-                self._checkpointer.wait_until_finished()
-                if is_primary:
-                    save.num_bytes = manifest.write(save.folder / save.step, save.step)
+                with reaching(save.folder.path):
+                    self._checkpointer.wait_until_finished()
+                    if is_primary:
+                        save.num_bytes = manifest.write(save.folder / save.step, save.step)
         except Exception as error:
             save.error = error
         save.seconds = time.monotonic() - begin
@@ -103,14 +107,15 @@ class Writer:
     def _tidy(self, save: Save) -> None:
         for attempt in range(_ATTEMPTS):
             try:
-                if save.error is None:
-                    self._then(save)
-                else:
-                    save.folder.clean()
+                with reaching(save.folder.path):
+                    if save.error is None:
+                        self._then(save)
+                    else:
+                        save.folder.clean()
                 return
-            except OSError as error:  # costs space, no checkpoint
+            except (OSError, StorageError) as error:  # costs space, no checkpoint
                 if attempt == _ATTEMPTS - 1:
-                    reason = error.strerror or error
+                    reason = first_line(error)
                     _LOG.warning("%s: cannot be tidied up: %s", save.folder.path, reason)
                 # Writes that had begun when another one failed still go on for a moment.
                 time.sleep(_PAUSE_SECONDS)

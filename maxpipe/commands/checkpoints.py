@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxpipe.commands.parser import Commands, integer, number, subcommands
@@ -75,7 +75,7 @@ def _prune(options: argparse.Namespace) -> int:
         rules = _rules(options.run_dir)
     if rules is None:
         raise ConfigError.one(
-            f"{Path(options.run_dir) / 'config.yml'}",
+            os.path.join(options.run_dir, "config.yml"),
             None,
             "cannot be used, and it has the rules.",
             "Give the rules: --keep 3, for instance.",
@@ -99,10 +99,13 @@ def _use_no_devices() -> None:
 
 
 def _rules(run_dir: str) -> Rules | None:
-    """Those of the run's own config, if it can be read."""
+    """Those of the run's own config, if it can be read. A bucket holds none."""
+    from maxpipe.checkpoint.place import in_bucket
     from maxpipe.checkpoint.retention import Rules
     from maxpipe.config.load import load
 
+    if in_bucket(run_dir):
+        return None
     path = full(run_dir) / "config.yml"
     try:
         return Rules.of(load([str(path)]).config.checkpoint)
@@ -182,7 +185,7 @@ def _add_prune(actions: Commands) -> None:
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run")
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run, or gs://...")
 
 
 def _add_step(parser: argparse.ArgumentParser, words: str) -> None:

@@ -355,6 +355,37 @@ def _run_has_a_length(config: Config) -> Iterator[Finding]:
 # Checkpoints.
 
 
+def _is_a_folder(key: str, action: str) -> None:
+    @rule(key)
+    def find(config: Config) -> Iterator[Finding]:
+        if "://" in value_of(config, key):
+            yield Finding(key, "must be a folder of a file system.", action)
+
+
+_is_a_folder("run.dir", "Set run.dir=runs, and checkpoint.dir=gs://my-bucket/runs for checkpoints.")
+_is_a_folder(
+    "checkpoint.local_dir", "Set checkpoint.local_dir=/tmp/runs, or another folder on a fast disk."
+)
+
+
+def _is_a_folder_or_bucket(key: str) -> None:
+    @rule(key)
+    def find(config: Config) -> Iterator[Finding]:
+        scheme, separator, rest = value_of(config, key).partition("://")
+        if separator and scheme != "gs":
+            yield Finding(
+                key,
+                f"must be a folder or gs://BUCKET/PATH: {scheme}:// is not known.",
+                f"Set {key}=gs://my-bucket/runs, or mount that store and name its folder.",
+            )
+        elif separator and not re.match(r"[a-z0-9]", rest):
+            yield Finding(key, "must name a bucket.", f"Set {key}=gs://my-bucket/runs.")
+
+
+_is_a_folder_or_bucket("checkpoint.dir")
+_is_a_folder_or_bucket("checkpoint.restore_from")
+
+
 @rule("checkpoint.keep_best", "eval.every", "eval.batches")
 def _best_is_evaluated(config: Config) -> Iterator[Finding]:
     if config.checkpoint.keep_best and not (config.eval.every and config.eval.batches):

@@ -31,7 +31,7 @@ class RunConfig:
     name: str = "run"
     """Name of the run's folder below `run.dir`. Letters, digits, `.`, `_` and `-`."""
     dir: str = "runs"
-    """Folder that holds all runs. Starting a run whose folder has a checkpoint resumes it."""
+    """Folder that holds all runs. Starting a run that has a checkpoint resumes it."""
     seed: int = 0
     """Seed of parameters, data order and dropout. The same seed gives the same loss curve
     under every mesh, schedule and number of processes."""
@@ -261,15 +261,20 @@ class CheckpointConfig:
     on_failure: Literal["stop", "go_on"] = "stop"
     """When all attempts at a save have failed: `stop` the run, or `go_on` training until the next
     one is due. The last save must succeed. A run of several processes always stops."""
+    dir: str = ""
+    """Folder, or `gs://BUCKET/PATH`, that holds the durable checkpoints of all runs: a run's are in
+    `<checkpoint.dir>/<run.name>/checkpoints`. Buckets need `pip install 'maxpipe[gcs]'`. Empty
+    means the run's own folder."""
     local_dir: str = ""
-    """Folder on a fast disk for checkpoints between the durable ones in the run's folder; with
-    several processes one that all see. It holds the newest one only. A run resumes from the newest
-    of both: to start anew, delete both. Empty turns it off."""
+    """Folder on a fast disk for checkpoints between the durable ones; with several processes one
+    that all see. It holds the newest one only. A run resumes from the newest of both: to start
+    anew, delete both. Empty turns it off."""
     local_every: int = 0
     """Steps between checkpoints in `checkpoint.local_dir`."""
     restore_from: str = ""
     """Folder of another run whose newest checkpoint starts this one: parameters, optimizer state,
-    step and data position. Not read when this run already has a checkpoint."""
+    step and data position. `gs://BUCKET/PATH/<run.name>` names one in a bucket. Not read when this
+    run already has a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,10 +15,12 @@ from typing import Any
 
 import yaml
 
+from maxpipe.config.rules import value_of
 from maxpipe.config.schema import LaunchConfig
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.launch.hosts import KEY, tpu_of
 from maxpipe.launch.job import CONFIG_FILE, Job, Submission
+from maxpipe.launch.preflight import is_remote, written
 from maxpipe.launch.restart import is_final
 
 _MANIFEST, _SUBMIT = "jobset.yml", "submit.sh"
@@ -136,14 +138,20 @@ def _check(job: Job) -> None:
         rule = "is found with launch.project and launch.zone, and one of them is empty."
         action = "Set both, or leave launch.cluster empty to use kubectl's current cluster."
         raise ConfigError.one("launch.cluster", launch.cluster, rule, action)
-    mount, folder = job.workdir, job.run_dir
+    mount = job.workdir
     if not mount.is_absolute():
         rule = "must be an absolute path: the volume is mounted there."
         action = f"Set launch.workdir={DEFAULT_WORKDIR}."
         raise ConfigError.one("launch.workdir", launch.workdir, rule, action)
-    if not folder.is_relative_to(mount) or ".." in folder.parts:
+    for key, path in written(job.config).items():
+        folder = mount / path
+        if is_remote(path) or (folder.is_relative_to(mount) and ".." not in folder.parts):
+            continue
         rule = f"must lie in {mount}, where launch.volume is: other files are lost with their pod."
-        raise ConfigError.one("run.dir", job.config.run.dir, rule, "Set run.dir=runs.")
+        action = (
+            "Set run.dir=runs." if key == "run.dir" else "Set checkpoint.dir=gs://my-bucket/runs."
+        )
+        raise ConfigError.one(key, value_of(job.config, key), rule, action)
 
 
 def _check_volume(volume: str) -> None:

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 from maxpipe import redact
@@ -28,7 +27,7 @@ from maxpipe.errors import ExitCode
 from maxpipe.hub import free_port
 from maxpipe.launch.logs import Log
 from maxpipe.launch.preflight import check_local, run_dir
-from maxpipe.launch.restart import Restarts, described, newest_step
+from maxpipe.launch.restart import Restarts, described
 
 GRACE_SECONDS = 5.0
 """How long the others may go on when one process has failed: to end by themselves, with their own
@@ -59,7 +58,8 @@ def launch(loaded: Loaded, inputs: Sequence[str], processes: int) -> int:
     alone = processes == 1 and config.runtime.num_processes != 1
     names = [socket.gethostname()] if alone else [str(rank) for rank in range(processes)]
     logs = [Log(folder / "logs" / f"process-{name}.log") for name in names]
-    restarts, attempt = Restarts(config.launch.restarts, folder), 0
+    restarts = Restarts(config.launch.restarts, folder, config.checkpoint.dir)
+    attempt = 0
     # Processes that agreed to stop leave at a barrier, which gives up after this time.
     patience = float(config.runtime.heartbeat_timeout_seconds)
     with _Requests() as requests:
@@ -70,9 +70,9 @@ def launch(loaded: Loaded, inputs: Sequence[str], processes: int) -> int:
             if failure is None:
                 return ExitCode.DONE
             if requests.count:
-                return _stopped(failure, requests.count, folder)
+                return _stopped(failure, requests.count, restarts.saved())
             again = restarts.again(failure.code)
-            _report(failure, logs, again, attempt, restarts, folder)
+            _report(failure, logs, again, attempt, restarts)
             if not again:
                 return 128 - failure.code if failure.code < 0 else failure.code
 
@@ -207,9 +207,8 @@ def _send(number: signal.Signals, processes: Sequence[subprocess.Popen[bytes]]) 
         process.send_signal(number)  # nothing, when it has ended
 
 
-def _stopped(failure: Failure, requests: int, folder: Path) -> int:
+def _stopped(failure: Failure, requests: int, step: int | None) -> int:
     """The exit code of a launcher that was asked to stop."""
-    step = newest_step(folder)
     saved = "nothing is saved yet" if step is None else f"step {step} is saved"
     if requests > 1:
         _say(f"killed: {saved}")
@@ -228,9 +227,8 @@ def _report(
     again: bool,
     attempt: int,
     restarts: Restarts,
-    folder: Path,
 ) -> None:
-    log, step = logs[failure.process], newest_step(folder)
+    log, step = logs[failure.process], restarts.saved()
     point = "the beginning" if step is None else f"step {step}"
     what = f"process {failure.process} of {len(logs)}: {described(failure.code)}"
     if again:

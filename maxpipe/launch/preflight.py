@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from maxpipe import redact
+from maxpipe.checkpoint.place import home
 from maxpipe.config.check import MESH_AXES, where
 from maxpipe.config.load import Loaded, to_dict
+from maxpipe.config.rules import value_of
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.files import full
@@ -108,7 +110,7 @@ def check_local(loaded: Loaded, processes: int) -> str:
             found.problems += error.problems
     else:
         found.unchecked(f"mesh: fits the {config.runtime.platform} devices that the run finds")
-    _check_run_folder(config, found)
+    _check_written(config, found)
     for key, path in _paths(config, Path()):
         if is_remote(path):
             found.unchecked(f"{key} = {path}: is read when the run starts")
@@ -150,11 +152,13 @@ def check_hosts(loaded: Loaded, workdir: Path, *, shared: bool) -> tuple[Config,
         f"mesh: {_axes(config)} = {topology}, {hosts}, {_count(hosts.processes, 'process')} of "
         f"{devices} each"
     )
-    folder = workdir / run_dir(config)
-    if is_remote(config.run.dir) or not shared or not folder.is_absolute():
-        found.unchecked(f"{folder}: all hosts must be able to write there")
-    else:
-        _check_parent(folder, found)
+    for path in written(config).values():
+        folder = workdir / path
+        if is_remote(path) or not shared or not folder.is_absolute():
+            shown = path if is_remote(path) else folder
+            found.unchecked(f"{shown}: all hosts must be able to write there")
+        else:
+            _check_parent(folder, found)
     for key, path in _paths(config, workdir):
         if shared and not is_remote(path) and _exists(path):
             found.ok(f"{key} = {path}: is there")
@@ -199,21 +203,28 @@ def _here(config: Config) -> Topology:
     return Topology(known()["cpu"], (total // slices,), slices)
 
 
-def _check_run_folder(config: Config, found: Preflight) -> None:
-    """Creates the folder for the logs, which the launcher writes itself."""
-    folder = run_dir(config)
-    if is_remote(config.run.dir):
-        rule = "must be a folder of this machine: the launcher writes logs there."
-        found.wrong("run.dir", config.run.dir, rule, "Set run.dir=runs.")
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        rule = f"must be a folder that can be written: {error.strerror or error}."
-        found.wrong("run.dir", config.run.dir, rule, "Set run.dir to a folder of yours.")
-    else:
-        found.ok(f"{folder}: can be written")
+def written(config: Config) -> dict[str, str]:
+    """What a run writes into, by the key that leads there."""
+    found = {"run.dir": str(run_dir(config))}
+    if config.checkpoint.dir:
+        found["checkpoint.dir"] = home(run_dir(config), config.checkpoint)
+    return found
+
+
+def _check_written(config: Config, found: Preflight) -> None:
+    """Creates the folders, into one of which the launcher itself writes logs."""
+    for key, path in written(config).items():
+        if is_remote(path):
+            found.unchecked(f"{path}: is written when the run starts")
+            continue
+        try:
+            os.makedirs(path, exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
+        except OSError as error:
+            rule = f"must be a folder that can be written: {error.strerror or error}."
+            found.wrong(key, value_of(config, key), rule, f"Set {key} to a folder of yours.")
+        else:
+            found.ok(f"{path}: can be written")
 
 
 def _check_parent(folder: Path, found: Preflight) -> None:
@@ -234,7 +245,7 @@ def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
         "tokenizer.path": tokenizer.path if tokenizer.kind == "huggingface" else "",
         "runtime.executable": config.runtime.executable,
     }
-    if newest_step(workdir / run_dir(config)) is None:  # else it is not read
+    if newest_step(workdir / run_dir(config), config.checkpoint.dir) is None:  # else it is not read
         named["checkpoint.restore_from"] = config.checkpoint.restore_from
     for key, path in named.items():
         if path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from maxpipe.errors import ExitCode
 FINAL = (ExitCode.CONFIG, ExitCode.BUG, ExitCode.STORAGE)
 """Failures that another start would only repeat."""
 
-_CHECKPOINTS = "checkpoints"
+_CHECKPOINTS, _RECORDS = "checkpoints", "events.jsonl"
 _MEANINGS = {
     ExitCode.DONE: "done",
     ExitCode.CONFIG: "a mistake in the config or command line",
@@ -21,13 +22,34 @@ _MEANINGS = {
 }
 
 
-def newest_step(run_dir: Path) -> int | None:
-    """The step of a run's newest complete checkpoint; unfinished ones are not named by a number."""
+def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
+    """The step of a run's newest complete checkpoint; unfinished ones are not named by a number.
+
+    With `checkpoint.dir`, `elsewhere`, the run's own records say: no launcher looks into buckets.
+    """
+    if elsewhere:
+        return _told(run_dir)
     try:
         names = [path.name for path in (run_dir / _CHECKPOINTS).iterdir()]
     except OSError:
         return None
     return max((int(name) for name in names if name.isdecimal()), default=None)
+
+
+def _told(run_dir: Path) -> int | None:
+    try:
+        lines = (run_dir / _RECORDS).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    newest = None
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:  # a kill came in the middle of it
+            continue
+        if record["event"] in ("start", "checkpoint"):  # a start may go back to an older one
+            newest = record["step"] or None
+    return newest
 
 
 def killed(code: int) -> bool:
@@ -53,15 +75,18 @@ def described(code: int) -> str:
 class Restarts:
     """Counts the failures in a row after which no newer checkpoint was there."""
 
-    def __init__(self, limit: int, run_dir: Path):
-        self._limit = limit
-        self._run_dir = run_dir
-        self._newest = newest_step(run_dir)
+    def __init__(self, limit: int, run_dir: Path, elsewhere: str = ""):
+        self._limit, self._run_dir, self._elsewhere = limit, run_dir, elsewhere
+        self._newest = self.saved()
         self.fruitless = 0
+
+    def saved(self) -> int | None:
+        """The newest step that another start could go on from."""
+        return newest_step(self._run_dir, self._elsewhere)
 
     def again(self, code: int) -> bool:
         """Whether to start again after the run ended with `code`."""
-        newest = newest_step(self._run_dir)
+        newest = self.saved()
         progress = newest is not None and (self._newest is None or newest > self._newest)
         self._newest = newest
         if progress:

@@ -22,9 +22,10 @@ import jax
 
 import maxpipe
 from maxpipe import redact
-from maxpipe.checkpoint.folder import Facts
+from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, open_run
+from maxpipe.checkpoint.place import FOLDER, home, home_of
 from maxpipe.config.check import check, total_steps, where
 from maxpipe.config.load import Loaded, to_dict, to_yaml
 from maxpipe.config.schema import Config
@@ -202,12 +203,13 @@ def set_up(
     run_dir, process = folder_of(config), link.index
     length = total_steps(config.train)
     refuse_links(run_dir, WRITTEN_FILES)
-    lock = stack.enter_context(RunLock(run_dir)) if process == 0 else None
-    if lock is not None and lock.note:
-        console.warn(lock.note)
+    locks = _locks(config, stack) if process == 0 else []
+    for lock in locks:
+        if lock.note:
+            console.warn(lock.note)
     events = _ledger(config, link, phases, stack)
     checkpoints = stack.enter_context(
-        Checkpoints(run_dir, config.checkpoint, record=events.write, lock=lock)
+        Checkpoints(run_dir, config.checkpoint, record=events.write, locks=locks)
     )
     with phases.enter(DATA_SET_UP), console.stage("reading data"):
         datasets = _datasets(config, phases.progress)
@@ -262,6 +264,16 @@ def set_up(
     )
     stack.callback(lambda: run.writer.close())  # going back opens another one
     return run
+
+
+def _locks(config: Config, stack: contextlib.ExitStack) -> list[RunLock]:
+    """Of the run's folder, and of what holds its checkpoints if that is elsewhere."""
+    run_dir = folder_of(config)
+    locks = [RunLock(run_dir)]
+    other = RunLock(home(run_dir, config.checkpoint), key="checkpoint.dir")
+    if other.path != locks[0].path:
+        locks.append(other)
+    return [stack.enter_context(lock) for lock in locks]
 
 
 def _datasets(config: Config, moved: Callable[[], None]) -> Datasets:
@@ -384,10 +396,29 @@ def _restore_or_init(
         assert found is not None
         words = f"starting from {source} after step {found.step}"
     else:
+        _must_be_new(loaded, checkpoints)
         return Start(steps.init(), f"starting a new run in {folder_of(config)}")
     guarded = found.facts.data.get("guard")
     state = steps.from_saved(found.state, initial(config.guard, guarded))
     return Start(state, words, found.facts.data["step"] - found.step, guarded)
+
+
+def _must_be_new(loaded: Loaded, checkpoints: Checkpoints) -> None:
+    """A run whose checkpoints are where `checkpoint.dir` led before does not start anew."""
+    run_dir = folder_of(loaded.config)
+    homes = [str(run_dir)]
+    with contextlib.suppress(ConfigError):
+        homes.append(home_of(run_dir))
+    for each in homes:
+        folder = Folder(os.path.join(each, FOLDER))
+        if folder.path != checkpoints.durable.path and (saved := folder.steps()):
+            raise ConfigError.one(
+                where("checkpoint.dir", loaded.origins),
+                loaded.config.checkpoint.dir or "''",
+                f"leads to {checkpoints.durable.path}, which is empty; this run has checkpoints "
+                f"up to step {saved[-1]} in {folder.path}.",
+                "Copy them there, or set run.name to a new name.",
+            )
 
 
 def _check_model(saved: dict[str, Any], wanted: dict[str, Any], origins: Mapping[str, str]) -> None:
@@ -431,8 +462,10 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
     tokens = config.train.batch_size * config.train.sequence_length
     device = mesh.devices.flat[0]
     model = config.model
+    saved_in = home(folder_of(config), config.checkpoint)
     return [
         ("run", str(folder_of(config))),
+        *([("saved in", saved_in)] if config.checkpoint.dir else []),
         ("devices", f"{mesh.size} x {device.device_kind} in {jax.process_count()} process(es)"),
         ("mesh", describe(mesh)),
         (

@@ -251,6 +251,7 @@ def test_shellcheck_finds_nothing(write: Write):
         ("launch.workdir=work", "launch.workdir = work", "must be an absolute path"),
         ("run.dir=/elsewhere", "run.dir = /elsewhere", "must lie in /workdir"),
         ("run.dir=../x", "run.dir = ../x", "must lie in /workdir"),
+        ("checkpoint.dir=/elsewhere", "checkpoint.dir = /elsewhere", "must lie in /workdir"),
         ("launch.topology=v2:2x2", "launch.topology = v2:2x2", "maxpipe launch gcloud"),
         ("launch.topology=v5p:2x2x4", "mesh = stage 4 x fsdp 2", "must multiply"),
         ("launch.topology=h100:8 runtime.platform=auto", "launch.topology = h100:8", "be TPUs"),

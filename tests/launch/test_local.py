@@ -205,7 +205,8 @@ def test_processes_meet_on_a_free_loopback_port_with_their_share_of_devices():
             "must multiply",
         ),
         ("data.source=text data.path=/nowhere", "data.path = /nowhere", "nothing at /nowhere."),
-        ("run.dir=gs://bucket", "run.dir = gs://bucket", "Set run.dir=runs."),
+        ("run.dir=gs://bucket", "run.dir = gs://bucket", "Set run.dir=runs, and checkpoint.dir="),
+        ("checkpoint.dir=/proc/x", "checkpoint.dir = /proc/x", "must be a folder that can be"),
         ("run.dir=/proc/runs", "run.dir = /proc/runs", "must be a folder that can be written"),
         ("launch.restarts=-1", "launch.restarts = -1", "must be at least 0"),
     ],
@@ -224,10 +225,11 @@ def test_buckets_are_noted_as_unchecked(launch: Callable[..., int], capsys: Capt
     from maxpipe.config.load import load
     from maxpipe.launch.preflight import check_local
 
-    loaded = load(
-        [QUICKSTART, "data.source=jsonl", "data.path=gs://bucket/*.jsonl", "run.dir=/tmp"]
-    )
-    assert "unchecked  data.path = gs://bucket/*.jsonl" in check_local(loaded, 1)
+    keys = ("data.source=jsonl", "data.path=gs://bucket/*.jsonl", "run.dir=/tmp")
+    loaded = load([QUICKSTART, *keys, "checkpoint.dir=gs://bucket/runs"])
+    report = check_local(loaded, 1)
+    assert "unchecked  data.path = gs://bucket/*.jsonl" in report
+    assert "unchecked  gs://bucket/runs/quickstart: is written" in report
 
 
 def test_the_first_error_of_a_long_log_is_found(tmp_path: Path):

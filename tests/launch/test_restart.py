@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,24 @@ def test_only_complete_checkpoints_count(tmp_path: Path):
 )
 def test_codes_in_words(code: int, words: str):
     assert described(code) == words
+
+
+def test_what_is_saved_elsewhere_is_known_from_the_records(tmp_path: Path):
+    assert newest_step(tmp_path, "gs://bucket") is None
+    save(tmp_path, 100)  # of a time before checkpoint.dir
+    restarts = Restarts(1, tmp_path, "gs://bucket")
+    records = tmp_path / "events.jsonl"
+    for event, step, newest in (
+        ("start", 0, None),
+        ("checkpoint", 4, 4),
+        ("checkpoint", 8, 8),
+        ("time", 11, 8),
+        ("start", 4, 4),  # 8 was damaged
+    ):
+        with records.open("a") as file:
+            file.write(json.dumps({"event": event, "step": step}) + "\n")
+        assert newest_step(tmp_path, "gs://bucket") == newest
+    assert restarts.again(-9) and restarts.fruitless == 0
+    with records.open("a") as file:
+        file.write('{"event": "checkp')
+    assert restarts.again(-9) and not restarts.again(-9)

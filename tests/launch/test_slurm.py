@@ -143,13 +143,15 @@ def test_jobs_follow_the_exit_codes(
 
 
 @pytest.mark.parametrize(
-    ("text", "code"), [("trap 'exit 75' TERM; sleep 60 & wait", 75), ("sleep 60 & wait", 143)]
+    ("text", "code"), [("trap 'exit 75' TERM", 75), ("true", 143)]
 )
-def test_a_job_that_is_cancelled_is_not_put_back(job: Path, cluster: Cluster, text: str, code: int):
+def test_a_job_that_is_cancelled_is_not_put_back(
+    job: Path, cluster: Cluster, tmp_path: Path, text: str, code: int
+):
     """Cancelling signals the script, too; the end of the time does not."""
-    behave(cluster, text)
+    behave(cluster, f"{text}; touch {tmp_path}/ready-$SLURM_PROCID; sleep 60 & wait")
     with cluster.submitted(job) as submitted:
-        until(lambda: len(cluster.steps()) == 1, submitted)
+        until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, submitted)
         step = cluster.steps()[0][0]
         script = int(Path(f"/proc/{step}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(script, signal.SIGTERM)

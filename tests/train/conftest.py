@@ -52,16 +52,16 @@ def start() -> Callable[..., subprocess.Popen[str]]:
 
     Python in that process begins with `modules/sitecustomize.py`, where `modules` is given.
     """
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("JAX_", "XLA_")) and name != "PYTHONDONTWRITEBYTECODE"
-    }
-    # Half the time to load modules, and to compile the step.
-    environment |= {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(CACHE)}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
     def popen(*arguments: object, modules: Path | None = None) -> subprocess.Popen[str]:
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("JAX_", "XLA_")) and name != "PYTHONDONTWRITEBYTECODE"
+        }
+        # Half the time to load modules, and to compile the step.
+        environment |= {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(CACHE)}
+        environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         first = {"PYTHONPATH": f"{modules}{os.pathsep}{ROOT}"} if modules else {}
         return subprocess.Popen(
             [sys.executable, "-m", "maxpipe", *map(str, arguments)],

@@ -1,0 +1,221 @@
+"""Where a run's checkpoints lie: in its folder, in another one, or in a bucket.
+
+The only buckets are those of Google Cloud Storage, `gs://BUCKET/PATH`. epath, and so orbax, speak
+of their objects as of files, through gcsfs; what they have no word for is here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import logging
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from maxpipe.config.load import load
+from maxpipe.config.schema import CheckpointConfig
+from maxpipe.errors import ConfigError, MaxpipeError, StorageError
+
+FOLDER = "checkpoints"
+"""Name of the folder inside a run's folder, or inside its home in `checkpoint.dir`."""
+
+_BUCKET = "gs://"
+
+
+def home(run_dir: epath.PathLike, config: CheckpointConfig) -> str:
+    """What holds the folder of a run's checkpoints, with this config."""
+    if not config.dir:
+        return os.fspath(run_dir)
+    return os.path.join(os.path.expanduser(config.dir), os.path.basename(run_dir))
+
+
+def home_of(run_dir: epath.PathLike) -> str:
+    """The same of a run that was: as its config.yml says.
+
+    Raises:
+        ConfigError: that cannot be read, and the run's folder holds no checkpoints itself.
+    """
+    path = os.fspath(run_dir)
+    file = Path(path).expanduser() / "config.yml"
+    if in_bucket(path) or not file.exists():
+        return path
+    try:
+        config = load([str(file)]).config
+    except ConfigError:
+        if (file.parent / FOLDER).is_dir():
+            return path
+        raise
+    if not config.checkpoint.dir:
+        return path
+    return home(config.run.name, config.checkpoint)  # the folder may be a copy, or renamed
+
+
+def in_bucket(path: epath.PathLike) -> bool:
+    """Whether a path is none of a file system."""
+    # A `://` further back is part of a name.
+    return re.match(r"[a-z][a-z0-9+.-]*://", os.fspath(path)) is not None
+
+
+def located(path: epath.PathLike) -> epath.Path:
+    """The path for epath, absolute.
+
+    Raises:
+        ConfigError: it is in a store that nothing here can reach.
+        StorageError: what reaches buckets is not installed.
+    """
+    if not in_bucket(path):
+        return epath.Path("/") / Path(path).expanduser().absolute()
+    if not os.fspath(path).startswith(_BUCKET):
+        rule = "must be a folder, or a place in a bucket of Google Cloud Storage."
+        raise ConfigError.one(os.fspath(path), None, rule, "Give gs://BUCKET/PATH or a folder.")
+    if importlib.util.find_spec("gcsfs") is None:
+        raise StorageError(
+            f"{path}: cannot be reached\n"
+            "  buckets need the package gcsfs, which is not installed.\n"
+            "  Run: pip install 'maxpipe[gcs]'"
+        )
+    _store()
+    return epath.Path(path)
+
+
+@functools.cache
+def _store() -> Any:
+    """Google Cloud Storage as fsspec gives it, to us and to epath."""
+    import fsspec
+    from fsspec.config import conf
+
+    # What it logs, with tracebacks, it raises too, or works around.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+    # It would remember what it once saw, and miss what tensorstore and other hosts write.
+    conf.setdefault("gcs", {})["use_listings_cache"] = False
+    return fsspec.filesystem("gcs")
+
+
+@contextlib.contextmanager
+def reaching(path: epath.PathLike) -> Iterator[None]:
+    """Whatever goes wrong inside with a bucket is an OSError, as it is with a disk."""
+    try:
+        yield
+    except (OSError, MaxpipeError):
+        raise
+    except Exception as error:
+        if not in_bucket(path):
+            raise
+        raise OSError(str(error) or type(error).__name__) from error
+
+
+@contextlib.contextmanager
+def reading(path: epath.PathLike) -> Iterator[None]:
+    """An object is whole or not there: other failures to read one say nothing about it.
+
+    Raises:
+        StorageError: of a bucket. A disk's OSError stays what it is.
+    """
+    try:
+        with reaching(path):
+            yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if not in_bucket(path):
+            raise
+        raise StorageError(
+            f"{path}: cannot be read\n"
+            f"  {first_line(error)}.\n"
+            "  Look after this machine's network and its account's rights, then start again."
+        ) from error
+
+
+def create(path: epath.PathLike, text: str) -> None:
+    """Write an object that must be new; of several that try, one can.
+
+    Raises:
+        FileExistsError: it is there.
+    """
+    _store().pipe_file(os.fspath(path), text.encode(), mode="create")
+
+
+def try_out(folder: epath.Path) -> None:
+    """Write something there, and take it away. A folder is made.
+
+    Raises:
+        OSError: that is not possible.
+    """
+    with reaching(folder):
+        if in_bucket(folder):
+            probe = folder / f"{secrets.token_hex(8)}.probe"
+            probe.write_text("looks whether this can be written")
+            probe.unlink()
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+
+
+def exists(path: epath.Path) -> bool:
+    """Whether there is such a file or folder. For epath a bucket out of reach is an empty one."""
+    if not in_bucket(path):
+        return path.exists()
+    with reading(path):
+        try:
+            _store().info(os.fspath(path))
+        except FileNotFoundError:
+            return False
+    return True
+
+
+def entries(folder: epath.Path) -> list[epath.Path]:
+    """What is in a folder, in the order of names; nothing in one that is not there."""
+    if not in_bucket(folder):
+        found = list(folder.iterdir()) if folder.is_dir() else []
+        return sorted(found, key=lambda entry: entry.name)
+    with reading(folder):
+        try:
+            names = _store().ls(os.fspath(folder), detail=False)
+        except FileNotFoundError:
+            return []
+    return [folder / os.path.basename(name) for name in names]
+
+
+def files(folder: epath.Path) -> dict[str, int]:
+    """Names below `folder` of all files, and their bytes."""
+    if not in_bucket(folder):
+        return dict(_walk(folder))
+    with reading(folder):
+        found = _store().find(os.fspath(folder), detail=True)
+    begin = len(os.fspath(folder)) - len(_BUCKET) + 1
+    return {name[begin:]: info["size"] for name, info in found.items() if name[-1] != "/"}
+
+
+def _walk(folder: epath.Path) -> Iterator[tuple[str, int]]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from ((f"{entry.name}/{name}", size) for name, size in _walk(entry))
+        else:
+            yield entry.name, os.lstat(entry).st_size
+
+
+def remedy(path: epath.PathLike, key: str) -> str:
+    """What to do when nothing can be written to a path, to which a config key led."""
+    if in_bucket(path):
+        return (
+            "Look whether this machine reaches the bucket, and give its account the role Storage "
+            f"Object User there; or set {key} to another place."
+        )
+    return f"Free space, or set {key} to a folder that can be written."
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong first: orbax wraps the reason in its own words."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return (str(error).splitlines() or [type(error).__name__])[0]

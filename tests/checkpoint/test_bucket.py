@@ -1,0 +1,264 @@
+"""What holds of checkpoints in folders holds in a bucket, against a server on 127.0.0.1."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxpipe.checkpoint import lock as locks
+from maxpipe.checkpoint.lock import FILE, RunLock
+from maxpipe.checkpoint.manager import FOLDER, Checkpoints, open_run
+from maxpipe.checkpoint.trees import digest
+from maxpipe.cli import main
+from maxpipe.config.schema import CheckpointConfig
+from maxpipe.errors import ConfigError, StorageError
+from tests.bucket import Bucket
+from tests.checkpoint.cases import abstract, put, tree
+
+Capture = pytest.CaptureFixture[str]
+Logs = pytest.LogCaptureFixture
+
+
+@pytest.fixture
+def empty(bucket: Bucket) -> Bucket:
+    bucket.objects.clear()
+    bucket.refused.clear()
+    return bucket
+
+
+@pytest.fixture
+def saved(empty: Bucket) -> str:
+    """A run with steps 3 and 6."""
+    return save("gs://bucket/runs/a", 3, 6)
+
+
+def save(run_dir: str, *steps: int, **keys: Any) -> str:
+    with Checkpoints(run_dir, CheckpointConfig(**keys)) as checkpoints:
+        for step in steps:
+            put(checkpoints, step)
+    return run_dir
+
+
+def newest(run_dir: str, **options: Any) -> int | None:
+    with Checkpoints(run_dir, **options) as checkpoints:
+        found = checkpoints.restore_newest(abstract())
+        assert found is None or digest(found.state) == digest(tree(found.step))
+        return found and found.step
+
+
+def flip(bucket: Bucket, beginning: str) -> None:
+    name = min(name for name in bucket.objects if name.startswith(beginning))
+    content = bucket.objects[name]
+    bucket.objects[name] = content[:-1] + bytes([content[-1] ^ 1])
+
+
+def names(bucket: Bucket, folder: str = f"runs/a/{FOLDER}/") -> set[str]:
+    found = [name[len(folder) :] for name in bucket.objects if name.startswith(folder)]
+    return {name.partition("/")[0] for name in found}
+
+
+# --- saving and restoring -------------------------------------------------------------------
+
+
+def test_restored_is_what_was_saved(saved: str, empty: Bucket):
+    with open_run(saved) as checkpoints:
+        assert checkpoints.steps() == [3, 6]
+        for step in (3, 6):
+            assert digest(checkpoints.restore(step).state) == digest(tree(step))
+    assert newest(saved) == 6
+    assert names(empty) == {"3", "6"} and f"runs/a/{FOLDER}/6/manifest.json" in empty.objects
+
+
+def test_rules_delete_what_they_do_not_keep(saved: str, empty: Bucket):
+    save(saved, 9, keep=2)
+    assert names(empty) == {"6", "9"}
+
+
+@pytest.mark.parametrize("what", ["state/d/", "facts/metadata", "manifest.json"])
+def test_flipped_bit_is_found_and_the_step_before_taken(
+    what: str, saved: str, empty: Bucket, caplog: Logs
+):
+    flip(empty, f"runs/a/{FOLDER}/6/{what}")
+    assert newest(saved) == 3
+    assert names(empty) == {"3", "6.corrupt"} and "renamed 6.corrupt" in caplog.text
+
+
+def test_missing_object_is_damage(saved: str, empty: Bucket):
+    del empty.objects[f"runs/a/{FOLDER}/6/facts/metadata"]
+    assert newest(saved) == 3
+
+
+def test_unfinished_save_is_removed(saved: str, empty: Bucket, caplog: Logs):
+    for name in ("manifest.json", "commit_success.txt"):
+        del empty.objects[f"runs/a/{FOLDER}/6/{name}"]
+    with open_run(saved) as checkpoints:
+        assert checkpoints.steps() == [3] and names(empty) == {"3", "6"}
+    assert newest(saved) == 3 and names(empty) == {"3"}
+    assert "6 is removed: it was never finished" in caplog.text
+
+
+def test_step_without_manifest_gets_one(saved: str, empty: Bucket):
+    del empty.objects[f"runs/a/{FOLDER}/6/manifest.json"]
+    assert newest(saved) == 6
+    assert f"runs/a/{FOLDER}/6/manifest.json" in empty.objects
+
+
+# --- faults ---------------------------------------------------------------------------------
+
+
+def test_bucket_that_cannot_be_written_is_told_at_once(saved: str, empty: Bucket):
+    empty.refused.add("POST")
+    for begin in (
+        lambda: RunLock(saved, key="checkpoint.dir").__enter__(),
+        lambda: Checkpoints(saved),
+    ):
+        with pytest.raises(StorageError) as refused:
+            begin()
+        where, rule, action = str(refused.value).splitlines()
+        assert where.startswith(saved) and where.endswith(": cannot be written")
+        assert "Forbidden" in rule and "Object User there" in action
+    assert names(empty) == {"3", "6"} and names(empty, "runs/a/") == {FOLDER}
+
+
+def test_bucket_that_cannot_be_read_is_not_an_empty_one(saved: str, empty: Bucket):
+    empty.refused.add("GET")
+    for begin in (lambda: open_run(saved), lambda: newest(saved)):
+        with pytest.raises(StorageError, match="cannot be read"):
+            begin()
+    empty.refused.clear()
+    assert names(empty) == {"3", "6"}
+
+
+def test_empty_bucket_has_no_run(empty: Bucket):
+    with pytest.raises(ConfigError, match="gs://bucket/runs/b/checkpoints"):
+        open_run("gs://bucket/runs/b")
+    assert newest("gs://bucket/runs/b") is None and not empty.objects
+
+
+# --- commands -------------------------------------------------------------------------------
+
+
+def test_commands(saved: str, empty: Bucket, capsys: Capture):
+    def run(*arguments: str, code: int = 0) -> str:
+        assert main(["checkpoints", *arguments]) == code
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return out + err
+
+    assert [line.split()[0] for line in run("list", saved).splitlines()[1:]] == ["3", "6"]
+    assert "step       6" in run("show", saved)
+    assert run("diff", f"{saved}@6", f"{saved}@6") == "same\n"
+    assert run("verify", saved).count("as it was saved") == 2
+    flip(empty, f"runs/a/{FOLDER}/6/state/d/")
+    assert "has other content than was saved" in run("verify", saved, code=74)
+    assert "Give the rules: --keep 3" in run("prune", saved, code=2)
+    with RunLock(saved):
+        assert "is in use by another run" in run("prune", saved, "--keep", "1", code=74)
+    save(saved, 9)
+    run("prune", saved, "--keep", "1")
+    assert names(empty) == {"9"} and names(empty, "runs/a/") == {FOLDER}
+
+
+# --- one run per place ----------------------------------------------------------------------
+
+
+def leave_behind(bucket: Bucket, age: float, **values: object) -> str:
+    """The lock of a run that could not remove it."""
+    locks._write(RunLock("gs://bucket/runs/a").path, "dead")
+    name = f"runs/a/{FILE}"
+    bucket.objects[name] = json.dumps(json.loads(bucket.objects[name]) | values).encode()
+    generation, then = bucket.facts[name]
+    bucket.facts[name] = generation, then - timedelta(seconds=age)
+    return "gs://bucket/runs/a"
+
+
+def test_second_run_is_refused_with_names(empty: Bucket):
+    with RunLock("gs://bucket/runs/a"):
+        before = dict(empty.objects)
+        with pytest.raises(StorageError) as refused, RunLock("gs://bucket/runs/a"):
+            pass
+        where, rule, action = str(refused.value).splitlines()
+        assert where == "gs://bucket/runs/a: is in use by another run"
+        assert "run a on host" in rule and "run.name" in action
+        assert empty.objects == before
+    assert not empty.objects
+
+
+def test_dead_process_of_this_host_loses_it_at_once(empty: Bucket):
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    with RunLock(leave_behind(empty, 0, pid=process.pid)) as held:
+        assert "that process is dead" in held.note and set(empty.objects) == {f"runs/a/{FILE}"}
+        held.check()
+    assert not empty.objects
+
+
+def test_other_host_loses_it_after_silence(empty: Bucket):
+    with RunLock(leave_behind(empty, 200, host="other")) as held:
+        assert "no sign of life for 2" in held.note
+
+
+def test_heart_beats_and_a_start_hears_it(empty: Bucket):
+    run_dir = leave_behind(empty, 20, host="other")
+    with RunLock("gs://bucket/runs/b", beat_seconds=0.1) as held:
+        first = empty.generation
+        deadline = time.monotonic() + 10
+        while empty.generation < first + 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert empty.generation >= first + 3
+        held.check()
+    name = f"runs/a/{FILE}"
+    threading.Timer(1.2, lambda: empty.put(name, empty.objects[name])).start()
+    with pytest.raises(StorageError, match="on host other"), RunLock(run_dir, beat_seconds=0.1):
+        pass
+
+
+def test_run_that_lost_its_lock_is_told_and_leaves_it_alone(empty: Bucket):
+    with RunLock("gs://bucket/runs/a", beat_seconds=0.05) as slept:
+        name = f"runs/a/{FILE}"
+        empty.put(name, json.dumps(json.loads(empty.objects[name]) | {"token": "b"}).encode())
+        after = empty.generation
+        with pytest.raises(StorageError, match="was taken over by another run"):
+            slept.check()
+        time.sleep(0.3)
+        assert empty.generation == after, "its heart beats for another one"
+    assert set(empty.objects) == {name}
+
+
+def test_of_many_that_find_a_dead_lock_one_gets_it(empty: Bucket):
+    run_dir = leave_behind(empty, 1000, host="other")
+    start, held, refused = threading.Barrier(4), [], []
+
+    def grab() -> None:
+        mine = RunLock(run_dir)
+        start.wait()
+        try:
+            held.append(mine.__enter__())
+        except StorageError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=grab) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(held) == 1 and len(refused) == 3, refused
+    held[0].__exit__()
+    assert not empty.objects
+
+
+def test_run_that_lost_its_lock_saves_nothing(saved: str, empty: Bucket, tmp_path: Path):
+    config = CheckpointConfig(dir="gs://bucket/runs")
+    with RunLock(saved) as lock, Checkpoints(tmp_path / "a", config, locks=[lock]) as checkpoints:
+        empty.put(f"runs/a/{FILE}", b'{"token": "other"}')
+        with pytest.raises(StorageError, match="was taken over"):
+            put(checkpoints, 9)
+    assert names(empty) == {"3", "6"}

@@ -1,0 +1,118 @@
+"""Runs whose checkpoints are not in their folder: in another one, or in a bucket."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from maxpipe.checkpoint.place import entries, located
+from maxpipe.launch.restart import newest_step
+from tests.bucket import Bucket
+from tests.train.runs import Run, Start, ledger, saved_digest, wait_for
+
+STEPS = 12
+ARGUMENTS = (f"train.steps={STEPS}", "eval.batches=0", "log.tensorboard=false", "log.every=1")
+ARGUMENTS += ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Elsewhere:
+    """The value of checkpoint.dir, and how a bit of the arrays of a step is turned."""
+
+    dir: str
+    flip: Callable[[int], None]
+
+    def names(self) -> set[str]:
+        return {entry.name for entry in entries(located(f"{self.dir}/run/checkpoints"))}
+
+
+def flipped(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def elsewhere(request: pytest.FixtureRequest, tmp_path: Path) -> Elsewhere:
+    if request.param == "folder":
+        folder = tmp_path / "elsewhere"
+
+        def flip_file(step: int) -> None:
+            path = min((folder / "run" / "checkpoints" / str(step) / "state").glob("**/d/*"))
+            path.write_bytes(flipped(path.read_bytes()))
+
+        return Elsewhere(str(folder), flip_file)
+    bucket: Bucket = request.getfixturevalue("bucket")
+    bucket.objects.clear()
+
+    def flip_object(step: int) -> None:
+        begin = f"all/run/checkpoints/{step}/state/"
+        name = min(name for name in bucket.objects if name.startswith(begin) and "/d/" in name)
+        bucket.objects[name] = flipped(bucket.objects[name])
+
+    return Elsewhere("gs://bucket/all", flip_object)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that went through, with its checkpoints. Not to be changed."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    run("train", tiny, f"run.dir={folder}", *ARGUMENTS)
+    return folder / "run"
+
+
+@pytest.mark.fault("F11", "F15")
+def test_killed_run_goes_on_alone_and_without_what_is_damaged(
+    elsewhere: Elsewhere, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+):
+    arguments = ("train", tiny, *ARGUMENTS, f"checkpoint.dir={elsewhere.dir}")
+    folder = tmp_path / "runs" / "run"
+    with start(*arguments, f"run.dir={folder.parent}") as process:
+        wait_for(process, "step 9/")
+        process.send_signal(signal.SIGSTOP)
+        second = run(*arguments, f"run.dir={tmp_path / 'others'}", code=74)
+        process.kill()
+    where, rule, action = second.splitlines()[-3:]
+    assert where == f"{elsewhere.dir}/run: is in use by another run"
+    assert f"process {process.pid}," in rule and "set run.name to a new name" in action
+    assert "4" in elsewhere.names() and newest_step(folder, elsewhere.dir) in (4, 8)
+
+    output = run(*arguments, f"run.dir={folder.parent}")
+    assert f"{elsewhere.dir}/run/lock.json was left behind by run run on host" in output
+    # The save of step 8 may have been under way.
+    assert any(f"resuming {folder} after step {step}" in output for step in (4, 8))
+    assert elsewhere.names() == {"4", "8", "12"} and not (folder / "checkpoints").exists()
+    assert newest_step(folder, elsewhere.dir) == STEPS
+    assert saved_digest(folder) == saved_digest(unbroken)
+
+    elsewhere.flip(12)
+    assert "12  damaged: state/" in run("checkpoints", "verify", folder, code=74)
+    output = run(*arguments, f"run.dir={folder.parent}")
+    assert "12 is skipped, renamed 12.corrupt" in output
+    assert ledger(folder, "start")[-1]["step"] == 8
+    assert elsewhere.names() == {"4", "8", "12", "12.corrupt"}
+    assert saved_digest(folder) == saved_digest(unbroken)
+
+    source = f"{elsewhere.dir}/run"
+    new = (f"run.dir={tmp_path}", "run.name=new", f"checkpoint.restore_from={source}")
+    assert f"starting from {source} after step 12" in run("train", tiny, *ARGUMENTS, *new)
+    assert saved_digest(tmp_path / "new") == saved_digest(unbroken)
+
+
+def test_moving_the_place_is_no_new_start(unbroken: Path, tiny: Path, run: Run, tmp_path: Path):
+    run_dir = Path(shutil.copytree(unbroken, tmp_path / "runs" / "run"))
+    arguments = ("train", tiny, *ARGUMENTS, f"run.dir={run_dir.parent}")
+    arguments += (f"checkpoint.dir={tmp_path / 'new'}",)
+    output = run(*arguments, code=2)
+    where, rule, action = output.splitlines()[-3:]
+    assert where == f"command line: checkpoint.dir = {tmp_path / 'new'}"
+    assert f"up to step {STEPS} in {run_dir}/checkpoints" in rule and "Copy them there" in action
+    (run_dir / "checkpoints").rename(tmp_path / "new" / "run" / "checkpoints")
+    assert f"resuming {run_dir} after step {STEPS}" in run(*arguments)
+    back = run(*arguments[:-1], code=2)
+    assert f"in {tmp_path}/new/run/checkpoints" in back
