@@ -142,9 +142,7 @@ def test_jobs_follow_the_exit_codes(
     assert len(cluster.steps()) == steps or (steps == -1 and len(cluster.steps()) > 3)
 
 
-@pytest.mark.parametrize(
-    ("text", "code"), [("trap 'exit 75' TERM", 75), ("true", 143)]
-)
+@pytest.mark.parametrize(("text", "code"), [("trap 'exit 75' TERM", 75), ("true", 143)])
 def test_a_job_that_is_cancelled_is_not_put_back(
     job: Path, cluster: Cluster, tmp_path: Path, text: str, code: int
 ):

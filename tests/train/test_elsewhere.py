@@ -66,6 +66,7 @@ def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder / "run"
 
 
+@pytest.mark.faults
 @pytest.mark.fault("F11", "F15")
 def test_killed_run_goes_on_alone_and_without_what_is_damaged(
     elsewhere: Elsewhere, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
