@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import importlib.util
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from maxpipe import doctor, environment
+from maxpipe.checkpoint import place
 from maxpipe.cli import main
 from maxpipe.config.load import load
 from maxpipe.doctor import Check, Patient
@@ -139,15 +139,18 @@ def test_a_folder_that_cannot_be_written(config: list[str], tmp_path: Path):
 def test_a_place_of_checkpoints_is_looked_at(
     config: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def folders(place: object) -> dict[str, Check]:
-        loaded = load([*config, f"checkpoint.dir={place}"])
+    def folders(value: object) -> dict[str, Check]:
+        loaded = load([*config, f"checkpoint.dir={value}"])
         return by_name(list(doctor.folders(Patient.of(loaded))))
+
+    def without_gcsfs() -> None:
+        raise ImportError
 
     assert "a checkpoint takes" in folders(tmp_path / "saved")["checkpoint folder"].text
     assert "a checkpoint takes" not in folders(tmp_path / "saved")["run folder"].text
     (tmp_path / "saved").write_text("a file in the way")
     explained(folders(tmp_path / "saved")["checkpoint folder"], "Set checkpoint.dir")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(place, "_store", without_gcsfs)
     found = folders("gs://bucket/runs")["checkpoint folder"]
     assert found.status == "FAILED" and found.action == "Run: pip install 'maxpipe[gcs]'"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import logging
 import os
 import re
@@ -76,13 +75,14 @@ def located(path: epath.PathLike) -> epath.Path:
     if not os.fspath(path).startswith(_BUCKET):
         rule = "must be a folder, or a place in a bucket of Google Cloud Storage."
         raise ConfigError.one(os.fspath(path), None, rule, "Give gs://BUCKET/PATH or a folder.")
-    if importlib.util.find_spec("gcsfs") is None:
+    try:
+        _store()
+    except ImportError as error:
         raise StorageError(
             f"{path}: cannot be reached\n"
             "  buckets need the package gcsfs, which is not installed.\n"
             "  Run: pip install 'maxpipe[gcs]'"
-        )
-    _store()
+        ) from error
     return epath.Path(path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -73,7 +72,11 @@ def test_home():
 def test_what_cannot_be_reached_is_told(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match="Google Cloud Storage"):
         located("s3://bucket/run")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+    def without_gcsfs() -> None:
+        raise ImportError
+
+    monkeypatch.setattr(place, "_store", without_gcsfs)
     with pytest.raises(StorageError) as refused:
         located("gs://bucket/run")
     where, rule, action = str(refused.value).splitlines()
