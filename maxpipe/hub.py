@@ -328,15 +328,15 @@ class Hub:
     def _tell(self, message: dict[str, Any], but: int = -1) -> None:
         """To all, this process last."""
         for member in sorted(self._members.values(), key=lambda each: -each.index):
-            if member.index == but or member.left:
+            if member.index == but:
                 continue
-            if member.wire is not None:
-                member.wire.send(message)
-            else:
+            if member.wire is None:  # which is there until all others have left
                 self._tell_self(message)
+            elif not member.left:
+                member.wire.send(message)
 
     def _welcome(self) -> None:
-        if len(self._members) < self._count:
+        if len(self._members) < self._count or self._silent():
             return
         first = self._members[0].facts
         for member in self._members.values():
@@ -354,7 +354,17 @@ class Hub:
         self._tell({"welcome": True})
 
     def _missing(self) -> list[int]:
-        return [index for index in range(self._count) if index not in self._members]
+        silent = {each.index for each in self._silent()}
+        return [i for i in range(self._count) if i not in self._members or i in silent]
+
+    def _silent(self) -> list[Member]:
+        """Who has not been heard for too long."""
+        now, limit = time.monotonic(), self._limits.heartbeat_seconds
+        return [
+            each
+            for each in self._members.values()
+            if not each.left and each.wire is not None and now - each.heard > limit
+        ]
 
     @staticmethod
     def _named(indices: Iterable[int]) -> str:
@@ -369,6 +379,7 @@ class Hub:
         """Looks at all processes, about once a second."""
         with self._lock:
             if not self._welcomed:
+                self._welcome()  # one that was silent may be heard again
                 self._say_who_is_missing()
             elif not self._verdict:
                 self._look_for_silence()
@@ -381,9 +392,12 @@ class Hub:
         if now - self._said < _SAY_EVERY_SECONDS:
             return
         self._said = now
-        there = f"{len(self._members)}/{self._count}"
+        missing = self._missing()
+        if self._welcomed or not missing:
+            return
+        there = f"{self._count - len(missing)}/{self._count}"
         self._say(
-            f"waiting for {self._named(self._missing())} ({there}): are they started, and can they "
+            f"waiting for {self._named(missing)} ({there}): are they started, and can they "
             "reach this host at runtime.coordinator?"
         )
 
@@ -399,15 +413,9 @@ class Hub:
                 del self._members[member.index]  # started again, it comes again
 
     def _look_for_silence(self) -> None:
-        now, limit = time.monotonic(), self._limits.heartbeat_seconds
-        silent = [
-            each
-            for each in self._members.values()
-            if not each.left and each.wire is not None and now - each.heard > limit
-        ]
-        if silent:
+        if silent := self._silent():
             names = ", ".join(map(str, silent))
-            text = f"{names} did not answer for {limit:g} s\n"
+            text = f"{names} did not answer for {self._limits.heartbeat_seconds:g} s\n"
             text += f"  All may take runtime.heartbeat_timeout_seconds to answer.\n{_AGAIN}"
             self._end(ExitCode.HANG, text)
 

@@ -441,17 +441,31 @@ def test_the_same_number_twice_is_refused() -> None:
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_process_that_went_away_may_come_again(silent: bool) -> None:
     """Its host was lost while the others were waited for; a dead host closes no connection."""
-    limits = "init_seconds=20, heartbeat_seconds=1"
+    limits = "init_seconds=20, heartbeat_seconds=3"
     with (
         members("steps(link, 5)", started=1, limits=limits) as (first,),
         introduced(first, 1) as wire,
     ):
         if silent:
-            time.sleep(1.5)
+            time.sleep(3.5)
         else:
             wire.close()
-        codes, _, errors = ends([first, again(first, 1), again(first, 2)])
+        second = again(first, 2)
+        time.sleep(1.5)  # it comes before the other, and is not welcomed with the lost one
+        codes, _, errors = ends([first, again(first, 1), second])
     assert codes == [0, 0, 0], errors
+
+
+def test_process_0_does_not_wait_for_the_goodbye_of_a_lost_host() -> None:
+    limits = "init_seconds=20, heartbeat_seconds=1"
+    with (
+        members("steps(link, 5)", count=2, started=1, limits=limits) as (first,),
+        introduced(first, 1, count=2),
+    ):
+        begin = time.monotonic()
+        codes, _, errors = ends([first])
+        assert time.monotonic() - begin < 20
+    assert codes == [71] and "process 1 (far, pid 1) did not answer for 1 s" in errors[0]
 
 
 def test_the_port_is_free_when_all_are_welcome() -> None:

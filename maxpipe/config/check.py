@@ -355,10 +355,14 @@ def _run_has_a_length(config: Config) -> Iterator[Finding]:
 # Checkpoints.
 
 
+_SCHEME = r"([a-z][a-z0-9+.-]*)://"
+"""In front; further back it is part of a name."""
+
+
 def _is_a_folder(key: str, action: str) -> None:
     @rule(key)
     def find(config: Config) -> Iterator[Finding]:
-        if "://" in value_of(config, key):
+        if re.match(_SCHEME, value_of(config, key)):
             yield Finding(key, "must be a folder of a file system.", action)
 
 
@@ -371,14 +375,14 @@ _is_a_folder(
 def _is_a_folder_or_bucket(key: str) -> None:
     @rule(key)
     def find(config: Config) -> Iterator[Finding]:
-        scheme, separator, rest = value_of(config, key).partition("://")
-        if separator and scheme != "gs":
+        found = re.match(_SCHEME, value_of(config, key))
+        if found and found[1] != "gs":
             yield Finding(
                 key,
-                f"must be a folder or gs://BUCKET/PATH: {scheme}:// is not known.",
+                f"must be a folder or gs://BUCKET/PATH: {found[1]}:// is not known.",
                 f"Set {key}=gs://my-bucket/runs, or mount that store and name its folder.",
             )
-        elif separator and not re.match(r"[a-z0-9]", rest):
+        elif found and not re.match(r"gs://[a-z0-9]", value_of(config, key)):
             yield Finding(key, "must name a bucket.", f"Set {key}=gs://my-bucket/runs.")
 
 

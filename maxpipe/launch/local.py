@@ -58,7 +58,8 @@ def launch(loaded: Loaded, inputs: Sequence[str], processes: int) -> int:
     alone = processes == 1 and config.runtime.num_processes != 1
     names = [socket.gethostname()] if alone else [str(rank) for rank in range(processes)]
     logs = [Log(folder / "logs" / f"process-{name}.log") for name in names]
-    restarts = Restarts(config.launch.restarts, folder, config.checkpoint.dir)
+    elsewhere = config.checkpoint.dir or config.checkpoint.local_dir
+    restarts = Restarts(config.launch.restarts, folder, elsewhere)
     attempt = 0
     # Processes that agreed to stop leave at a barrier, which gives up after this time.
     patience = float(config.runtime.heartbeat_timeout_seconds)

@@ -25,7 +25,8 @@ _MEANINGS = {
 def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
     """The step of a run's newest complete checkpoint; unfinished ones are not named by a number.
 
-    With `checkpoint.dir`, `elsewhere`, the run's own records say: no launcher looks into buckets.
+    Of checkpoints `elsewhere`, in `checkpoint.dir` or `checkpoint.local_dir`, the run's own records
+    say: no launcher looks into buckets.
     """
     if elsewhere:
         return _told(run_dir)

@@ -20,9 +20,6 @@ from maxpipe.launch.logs import Log
 from tests.launch.conftest import QUICKSTART
 from tests.train.runs import Start
 
-# The launcher runs without jax; other tests have loaded it into this process.
-pytestmark = pytest.mark.filterwarnings("ignore:os.fork")
-
 Capture = pytest.CaptureFixture[str]
 
 # --- with processes that only behave like it ----------------------------------------------

@@ -27,7 +27,6 @@ CLUSTERS = {
 
 
 # The launcher runs without jax; other tests have loaded it into this process.
-@pytest.mark.filterwarnings("ignore:os.fork")
 def test_no_secret_of_a_launch_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):

