@@ -28,7 +28,7 @@ test-fast: $(DEV)  ## run the tests that take seconds
 	@$(BIN)/python -m pytest -m "not slow and not multihost and not matrix and not faults" $(PYTEST_ARGS)
 
 test-matrix: $(DEV)  ## every schedule x gather x remat x idle x stages (an hour)
-	@$(BIN)/python -m pytest -m matrix tests/pipeline/test_executor.py -n 2
+	@$(BIN)/python -m pytest -m matrix tests/pipeline/test_executor.py tests/train/test_step.py -n 2
 
 test-faults: $(DEV)  ## runs that are killed, hang and go on (half an hour)
 	@$(BIN)/python -m pytest -m faults -n 2
