@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from maxpipe.errors import ConfigError, StorageError
+
+
+def scheme(path: str | os.PathLike[str]) -> str:
+    """`gs` of `gs://bucket/name`; empty of a path in a file system.
+
+    A `://` further back is part of a name.
+    """
+    found = re.match(r"([a-z][a-z0-9+.-]*)://", os.fspath(path))
+    return found[1] if found else ""
 
 
 def full(path: str | Path) -> Path:

@@ -403,6 +403,14 @@ def test_checkpoint_commands_pass_their_arguments(
         ["goodput", "~nobody-here/run"],
         ["checkpoints", "list", "~nobody-here/run"],
         ["train", "configs/quickstart.yml", "run.dir=~nobody-here/runs"],
+        ["train", "configs/quickstart.yml", "checkpoint.dir=~nobody-here/runs"],
+        [
+            "train",
+            "configs/quickstart.yml",
+            "checkpoint.local_dir=~nobody-here",
+            "checkpoint.local_every=9",
+        ],
+        ["train", "configs/quickstart.yml", "checkpoint.restore_from=~nobody-here/run"],
     ],
 )
 def test_home_folder_that_does_not_exist(

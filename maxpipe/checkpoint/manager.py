@@ -50,6 +50,7 @@ from maxpipe.checkpoint.trees import num_bytes, other_shapes
 from maxpipe.checkpoint.writer import Save, Writer, ignore_orphans
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.files import full
 
 Tree = Any
 Agree = Callable[[str], str]
@@ -151,7 +152,7 @@ class Checkpoints:
             (folder.path / sign).unlink()
         if missing:
             raise ConfigError.one(
-                "run.dir" if folder is self.durable else "checkpoint.local_dir",
+                folder.key,
                 folder.path,
                 f"must be one folder for all processes; {missing} does not see that of process 0.",
                 "Give all of them the same absolute path to a file system that they share.",
@@ -518,9 +519,9 @@ def open_run(run_dir: epath.PathLike, where: str = "") -> Checkpoints:
 
 def _local_folder(local_dir: str, run_dir: epath.PathLike) -> Path:
     """Below the folder for all runs, named by the run's whole path: names may be used twice."""
-    run = Path(run_dir).expanduser().absolute()
+    run = full(os.fspath(run_dir)).absolute()
     path = hashlib.sha256(os.fsencode(run)).hexdigest()[:12]
-    return Path(local_dir).expanduser().absolute() / f"{run.name}-{path}"
+    return full(local_dir).absolute() / f"{run.name}-{path}"
 
 
 def _comes(path: epath.Path) -> bool:

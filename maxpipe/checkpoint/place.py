@@ -1,4 +1,4 @@
-"""Where a run's checkpoints lie: in its folder, in another one, or in a bucket.
+"""Where a run and its checkpoints lie: these in its folder, in another one, or in a bucket.
 
 The only buckets are those of Google Cloud Storage, `gs://BUCKET/PATH`. epath, and so orbax, speak
 of their objects as of files, through gcsfs; what they have no word for is here.
@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import os
-import re
 import secrets
 import tempfile
 from collections.abc import Iterator
@@ -20,8 +19,9 @@ from typing import Any
 from etils import epath
 
 from maxpipe.config.load import load
-from maxpipe.config.schema import CheckpointConfig
+from maxpipe.config.schema import CheckpointConfig, RunConfig
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError
+from maxpipe.files import full, scheme
 
 FOLDER = "checkpoints"
 """Name of the folder inside a run's folder, or inside its home in `checkpoint.dir`."""
@@ -29,11 +29,17 @@ FOLDER = "checkpoints"
 _BUCKET = "gs://"
 
 
+def run_folder(config: RunConfig) -> Path:
+    """What a run writes, except checkpoints that have a place of their own."""
+    return full(config.dir) / config.name
+
+
 def home(run_dir: epath.PathLike, config: CheckpointConfig) -> str:
     """What holds the folder of a run's checkpoints, with this config."""
     if not config.dir:
         return os.fspath(run_dir)
-    return os.path.join(os.path.expanduser(config.dir), os.path.basename(run_dir))
+    above = config.dir if in_bucket(config.dir) else full(config.dir)
+    return os.path.join(above, os.path.basename(run_dir))
 
 
 def home_of(run_dir: epath.PathLike) -> str:
@@ -43,8 +49,7 @@ def home_of(run_dir: epath.PathLike) -> str:
         ConfigError: that cannot be read, and the run's folder holds no checkpoints itself.
     """
     path = os.fspath(run_dir)
-    file = Path(path).expanduser() / "config.yml"
-    if in_bucket(path) or not file.exists():
+    if in_bucket(path) or not (file := full(path) / "config.yml").exists():
         return path
     try:
         config = load([str(file)]).config
@@ -59,8 +64,7 @@ def home_of(run_dir: epath.PathLike) -> str:
 
 def in_bucket(path: epath.PathLike) -> bool:
     """Whether a path is none of a file system."""
-    # A `://` further back is part of a name.
-    return re.match(r"[a-z][a-z0-9+.-]*://", os.fspath(path)) is not None
+    return scheme(path) != ""
 
 
 def located(path: epath.PathLike) -> epath.Path:
@@ -71,7 +75,7 @@ def located(path: epath.PathLike) -> epath.Path:
         StorageError: what reaches buckets is not installed.
     """
     if not in_bucket(path):
-        return epath.Path("/") / Path(path).expanduser().absolute()
+        return epath.Path("/") / full(os.fspath(path)).absolute()
     if not os.fspath(path).startswith(_BUCKET):
         rule = "must be a folder, or a place in a bucket of Google Cloud Storage."
         raise ConfigError.one(os.fspath(path), None, rule, "Give gs://BUCKET/PATH or a folder.")

@@ -68,9 +68,10 @@ def _cluster(options: argparse.Namespace) -> int:
 
 def _written(options: argparse.Namespace, loaded: Loaded) -> tuple[str, Job, Submission]:
     """The report of the preflight, the job, and its files."""
+    from maxpipe.checkpoint.place import run_folder
     from maxpipe.launch import gcloud, gke, slurm
     from maxpipe.launch.job import Job
-    from maxpipe.launch.preflight import check_hosts, run_dir
+    from maxpipe.launch.preflight import check_hosts
 
     named = loaded.config.launch.workdir
     defaults = {"slurm": Path.cwd(), "gcloud": Path(), "gke": gke.DEFAULT_WORKDIR}
@@ -79,7 +80,7 @@ def _written(options: argparse.Namespace, loaded: Loaded) -> tuple[str, Job, Sub
     if shared:
         workdir = workdir.absolute()  # the job looks at the run's folder from inside
     config, hosts, report = check_hosts(loaded, workdir, shared=shared)
-    folder = full(options.write) if options.write else run_dir(config) / "launch"
+    folder = full(options.write) if options.write else run_folder(config.run) / "launch"
     job = Job(config, hosts, folder.absolute(), workdir)
     modules = {"slurm": slurm, "gcloud": gcloud, "gke": gke}
     return report, job, modules[options.cluster].submission(job)

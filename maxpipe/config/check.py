@@ -29,6 +29,7 @@ from maxpipe.config.rules import (
 )
 from maxpipe.config.schema import Config, MeshConfig, TrainConfig
 from maxpipe.errors import Problem
+from maxpipe.files import scheme
 
 LOGICAL_AXES = ("batch", "embed", "heads", "kv_heads", "head_size", "mlp", "vocab", "norm")
 """Names that model code gives to the dims of its arrays."""
@@ -355,14 +356,10 @@ def _run_has_a_length(config: Config) -> Iterator[Finding]:
 # Checkpoints.
 
 
-_SCHEME = r"([a-z][a-z0-9+.-]*)://"
-"""In front; further back it is part of a name."""
-
-
 def _is_a_folder(key: str, action: str) -> None:
     @rule(key)
     def find(config: Config) -> Iterator[Finding]:
-        if re.match(_SCHEME, value_of(config, key)):
+        if scheme(value_of(config, key)):
             yield Finding(key, "must be a folder of a file system.", action)
 
 
@@ -375,11 +372,11 @@ _is_a_folder(
 def _is_a_folder_or_bucket(key: str) -> None:
     @rule(key)
     def find(config: Config) -> Iterator[Finding]:
-        found = re.match(_SCHEME, value_of(config, key))
-        if found and found[1] != "gs":
+        found = scheme(value_of(config, key))
+        if found not in ("", "gs"):
             yield Finding(
                 key,
-                f"must be a folder or gs://BUCKET/PATH: {found[1]}:// is not known.",
+                f"must be a folder or gs://BUCKET/PATH: {found}:// is not known.",
                 f"Set {key}=gs://my-bucket/runs, or mount that store and name its folder.",
             )
         elif found and not re.match(r"gs://[a-z0-9]", value_of(config, key)):

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from maxpipe.checkpoint.place import run_folder
 from maxpipe.config.load import to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.launch.hosts import Hosts
-from maxpipe.launch.preflight import run_dir
 
 CONFIG_FILE = "config.yml"
 
@@ -38,7 +38,7 @@ class Job:
     @property
     def run_dir(self) -> Path:
         """The run's folder on the hosts."""
-        return self.workdir / run_dir(self.config)
+        return self.workdir / run_folder(self.config.run)
 
     def host_config(self, **mesh: int) -> str:
         """The config of every process, which finds the others from its cluster."""

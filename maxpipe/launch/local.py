@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from types import FrameType
 
 from maxpipe import redact
+from maxpipe.checkpoint.place import run_folder
 from maxpipe.config.load import Loaded
 from maxpipe.errors import ExitCode
 from maxpipe.hub import free_port
 from maxpipe.launch.logs import Log
-from maxpipe.launch.preflight import check_local, run_dir
+from maxpipe.launch.preflight import check_local
 from maxpipe.launch.restart import Restarts, described
 
 GRACE_SECONDS = 5.0
@@ -53,7 +54,7 @@ def launch(loaded: Loaded, inputs: Sequence[str], processes: int) -> int:
     """
     print(check_local(loaded, processes), file=sys.stderr, flush=True)
     config = loaded.config
-    folder = run_dir(config)
+    folder = run_folder(config.run)
     # One process of a run on many hosts shares its folder with theirs.
     alone = processes == 1 and config.runtime.num_processes != 1
     names = [socket.gethostname()] if alone else [str(rank) for rank in range(processes)]

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from maxpipe import redact
-from maxpipe.checkpoint.place import home
+from maxpipe.checkpoint.place import home, run_folder
 from maxpipe.config.check import MESH_AXES, where
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.rules import value_of
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, Problem
-from maxpipe.files import full
+from maxpipe.files import full, scheme
 from maxpipe.hardware import known
 from maxpipe.launch.hosts import KEY, Hosts, hosts_of
 from maxpipe.launch.restart import newest_step
@@ -54,11 +54,6 @@ class Preflight:
         return redact.text("\n".join(["preflight", *self.lines]))
 
 
-def run_dir(config: Config) -> Path:
-    """The folder of a run."""
-    return full(config.run.dir) / config.run.name
-
-
 def located(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
     """The error with the origins of its keys, where they are missing."""
     known_keys = (
@@ -72,7 +67,7 @@ def located(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
 
 def is_remote(path: str) -> bool:
     """Whether a path names a bucket or another store that this machine does not mount."""
-    return "://" in path
+    return scheme(path) != ""
 
 
 def check_local(loaded: Loaded, processes: int) -> str:
@@ -205,9 +200,9 @@ def _here(config: Config) -> Topology:
 
 def written(config: Config) -> dict[str, str]:
     """What a run writes into, by the key that leads there."""
-    found = {"run.dir": str(run_dir(config))}
+    found = {"run.dir": str(run_folder(config.run))}
     if config.checkpoint.dir:
-        found["checkpoint.dir"] = home(run_dir(config), config.checkpoint)
+        found["checkpoint.dir"] = home(run_folder(config.run), config.checkpoint)
     return found
 
 
@@ -245,11 +240,12 @@ def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
         "tokenizer.path": tokenizer.path if tokenizer.kind == "huggingface" else "",
         "runtime.executable": config.runtime.executable,
     }
-    if newest_step(workdir / run_dir(config), config.checkpoint.dir) is None:  # else it is not read
+    folder = workdir / run_folder(config.run)
+    if newest_step(folder, config.checkpoint.dir) is None:  # else it is not read
         named["checkpoint.restore_from"] = config.checkpoint.restore_from
     for key, path in named.items():
         if path:
-            yield key, path if is_remote(path) else str(workdir / os.path.expanduser(path))
+            yield key, path if is_remote(path) else str(workdir / full(path))
 
 
 def _exists(path: str) -> bool:

@@ -113,17 +113,17 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
     """The figures with which the cost model gives back what was measured."""
     crowd = found.forward / found.forward_alone
     shared_by = num_devices / crowd if crowd > _CROWDED else 0.0
-    # With an endless rate, what is left of a layer is its traffic through memory.
-    endless = dataclasses.replace(hardware, matmul_efficiency=1e12, shared_by=shared_by)
-    moving = Model(sizes, endless)
+    memory = _memory_rate(found, sizes, dataclasses.replace(hardware, shared_by=shared_by))
+    endless = dataclasses.replace(memory, matmul_efficiency=1e12)
+    through_memory = _through_memory(Model(sizes, endless))
+    matmuls = found.forward_alone - through_memory
+    sums = Model(sizes, endless).accumulation / found.forward_alone
     ideal = Model(sizes, dataclasses.replace(endless, matmul_efficiency=1.0))
-    through_memory = moving.score_seconds if moving.hides else moving.layer_seconds
-    matmuls = max(0.1 * found.forward_alone, found.forward_alone - through_memory)
-    sums = moving.accumulation / found.forward_alone
     figures: dict[str, Any] = {
         "matmul_efficiency": (ideal.layer_seconds - through_memory) / matmuls,
+        "memory_gb_per_second": memory.memory_gb_per_second,
         "input_grad_cost": found.input_grad / found.forward,
-        "weight_grad_cost": max(0.0, found.weight_grad / found.forward - sums),
+        "weight_grad_cost": found.weight_grad / found.forward - sums,
         "names_replay": found.names_replay / found.forward,
         "shared_by": shared_by,
         "fresh_gb_per_second": 0.0,
@@ -150,6 +150,27 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
             rate = statistics.harmonic_mean(rates) / hardware.ways
             figures["link_gb_per_second"] = rate / 1e9
     return dataclasses.replace(hardware, **figures)
+
+
+def _memory_rate(found: Measured, sizes: Sizes, hardware: Hardware) -> Hardware:
+    """With a faster memory if what was measured leaves nothing for matmuls at the published rate.
+
+    Caches can hold a small layer. Memory and matmuls are then faster by the same factor.
+    """
+    weights = found.forward_alone * found.weight_grad / found.forward
+    model = Model(sizes, hardware)
+    endless = Model(sizes, dataclasses.replace(hardware, matmul_efficiency=1e12))
+    if _through_memory(endless) < found.forward_alone and endless.accumulation < weights:
+        return hardware
+    both = hardware.weight_grad_cost * model.layer_seconds + model.accumulation
+    factor = max(model.layer_seconds / found.forward_alone, both / weights)
+    rate = factor * hardware.memory_gb_per_second
+    return dataclasses.replace(hardware, memory_gb_per_second=rate)
+
+
+def _through_memory(endless: Model) -> float:
+    """Seconds of a layer's forward besides its matmuls, of a model whose matmuls take none."""
+    return endless.score_seconds if endless.hides else endless.layer_seconds
 
 
 def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:

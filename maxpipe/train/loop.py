@@ -15,13 +15,14 @@ from typing import Any
 import jax
 
 from maxpipe import runtime
+from maxpipe.checkpoint.place import run_folder
 from maxpipe.config.load import Loaded
 from maxpipe.errors import ExitCode, Preempted
 from maxpipe.hardware import peak_flops
 from maxpipe.model.count import train_flops_per_token
 from maxpipe.phases import DATA, EVAL, LOOP, SAVE, STEP, Phases
 from maxpipe.telemetry import Console
-from maxpipe.train.run import Run, fit_to_devices, folder_of, set_up, shared_facts
+from maxpipe.train.run import Run, fit_to_devices, set_up, shared_facts
 from maxpipe.train.watch import RollBack
 
 
@@ -108,7 +109,7 @@ def _leave(run: Run, step: int) -> None:
     _save_and_wait(run, step)
     run.events.write("preempted", step=step)
     raise Preempted(
-        f"{folder_of(run.config)}: stopped after step {step} of {run.total_steps}\n"
+        f"{run_folder(run.config.run)}: stopped after step {step} of {run.total_steps}\n"
         "  The state is saved.\n"
         "  Start the same command again to go on."
     )
@@ -121,7 +122,7 @@ def _save_and_wait(run: Run, step: int) -> None:
 
 
 def _closing_words(run: Run, evaluated: dict[str, float]) -> str:
-    lines = [f"done: {run.total_steps} steps, files in {folder_of(run.config)}"]
+    lines = [f"done: {run.total_steps} steps, files in {run_folder(run.config.run)}"]
     if evaluated:
         lines.append(
             f"final validation loss {evaluated['eval/nats_per_byte']:.4f} nats per byte "

@@ -25,7 +25,7 @@ from maxpipe import redact
 from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, open_run
-from maxpipe.checkpoint.place import FOLDER, home, home_of
+from maxpipe.checkpoint.place import FOLDER, home, home_of, run_folder
 from maxpipe.config.check import check, total_steps, where
 from maxpipe.config.load import Loaded, to_dict, to_yaml
 from maxpipe.config.schema import Config
@@ -159,7 +159,7 @@ class Run:
         self.compared = step
         if found := self.steps.replica_check.differences(self.state):
             self.events.write("replicas_differ", step=step, arrays=list(map(str, found)))
-            raise ReplicaError(explain(found, f"{folder_of(self.config)}: step {step}"))
+            raise ReplicaError(explain(found, f"{run_folder(self.config.run)}: step {step}"))
 
     def roll_back(self, bad_step: int) -> None:
         """Return to the newest checkpoint; the batches from there to the bad step are left out."""
@@ -173,11 +173,6 @@ class Run:
         self.compared = -1
         self.writer.close()
         self.writer = _writer(self.config, first)
-
-
-def folder_of(config: Config) -> Path:
-    """The run's folder."""
-    return full(config.run.dir) / config.run.name
 
 
 def fit_to_devices(loaded: Loaded) -> Loaded:
@@ -200,7 +195,7 @@ def set_up(
         StorageError: checkpoints cannot be read or written.
     """
     config = loaded.config
-    run_dir, process = folder_of(config), link.index
+    run_dir, process = run_folder(config.run), link.index
     length = total_steps(config.train)
     refuse_links(run_dir, WRITTEN_FILES)
     locks = _locks(config, stack) if process == 0 else []
@@ -268,7 +263,7 @@ def set_up(
 
 def _locks(config: Config, stack: contextlib.ExitStack) -> list[RunLock]:
     """Of the run's folder, and of what holds its checkpoints if that is elsewhere."""
-    run_dir = folder_of(config)
+    run_dir = run_folder(config.run)
     locks = [RunLock(run_dir)]
     other = RunLock(home(run_dir, config.checkpoint), key="checkpoint.dir")
     if other.path != locks[0].path:
@@ -313,7 +308,7 @@ def _programs(
 
 def _ledger(config: Config, link: Link, phases: Phases, stack: contextlib.ExitStack) -> EventLog:
     """The run's ledger, in which this attempt begins, and which will say how it ends."""
-    events = EventLog(folder_of(config), link.index, phases.begun)
+    events = EventLog(run_folder(config.run), link.index, phases.begun)
     host, pid = platform.node(), os.getpid()
     version = maxpipe.__version__
     events.write("begin", host=host, pid=pid, processes=link.count, version=version)
@@ -358,7 +353,7 @@ def _check_same_data(link: Link, datasets: Datasets) -> None:
 
 
 def _writer(config: Config, first: int) -> MetricWriter:
-    return MetricWriter(folder_of(config), config.log.tensorboard, first, jax.process_index())
+    return MetricWriter(run_folder(config.run), config.log.tensorboard, first, jax.process_index())
 
 
 def _write_config(path: Path, config: Config) -> None:
@@ -387,7 +382,7 @@ def _restore_or_init(
                 console.note(f"config: {name} was {before} {words} and is {now}")
 
     if (found := checkpoints.restore_newest(steps.abstract_saved, accept)) is not None:
-        words = f"resuming {folder_of(config)} after step {found.step}"
+        words = f"resuming {run_folder(config.run)} after step {found.step}"
         if found.folder.parent != checkpoints.durable.path:
             words += f", from {found.folder}"
     elif source := config.checkpoint.restore_from:
@@ -397,7 +392,7 @@ def _restore_or_init(
         words = f"starting from {source} after step {found.step}"
     else:
         _must_be_new(loaded, checkpoints)
-        return Start(steps.init(), f"starting a new run in {folder_of(config)}")
+        return Start(steps.init(), f"starting a new run in {run_folder(config.run)}")
     guarded = found.facts.data.get("guard")
     state = steps.from_saved(found.state, initial(config.guard, guarded))
     return Start(state, words, found.facts.data["step"] - found.step, guarded)
@@ -405,7 +400,7 @@ def _restore_or_init(
 
 def _must_be_new(loaded: Loaded, checkpoints: Checkpoints) -> None:
     """A run whose checkpoints are where `checkpoint.dir` led before does not start anew."""
-    run_dir = folder_of(loaded.config)
+    run_dir = run_folder(loaded.config.run)
     homes = [str(run_dir)]
     with contextlib.suppress(ConfigError):
         homes.append(home_of(run_dir))
@@ -462,9 +457,9 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
     tokens = config.train.batch_size * config.train.sequence_length
     device = mesh.devices.flat[0]
     model = config.model
-    saved_in = home(folder_of(config), config.checkpoint)
+    saved_in = home(run_folder(config.run), config.checkpoint)
     return [
-        ("run", str(folder_of(config))),
+        ("run", str(run_folder(config.run))),
         *([("saved in", saved_in)] if config.checkpoint.dir else []),
         ("devices", f"{mesh.size} x {device.device_kind} in {jax.process_count()} process(es)"),
         ("mesh", describe(mesh)),

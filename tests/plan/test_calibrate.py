@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,10 +14,9 @@ import pytest
 
 from maxpipe import cli, hardware
 from maxpipe.config.load import from_dict
-from maxpipe.config.schema import Config, MeshConfig
+from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import known, shipped
-from maxpipe.mesh import build_mesh
 from maxpipe.plan import calibrate
 from maxpipe.plan.calibrate import Measured, applied, step_of
 from maxpipe.plan.compile import build_steps
@@ -44,17 +44,18 @@ def config_of(stages: int = 1, fsdp: int = 1, tokens: int = 32) -> Config:
     )
 
 
-@pytest.mark.parametrize("crowd", [1.0, 4.0])
-def test_the_cost_model_gives_back_what_was_measured(crowd: float) -> None:
+# The last two are too fast for what the layer moves through memory at the published rate.
+@pytest.mark.parametrize(("crowd", "forward"), [(1.0, 3e-3), (4.0, 3e-3), (1.0, 1e-7), (4.0, 1e-7)])
+def test_the_cost_model_gives_back_what_was_measured(crowd: float, forward: float) -> None:
     sizes = Sizes(config_of(fsdp=NUM_DEVICES))
     latency, rate = 5e-6, 2e8
     weights = sizes.layer_elements(whole=True) * (1 - 1 / NUM_DEVICES)
     found = Measured(
-        forward=3e-3 * crowd,
-        input_grad=4.5e-3 * crowd,
-        weight_grad=2.4e-3 * crowd,
-        names_replay=0.6e-3 * crowd,
-        forward_alone=3e-3,
+        forward=forward * crowd,
+        input_grad=1.5 * forward * crowd,
+        weight_grad=0.8 * forward * crowd,
+        names_replay=0.2 * forward * crowd,
+        forward_alone=forward,
         hop=latency + 2 * sizes.activation / rate,
         gather=latency + 2 * weights / rate,
         scatter=latency + 4 * weights / rate,
@@ -87,16 +88,17 @@ def again(measure: Callable[[], T]) -> T:
 
 
 @pytest.mark.slow
-def test_longer_sequences_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight times the matmuls and 64 times the scores."""
+def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "SECONDS", 0.2)
-    mesh = build_mesh(MeshConfig(ici_stage=NUM_DEVICES), jax.devices()[:NUM_DEVICES])
-    few, many = (
-        calibrate._layers(Sizes(config_of(tokens=tokens)), mesh, [("F", "full"), ("FI", "full")])
-        for tokens in (32, 256)
-    )
-    assert many[0] > 4 * few[0] and many[1] > 4 * few[1]
-    assert many[1] > 2 * many[0]  # gradients cost more than forwards
+    devices = jax.devices()[:NUM_DEVICES]
+    sizes = [Sizes(config_of(tokens=tokens)) for tokens in (32, 256)]
+    few, many = (again(partial(calibrate.measure, each, devices)) for each in sizes)
+    # Eight times the matmuls and 64 times the scores, and messages eight times as long.
+    assert many.forward > 4 * few.forward and many.forward_alone > 4 * few.forward_alone
+    assert many.input_grad > 4 * few.input_grad and many.weight_grad > 4 * few.weight_grad
+    # Virtual devices share cores, and nothing moves in no time.
+    assert many.forward > many.forward_alone > 0
+    assert min(many.hop, many.gather, many.scatter, many.latency, many.fresh) > 0
 
 
 @pytest.mark.slow
