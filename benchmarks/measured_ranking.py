@@ -5,14 +5,14 @@
     python benchmarks/measured_ranking.py --only wide
 
 8 virtual CPU devices, three models. For each, the devices are calibrated with the model's layers
-and all layouts are ranked; a search with `--measure 8` makes its choice; then that one and the
-layouts at some ranks run: their steps in turn, medians count.
+and all layouts are ranked; a search with `--measure 8` makes its choice; then the layouts at some
+ranks and those that the search measured run: their steps in turn, medians count.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -22,13 +22,15 @@ from maxpipe.config.schema import Config
 from maxpipe.hardware import Hardware, shipped
 from maxpipe.plan.calibrate import calibrate, medians, step_of
 from maxpipe.plan.compile import build_steps
+from maxpipe.plan.learn import CANDIDATES
 from maxpipe.plan.recheck import run_best
 from maxpipe.plan.search import Found, search
 
 NUM_DEVICES = 8
 MEASURED = 8
-"""Of the best foretold, by the search itself."""
-RANKS = (*range(1, MEASURED + 1), 13, 21, 34, 55, 89, 144, 233)
+"""Layouts, by the search itself."""
+RANKS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
+"""Foretold, of layouts that run whatever the search measured."""
 MODELS = {
     "deep": {
         "model": {"num_layers": 16, "d_model": 128, "d_mlp": 384, "vocab_size": 512},
@@ -68,36 +70,42 @@ def calibrated(config: Config) -> Hardware:
     return calibrate(probe, shipped()["cpu"], jax.devices())[0]
 
 
-def table(name: str) -> tuple[str, tuple[int, int]]:
-    """(the model's table, the measured places of the search's first choice, foretold and run)."""
+@dataclass(frozen=True)
+class Place:
+    """Of a search's first choice, among all layouts that ran."""
+
+    foretold: int
+    chosen: int
+    """With what the search measured itself."""
+    layouts: int
+
+
+def table(name: str) -> tuple[str, Place]:
+    """The model's table, and how good the search's first choice is."""
     config = config_of(name)
     hardware = calibrated(config)
-    ranked = search(config, hardware, num_devices=NUM_DEVICES, keep=max(RANKS))
-    choice = run_best(ranked.best[:MEASURED], jax.devices(), print)[0].found
-    chosen = [(rank, ranked.best[rank - 1]) for rank in RANKS if rank <= len(ranked.best)]
-    seconds = measured([found for _, found in chosen])
-    places = {rank: place for place, rank in enumerate(_by(seconds, chosen), 1)}
+    ranked = search(config, hardware, num_devices=NUM_DEVICES, keep=CANDIDATES)
+    ran = run_best(ranked.best, MEASURED, jax.devices(), print)
+    tried = {ranked.best.index(each.found) + 1 for each in ran}
+    choice = ranked.best.index(ran[0].found) + 1
+    ranks = sorted(tried | {rank for rank in RANKS if rank <= len(ranked.best)})
+    seconds = dict(zip(ranks, measured([ranked.best[rank - 1] for rank in ranks]), strict=True))
+    places = {rank: place for place, rank in enumerate(sorted(ranks, key=seconds.__getitem__), 1)}
     lines = [
         f"## {name}",
         "",
-        f"{ranked.considered:,} layouts; measured ones:",
+        f"{ranked.considered:,} layouts; those that ran:",
         "",
-        "| foretold rank | foretold ms | measured ms | measured place | layout |",
-        "|---|---|---|---|---|",
+        "| foretold rank | foretold ms | measured ms | measured place | by the search | layout |",
+        "|---|---|---|---|---|---|",
     ]
-    for (rank, found), taken in zip(chosen, seconds, strict=True):
+    for rank in ranks:
+        found = ranked.best[rank - 1]
         keys = " ".join(f"{key.partition('.')[2]}={value}" for key, value in found.changes.items())
-        foretold = f"{1e3 * found.cost.seconds:.0f} | {1e3 * taken:.0f}"
-        lines.append(f"| {rank} | {foretold} | {places[rank]} | {keys} |")
-    chosen_rank = ranked.best.index(choice) + 1
-    lines += ["", f"With `--measure {MEASURED}` the search takes the one of rank {chosen_rank}."]
-    return "\n".join([*lines, ""]), (places[1], places[chosen_rank])
-
-
-def _by(seconds: list[float], chosen: list[tuple[int, Found]]) -> list[int]:
-    """Ranks in the order of their times."""
-    ranks = [rank for rank, _ in chosen]
-    return [rank for _, rank in sorted(zip(seconds, ranks, strict=True))]
+        times = f"{1e3 * found.cost.seconds:.0f} | {1e3 * seconds[rank]:.0f}"
+        by = "chosen" if rank == choice else "ran" if rank in tried else ""
+        lines.append(f"| {rank} | {times} | {places[rank]} | {by} | {keys} |")
+    return "\n".join([*lines, ""]), Place(places[1], places[choice], len(ranks))
 
 
 PREAMBLE = """\
@@ -123,16 +131,21 @@ def main() -> None:
             print(found, flush=True)
             tables.append(found)
             first[name] = places
-    verdict = (
-        f"Measured place, of {len(RANKS)}, of the search's first choice: foretold "
-        + ", ".join(f"{name} {place}" for name, (place, _) in first.items())
-        + f"; with --measure {MEASURED} "
-        + ", ".join(f"{name} {place}" for name, (_, place) in first.items())
-        + "."
+    verdict = "\n".join(
+        [
+            "Measured place of the search's first choice:",
+            "",
+            f"| model | layouts | by forecast alone | with `--measure {MEASURED}` |",
+            "|---|---|---|---|",
+            *(
+                f"| {name} | {place.layouts} | {place.foretold} | {place.chosen} |"
+                for name, place in first.items()
+            ),
+        ]
     )
     print(verdict)
     if options.write:
-        page = PREAMBLE + "\n".join([*tables, verdict, ""])
+        page = PREAMBLE + "\n".join([verdict, "", *tables])
         Path(__file__).with_suffix(".md").write_text(page, encoding="utf-8")
 
 

@@ -112,10 +112,13 @@ def _draw(options: argparse.Namespace, found: Found, target: Topology) -> None:
 def _search(options: argparse.Namespace, loaded: Loaded, target: Topology) -> int:
     from maxpipe.config.load import to_yaml
     from maxpipe.plan import plan, report, topology
+    from maxpipe.plan.learn import CANDIDATES
+    from maxpipe.plan.search import SHOWN
 
     fixed = plan.fixed_keys(loaded, options.fix)
     present = topology.all_here(target) if options.measure else ()
-    found = plan.best_layouts(loaded.config, target, fixed)
+    keep = CANDIDATES if options.measure else max(SHOWN, options.compile or 0)
+    found = plan.best_layouts(loaded.config, target, fixed, keep)
     if not options.json:
         print(report.searched(found, target.hardware), flush=True)
     tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
@@ -128,7 +131,7 @@ def _search(options: argparse.Namespace, loaded: Loaded, target: Topology) -> in
     elif options.measure:
         from maxpipe.plan.recheck import run_best
 
-        measured = run_best(found.best[: options.measure], present, tell)
+        measured = run_best(found.best, options.measure, present, tell)
     checked = [*compiled, *measured]
     if options.json:
         import json
@@ -199,7 +202,8 @@ def _add_plan(commands: Commands) -> None:
         "--measure",
         type=count,
         metavar="NUMBER",
-        help="of a search, run the best so many on the --devices and rank them again",
+        help="of a search, run so many on the --devices, each chosen by what ran before, and rank "
+        "them by that",
     )
     parser.add_argument(
         "--fix",

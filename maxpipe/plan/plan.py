@@ -10,7 +10,7 @@ from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.plan.nearest import nearest
 from maxpipe.plan.report import facts
-from maxpipe.plan.search import Found, Search, evaluate, search
+from maxpipe.plan.search import SHOWN, Found, Search, evaluate, search
 from maxpipe.plan.topology import Topology, placed
 
 
@@ -51,12 +51,15 @@ def fixed_keys(loaded: Loaded, texts: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def best_layouts(config: Config, topology: Topology, fixed: Mapping[str, Any]) -> Search:
-    """The fastest layouts of a config on a topology."""
+def best_layouts(
+    config: Config, topology: Topology, fixed: Mapping[str, Any], keep: int = SHOWN
+) -> Search:
+    """The fastest layouts of a config on a topology: so many, if there are."""
     return search(
         config,
         topology.hardware,
         num_devices=topology.num_devices,
         num_slices=topology.num_slices,
         fixed=fixed,
+        keep=keep,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from maxpipe.config.load import Loaded
 from maxpipe.errors import ConfigError
 from maxpipe.plan.calibrate import medians, step_of
 from maxpipe.plan.compile import Report, build_steps, compile_step
+from maxpipe.plan.learn import next_to_run
 from maxpipe.plan.search import Found
 from maxpipe.plan.topology import Topology
 
@@ -60,7 +61,8 @@ def recheck(
         tell: is given a line before each compilation.
     """
     checked = []
-    for found in _each(best, "compiling", tell):
+    for place, found in enumerate(best, 1):
+        tell(_line("compiling", place, len(best), found))
         try:
             report = compile_step(Loaded(found.config, {}), topology)
         except ConfigError as error:
@@ -71,36 +73,46 @@ def recheck(
 
 
 def run_best(
-    best: Sequence[Found], devices: Sequence[Any], tell: Callable[[str], None]
+    candidates: Sequence[Found], count: int, devices: Sequence[Any], tell: Callable[[str], None]
 ) -> list[Checked]:
-    """Runs each layout's steps on made-up data; those that fit come first, the fastest in front.
+    """Runs steps of `count` layouts on made-up data; the fastest come first, what fails last.
+
+    The first is the best foretold. What ran corrects the forecasts of layouts like it, and so says
+    which one is next.
 
     Args:
-        best: of a search for so many devices.
+        candidates: of a search for so many devices, the best foretold in front.
+        count: how many to run, if there are as many.
         devices: of this machine.
         tell: is given a line before each layout.
     """
-    checked = []
-    for found in _each(best, "measuring", tell):
-        seconds = None
-        try:
-            step = step_of(build_steps(found.config, devices))
-            (seconds,) = medians([step], MEASURED_SECONDS)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            tell("a device has too little memory for it")
-        checked.append(Checked(found, measured=seconds))
-        step = None  # and with it parameters and optimizer state
-        gc.collect()
-    return _ranked(checked)
+    ran: dict[int, float | None] = {}
+    count = min(count, len(candidates))
+    while len(ran) < count:
+        index = next_to_run(candidates, ran)
+        tell(_line("measuring", len(ran) + 1, count, candidates[index]))
+        ran[index] = _measured(candidates[index], devices, tell)
+    return _ranked([Checked(candidates[index], measured=taken) for index, taken in ran.items()])
 
 
-def _each(best: Sequence[Found], doing: str, tell: Callable[[str], None]) -> Iterator[Found]:
-    for place, found in enumerate(best, 1):
-        keys = " ".join(f"{key}={value}" for key, value in found.changes.items())
-        tell(f"{doing} {place} of {len(best)}: {keys}")
-        yield found
+def _measured(found: Found, devices: Sequence[Any], tell: Callable[[str], None]) -> float | None:
+    """Seconds of its step; None if a device has too little memory."""
+    seconds = None
+    try:
+        step = step_of(build_steps(found.config, devices))
+        (seconds,) = medians([step], MEASURED_SECONDS)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        tell("a device has too little memory for it")
+    step = None  # and with it parameters and optimizer state
+    gc.collect()
+    return seconds
+
+
+def _line(doing: str, place: int, count: int, found: Found) -> str:
+    keys = " ".join(f"{key}={value}" for key, value in found.changes.items())
+    return f"{doing} {place} of {count}: {keys}"
 
 
 def _ranked(checked: Sequence[Checked]) -> list[Checked]:

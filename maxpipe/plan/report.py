@@ -9,7 +9,7 @@ from maxpipe.config.check import total_steps
 from maxpipe.hardware import GIB, Hardware
 from maxpipe.model.count import num_params
 from maxpipe.plan.advice import TERMS, gib
-from maxpipe.plan.search import Found, Search
+from maxpipe.plan.search import SHOWN, Found, Search
 from maxpipe.plan.sizes import BYTES, Sizes
 
 if TYPE_CHECKING:  # they import jax
@@ -192,7 +192,7 @@ def search_facts(
     return {
         "considered": found.considered,
         "too_large": found.too_large,
-        "best": [facts(each, hardware) for each in found.best],
+        "best": [facts(each, hardware) for each in found.best[:SHOWN]],
         "compiled": by_compiler,
         "measured": by_devices,
     }
@@ -246,6 +246,7 @@ def calibrated(found: Measured, before: Hardware, after: Hardware) -> str:
 
 FIGURES = (
     "matmul_efficiency",
+    "memory_gb_per_second",
     "input_grad_cost",
     "weight_grad_cost",
     "names_replay",
@@ -265,7 +266,7 @@ def searched(found: Search, hardware: Hardware) -> str:
         f"{hardware.memory_gib:g} GiB",
         "",
     ]
-    for place, each in enumerate(found.best, 1):
+    for place, each in enumerate(found.best[:SHOWN], 1):
         parts = sorted(each.cost.parts.items(), key=lambda item: -item[1])
         spent = ", ".join(f"{name} {s / each.cost.seconds:.0%}" for name, s in parts[:4])
         keys = " ".join(f"{key}={value}" for key, value in each.changes.items())

@@ -33,6 +33,8 @@ GATHERS = ("iteration", "visit", "step")
 REMATS = ("none", "names", "full", "chunk")
 ROOM = 0.92
 """Share of a device's memory that a plan may take: a forecast is not a promise."""
+SHOWN = 10
+"""Layouts that a search is asked for where nothing else is said, and that are printed."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def search(
     num_devices: int,
     num_slices: int = 1,
     fixed: Mapping[str, Any] | None = None,
-    keep: int = 10,
+    keep: int = SHOWN,
 ) -> Search:
     """The layouts with the shortest foretold steps.
 

@@ -56,8 +56,7 @@ def test_a_search_runs_what_it_found(
     found = json.loads(capsys.readouterr().out)
     seconds = [each["measured_seconds"] for each in found["measured"]]
     assert len(seconds) == 2 and 0 < seconds[0] <= seconds[1]
-    layouts = [each["layout"] for each in found["best"][:2]]
-    assert all(each["layout"] in layouts for each in found["measured"])
+    assert found["best"][0]["layout"] in [each["layout"] for each in found["measured"]]
     assert load([str(best)]).config.mesh.ici_data == 8
 
 
