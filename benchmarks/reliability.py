@@ -39,7 +39,7 @@ from maxpipe.train.step import Steps
 ROUNDS, PAIRS = 3, 6
 FAR = (10, 10_000_000)
 """Steps after which a run goes on."""
-HEADS = {"num_heads": 12, "num_kv_heads": 12, "head_size": 64}
+HEADS = {"num_heads": 12, "num_kv_heads": 12, "head_size": 64, "compute_dtype": "float32"}
 CONFIG = {
     "model": {"num_layers": 12, "d_model": 768, "d_mlp": 2048, "vocab_size": 10240, **HEADS},
     "train": {"batch_size": 4, "sequence_length": 512, "steps": 1},

@@ -5,13 +5,15 @@ collective or sleeps in a reader. Process 0 is the hub, which decides; all are t
 process is its own hub. The hub tells, in this order of importance, why all leave: somebody failed
 and said so, somebody is gone, somebody does not answer, nothing moves.
 
-jax has a service of the same kind, which ends processes with SIGABRT and names nobody.
+jax has a service of the same kind, which ends processes with SIGABRT and names nobody; the link
+speaks first.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import math
 import os
@@ -103,6 +105,8 @@ class Link:
         self._wake.setblocking(False)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self.catch_signals()
+        if self.count > 1:
+            _delay_aborts()
         self._thread.start()
         return self
 
@@ -396,6 +400,17 @@ def _last_words(error: BaseException) -> str:
     if isinstance(error, MaxpipeError):
         return str(error)
     return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _delay_aborts() -> None:
+    """A thread of jax that aborts the process sleeps first, and the link may tell why it ends.
+
+    The handler is C's own `sleep`, given the signal's number: six seconds. Python could not run
+    one in that thread. Afterwards the abort goes on.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
+    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
 def _exit_now(code: int) -> None:

@@ -238,6 +238,29 @@ def test_a_killed_process_is_named_at_once(victim: int) -> None:
         assert all("It was in" in text and f"pid {processes[1].pid}" in text for text in errors)
 
 
+@pytest.mark.parametrize("killed", [True, False])
+def test_the_link_speaks_before_a_thread_that_aborts(killed: bool) -> None:
+    """As one of jax does when it finds process 0 gone; whoever aborts for its own reasons dies."""
+    body = """
+def abort():
+    ctypes.CDLL(None).abort()
+def step_of(step):
+    if step == 5 and index == 1:
+        threading.Thread(target=abort).start()
+        print("aborts", flush=True)
+steps(link, 1000, step_of)
+"""
+    with members(body, count=2, before="import ctypes, threading") as processes:
+        wait_for(processes[1], "aborts")
+        if killed:
+            processes[0].kill()
+        codes, _, errors = ends(processes)
+    if killed:
+        assert codes == [-signal.SIGKILL, 71] and "process 0 is gone" in errors[1]
+    else:
+        assert codes == [71, -signal.SIGABRT] and "process 1 " in errors[0]
+
+
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_process_that_does_not_answer_is_given_up(victim: int) -> None:
     limits = "init_seconds=20, heartbeat_seconds=2"

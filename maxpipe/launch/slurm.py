@@ -26,16 +26,7 @@ run={run}
 restarts={restarts}
 codes={folder}/codes-$SLURM_JOB_ID
 {variables}
-newest_step() {{
-  local path step newest=-1
-  for path in "$run"/checkpoints/*; do
-    step=${{path##*/}}
-    # Checkpoints that are not complete are not named by a number.
-    if [[ $step =~ ^[0-9]+$ ]] && (( 10#$step > newest )); then newest=$((10#$step)); fi
-  done
-  echo "$newest"
-}}
-
+{newest_step}
 # The end of the time goes to the tasks only; this signal means that the job is cancelled.
 cancelled=
 trap 'cancelled=yes' TERM
@@ -69,6 +60,25 @@ while true; do
 done
 """
 
+_NEWEST_STEP = """\
+newest_step() {
+  local path step newest=-1
+  for path in "$run"/checkpoints/*; do
+    step=${path##*/}
+    # Checkpoints that are not complete are not named by a number.
+    if [[ $step =~ ^[0-9]+$ ]] && (( 10#$step > newest )); then newest=$((10#$step)); fi
+  done
+  echo "$newest"
+}
+"""
+_NEWEST_STEP_ELSEWHERE = r"""
+# Of checkpoints in other folders or buckets the run's own records say.
+newest_step() {
+  local told='s/.*"event": "(start|checkpoint)", "step": ([0-9]+)[,}].*/\2/p' newest
+  newest=$(sed -nE "$told" "$run"/events.jsonl 2>/dev/null | tail -n 1)
+  if (( ${newest:-0} > 0 )); then echo "$newest"; else echo -1; fi
+}
+"""
 _TASK_SCRIPT = """\
 #!/bin/bash
 # One process of the run {name}. Leaves its exit code for the job that starts it everywhere.
@@ -94,6 +104,8 @@ def submission(job: Job) -> Submission:
         raise ConfigError.one(KEY, topology.name, rule, action)
     _check_paths(job)
     per_host = job.hosts.processes // job.hosts.count
+    checkpoint = job.config.checkpoint
+    elsewhere = checkpoint.dir or checkpoint.local_dir
     # One process has the devices of a node's CPUs, but only one GPU.
     devices = {"cpu_devices": job.hosts.chips} if topology.platform == "cpu" else {}
     words = {
@@ -102,6 +114,7 @@ def submission(job: Job) -> Submission:
         "directives": "\n".join(f"#SBATCH --{line}" for line in _directives(job, per_host)),
         "run": shlex.quote(str(job.run_dir)),
         "restarts": launch.restarts,
+        "newest_step": _NEWEST_STEP_ELSEWHERE if elsewhere else _NEWEST_STEP,
         "folder": job.folder,
         "variables": required_variables(launch.environment),
         "task": _TASK,

@@ -14,6 +14,7 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config.load import load
+from maxpipe.telemetry import EventLog
 from tests.launch.conftest import QUICKSTART, Cluster, Write, until
 
 Capture = pytest.CaptureFixture[str]
@@ -140,6 +141,36 @@ def test_jobs_follow_the_exit_codes(
     with cluster.submitted(job) as submitted:
         assert submitted.wait(timeout=60) == code, cluster.output(job)
     assert len(cluster.steps()) == steps or (steps == -1 and len(cluster.steps()) > 3)
+
+
+@pytest.mark.parametrize("elsewhere", ["dir=gs://somewhere/runs", "local_dir=/tmp/checkpoints"])
+def test_progress_of_checkpoints_elsewhere_is_read_from_the_records(
+    write: Write, cluster: Cluster, tmp_path: Path, elsewhere: str
+):
+    """Three kills in a row after newer checkpoints, then two without, of which one is allowed."""
+    keys = ["launch.topology=cpu:4", "launch.slices=2", f"launch.program={cluster.program}"]
+    keys += [f"checkpoint.{elsewhere}", "checkpoint.local_every=5", "launch.restarts=1"]
+    if elsewhere.startswith("dir"):
+        keys.remove("checkpoint.local_every=5")
+    run = tmp_path / "quickstart"
+    cluster.environment["RUN"] = str(run)
+    job = write("slurm", *keys, f"run.dir={tmp_path}")
+    log = EventLog(tmp_path)
+    log.write("start", step=77, devices=8)
+    log.write("checkpoint", step=77, bytes=9)
+    start, saved = (tmp_path / "events.jsonl").read_text().splitlines()
+    behave(
+        cluster,
+        "if [ $SLURM_PROCID = 0 ]; then\n"
+        "  mkdir -p $RUN; touch $RUN/events.jsonl; n=$(grep -c checkpoint $RUN/events.jsonl)\n"
+        f"  echo '{start}' | sed s/77/$n/ >>$RUN/events.jsonl\n"
+        f"  if [ $n -lt 3 ]; then echo '{saved}' | sed s/77/$((n + 1))/ >>$RUN/events.jsonl; fi\n"
+        "fi\nsleep 0.5\nkill -KILL $$",
+    )
+    with cluster.submitted(job) as submitted:
+        assert submitted.wait(timeout=60) == 137, cluster.output(job)
+    assert len(cluster.steps()) == 5
+    assert "newest checkpoint: step 3" in cluster.output(job)
 
 
 @pytest.mark.parametrize(("text", "code"), [("trap 'exit 75' TERM", 75), ("true", 143)])
