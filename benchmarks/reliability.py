@@ -4,9 +4,9 @@
     python benchmarks/reliability.py --write    # and writes reliability.md
 
 A model of 100 M parameters on the CPU. What the host does beside a step is timed alone, many times
-over. Steps with and without the guard run in turn, and the median of the pairs' differences counts;
-so do a step and the blocking part of an asynchronous save. The first batch is that of a run which
-goes on after few steps, or after very many.
+over. What the guard adds has to do with parameters, not tokens: short steps with and without it
+run in turn, and the median of the pairs' differences counts. The first batch is that of a run
+which goes on after few steps, or after very many.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import jax
@@ -31,12 +32,12 @@ from maxpipe.hub import Limits
 from maxpipe.link import Link
 from maxpipe.model.count import num_params
 from maxpipe.phases import DATA, LOOP, STEP, Phases
-from maxpipe.plan.calibrate import step_of
+from maxpipe.plan.calibrate import medians, step_of
 from maxpipe.plan.compile import build_steps
 from maxpipe.telemetry import EventLog
 from maxpipe.train.step import Steps
 
-ROUNDS, PAIRS = 3, 6
+ROUNDS, PAIRS = 3, 30
 FAR = (10, 10_000_000)
 """Steps after which a run goes on."""
 HEADS = {"num_heads": 12, "num_kv_heads": 12, "head_size": 64, "compute_dtype": "float32"}
@@ -44,6 +45,7 @@ CONFIG = {
     "model": {"num_layers": 12, "d_model": 768, "d_mlp": 2048, "vocab_size": 10240, **HEADS},
     "train": {"batch_size": 4, "sequence_length": 512, "steps": 1},
 }
+SHORT = {"batch_size": 1, "sequence_length": 64, "steps": 1}
 
 
 def host_seconds(folder: Path) -> float:
@@ -74,24 +76,23 @@ def _per_call(call: Callable[[], object], number: int) -> float:
     return statistics.median(times)
 
 
-def with_and_without_guard(config: Config) -> tuple[float, float]:
-    """Seconds of a step, and what the guard adds."""
+def seconds_of_guard(config: Config) -> float:
+    """What the guard adds to a step."""
     device = jax.devices()[:1]
     with (
         patch("maxpipe.train.step.judge", lambda _config, _mesh, state, *_: (np.True_, state)),
         patch("maxpipe.train.step.unless_bad", lambda _taken, new, _old: new),
+        patch("maxpipe.train.optim.unless_bad", lambda _taken, new, _old: new),
     ):
         without = step_of(build_steps(config, device))
         jax.block_until_ready(without())
     guarded = step_of(build_steps(config, device))
     jax.block_until_ready(guarded())
-    seconds, added = [], []
+    added = []
     for _ in range(PAIRS):
-        pair = [_taken(call) for call in (guarded, without)]
-        pair.append(_taken(guarded))
-        seconds.append(pair[1])
-        added.append((pair[0] + pair[2]) / 2 - pair[1])
-    return statistics.median(seconds), statistics.median(added)
+        before, between, after = (_taken(call) for call in (guarded, without, guarded))
+        added.append((before + after) / 2 - between)
+    return statistics.median(added)
 
 
 def _taken(call: Callable[[], object]) -> float:
@@ -114,15 +115,23 @@ def first_batches(config: Config) -> list[float]:
 
 
 def seconds_of_saves(steps: Steps, folder: Path) -> tuple[float, float]:
-    """Of the part of a save that blocks, and of the whole save."""
+    """Of the part of a save that blocks, the copy of the state included, and of the whole save."""
     state = steps.init()
-    saved = steps.to_saved(state)
+    jax.block_until_ready(steps.to_saved(state))
     whole: list[float] = []
     blocking: list[float] = []
+
+    copies: list[Any] = []
+
+    def copied() -> Any:
+        copies[:] = [steps.to_saved(state)]
+        return copies[0]
+
     with Checkpoints(folder, CheckpointConfig(keep=1)) as checkpoints:
         for number in range(1, ROUNDS + 1):
             start = time.perf_counter()
-            checkpoints.save(number, lambda: saved, {"run": {}}, {"step": number})
+            checkpoints.save(number, copied, {"run": {}}, {"step": number})
+            jax.block_until_ready(copies)  # the next step waits for it
             blocking.append(time.perf_counter() - start)
             checkpoints.wait()
             whole.append(time.perf_counter() - start)
@@ -136,7 +145,8 @@ def table() -> str:
         folder = Path(name)
         host = host_seconds(folder)
         blocking, whole = seconds_of_saves(build_steps(config, jax.devices()[:1]), folder)
-    step, guard = with_and_without_guard(config)
+    (step,) = medians([step_of(build_steps(config, jax.devices()[:1]))], 0.0)
+    guard = seconds_of_guard(from_dict(CONFIG | {"train": SHORT}))
     near, far = first_batches(config)
     everything = host + max(0.0, guard)
     return "\n".join(
