@@ -243,9 +243,13 @@ def test_a_port_that_is_taken_is_a_mistake():
 
 
 def test_compiler_options_are_for_tpus_only() -> None:
-    assert runtime.compiler_options("cpu", "cpu") == {}
-    assert runtime.compiler_options("gpu", "NVIDIA H100") == {}
-    old, new = (runtime.compiler_options("tpu", kind) for kind in ("TPU v4", "TPU v5"))
+    assert runtime.compiler_options("cpu", "cpu", d_model=8) == {}
+    assert runtime.compiler_options("gpu", "NVIDIA H100", d_model=8) == {}
+    old, new = (
+        runtime.compiler_options("tpu", kind, d_model=4096) for kind in ("TPU v4", "TPU v5")
+    )
     assert old.items() < new.items()
-    spare = runtime.compiler_options("tpu", "TPU v5", spares_memory=True)
+    wide = runtime.compiler_options("tpu", "TPU v5", d_model=16384)
+    assert wide != new and wide.keys() == new.keys()
+    spare = runtime.compiler_options("tpu", "TPU v5", d_model=4096, spares_memory=True)
     assert not spare.keys() & old.keys()

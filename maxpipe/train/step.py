@@ -172,7 +172,12 @@ class Steps:
         """What XLA should do differently for this mesh."""
         device = self.partition.mesh.devices.flat[0]
         spares_memory = self.engine.keep.remat == "chunk"
-        return compiler_options(device.platform, device.device_kind, spares_memory=spares_memory)
+        return compiler_options(
+            device.platform,
+            device.device_kind,
+            d_model=self.partition.decoder.config.d_model,
+            spares_memory=spares_memory,
+        )
 
     def _eval_schedule(self, rows: int) -> Schedule:
         shards = math.prod(self.partition.mesh.shape[axis] for axis in BATCH_AXES)
