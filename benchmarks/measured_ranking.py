@@ -86,7 +86,7 @@ def table(name: str) -> tuple[str, Place]:
     hardware = calibrated(config)
     ranked = search(config, hardware, num_devices=NUM_DEVICES, keep=CANDIDATES)
     ran = run_best(ranked.best, MEASURED, jax.devices(), print)
-    tried = {ranked.best.index(each.found) + 1 for each in ran}
+    tried = {ranked.best.index(each.found) + 1 for each in ran if each.fits}
     choice = ranked.best.index(ran[0].found) + 1
     ranks = sorted(tried | {rank for rank in RANKS if rank <= len(ranked.best)})
     seconds = dict(zip(ranks, measured([ranked.best[rank - 1] for rank in ranks]), strict=True))

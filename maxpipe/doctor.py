@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maxpipe import environment, redact
-from maxpipe.checkpoint.place import first_line, home, in_bucket, located, remedy, try_out
+from maxpipe.checkpoint.place import (
+    first_line,
+    home,
+    in_bucket,
+    located,
+    remedy,
+    run_folder,
+    try_out,
+)
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
 from maxpipe.data.sources import open_source
@@ -147,14 +155,17 @@ def _explained(name: str, error: ConfigError) -> Iterator[Check]:
 
 def folders(patient: Patient) -> Iterator[Check]:
     """Whether what a run writes into can be written, and has space."""
-    run_dir, config = full(patient.run.dir) / patient.run.name, patient.config
+    run_dir, config = run_folder(patient.run), patient.config
     if config is None or not config.checkpoint.dir:
         yield _folder("run folder", run_dir, config)
     else:
         yield _folder("run folder", run_dir)
         yield _checkpoints(home(run_dir, config.checkpoint), config)
     if patient.runtime.compilation_cache:
-        cache = _folder("compilation cache", full(patient.runtime.compilation_cache))
+        cache = _folder(
+            "compilation cache",
+            full(patient.runtime.compilation_cache, "runtime.compilation_cache"),
+        )
         if cache.status == "FAILED":  # a run goes on without it
             action = "Set runtime.compilation_cache to a folder that can be written."
             cache = dataclasses.replace(cache, status="warning", action=action)

@@ -20,8 +20,10 @@ def scheme(path: str | os.PathLike[str]) -> str:
     return found[1] if found else ""
 
 
-def full(path: str | Path) -> Path:
+def full(path: str | Path, where: str = "path") -> Path:
     """The path with `~` or `~name` in front as the home folder that it stands for.
+
+    `where` names what gave the path: a key or an option.
 
     Raises:
         ConfigError: there is no such folder.
@@ -30,7 +32,7 @@ def full(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         rule = "must begin with a home folder that is known here, or not with ~."
-        raise ConfigError.one("path", path, rule, "Write the path in full.") from error
+        raise ConfigError.one(where, path, rule, "Write the path in full.") from error
 
 
 def read(path: str | Path, most: int) -> bytes:

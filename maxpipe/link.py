@@ -105,7 +105,7 @@ class Link:
         self._wake.setblocking(False)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self.catch_signals()
-        if self.count > 1:
+        if self.index > 0:
             _delay_aborts()
         self._thread.start()
         return self
@@ -132,6 +132,8 @@ class Link:
             signal.signal(signal.SIGTERM, self._before)
         with contextlib.suppress(OSError):
             self._wakes.send(b"\0")
+        if self.index > 0:
+            _delay_aborts(False)
         self._thread.join(_GOODBYE_SECONDS)
         if self._hub is not None:
             self._hub.close()
@@ -402,15 +404,20 @@ def _last_words(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)).rstrip()
 
 
-def _delay_aborts() -> None:
-    """A thread of jax that aborts the process sleeps first, and the link may tell why it ends.
+def _delay_aborts(delay: bool = True) -> None:
+    """A thread of jax that aborts since process 0 is gone sleeps first: the link tells why.
 
     The handler is C's own `sleep`, given the signal's number: six seconds. Python could not run
-    one in that thread. Afterwards the abort goes on.
+    one in that thread. Afterwards the abort goes on. The handler serves once, so that whoever
+    sends SIGABRT from outside, and wants more than a pause, sends it again.
     """
     libc = ctypes.CDLL(None)
-    libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
-    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+    once = getattr(libc, "sysv_signal", libc.signal)  # SA_RESETHAND, where there is such a choice
+    once.argtypes = ctypes.c_int, ctypes.c_void_p
+    handler = ctypes.cast(libc.sleep, ctypes.c_void_p) if delay else None  # SIG_DFL
+    once(signal.SIGABRT, handler)
+    if faulthandler.is_enabled():  # shows stacks, and hands on to the handler before it
+        faulthandler.enable()
 
 
 def _exit_now(code: int) -> None:

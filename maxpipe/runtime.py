@@ -183,7 +183,7 @@ def _keep_stdout_for_python() -> None:
 def _open_cache(folder: str) -> None:
     if not folder:
         return
-    path = full(folder)
+    path = full(folder, "runtime.compilation_cache")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

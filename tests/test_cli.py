@@ -417,4 +417,7 @@ def test_home_folder_that_does_not_exist(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    assert "must begin with a home folder that is known here" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "must begin with a home folder that is known here" in err
+    given = [each.partition("=")[0] for each in arguments if "~" in each]
+    assert given[0] in err  # the key, or the path itself

@@ -505,7 +505,7 @@ def open_run(run_dir: epath.PathLike, where: str = "") -> Checkpoints:
         ConfigError: there are none.
         StorageError: they cannot be reached.
     """
-    checkpoints = Checkpoints(home_of(run_dir), write=False)
+    checkpoints = Checkpoints(home_of(run_dir, where or "path"), write=False)
     if not checkpoints.steps():
         raise ConfigError.one(
             where or f"run folder {run_dir}",
@@ -521,7 +521,7 @@ def _local_folder(local_dir: str, run_dir: epath.PathLike) -> Path:
     """Below the folder for all runs, named by the run's whole path: names may be used twice."""
     run = full(os.fspath(run_dir)).absolute()
     path = hashlib.sha256(os.fsencode(run)).hexdigest()[:12]
-    return full(local_dir).absolute() / f"{run.name}-{path}"
+    return full(local_dir, "checkpoint.local_dir").absolute() / f"{run.name}-{path}"
 
 
 def _comes(path: epath.Path) -> bool:

@@ -31,25 +31,25 @@ _BUCKET = "gs://"
 
 def run_folder(config: RunConfig) -> Path:
     """What a run writes, except checkpoints that have a place of their own."""
-    return full(config.dir) / config.name
+    return full(config.dir, "run.dir") / config.name
 
 
 def home(run_dir: epath.PathLike, config: CheckpointConfig) -> str:
     """What holds the folder of a run's checkpoints, with this config."""
     if not config.dir:
         return os.fspath(run_dir)
-    above = config.dir if in_bucket(config.dir) else full(config.dir)
+    above = config.dir if in_bucket(config.dir) else full(config.dir, "checkpoint.dir")
     return os.path.join(above, os.path.basename(run_dir))
 
 
-def home_of(run_dir: epath.PathLike) -> str:
-    """The same of a run that was: as its config.yml says.
+def home_of(run_dir: epath.PathLike, where: str = "path") -> str:
+    """The same of a run that was: as its config.yml says. `where` names what gave the folder.
 
     Raises:
         ConfigError: that cannot be read, and the run's folder holds no checkpoints itself.
     """
     path = os.fspath(run_dir)
-    if in_bucket(path) or not (file := full(path) / "config.yml").exists():
+    if in_bucket(path) or not (file := full(path, where) / "config.yml").exists():
         return path
     try:
         config = load([str(file)]).config

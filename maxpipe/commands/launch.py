@@ -80,7 +80,11 @@ def _written(options: argparse.Namespace, loaded: Loaded) -> tuple[str, Job, Sub
     if shared:
         workdir = workdir.absolute()  # the job looks at the run's folder from inside
     config, hosts, report = check_hosts(loaded, workdir, shared=shared)
-    folder = full(options.write) if options.write else run_folder(config.run) / "launch"
+    folder = (
+        full(options.write, "command line: --write")
+        if options.write
+        else run_folder(config.run) / "launch"
+    )
     job = Job(config, hosts, folder.absolute(), workdir)
     modules = {"slurm": slurm, "gcloud": gcloud, "gke": gke}
     return report, job, modules[options.cluster].submission(job)

@@ -36,7 +36,7 @@ def _compile(options: argparse.Namespace) -> int:
     from maxpipe.plan.compile import compile_step
     from maxpipe.plan.report import compiled
 
-    folder = None if options.save is None else full(options.save)
+    folder = None if options.save is None else full(options.save, "command line: --save")
     report = compile_step(loaded, target, folder)
     if options.json:
         import json
@@ -117,7 +117,7 @@ def _search(options: argparse.Namespace, loaded: Loaded, target: Topology) -> in
 
     fixed = plan.fixed_keys(loaded, options.fix)
     present = topology.all_here(target) if options.measure else ()
-    keep = CANDIDATES if options.measure else max(SHOWN, options.compile or 0)
+    keep = max(CANDIDATES, options.measure) if options.measure else max(SHOWN, options.compile or 0)
     found = plan.best_layouts(loaded.config, target, fixed, keep)
     if not options.json:
         print(report.searched(found, target.hardware), flush=True)
@@ -139,7 +139,7 @@ def _search(options: argparse.Namespace, loaded: Loaded, target: Topology) -> in
         values = report.search_facts(found, target.hardware, compiled, measured)
         print(json.dumps(values, indent=2))
     elif checked:
-        print(report.rechecked(checked))
+        print(report.rechecked(checked, ran=bool(options.measure)))
     if checked and not checked[0].fits:
         rule = f"found that none of the best {len(checked)} layouts fits."
         raise ConfigError.one("command line: --search", None, rule, "Check more of them.")

@@ -17,7 +17,7 @@ from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.rules import value_of
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, Problem
-from maxpipe.files import full, scheme
+from maxpipe.files import scheme
 from maxpipe.hardware import known
 from maxpipe.launch.hosts import KEY, Hosts, hosts_of
 from maxpipe.launch.restart import newest_step
@@ -245,7 +245,7 @@ def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
         named["checkpoint.restore_from"] = config.checkpoint.restore_from
     for key, path in named.items():
         if path:
-            yield key, path if is_remote(path) else str(workdir / full(path))
+            yield key, path if is_remote(path) else str(workdir / os.path.expanduser(path))
 
 
 def _exists(path: str) -> bool:

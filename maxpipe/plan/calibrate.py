@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import platform
 import statistics
 import time
@@ -51,6 +52,8 @@ FRESH_ROW, FRESH_ROWS = 2**16, (16, 272)
 """Elements of a row, and rows, of two programs' buffers: 4 and 68 MiB."""
 SECONDS = 2.0
 """How long each program is called again and again; medians count."""
+_MOST_MEMORY = 0.9
+"""Share of a layer's time that its traffic through memory can be."""
 _CROWDED = 1.5
 """Devices that slow each other down by more than this share cores."""
 
@@ -99,7 +102,7 @@ def calibrate(
 
     Args:
         config: its layers and microbatch are timed; the mesh is resolved.
-        hardware: published figures; peak and memory stay as they are.
+        hardware: published figures; peak and size of memory stay as they are.
         devices: all of one kind.
     """
     sizes = Sizes(config)
@@ -118,9 +121,9 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
     through_memory = _through_memory(Model(sizes, endless))
     matmuls = found.forward_alone - through_memory
     sums = Model(sizes, endless).accumulation / found.forward_alone
-    ideal = Model(sizes, dataclasses.replace(endless, matmul_efficiency=1.0))
+    at_peak = dataclasses.replace(memory, matmul_efficiency=1.0, memory_gb_per_second=math.inf)
     figures: dict[str, Any] = {
-        "matmul_efficiency": (ideal.layer_seconds - through_memory) / matmuls,
+        "matmul_efficiency": Model(sizes, at_peak).matmul_seconds / matmuls,
         "memory_gb_per_second": memory.memory_gb_per_second,
         "input_grad_cost": found.input_grad / found.forward,
         "weight_grad_cost": found.weight_grad / found.forward - sums,
@@ -153,14 +156,15 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
 
 
 def _memory_rate(found: Measured, sizes: Sizes, hardware: Hardware) -> Hardware:
-    """With a faster memory if what was measured leaves nothing for matmuls at the published rate.
+    """With a faster memory if at the published rate it took all that was measured, or nearly.
 
     Caches can hold a small layer. Memory and matmuls are then faster by the same factor.
     """
     weights = found.forward_alone * found.weight_grad / found.forward
     model = Model(sizes, hardware)
     endless = Model(sizes, dataclasses.replace(hardware, matmul_efficiency=1e12))
-    if _through_memory(endless) < found.forward_alone and endless.accumulation < weights:
+    most = _MOST_MEMORY * found.forward_alone
+    if endless.layer_seconds <= most and endless.accumulation <= _MOST_MEMORY * weights:
         return hardware
     both = hardware.weight_grad_cost * model.layer_seconds + model.accumulation
     factor = max(model.layer_seconds / found.forward_alone, both / weights)

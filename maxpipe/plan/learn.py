@@ -22,9 +22,11 @@ CANDIDATES = 256
 COMMON = 3.0
 """Standard deviation of the error of all: devices may be faster or slower than their figures."""
 SETTING = 0.03
+"""The same of one setting's error."""
 OWN = 0.02
+"""The same of what is left of a layout's."""
 NOISE = 0.01
-"""Of a measured median."""
+"""The same of a measured median."""
 
 
 def next_to_run(candidates: Sequence[Found], ran: Mapping[int, float | None]) -> int:
@@ -37,6 +39,12 @@ def next_to_run(candidates: Sequence[Found], ran: Mapping[int, float | None]) ->
     seconds = {index: taken for index, taken in ran.items() if taken is not None}
     mean, error = expected(candidates, seconds)
     lowest = mean * np.exp(-error)
+    held = np.array([each.memory.total for each in candidates])
+    failed = [index for index, taken in ran.items() if taken is None]
+    smaller = held < held[failed].min() if failed else np.ones(len(candidates), bool)
+    smaller[list(ran)] = False
+    if smaller.any():  # what needs as much memory would fail as well
+        lowest[~smaller] = np.inf
     lowest[list(ran)] = np.inf
     return int(lowest.argmin())
 

@@ -198,9 +198,8 @@ def search_facts(
     }
 
 
-def rechecked(found: Sequence[Checked]) -> str:
-    """What the compiler, or the devices, say of the best layouts."""
-    ran = any(each.measured is not None for each in found)
+def rechecked(found: Sequence[Checked], *, ran: bool = False) -> str:
+    """What the compiler, or the devices if they `ran` there, say of the best layouts."""
     lines = ["", "measured:" if ran else "by the compiler:"]
     for place, each in enumerate(found, 1):
         keys = " ".join(f"{key}={value}" for key, value in each.found.changes.items())

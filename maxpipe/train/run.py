@@ -279,7 +279,7 @@ def _datasets(config: Config, moved: Callable[[], None]) -> Datasets:
         batch_size=config.train.batch_size,
         sequence_length=config.train.sequence_length,
         eval_batch_size=config.eval.batch_size,
-        cache_dir=str(full(config.run.dir) / ".index"),
+        cache_dir=str(full(config.run.dir, "run.dir") / ".index"),
         moved=moved,
     )
     check_vocab(datasets.tokenizer, config.model.vocab_size)
@@ -294,7 +294,7 @@ def _programs(
     if num_left == 0:
         console.note(f"all {total_steps(config.train)} steps are done: nothing is left to train")
     elif config.runtime.executable:
-        folder = full(config.runtime.executable)
+        folder = full(config.runtime.executable, "runtime.executable")
         with console.stage(f"loading train step from {folder}"):
             train_step = steps.load_train(folder, to_dict(config))
     else:

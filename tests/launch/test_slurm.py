@@ -161,11 +161,11 @@ def test_progress_of_checkpoints_elsewhere_is_read_from_the_records(
     start, saved = (tmp_path / "events.jsonl").read_text().splitlines()
     behave(
         cluster,
-        "if [ $SLURM_PROCID = 0 ]; then\n"
-        "  mkdir -p $RUN; touch $RUN/events.jsonl; n=$(grep -c checkpoint $RUN/events.jsonl)\n"
-        f"  echo '{start}' | sed s/77/$n/ >>$RUN/events.jsonl\n"
-        f"  if [ $n -lt 3 ]; then echo '{saved}' | sed s/77/$((n + 1))/ >>$RUN/events.jsonl; fi\n"
-        "fi\nsleep 0.5\nkill -KILL $$",
+        "[ $SLURM_PROCID = 0 ] || exec sleep 30\n"
+        "mkdir -p $RUN; touch $RUN/events.jsonl; n=$(grep -c checkpoint $RUN/events.jsonl)\n"
+        f"echo '{start}' | sed 's/: 77/: '$n/ >>$RUN/events.jsonl\n"
+        f"[ $n -ge 3 ] || echo '{saved}' | sed 's/: 77/: '$((n + 1))/ >>$RUN/events.jsonl\n"
+        "kill -KILL $$",
     )
     with cluster.submitted(job) as submitted:
         assert submitted.wait(timeout=60) == 137, cluster.output(job)

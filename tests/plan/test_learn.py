@@ -81,6 +81,7 @@ def test_what_does_not_fit_runs_once_and_comes_last(
         return None if len(tries) == 2 else found.cost.seconds
 
     monkeypatch.setattr(recheck, "_measured", measured)
+    # The smallest of them is tried in spite of all that failed before.
     ran = recheck.run_best(candidates[:4], 9, [], lambda _: None)
     assert len(ran) == len({id(each) for each in tries}) == 4
     assert [each.fits for each in ran] == [True, True, True, False] and ran[3].found is tries[1]
