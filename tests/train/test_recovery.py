@@ -154,7 +154,8 @@ def test_full_disk_is_told_before_the_save(copy: Path, tiny: Path, run: Run):
         with open_run(small / "run") as checkpoints:
             assert checkpoints.restore(12).step == 12
     finally:
-        subprocess.run(["umount", str(small)], check=True)
+        # A thread that has just read there may hold a file open for a moment.
+        subprocess.run(["umount", "--lazy", str(small)], check=True)
 
 
 @pytest.mark.fault("F17")
