@@ -101,9 +101,9 @@ def again(measure: Callable[[], T]) -> T:
 def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
-    sizes = [Sizes(config_of(tokens=tokens)) for tokens in (32, 256)]
+    sizes = [Sizes(config_of(tokens=tokens)) for tokens in (32, 512)]
     few, many = (again(partial(calibrate.measure, each, devices)) for each in sizes)
-    # Eight times the matmuls and 64 times the scores, and messages eight times as long.
+    # Sixteen times the matmuls and 256 times the scores, and messages sixteen times as long.
     assert many.forward > 4 * few.forward and many.forward_alone > 4 * few.forward_alone
     assert many.input_grad > 4 * few.input_grad and many.weight_grad > 4 * few.weight_grad
     # Virtual devices share cores, and nothing moves in no time.

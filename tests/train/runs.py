@@ -65,6 +65,13 @@ def wait_for(process: subprocess.Popen[str], beginning: str) -> list[str]:
 # Files.
 
 
+def write_module(folder: Path, text: str) -> Path:
+    """What the command's Python runs before anything else, to be found in the folder."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(text)
+    return folder
+
+
 def records(folder: Path) -> dict[int, dict[str, Any]]:
     """The lines of metrics.jsonl by step, of which each is there once and in order."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

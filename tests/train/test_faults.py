@@ -29,6 +29,7 @@ from tests.train.runs import (
     saved_steps,
     together_at,
     wait_for,
+    write_module,
 )
 
 pytestmark = pytest.mark.faults
@@ -207,13 +208,6 @@ def test_the_launcher_starts_again_after_a_kill(
     assert launcher.returncode == 0, output
     assert losses(tmp_path / "run") == losses(unbroken)
     assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
-
-
-def write_module(folder: Path, text: str) -> Path:
-    """What the command's Python runs before anything else, to be found in the folder."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(text)
-    return folder
 
 
 @pytest.mark.fault("S1")

@@ -13,7 +13,7 @@ import pytest
 
 from maxpipe.checkpoint.manager import open_run
 from maxpipe.checkpoint.trees import digest
-from tests.train.runs import Run, Start, events, saved_digest, wait_for
+from tests.train.runs import Run, Start, events, saved_digest, wait_for, write_module
 
 STEPS = 16
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints"
@@ -87,11 +87,24 @@ def test_run_without_a_good_checkpoint_does_not_start_anew(copy: Path, tiny: Pat
 
 @pytest.mark.fault("F15", "F2")
 def test_second_run_is_refused_and_a_kill_inside_a_save_costs_that_save_only(
-    copy: Path, unbroken: Path, tiny: Path, start: Start, run: Run
+    copy: Path, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
-    """The first run is stopped, then killed, when its unfinished save has array files."""
+    """The first run is stopped, then killed, when its unfinished save has array files.
+
+    The step that finishes it is slow, or it could be over before the signal comes.
+    """
+    slow = """
+import os, time
+def slowly(move):
+    def moved(source, *rest, **more):
+        if os.fspath(source).endswith("16.orbax-checkpoint-tmp"):
+            time.sleep(10)
+        return move(source, *rest, **more)
+    return moved
+os.rename, os.replace = slowly(os.rename), slowly(os.replace)
+"""
     folder, arguments = copy / "checkpoints", ("train", tiny, f"run.dir={copy.parent}", *ARGUMENTS)
-    with start(*arguments) as process:
+    with start(*arguments, modules=write_module(tmp_path / "modules", slow)) as process:
         while process.poll() is None and not (folder / str(STEPS)).exists():
             if any(folder.glob("16.orbax-checkpoint-tmp/state/**/d/*")):
                 process.send_signal(signal.SIGSTOP)
