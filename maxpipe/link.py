@@ -409,15 +409,16 @@ def _delay_aborts(delay: bool = True) -> None:
 
     The handler is C's own `sleep`, given the signal's number: six seconds. Python could not run
     one in that thread. Afterwards the abort goes on. The handler serves once, so that whoever
-    sends SIGABRT from outside, and wants more than a pause, sends it again.
+    sends SIGABRT from outside, and wants more than a pause, sends it again. Python's faulthandler,
+    where somebody turned it on, keeps the signal: stacks were asked for.
     """
+    if faulthandler.is_enabled():
+        return
     libc = ctypes.CDLL(None)
     once = getattr(libc, "sysv_signal", libc.signal)  # SA_RESETHAND, where there is such a choice
     once.argtypes = ctypes.c_int, ctypes.c_void_p
     handler = ctypes.cast(libc.sleep, ctypes.c_void_p) if delay else None  # SIG_DFL
     once(signal.SIGABRT, handler)
-    if faulthandler.is_enabled():  # shows stacks, and hands on to the handler before it
-        faulthandler.enable()
 
 
 def _exit_now(code: int) -> None:

@@ -111,8 +111,7 @@ def _measured(found: Found, devices: Sequence[Any], tell: Callable[[str], None])
 
 
 def _line(doing: str, place: int, count: int, found: Found) -> str:
-    keys = " ".join(f"{key}={value}" for key, value in found.changes.items())
-    return f"{doing} {place} of {count}: {keys}"
+    return f"{doing} {place} of {count}: {found.words}"
 
 
 def _ranked(checked: Sequence[Checked]) -> list[Checked]:

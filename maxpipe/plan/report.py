@@ -202,20 +202,19 @@ def rechecked(found: Sequence[Checked], *, ran: bool = False) -> str:
     """What the compiler, or the devices if they `ran` there, say of the best layouts."""
     lines = ["", "measured:" if ran else "by the compiler:"]
     for place, each in enumerate(found, 1):
-        keys = " ".join(f"{key}={value}" for key, value in each.found.changes.items())
         foretold = f"{gib(each.found.memory.total)} foretold"
         if each.measured is not None:
             forecast = f"{each.found.cost.seconds:.3g} s foretold"
-            lines += [f"{place:>2}. {each.measured:.3g} s ({forecast})", f"    {keys}"]
+            lines += [f"{place:>2}. {each.measured:.3g} s ({forecast})", f"    {each.found.words}"]
             continue
         if each.report is None:
-            lines += [f"{place:>2}. does not fit, {foretold}", f"    {keys}"]
+            lines += [f"{place:>2}. does not fit, {foretold}", f"    {each.found.words}"]
             continue
         verdict = "fits" if each.fits else "does not fit"
         lines += [
             f"{place:>2}. {each.seconds:.3g} s, {gib(each.report.total_bytes)} ({foretold}): "
             f"{verdict}",
-            f"    {keys}",
+            f"    {each.found.words}",
         ]
     return "\n".join(lines)
 
@@ -268,10 +267,9 @@ def searched(found: Search, hardware: Hardware) -> str:
     for place, each in enumerate(found.best[:SHOWN], 1):
         parts = sorted(each.cost.parts.items(), key=lambda item: -item[1])
         spent = ", ".join(f"{name} {s / each.cost.seconds:.0%}" for name, s in parts[:4])
-        keys = " ".join(f"{key}={value}" for key, value in each.changes.items())
         lines += [
             f"{place:>2}. {each.cost.seconds:.3g} s, MFU {each.cost.mfu:.1%}, "
             f"{each.memory.total / GIB:.1f} GiB: {spent}",
-            f"    {keys}",
+            f"    {each.words}",
         ]
     return "\n".join(lines)

@@ -61,6 +61,11 @@ class Found:
                 found[f"pipeline.{name}"] = value
         return found
 
+    @property
+    def words(self) -> str:
+        """The same as overrides of a command line."""
+        return " ".join(f"{key}={value}" for key, value in self.changes.items())
+
 
 @dataclass(frozen=True)
 class Search:

@@ -26,7 +26,6 @@ CLUSTERS = {
 }
 
 
-# The launcher runs without jax; other tests have loaded it into this process.
 def test_no_secret_of_a_launch_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):

@@ -143,18 +143,20 @@ def test_jobs_follow_the_exit_codes(
     assert len(cluster.steps()) == steps or (steps == -1 and len(cluster.steps()) > 3)
 
 
-@pytest.mark.parametrize("elsewhere", ["dir=gs://somewhere/runs", "local_dir=/tmp/checkpoints"])
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        ["checkpoint.dir=gs://somewhere/runs"],
+        ["checkpoint.local_dir=/tmp/checkpoints", "checkpoint.local_every=5"],
+    ],
+)
 def test_progress_of_checkpoints_elsewhere_is_read_from_the_records(
-    write: Write, cluster: Cluster, tmp_path: Path, elsewhere: str
+    write: Write, cluster: Cluster, tmp_path: Path, elsewhere: list[str]
 ):
     """Three kills in a row after newer checkpoints, then two without, of which one is allowed."""
     keys = ["launch.topology=cpu:4", "launch.slices=2", f"launch.program={cluster.program}"]
-    keys += [f"checkpoint.{elsewhere}", "checkpoint.local_every=5", "launch.restarts=1"]
-    if elsewhere.startswith("dir"):
-        keys.remove("checkpoint.local_every=5")
-    run = tmp_path / "quickstart"
-    cluster.environment["RUN"] = str(run)
-    job = write("slurm", *keys, f"run.dir={tmp_path}")
+    cluster.environment["RUN"] = str(tmp_path / "quickstart")
+    job = write("slurm", *keys, *elsewhere, "launch.restarts=1", f"run.dir={tmp_path}")
     log = EventLog(tmp_path)
     log.write("start", step=77, devices=8)
     log.write("checkpoint", step=77, bytes=9)

@@ -104,8 +104,9 @@ def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPa
     sizes = [Sizes(config_of(tokens=tokens)) for tokens in (32, 512)]
     few, many = (again(partial(calibrate.measure, each, devices)) for each in sizes)
     # Sixteen times the matmuls and 256 times the scores, and messages sixteen times as long.
-    assert many.forward > 4 * few.forward and many.forward_alone > 4 * few.forward_alone
-    assert many.input_grad > 4 * few.input_grad and many.weight_grad > 4 * few.weight_grad
+    assert many.forward > 8 * few.forward and many.forward_alone > 8 * few.forward_alone
+    assert many.input_grad > 8 * few.input_grad
+    assert many.weight_grad > 4 * few.weight_grad  # adding it up takes the same for any length
     # Virtual devices share cores, and nothing moves in no time.
     assert many.forward > many.forward_alone > 0
     assert min(many.hop, many.gather, many.scatter, many.latency, many.fresh) > 0
