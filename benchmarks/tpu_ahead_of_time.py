@@ -94,6 +94,7 @@ def compile_one(mode: Mode, microbatches: int) -> dict[str, Any]:
     return {
         "arguments": memory.argument_size_in_bytes / GIB,
         "temporary": memory.temp_size_in_bytes / GIB,
+        "peak": memory.peak_memory_in_bytes / GIB,
         "gigacycles": busiest.cycles / 1e9,
         "teraflops": average.flops / 1e12,
         "fsdp": average.bytes_moved(group_size=FSDP) / GIB,
@@ -142,7 +143,8 @@ def _sources() -> str:
 
 def table(modes: list[Mode], cache: Path, num_entries: int) -> str:
     """The benchmark page."""
-    head = ["arguments GiB", *(f"temp GiB M = {m}" for m in MICROBATCHES), "flat"]
+    head = ["arguments GiB", *(f"temp GiB M = {m}" for m in MICROBATCHES)]
+    head += [*(f"peak GiB M = {m}" for m in MICROBATCHES), "flat"]
     head += [*(f"Gcycles M = {m}" for m in MICROBATCHES), "fsdp GiB", "stage GiB"]
     head += ["TFLOP", "async", "sends hidden", "copies"]
     lines = ["| mode | " + " | ".join(head) + " |", "|" + "---|" * (len(head) + 1)]
@@ -152,8 +154,9 @@ def table(modes: list[Mode], cache: Path, num_entries: int) -> str:
         few, many = results
         if few is None or many is None:
             continue
-        flat = abs(many["temporary"] / few["temporary"] - 1) <= 0.01
-        cells = [f"{few['arguments']:.2f}", *(f"{each['temporary']:.2f}" for each in (few, many))]
+        flat = all(abs(many[key] / few[key] - 1) <= 0.01 for key in ("temporary", "peak"))
+        cells = [f"{few['arguments']:.2f}"]
+        cells += [f"{each[key]:.2f}" for key in ("temporary", "peak") for each in (few, many)]
         cells += ["yes" if flat else "no"]
         cells += [f"{each['gigacycles']:.2f}" for each in (few, many)]
         cells += [f"{few['fsdp']:.1f}", f"{few['stage']:.1f}"]
@@ -180,12 +183,13 @@ PREAMBLE = f"""\
 ({LAYERS} layers, D 4096, F 14336, V 128256, T {TOKENS}), full train step with AdamW, compiled for
 {TOPOLOGY} as {STAGES} stages x {FSDP} fsdp shards, one sequence per device and microbatch. Cycles
 are the compiler's estimates along the busiest stages, without synchronous collectives; traffic and
-TFLOP are what the average device sends and multiplies per step at M = {MICROBATCHES[0]}. Flat:
-temporary memory differs by at most 1% between the two M. Async: collectives whose start and done
-are two instructions, of all that move at least {ACTIVATION >> 20} MiB. Sends hidden: messages
-between stages with work between start and done. Copies: of {2 * ACTIVATION >> 20} MiB or more, in
-loops. With visits, M = 16 is a single group, which needs two slots of the window; from the second
-group on it is three, whatever M.
+TFLOP are what the average device sends and multiplies per step at M = {MICROBATCHES[0]}. Peak,
+which has the arguments in it, is what must fit; temp is more than is ever there at once
+(docs/decisions/0016-peak-memory.md). Flat: both differ by at most 1% between the two M. Async:
+collectives whose start and done are two instructions, of all that move at least
+{ACTIVATION >> 20} MiB. Sends hidden: messages between stages with work between start and done.
+Copies: of {2 * ACTIVATION >> 20} MiB or more, in loops. With visits, M = 16 is a single group,
+which needs two slots of the window; from the second group on it is three, whatever M.
 
 """
 

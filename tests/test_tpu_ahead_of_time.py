@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from maxpipe.plan.advice import capacity
+
 pytest.importorskip("libtpu")
 pytestmark = pytest.mark.slow
 
@@ -58,8 +60,34 @@ print(json.dumps({
 """
 
 
-def compiled(**pipeline: Any) -> dict[str, Any]:
-    """What the compiler made of a train step, read in a process of its own."""
+SIZES = """
+import json
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+def summed(weight, start):
+    step = lambda carry, _: (jnp.tanh(carry @ weight) @ weight, None)
+    return jax.lax.scan(step, start, length=8)[0].astype(jnp.float32).sum()
+
+device = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
+found = {}
+for size in (8192, 17024, 17152):
+    shape = jax.ShapeDtypeStruct((size, size), jnp.bfloat16, sharding=SingleDeviceSharding(device))
+    try:
+        memory = jax.jit(jax.grad(summed)).lower(shape, shape).compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        found[size] = str(error)
+    else:
+        held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        found[size] = [memory.peak_memory_in_bytes, held + memory.temp_size_in_bytes]
+print(json.dumps(found))
+"""
+
+
+def run(program: str, *arguments: str) -> dict[str, Any]:
+    """The JSON that a program prints in a process of its own."""
     environment = os.environ | {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5p-16",
@@ -68,15 +96,20 @@ def compiled(**pipeline: Any) -> dict[str, Any]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "PYTHONPATH": str(ROOT),
     }
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(pipeline)],
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert run.returncode == 0, run.stderr[-2000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def compiled(**pipeline: Any) -> dict[str, Any]:
+    """What the compiler made of a train step."""
+    return run(PROGRAM, json.dumps(pipeline))
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +130,13 @@ def test_messages_travel_while_layers_compute(by_iteration: dict[str, Any]) -> N
 
 def test_no_buffer_is_copied_in_a_loop(by_iteration: dict[str, Any]) -> None:
     assert not by_iteration["copies"]
+
+
+def test_the_compiler_refuses_by_the_peak() -> None:
+    found, there = run(SIZES), 15.75 * 2**30
+    peak, total = found["8192"]
+    scale = (17152 / 8192) ** 2
+    assert found["17024"][0] < there < found["17024"][1]  # the sum of all kinds would not fit
+    assert peak * scale > there and total > peak
+    needed = capacity(found["17152"])
+    assert needed == pytest.approx((peak * scale, there), rel=1e-3)

@@ -74,6 +74,10 @@ class Report:
     alias_bytes: int
     """Of outputs that take the place of arguments."""
     temp_bytes: int
+    """As the compiler states it: on TPUs more than is ever there at once."""
+    peak_bytes: int
+    """What the fullest moment needs, arguments and outputs included; 0 on devices where the
+    compiler does not say so. See decision 16."""
     program_bytes: int
     host_bytes: int
     """Temporary, in host memory."""
@@ -99,8 +103,14 @@ class Report:
     @property
     def total_bytes(self) -> int:
         """Needed on one device."""
-        held = self.argument_bytes + self.temp_bytes + self.program_bytes
-        return held + self.output_bytes - self.alias_bytes
+        held = self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
+        return (self.peak_bytes or held) + self.program_bytes
+
+    @property
+    def working_bytes(self) -> int:
+        """Of `total_bytes`, what is there neither before nor after the step."""
+        held = self.argument_bytes + self.output_bytes - self.alias_bytes + self.program_bytes
+        return self.total_bytes - held
 
     @property
     def fits(self) -> bool:
@@ -205,6 +215,7 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes if topology.platform == "tpu" else 0,
         program_bytes=memory.generated_code_size_in_bytes,
         host_bytes=memory.host_temp_size_in_bytes,
         memory_bytes=topology.hardware.memory_bytes,

@@ -120,7 +120,7 @@ class Model:
     @property
     def score_seconds(self) -> float:
         """Of that, what attention's scores take on their way through memory."""
-        return SCORE_TRAFFIC * self.sizes.scores / (self.hardware.memory_gb_per_second * 1e9)
+        return SCORE_TRAFFIC * self.sizes.held_scores / (self.hardware.memory_gb_per_second * 1e9)
 
     @cached_property
     def matmul_seconds(self) -> float:

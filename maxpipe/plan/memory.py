@@ -2,7 +2,7 @@
 
 What the train step holds is counted: state, buffers of the table, sums of gradients. What it
 needs besides at its fullest moment is a sum of arrays that are alive then; `benchmarks/`
-holds both against the compiler. No jax.
+holds the total against the peak that the compiler states. No jax.
 """
 
 from __future__ import annotations
@@ -139,32 +139,31 @@ def _copies(sizes: Sizes) -> float:
     return float(size * elements)
 
 
-AT_ONCE = {"iteration": 5.2, "visit": 1.0, "step": 1.0}
-"""Whole layers in compute type that are there in a layer's backward: gathered, on their way, and
-their gradients in float32. Fitted."""
-SCORE_ROOM = 9.5
-"""Held for each pair of query and key: scores of all blocks of attention in float32, probabilities,
-their gradients, and what the allocator leaves free between them. Fitted."""
+WEIGHTS = {"iteration": 2.0, "visit": 0.8, "step": 0.8}
+"""Copies in compute type of a layer's whole weights that its backward holds, gathered ones and
+gradients together. Fitted, like the next three."""
+SCORE_BYTES = 6.9
+"""For each pair of query and key: scores of all blocks of attention in float32, and the gradient of
+their probabilities."""
+HIDDEN = 6.0
+"""Copies of the MLP's hidden activations at the moment that its backward is at work."""
+SUMMED = 1.2
+"""Copies of whole activations that are on their way to be summed over tensor."""
 
 
 def _at_work(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     """What is alive besides at the fullest moment: in a layer's backward or in the loss head."""
     model, pipeline = sizes.config.model, sizes.config.pipeline
     size, gathers = BYTES[model.compute_dtype], pipeline.weight_gather == "iteration"
-    at_once = AT_ONCE["step" if _by_step(sizes, schedule) else pipeline.weight_gather]
-    layer = at_once * size * sizes.layer_elements(whole=True)
-    layer += SCORE_ROOM / 2 * size * sizes.scores
-    # Where tensor shards are summed, whole activations come and go.
-    streams = 4 if sizes.tensor == 1 else 12
-    layer += size * (3 * sizes.named(("gate",)) + streams * sizes.activation)
+    copies = WEIGHTS["step" if _by_step(sizes, schedule) else pipeline.weight_gather]
+    attention = SCORE_BYTES / 2 * size * sizes.held_scores
+    if sizes.tensor > 1:
+        attention += SUMMED * size * sizes.activation
+    layer = copies * size * sizes.layer_elements(whole=True)
+    layer += max(attention, HIDDEN * size * sizes.named(("gate",)))
     if pipeline.remat == "chunk":
         layer += sizes.layers_per_chunk * size * sizes.activation
+    # Logits in float32, the head's matrix, its gradient in float32.
     matrix = sizes.matrix_elements(whole=True)
-    columns = matrix // model.d_model
-    logits = 4.0 * matrix + (4 + size) * sizes.tokens * columns + size * matrix * gathers
-    # Two conditionals hand the head's gradient on, and XLA keeps it twice.
-    twice = 4.0 * sizes.matrix_elements(whole=not gathers)
-    return {
-        "layer": layer if layer >= logits else 0.0,
-        "logits": twice + (0.0 if layer >= logits else logits),
-    }
+    logits = 4.0 * sizes.tokens * (matrix // model.d_model) + (4 + size * gathers) * matrix
+    return {"layer": layer} if layer >= logits else {"logits": logits}

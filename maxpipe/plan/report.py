@@ -32,7 +32,7 @@ def compiled(report: Report) -> str:
         "",
         f"memory of one device: {gib(report.total_bytes)} of {gib(report.memory_bytes)} "
         f"({share:.0%}): {verdict}",
-        f"  arguments {gib(report.argument_bytes)}, temporary {gib(report.temp_bytes)}, "
+        f"  arguments {gib(report.argument_bytes)}, temporary {gib(report.working_bytes)}, "
         f"outputs besides {gib(report.output_bytes - report.alias_bytes)}, program "
         f"{gib(report.program_bytes)}",
     ]

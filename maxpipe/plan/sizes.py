@@ -205,6 +205,11 @@ class Sizes:
         heads = -(-self.config.model.num_heads // self._share("heads"))
         return self.rows * heads * scored_pairs(self.config.train.sequence_length)
 
+    @property
+    def held_scores(self) -> int:
+        """Of `scores`, those that stand in memory: a fused kernel writes none."""
+        return self.scores if self.config.model.attention == "xla" else 0
+
     def kept_bytes(self) -> tuple[float, float]:
         """(on the device, on the host) kept by one layer, or by a chunk with `chunk`."""
         pipeline, size = self.config.pipeline, BYTES[self.config.model.compute_dtype]
@@ -221,7 +226,7 @@ class Sizes:
         """All that a layer's differentiation keeps: as listed by tracing it."""
         size, tokens = BYTES[self.config.model.compute_dtype], self.tokens
         model = self.config.model
-        heads, scores = -(-model.num_heads // self._share("heads")), self.scores
+        heads, scores = -(-model.num_heads // self._share("heads")), self.held_scores
         # In float32: four inputs of norms, their statistics, angles, statistics of the softmax.
         wide = 4 * self.activation + tokens * (4 + 2 * model.head_size + 2 * heads)
         named = self._named

@@ -118,6 +118,16 @@ def test_the_report_is_text_and_json(report: Report) -> None:
     assert not report.unknown_loops
 
 
+def test_where_the_compiler_states_a_peak_it_is_what_must_fit(report: Report) -> None:
+    held = report.argument_bytes + report.output_bytes - report.alias_bytes
+    assert not report.peak_bytes and report.working_bytes == report.temp_bytes  # CPUs do not
+    stated = replace(report, peak_bytes=held + 1000, program_bytes=10)
+    assert stated.total_bytes == held + 1010 and stated.working_bytes == 1000
+    assert "temporary 0.00 MiB" in compiled(stated)
+    tight = replace(stated, memory_bytes=held + 1010)
+    assert tight.fits and not replace(tight, memory_bytes=held + 1009).fits
+
+
 MESSAGE = """\
 RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used \
 120.50G of 95.74G hbm. Exceeded hbm capacity by 24.76G.

@@ -13,7 +13,8 @@ from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
 from maxpipe.mesh import AXES
 from maxpipe.plan.compile import build_steps
-from maxpipe.plan.memory import buffers, state
+from maxpipe.plan.memory import buffers, memory, state
+from maxpipe.plan.search import schedule_of
 from maxpipe.plan.sizes import Sizes, layer_weights
 from maxpipe.train.step import Steps
 from tests.cases import buffer_bytes
@@ -119,3 +120,16 @@ def test_parameters_are_those_of_the_model() -> None:
     assert elements * MODEL["num_layers"] == sum(
         int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(layers)
     )
+
+
+def test_a_fused_attention_holds_no_scores() -> None:
+    pipeline = {"microbatches": 2, "remat": "none"}
+    plain, fused = (config_of({"attention": name}, {}, pipeline) for name in ("xla", "cudnn"))
+    pairs = Sizes(plain).held_scores
+    assert pairs and not Sizes(fused).held_scores
+    # Of each pair: whether it counts, its score in float32, its probability in bfloat16.
+    kept = Sizes(plain).kept_bytes()[0] - Sizes(fused).kept_bytes()[0]
+    assert kept == (1 + 4 + 2) * pairs
+    layers = schedule_of(plain).num_stash * Sizes(plain).layers_per_chunk
+    needs = [memory(Sizes(each), schedule_of(each)).temporary for each in (plain, fused)]
+    assert needs[0] - needs[1] >= layers * kept
