@@ -79,6 +79,13 @@ class Hardware:
         return self.torus_dims > 0
 
     @property
+    def platform(self) -> str:
+        """jax's name of the backend."""
+        if self.topology == "cpu":
+            return "cpu"
+        return "tpu" if self.is_tpu else "cuda"
+
+    @property
     def ways(self) -> int:
         """In which a ring of its devices sends at once."""
         return 2 if self.is_tpu else 1

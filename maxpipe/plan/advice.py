@@ -36,6 +36,10 @@ TERMS: dict[str, Term] = {
         "the parameters' shards in compute type",
         "pipeline.remat=chunk (not kept on TPUs), more mesh.ici_fsdp",
     ),
+    "widened": Term(
+        "float32 copies of what is narrower, for CPUs compute in float32",
+        "model.compute_dtype=float32",
+    ),
     "held": Term(
         "whole weights of a stage, gathered once for the step",
         "pipeline.weight_gather=visit or iteration",

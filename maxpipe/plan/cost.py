@@ -315,7 +315,7 @@ def _fresh(model: Model, schedule: Schedule, held: Memory | None) -> float:
     rate = model.hardware.fresh_gb_per_second
     if not rate:
         return 0.0
-    held = held or memory(model.sizes, schedule, tpu=model.hardware.is_tpu)
+    held = held or memory(model.sizes, schedule, platform=model.hardware.platform)
     return held.temporary / (rate * 1e9)
 
 

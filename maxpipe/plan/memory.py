@@ -7,7 +7,7 @@ holds the total against the peak that the compiler states. No jax.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from maxpipe.pipeline.table import Schedule
 from maxpipe.plan.sizes import BYTES, Sizes
@@ -46,12 +46,19 @@ class Memory:
         return [(name, size) for name, size in ordered if size > 0.001 * self.total]
 
 
-def memory(sizes: Sizes, schedule: Schedule, *, tpu: bool = True) -> Memory:
-    """What the train step of a config takes."""
+def memory(sizes: Sizes, schedule: Schedule, *, platform: str = "tpu") -> Memory:
+    """What the train step of a config takes on devices of a platform, as jax names it."""
     terms = state(sizes) | buffers(sizes, schedule)
     terms |= _gathered(sizes)
-    terms["copies"] = _copies(sizes) if tpu else 0.0
-    terms |= _at_work(sizes, schedule)
+    if platform == "tpu":
+        terms["copies"] = _copies(sizes)
+    working = sizes
+    if platform == "cpu" and sizes.config.model.compute_dtype != "float32":
+        working = _in_float32(sizes)
+        terms["widened"] = _widened(sizes, working, schedule)
+    layer = _layer_on_tpu(sizes, schedule) if platform == "tpu" else _layer(working)
+    logits = _logits(working, 1.0 if platform == "tpu" else UNFUSED_LOGITS)
+    terms |= {"layer": layer} if layer >= logits else {"logits": logits}
     on_host = schedule.num_stash * sizes.layers_per_chunk * sizes.kept_bytes()[1]
     return Memory({name: size for name, size in terms.items() if size}, on_host)
 
@@ -139,31 +146,70 @@ def _copies(sizes: Sizes) -> float:
     return float(size * elements)
 
 
+def _in_float32(sizes: Sizes) -> Sizes:
+    config = sizes.config
+    return Sizes(replace(config, model=replace(config.model, compute_dtype="float32")))
+
+
+def _widened(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
+    """XLA for CPU computes in float32: it widens gathered weights, and copies of buffers."""
+    both = (sizes, wide)
+    held, held_wide = (sum(_gathered(each).values()) for each in both)
+    carried, carried_wide = (sum(buffers(each, schedule).values()) for each in both)
+    return held_wide - held + 2 * (carried_wide - carried)
+
+
 WEIGHTS = {"iteration": 2.0, "visit": 0.8, "step": 0.8}
 """Copies in compute type of a layer's whole weights that its backward holds, gathered ones and
-gradients together. Fitted, like the next three."""
+gradients together. These and the next three: on TPUs, fitted."""
 SCORE_BYTES = 6.9
-"""For each pair of query and key: scores of all blocks of attention in float32, and the gradient of
-their probabilities."""
+"""For each pair of query and key, in bfloat16: scores of all blocks of attention in float32, and
+the gradient of their probabilities."""
 HIDDEN = 6.0
 """Copies of the MLP's hidden activations at the moment that its backward is at work."""
 SUMMED = 1.2
 """Copies of whole activations that are on their way to be summed over tensor."""
 
 
-def _at_work(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
-    """What is alive besides at the fullest moment: in a layer's backward or in the loss head."""
-    model, pipeline = sizes.config.model, sizes.config.pipeline
-    size, gathers = BYTES[model.compute_dtype], pipeline.weight_gather == "iteration"
-    copies = WEIGHTS["step" if _by_step(sizes, schedule) else pipeline.weight_gather]
+def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
+    """A layer's backward, whose attention and MLP take the memory in turn."""
+    pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
     attention = SCORE_BYTES / 2 * size * sizes.held_scores
     if sizes.tensor > 1:
         attention += SUMMED * size * sizes.activation
+    copies = WEIGHTS["step" if _by_step(sizes, schedule) else pipeline.weight_gather]
     layer = copies * size * sizes.layer_elements(whole=True)
-    layer += max(attention, HIDDEN * size * sizes.named(("gate",)))
-    if pipeline.remat == "chunk":
-        layer += sizes.layers_per_chunk * size * sizes.activation
-    # Logits in float32, the head's matrix, its gradient in float32.
+    return layer + max(attention, HIDDEN * size * sizes.named(("gate",))) + _chunk_inputs(sizes)
+
+
+def _layer(sizes: Sizes) -> float:
+    """The same on other devices, which hold most of a layer at once; fitted on CPUs."""
+    pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
+    pairs = float(sizes.held_scores)
+    # What is kept is not computed again.
+    hidden = 5.0 if pipeline.remat in ("names", "none") else 8.5
+    mlp = hidden * sizes.named(("gate",)) + 1.9 * pairs
+    alive = max(3.0 * pairs, mlp) + 10.0 * sizes.activation
+    alive += 0.8 * sizes.layer_elements(whole=True)
+    return size * alive + _chunk_inputs(sizes)
+
+
+def _chunk_inputs(sizes: Sizes) -> float:
+    """Of the layers of a chunk whose forward has just been run again."""
+    pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
+    layers = sizes.layers_per_chunk if pipeline.remat == "chunk" else 0
+    return float(layers * size * sizes.activation)
+
+
+UNFUSED_LOGITS = 3.0
+"""Copies of the logits in float32 where XLA does not fuse the loss and its gradient; a TPU holds
+one."""
+
+
+def _logits(sizes: Sizes, copies: float) -> float:
+    """The loss head's backward."""
+    model, gathers = sizes.config.model, sizes.config.pipeline.weight_gather == "iteration"
     matrix = sizes.matrix_elements(whole=True)
-    logits = 4.0 * sizes.tokens * (matrix // model.d_model) + (4 + size * gathers) * matrix
-    return {"layer": layer} if layer >= logits else {"logits": logits}
+    once = 4.0 * sizes.tokens * (matrix // model.d_model)
+    # The gradient of the head's matrix comes after the other copies.
+    return max(copies * once, once + 4.0 * matrix) + BYTES[model.compute_dtype] * matrix * gathers

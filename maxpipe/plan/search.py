@@ -104,7 +104,7 @@ def search(
         considered += 1
         sizes = Sizes(candidate)
         short, long = short_schedules(candidate)
-        if memory(sizes, long or short, tpu=hardware.is_tpu).total > limit:
+        if memory(sizes, long or short, platform=hardware.platform).total > limit:
             too_large += 1
             continue
         ranked.append((_seconds(candidate, short, long, hardware), candidate))
@@ -134,7 +134,7 @@ def search(
 def evaluate(config: Config, hardware: Hardware) -> Found:
     """Forecasts from the layout's own table."""
     sizes, schedule = Sizes(config), schedule_of(config)
-    held = memory(sizes, schedule, tpu=hardware.is_tpu)
+    held = memory(sizes, schedule, platform=hardware.platform)
     return Found(config, schedule, held, cost(sizes, schedule, hardware, held))
 
 

@@ -48,9 +48,7 @@ class Topology:
     @property
     def platform(self) -> str:
         """jax's name of the backend."""
-        if self.hardware.topology == "cpu":
-            return "cpu"
-        return "tpu" if self.hardware.is_tpu else "cuda"
+        return self.hardware.platform
 
     @property
     def devices_per_slice(self) -> int:

@@ -30,9 +30,11 @@ MODEL = {
 }
 
 
-def config_of(model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]) -> Config:
+def config_of(
+    model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any], tokens: int = 32
+) -> Config:
     rows = 2 * pipeline["microbatches"] * mesh.get("ici_fsdp", 1) * mesh.get("ici_data", 1)
-    train = {"batch_size": rows, "sequence_length": 32, "steps": 1}
+    train = {"batch_size": rows, "sequence_length": tokens, "steps": 1}
     sections = {"model": MODEL | model, "mesh": mesh, "pipeline": pipeline, "train": train}
     return from_dict(sections)
 
@@ -133,3 +135,29 @@ def test_a_fused_attention_holds_no_scores() -> None:
     layers = schedule_of(plain).num_stash * Sizes(plain).layers_per_chunk
     needs = [memory(Sizes(each), schedule_of(each)).temporary for each in (plain, fused)]
     assert needs[0] - needs[1] >= layers * kept
+
+
+WORDS = {"vocab_size": 16384}
+WIDE = {"d_model": 256, "d_mlp": 1024}
+NARROW_TYPE = {"compute_dtype": "bfloat16"}
+TEMPORARY: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
+    ({}, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4, "repeats": 2}),
+    ({}, {"ici_stage": 4, "ici_fsdp": 2}, {"microbatches": 8, "remat": "names"}),
+    (WORDS, {"ici_fsdp": 8}, {"microbatches": 2}),
+    (WORDS, {"ici_fsdp": 4, "ici_tensor": 2}, {"microbatches": 2}),
+    (WIDE, {"ici_fsdp": 8}, {"microbatches": 1}),
+    (WIDE, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4, "weight_gather": "step"}),
+    (NARROW_TYPE, {"ici_fsdp": 8}, {"microbatches": 2, "remat": "names"}),
+    (NARROW_TYPE | WIDE, {"ici_fsdp": 8}, {"microbatches": 2, "remat": "none"}),
+]
+
+
+@pytest.mark.parametrize(("model", "mesh", "pipeline"), TEMPORARY)
+def test_memory_on_cpus_is_near_the_compilers(
+    model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
+) -> None:
+    config = config_of({"compute_dtype": "float32"} | model, mesh, pipeline, tokens=256)
+    compiled = steps_of(config).compile_train().memory_analysis()
+    foretold = memory(Sizes(config), schedule_of(config), platform="cpu")
+    assert foretold.arguments == pytest.approx(compiled.argument_size_in_bytes, rel=0.01)
+    assert foretold.temporary == pytest.approx(compiled.temp_size_in_bytes, rel=0.1)
