@@ -52,8 +52,9 @@ class Row:
         return [f"configs/model/llama3-{self.model}.yml", *fixed.split(), *keys, *placed]
 
 
-PROGRAM = ("mesh.py", "runtime.py", "sharding.py")
-"""Files that decide the compiled program, besides the model's, the pipeline's and train's."""
+PROGRAM = ("mesh.py", "runtime.py", "sharding.py", "compile.py", "hlo.py", "hlo_text.py")
+"""Files that decide the compiled program and what is read of it, besides the model's, the
+pipeline's and train's."""
 CACHE = Path(tempfile.gettempdir()) / "maxpipe-predicted-memory"
 AXES = ("stage", "data", "fsdp", "tensor")
 PIPELINE = ("schedule", "repeats", "group", "microbatches", "weight_gather", "remat")
@@ -282,18 +283,22 @@ def _sources() -> str:
 
 def table(rows: list[Row], cache: Path, *, terms: bool) -> str:
     """The benchmark page's body."""
-    lines = ["| run | arguments GiB | peak GiB | foretold GiB | ratio |", "|---|---|---|---|---|"]
+    head = ["run", "arguments", "arguments + temp", "peak", "foretold", "ratio"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     ratios, details = [], []
     for row in rows:
         report = compiled(row, cache)
         if report is None:
             continue
         plan = json.loads(subprocess.check_output(_maxpipe("plan", row), cwd=ROOT))
-        peak, foretold = report["peak_bytes"], plan["total_bytes"]
-        ratios.append(foretold / peak)
-        numbers = " | ".join(
-            f"{each / GIB:.2f}" for each in (report["argument_bytes"], peak, foretold)
+        arguments, peak, foretold = (
+            report["argument_bytes"],
+            report["peak_bytes"],
+            plan["total_bytes"],
         )
+        ratios.append(foretold / peak)
+        sizes = (arguments, arguments + report["temp_bytes"], peak, foretold)
+        numbers = " | ".join(f"{size / GIB:.2f}" for size in sizes)
         lines.append(f"| {row.name} | {numbers} | {ratios[-1]:.3f} |")
         if terms:
             listed = ", ".join(f"{k} {v / GIB:.2f}" for k, v in plan["terms"].items())
@@ -306,10 +311,10 @@ def table(rows: list[Row], cache: Path, *, terms: bool) -> str:
 PREAMBLE = """\
 # Foretold memory against the TPU compiler's
 
-`python benchmarks/predicted_memory.py --write`. Nothing ran on a TPU. Peak is the compiler's, with
-the arguments in it (docs/decisions/0016-peak-memory.md); foretold is the total of `maxpipe plan`.
-The few factors in `maxpipe/plan/memory.py` were fitted to the rows of 1B to 70B, not to those of
-405B.
+`python benchmarks/predicted_memory.py --write`. Nothing ran on a TPU. In GiB: arguments, the
+temporaries that the compiler states beside them, and the peak of both together are its own (why the
+peak counts: docs/decisions/0016-peak-memory.md); foretold is the total of `maxpipe plan`. The few
+factors in `maxpipe/plan/memory.py` were fitted to the rows of 1B to 70B, not to those of 405B.
 
 """
 

@@ -81,6 +81,18 @@ TERMS: dict[str, Term] = {
 }
 
 
+ROOM = 0.92
+"""Share of a device's memory that a forecast may take. The rest is for the program itself, for what
+the allocator leaves free between buffers, and for the forecast's error."""
+
+
+def verdict(foretold: float, memory: float) -> str:
+    """Whether a step that is foretold to take so many bytes fits a device."""
+    if foretold <= ROOM * memory:
+        return "fits"
+    return "may not fit" if foretold <= memory else "does not fit"
+
+
 def gib(size: float) -> str:
     """For people."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"

@@ -76,8 +76,8 @@ class Report:
     temp_bytes: int
     """As the compiler states it: on TPUs more than is ever there at once."""
     peak_bytes: int
-    """What the fullest moment needs, arguments and outputs included; 0 on devices where the
-    compiler does not say so. See decision 16."""
+    """What the fullest moment of a TPU needs, arguments and outputs included; 0 on other devices,
+    whose temporaries are one allocation. See decision 16."""
     program_bytes: int
     host_bytes: int
     """Temporary, in host memory."""
@@ -95,7 +95,7 @@ class Report:
     copies: int
     """Buffers copied inside loops."""
     buffers: dict[str, int]
-    """Bytes of what the loop over ticks carries, part of `temp_bytes`."""
+    """Bytes of what the loop over ticks carries, part of `working_bytes`."""
     largest: list[tuple[str, str, float]] = field(default_factory=list)
     """(operation, where it comes from, cycles) of the costliest instructions."""
     unknown_loops: list[str] = field(default_factory=list)
@@ -130,6 +130,7 @@ class Report:
         found = dataclasses.asdict(self)
         moved = sum(each.total_bytes for each in self.collectives)
         return found | {
+            "working_bytes": self.working_bytes,
             "total_bytes": self.total_bytes,
             "fits": self.fits,
             "collective_bytes": moved,

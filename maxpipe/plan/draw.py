@@ -8,7 +8,7 @@ from maxpipe.canvas import Box, Canvas, Label, text_width
 from maxpipe.hardware import Hardware
 from maxpipe.pipeline import pictures
 from maxpipe.pipeline.table import Costs
-from maxpipe.plan.advice import TERMS, gib
+from maxpipe.plan.advice import TERMS, gib, verdict
 from maxpipe.plan.cost import Model
 from maxpipe.plan.search import Found, short_schedules
 from maxpipe.plan.sizes import Sizes
@@ -55,8 +55,8 @@ def picture(found: Found, hardware: Hardware) -> Canvas:
 def _memory(found: Found, hardware: Hardware) -> Canvas:
     total, limit = found.memory.total, hardware.memory_bytes
     unit = _BAR_WIDTH / max(total, limit)
-    verdict = "fits" if total <= limit else "does not fit"
-    title = f"memory of one {hardware.name}: {gib(total)} of {gib(limit)}, {verdict}"
+    fits = verdict(total, limit)
+    title = f"memory of one {hardware.name}: {gib(total)} of {gib(limit)}, {fits}"
     canvas = Canvas(labels=[Label(_LEFT, 27, title, 15, _INK, "l", bold=True)])
     top = 44.0
     canvas.boxes.append(Box(_LEFT, top, limit * unit, _BAR, _PALE))

@@ -46,18 +46,22 @@ class Memory:
         return [(name, size) for name, size in ordered if size > 0.001 * self.total]
 
 
-def memory(sizes: Sizes, schedule: Schedule, *, platform: str = "tpu") -> Memory:
+def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     """What the train step of a config takes on devices of a platform, as jax names it."""
     terms = state(sizes) | buffers(sizes, schedule)
     terms |= _gathered(sizes)
+    working = sizes
     if platform == "tpu":
         terms["copies"] = _copies(sizes)
-    working = sizes
-    if platform == "cpu" and sizes.config.model.compute_dtype != "float32":
+    elif platform == "cpu" and sizes.config.model.compute_dtype != "float32":
         working = _in_float32(sizes)
         terms["widened"] = _widened(sizes, working, schedule)
-    layer = _layer_on_tpu(sizes, schedule) if platform == "tpu" else _layer(working)
-    logits = _logits(working, 1.0 if platform == "tpu" else UNFUSED_LOGITS)
+    layer = _layer_on_tpu(sizes, schedule)
+    if platform != "tpu":
+        together = _layer_on_cpu(working)
+        # GPUs were not measured: the larger of the two.
+        layer = together if platform == "cpu" else max(layer, together)
+    logits = _logits(working, fused=platform == "tpu")
     terms |= {"layer": layer} if layer >= logits else {"logits": logits}
     on_host = schedule.num_stash * sizes.layers_per_chunk * sizes.kept_bytes()[1]
     return Memory({name: size for name, size in terms.items() if size}, on_host)
@@ -156,41 +160,47 @@ def _widened(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
     both = (sizes, wide)
     held, held_wide = (sum(_gathered(each).values()) for each in both)
     carried, carried_wide = (sum(buffers(each, schedule).values()) for each in both)
+    # A float32 copy is twice what its original would grow by.
     return held_wide - held + 2 * (carried_wide - carried)
 
 
 WEIGHTS = {"iteration": 2.0, "visit": 0.8, "step": 0.8}
 """Copies in compute type of a layer's whole weights that its backward holds, gathered ones and
-gradients together. These and the next three: on TPUs, fitted."""
-SCORE_BYTES = 6.9
-"""For each pair of query and key, in bfloat16: scores of all blocks of attention in float32, and
-the gradient of their probabilities."""
-HIDDEN = 6.0
-"""Copies of the MLP's hidden activations at the moment that its backward is at work."""
+gradients together. These and the next four: on TPUs, fitted."""
+SCORES = 2.9 / 2
+"""The same of each pair of query and key that is scored, besides its score in float32: all blocks
+of attention are there at once."""
+MLP = 6.0
+"""The same of the MLP's hidden activations at the moment that its backward is at work."""
 SUMMED = 1.2
-"""Copies of whole activations that are on their way to be summed over tensor."""
+"""The same of whole activations that are on their way to be summed over tensor."""
 
 
 def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
     """A layer's backward, whose attention and MLP take the memory in turn."""
     pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
-    attention = SCORE_BYTES / 2 * size * sizes.held_scores
+    attention = (4 + SCORES * size) * sizes.held_scores
     if sizes.tensor > 1:
         attention += SUMMED * size * sizes.activation
     copies = WEIGHTS["step" if _by_step(sizes, schedule) else pipeline.weight_gather]
     layer = copies * size * sizes.layer_elements(whole=True)
-    return layer + max(attention, HIDDEN * size * sizes.named(("gate",))) + _chunk_inputs(sizes)
+    return layer + max(attention, MLP * size * sizes.named(("gate",))) + _chunk_inputs(sizes)
 
 
-def _layer(sizes: Sizes) -> float:
-    """The same on other devices, which hold most of a layer at once; fitted on CPUs."""
-    pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
-    pairs = float(sizes.held_scores)
-    # What is kept is not computed again.
-    hidden = 5.0 if pipeline.remat in ("names", "none") else 8.5
-    mlp = hidden * sizes.named(("gate",)) + 1.9 * pairs
-    alive = max(3.0 * pairs, mlp) + 10.0 * sizes.activation
-    alive += 0.8 * sizes.layer_elements(whole=True)
+CPU_WEIGHTS, CPU_ACTIVATIONS = 0.8, 10.0
+CPU_MLP, CPU_MLP_REPLAYED = 5.0, 8.5
+"""Where the hidden activations are kept, and where they are computed again."""
+CPU_SCORES, CPU_SCORES_ALONE = 1.9, 3.0
+"""Beside those of the MLP, and at the moment that attention's backward is at work."""
+
+
+def _layer_on_cpu(sizes: Sizes) -> float:
+    """The same where most of a layer is held at once; copies fitted as above."""
+    size, pairs = BYTES[sizes.config.model.compute_dtype], float(sizes.held_scores)
+    mlp = CPU_MLP if sizes.keeps_hidden else CPU_MLP_REPLAYED
+    alive = max(CPU_SCORES_ALONE * pairs, CPU_SCORES * pairs + mlp * sizes.named(("gate",)))
+    alive += CPU_ACTIVATIONS * sizes.activation
+    alive += CPU_WEIGHTS * sizes.layer_elements(whole=True)
     return size * alive + _chunk_inputs(sizes)
 
 
@@ -202,14 +212,14 @@ def _chunk_inputs(sizes: Sizes) -> float:
 
 
 UNFUSED_LOGITS = 3.0
-"""Copies of the logits in float32 where XLA does not fuse the loss and its gradient; a TPU holds
-one."""
+"""Copies of the logits in float32 where XLA does not fuse the loss and its gradient."""
 
 
-def _logits(sizes: Sizes, copies: float) -> float:
+def _logits(sizes: Sizes, *, fused: bool) -> float:
     """The loss head's backward."""
     model, gathers = sizes.config.model, sizes.config.pipeline.weight_gather == "iteration"
     matrix = sizes.matrix_elements(whole=True)
-    once = 4.0 * sizes.tokens * (matrix // model.d_model)
-    # The gradient of the head's matrix comes after the other copies.
-    return max(copies * once, once + 4.0 * matrix) + BYTES[model.compute_dtype] * matrix * gathers
+    logits = 4.0 * sizes.tokens * (matrix // model.d_model)
+    with_gradient = logits + 4.0 * matrix  # of the matrix, after the other copies of the logits
+    most = with_gradient if fused else max(with_gradient, UNFUSED_LOGITS * logits)
+    return most + BYTES[model.compute_dtype] * matrix * gathers

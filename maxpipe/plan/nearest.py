@@ -9,7 +9,8 @@ from typing import Any
 from maxpipe.config.check import check
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
-from maxpipe.plan.search import ROOM, Found, evaluate
+from maxpipe.plan.advice import ROOM
+from maxpipe.plan.search import Found, evaluate
 from maxpipe.plan.topology import Topology
 
 

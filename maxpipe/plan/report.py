@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from maxpipe.config.check import total_steps
 from maxpipe.hardware import GIB, Hardware
 from maxpipe.model.count import num_params
-from maxpipe.plan.advice import TERMS, gib
+from maxpipe.plan.advice import TERMS, gib, verdict
 from maxpipe.plan.search import SHOWN, Found, Search
 from maxpipe.plan.sizes import BYTES, Sizes
 
@@ -23,7 +23,7 @@ def compiled(report: Report) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in report.mesh.items()) or "one device"
     slices = f"{report.num_slices} slices of " if report.num_slices > 1 else ""
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    verdict = "fits" if report.fits else "does not fit"
+    fits = "fits" if report.fits else "does not fit"
     share = report.total_bytes / report.memory_bytes
     lines = [
         f"compiled for {slices}{report.topology}: {report.num_devices} devices, {mesh}",
@@ -31,7 +31,7 @@ def compiled(report: Report) -> str:
         f"{report.compile_seconds:.1f} s",
         "",
         f"memory of one device: {gib(report.total_bytes)} of {gib(report.memory_bytes)} "
-        f"({share:.0%}): {verdict}",
+        f"({share:.0%}): {fits}",
         f"  arguments {gib(report.argument_bytes)}, temporary {gib(report.working_bytes)}, "
         f"outputs besides {gib(report.output_bytes - report.alias_bytes)}, program "
         f"{gib(report.program_bytes)}",
@@ -101,9 +101,9 @@ def facts(found: Found, hardware: Hardware) -> dict[str, Any]:
         "checkpoint_bytes": 3 * BYTES[config.model.param_dtype] * parameters,
         "memory_bytes": hardware.memory_bytes,
         "argument_bytes": found.memory.arguments,
-        "temp_bytes": found.memory.temporary,
+        "working_bytes": found.memory.temporary,
         "total_bytes": found.memory.total,
-        "fits": found.memory.total <= hardware.memory_bytes,
+        "fits": verdict(found.memory.total, hardware.memory_bytes) == "fits",
         "terms": dict(found.memory.largest),
         "host_bytes": found.memory.host,
         "stages": per_stage,
@@ -126,7 +126,7 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
     slices = f" in {values['num_slices']} slices" if values["num_slices"] > 1 else ""
     measured = f", measured {values['measured']}" if values["measured"] else ""
     share = values["total_bytes"] / values["memory_bytes"]
-    verdict = "fits" if values["fits"] else "does not fit"
+    fits = verdict(values["total_bytes"], values["memory_bytes"])
     lines = [
         f"{values['num_devices']} devices of {values['hardware']}{slices}{measured}",
         f"  {layout or 'one device'}",
@@ -136,7 +136,7 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
         f"{gib(values['checkpoint_bytes'])}",
         "",
         f"memory of one device: {gib(values['total_bytes'])} of {gib(values['memory_bytes'])} "
-        f"({share:.0%}): {verdict}",
+        f"({share:.0%}): {fits}",
     ]
     lines += [f"  {gib(size):>10}  {TERMS[name].about}" for name, size in values["terms"].items()]
     if values["host_bytes"]:
@@ -210,10 +210,10 @@ def rechecked(found: Sequence[Checked], *, ran: bool = False) -> str:
         if each.report is None:
             lines += [f"{place:>2}. does not fit, {foretold}", f"    {each.found.words}"]
             continue
-        verdict = "fits" if each.fits else "does not fit"
+        fits = "fits" if each.fits else "does not fit"
+        needed = f"{gib(each.report.total_bytes)} ({foretold})"
         lines += [
-            f"{place:>2}. {each.seconds:.3g} s, {gib(each.report.total_bytes)} ({foretold}): "
-            f"{verdict}",
+            f"{place:>2}. {each.seconds:.3g} s, {needed}: {fits}",
             f"    {each.found.words}",
         ]
     return "\n".join(lines)

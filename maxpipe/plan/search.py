@@ -23,6 +23,7 @@ from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware
 from maxpipe.pipeline.schedule import SCHEDULES, build
 from maxpipe.pipeline.table import Schedule
+from maxpipe.plan.advice import ROOM
 from maxpipe.plan.cost import Cost, cost
 from maxpipe.plan.memory import Memory, memory
 from maxpipe.plan.sizes import Sizes
@@ -31,8 +32,6 @@ AXES = ("stage", "data", "fsdp", "tensor")
 REPEATS = (1, 2, 3, 4, 6, 8)
 GATHERS = ("iteration", "visit", "step")
 REMATS = ("none", "names", "full", "chunk")
-ROOM = 0.92
-"""Share of a device's memory that a plan may take: a forecast is not a promise."""
 SHOWN = 10
 """Layouts that a search is asked for where nothing else is said, and that are printed."""
 

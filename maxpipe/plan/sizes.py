@@ -207,8 +207,17 @@ class Sizes:
 
     @property
     def held_scores(self) -> int:
-        """Of `scores`, those that stand in memory: a fused kernel writes none."""
-        return self.scores if self.config.model.attention == "xla" else 0
+        """Of `scores`, those that stand in memory: a fused kernel reads a mask, for all heads."""
+        if self.config.model.attention == "xla":
+            return self.scores
+        return self.rows * self.config.train.sequence_length**2
+
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether the MLP's hidden activations are kept for a layer's backward."""
+        pipeline = self.config.pipeline
+        kept = activations([*pipeline.saved_names, *pipeline.offloaded_names])
+        return pipeline.remat == "none" or (pipeline.remat == "names" and "gate" in kept)
 
     def kept_bytes(self) -> tuple[float, float]:
         """(on the device, on the host) kept by one layer, or by a chunk with `chunk`."""

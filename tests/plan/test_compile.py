@@ -15,7 +15,7 @@ from maxpipe.hlo import Collective
 from maxpipe.mesh import AXES, FSDP, STAGE
 from maxpipe.model.count import scored_pairs
 from maxpipe.pipeline.schedule import build
-from maxpipe.plan.advice import TERMS, capacity, explain_out_of_memory
+from maxpipe.plan.advice import TERMS, capacity, explain_out_of_memory, verdict
 from maxpipe.plan.compile import (
     Report,
     _layers_per_tick,
@@ -120,12 +120,20 @@ def test_the_report_is_text_and_json(report: Report) -> None:
 
 def test_where_the_compiler_states_a_peak_it_is_what_must_fit(report: Report) -> None:
     held = report.argument_bytes + report.output_bytes - report.alias_bytes
-    assert not report.peak_bytes and report.working_bytes == report.temp_bytes  # CPUs do not
+    assert not report.peak_bytes and report.working_bytes == report.temp_bytes  # as on CPUs
     stated = replace(report, peak_bytes=held + 1000, program_bytes=10)
     assert stated.total_bytes == held + 1010 and stated.working_bytes == 1000
     assert "temporary 0.00 MiB" in compiled(stated)
     tight = replace(stated, memory_bytes=held + 1010)
     assert tight.fits and not replace(tight, memory_bytes=held + 1009).fits
+
+
+@pytest.mark.parametrize(
+    ("foretold", "expected"),
+    [(92, "fits"), (93, "may not fit"), (100, "may not fit"), (101, "does not fit")],
+)
+def test_a_forecast_leaves_room(foretold: float, expected: str) -> None:
+    assert verdict(foretold, 100) == expected
 
 
 MESSAGE = """\
