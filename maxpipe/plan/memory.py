@@ -7,7 +7,9 @@ holds the total against the peak that the compiler states. No jax.
 
 from __future__ import annotations
 
+import importlib.metadata
 from dataclasses import dataclass, replace
+from functools import cache
 
 from maxpipe.pipeline.table import Schedule
 from maxpipe.plan.sizes import BYTES, Sizes
@@ -55,7 +57,7 @@ def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
         terms["copies"] = _copies(sizes)
     elif platform == "cpu" and sizes.config.model.compute_dtype != "float32":
         working = _in_float32(sizes)
-        terms["widened"] = _widened(sizes, working, schedule)
+        terms["widened"] = _widened(sizes, working, schedule) if _buffers_are_widened() else 0.0
     layer = _layer_on_tpu(sizes, schedule)
     if platform != "tpu":
         together = _layer_on_cpu(working)
@@ -155,8 +157,22 @@ def _in_float32(sizes: Sizes) -> Sizes:
     return Sizes(replace(config, model=replace(config.model, compute_dtype="float32")))
 
 
+@cache
+def _buffers_are_widened() -> bool:
+    """Whether the jax at hand is one whose CPU compiler does that; jax is not imported for it."""
+    try:
+        major, minor, *_ = importlib.metadata.version("jax").split(".")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) < _NARROW_BUFFERS
+
+
+_NARROW_BUFFERS = (0, 12)
+"""Version of jax from which on XLA for CPU keeps buffers in bfloat16; 0.10 did not."""
+
+
 def _widened(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
-    """XLA for CPU computes in float32: it widens gathered weights, and copies of buffers."""
+    """XLA for CPU computes in float32: it may widen gathered weights, and copies of buffers."""
     both = (sizes, wide)
     held, held_wide = (sum(_gathered(each).values()) for each in both)
     carried, carried_wide = (sum(buffers(each, schedule).values()) for each in both)
@@ -188,9 +204,9 @@ def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
 
 
 CPU_WEIGHTS, CPU_ACTIVATIONS = 0.8, 10.0
-CPU_MLP, CPU_MLP_REPLAYED = 5.0, 8.5
+CPU_MLP, CPU_MLP_REPLAYED = 5.0, 7.5
 """Where the hidden activations are kept, and where they are computed again."""
-CPU_SCORES, CPU_SCORES_ALONE = 1.9, 3.0
+CPU_SCORES, CPU_SCORES_ALONE = 1.9, 3.2
 """Beside those of the MLP, and at the moment that attention's backward is at work."""
 
 
