@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -78,10 +77,13 @@ def test_commands_that_need_no_device_do_not_import_jax(args: list[str]):
 def test_what_needs_no_device_is_fast(args: str, seconds: float):
     best = float("inf")
     for _ in range(4):
-        start = time.perf_counter()
+        start = os.times()
         assert run(*args.split()).returncode == 0
-        best = min(best, time.perf_counter() - start)
-    assert best < seconds
+        end = os.times()
+        # Of a core: other tests may be compiling on all of them.
+        used = end.children_user + end.children_system - start.children_user - start.children_system
+        best = min(best, used)
+    assert 0 < best < seconds
 
 
 @pytest.mark.parametrize(
