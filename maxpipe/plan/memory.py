@@ -58,11 +58,12 @@ def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     elif platform == "cpu" and sizes.config.model.compute_dtype != "float32":
         working = _in_float32(sizes)
         terms["widened"] = _widened(sizes, working, schedule) if _buffers_are_widened() else 0.0
-    layer = _layer_on_tpu(sizes, schedule)
-    if platform != "tpu":
-        together = _layer_on_cpu(working)
-        # GPUs were not measured: the larger of the two.
-        layer = together if platform == "cpu" else max(layer, together)
+    if platform == "cpu":
+        layer = _layer_on_cpu(working)
+    else:
+        layer = _layer_on_tpu(sizes, schedule)
+        if platform != "tpu":  # GPUs were not measured: the larger of the two
+            layer = max(layer, _layer_on_cpu(sizes))
     logits = _logits(working, fused=platform == "tpu")
     terms |= {"layer": layer} if layer >= logits else {"logits": logits}
     on_host = schedule.num_stash * sizes.layers_per_chunk * sizes.kept_bytes()[1]
@@ -182,7 +183,7 @@ def _widened(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
 
 WEIGHTS = {"iteration": 2.0, "visit": 0.8, "step": 0.8}
 """Copies in compute type of a layer's whole weights that its backward holds, gathered ones and
-gradients together. These and the next four: on TPUs, fitted."""
+gradients together. These and the next three: on TPUs, fitted."""
 SCORES = 2.9 / 2
 """The same of each pair of query and key that is scored, besides its score in float32: all blocks
 of attention are there at once."""
