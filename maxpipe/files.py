@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -39,10 +40,14 @@ def read(path: str | Path, most: int) -> bytes:
     """The content of a file of at most so many bytes.
 
     Raises:
-        OSError: it cannot be read, or is larger: a file in the place of another must not fill
-            the memory.
+        OSError: it cannot be read, is no regular file (reading a pipe or a device may never
+            end), or is larger: a file in the place of another must not fill the memory.
     """
-    with open(os.path.expanduser(path), "rb") as stream:
+    # Opening a pipe that nobody writes to would wait for ever.
+    descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         content = stream.read(most + 1)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it is larger than {most} bytes", str(path))

@@ -34,6 +34,7 @@ LEVELS = {
     "maxpipe": 0,
     "maxpipe.errors": -1,  # raised everywhere
     "maxpipe.files": 0,
+    "maxpipe.typed": 0,
     "maxpipe.redact": 0,
     "maxpipe.hardware": 1,
     "maxpipe.canvas": 0,
@@ -96,6 +97,7 @@ JAX_FREE = (
     "maxpipe.errors",
     "maxpipe.hardware",
     "maxpipe.files",
+    "maxpipe.typed",
     "maxpipe.redact",
     "maxpipe.environment",
     "maxpipe.doctor",

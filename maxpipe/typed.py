@@ -1,0 +1,170 @@
+"""Values from outside as the types that they must be: JSON of files and of other processes.
+
+A type is what a signature would say: `int`, `float`, `str`, `bool`, `None`, `Any`, `Literal`,
+`list[T]`, `tuple[A, B]`, `dict[str, T]`, unions of these, and a `TypedDict` for an object with
+known keys. Whole numbers fit 64 bits and floats are finite, unless the type says `AnyFloat`.
+Keys that a TypedDict does not know are kept: a later release may have written them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+import types
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    Required,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
+
+T = TypeVar("T")
+
+AnyFloat = Annotated[float, "any"]
+"""A float that may be NaN or infinite, as a loss may be."""
+
+MAX_DEPTH = 32
+"""Of brackets inside brackets; what maxpipe writes has fewer than ten."""
+
+_LARGEST = 2**63
+_STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
+_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def parse(text: str | bytes, kind: type[T], *, most_depth: int = MAX_DEPTH) -> T:
+    """JSON text as a value of `kind`.
+
+    Raises:
+        ValueError: it is not JSON, nests deeper than `most_depth`, or is another type; the text
+            says what and where.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")  # UnicodeDecodeError is a ValueError
+    depth = _depth(text)
+    if depth > most_depth:
+        raise ValueError(f"it has brackets {depth} deep, at most {most_depth} are read")
+    return checked(json.loads(text), kind)
+
+
+def checked(value: object, kind: type[T]) -> T:
+    """The value, which is of `kind`.
+
+    Raises:
+        ValueError: it is not; the text says what and where.
+    """
+    _check(value, kind, "it")
+    return value  # type: ignore[return-value]
+
+
+def _depth(text: str) -> int:
+    """The deepest nesting of brackets outside strings, counted without recursion."""
+    depth = deepest = 0
+    for found in _STRING_OR_BRACKET.finditer(text):
+        bracket = found[0][0]
+        if bracket in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif bracket != '"':
+            depth -= 1
+    return deepest
+
+
+def _check(value: object, kind: Any, where: str) -> None:
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return
+    if origin is Annotated:
+        if "any" in args[1:] and type(value) is float:
+            return
+        _check(value, args[0], where)
+    elif origin in (Required, NotRequired):
+        _check(value, args[0], where)
+    elif origin in (Union, types.UnionType):
+        _check_union(value, args, where)
+    elif origin is Literal:
+        if not any(type(value) is type(each) and value == each for each in args):
+            raise ValueError(f"{where} must be {' or '.join(map(repr, args))}")
+    elif is_typeddict(kind):
+        _check_object(value, kind, where)
+    elif origin is dict:
+        for name, each in _as(dict, value, where, "an object").items():
+            _check(each, args[1], _below(where, name))
+    elif origin is list:
+        for number, each in enumerate(_as(list, value, where, "a list")):
+            _check(each, args[0], f"{where}[{number}]")
+    elif origin is tuple:
+        items = _as(list, value, where, "a list")
+        if len(items) != len(args):
+            raise ValueError(f"{where} must have {len(args)} entries, it has {len(items)}")
+        for number, (each, of) in enumerate(zip(items, args, strict=True)):
+            _check(each, of, f"{where}[{number}]")
+    else:
+        _check_scalar(value, kind, where)
+
+
+def _check_union(value: object, kinds: tuple[Any, ...], where: str) -> None:
+    failures: list[str] = []
+    for kind in kinds:
+        try:
+            return _check(value, kind, where)
+        except ValueError as error:
+            failures.append(str(error))
+    raise ValueError(" or ".join(failures))
+
+
+def _check_object(value: object, kind: Any, where: str) -> None:
+    found = _as(dict, value, where, "an object")
+    keys, required = _keys(kind)
+    if missing := sorted(required - found.keys()):
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
+    for name, of in keys.items():
+        if name in found:
+            _check(found[name], of, _below(where, name))
+
+
+@functools.cache
+def _keys(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """The types of a TypedDict's keys, and which keys there must be."""
+    keys = get_type_hints(kind, include_extras=True)
+    # Of annotations that are texts, Python's own `__required_keys__` does not see `NotRequired`.
+    required = frozenset(
+        name
+        for name, of in keys.items()
+        if get_origin(of) is Required
+        or (name in kind.__required_keys__ and get_origin(of) is not NotRequired)
+    )
+    return keys, required
+
+
+def _check_scalar(value: object, kind: Any, where: str) -> None:
+    if kind in (None, types.NoneType):
+        if value is not None:
+            raise ValueError(f"{where} must be null")
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number if kind is float else type(value) is kind):
+        raise ValueError(f"{where} must be {_NAMES[kind]}")
+    if isinstance(value, int) and abs(value) >= _LARGEST:
+        raise ValueError(f"{where} must be below 2**63")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where} must be finite")
+
+
+def _as(kind: type[T], value: object, where: str, name: str) -> T:
+    if not isinstance(value, kind):
+        raise ValueError(f"{where} must be {name}")
+    return value
+
+
+def _below(where: str, name: object) -> str:
+    text = str(name)[:80]
+    return text if where == "it" else f"{where}.{text}"
