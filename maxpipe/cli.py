@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except MaxpipeError as error:
-        print(_shown(error), file=sys.stderr)
+        print(redact.shown(str(error)), file=sys.stderr)
         return int(error.exit_code)
     except KeyboardInterrupt:
         return 130
@@ -42,15 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return int(ExitCode.BUG)
-
-
-def _shown(error: MaxpipeError) -> str:
-    """The message without secrets, and without characters that a terminal would obey."""
-    text = redact.text(str(error))
-    return "".join(
-        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
-        for each in text
-    )
 
 
 def _run(argv: list[str]) -> int:

@@ -6,10 +6,14 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.typed import parse
+
+T = TypeVar("T")
 
 
 def scheme(path: str | os.PathLike[str]) -> str:
@@ -36,36 +40,126 @@ def full(path: str | Path, where: str = "path") -> Path:
         raise ConfigError.one(where, path, rule, "Write the path in full.") from error
 
 
-def read(path: str | Path, most: int) -> bytes:
+class Unfit(OSError):
+    """A file that is not what is read or written here: no regular one, too large, or a link."""
+
+
+def opened(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file; what is written is never reached through a link.
+
+    Raises:
+        Unfit: it is something else. Opening a pipe that nobody writes to would wait for ever, and
+            reading a device may never end.
+        OSError: it cannot be opened.
+    """
+    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0)
+    try:
+        # Cut off only when it is known what it is.
+        descriptor = os.open(os.path.expanduser(path), flags & ~os.O_TRUNC, 0o666)
+    except ValueError as error:
+        raise Unfit(errno.EINVAL, "it is not a path", repr(path)) from error
+    except OSError as error:
+        if writes and error.errno == errno.ELOOP:
+            words = "it is a symbolic link, and nothing is written through one"
+            raise Unfit(errno.ELOOP, words, str(path)) from error
+        if error.errno in (errno.ENXIO, errno.EISDIR):
+            raise Unfit(error.errno, "it is not a regular file", str(path)) from error
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise Unfit(errno.EINVAL, "it is not a regular file", str(path))
+        if flags & os.O_TRUNC:
+            os.ftruncate(descriptor, 0)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read(path: str | os.PathLike[str], most: int) -> bytes:
     """The content of a file of at most so many bytes.
 
     Raises:
-        OSError: it cannot be read, is no regular file (reading a pipe or a device may never
-            end), or is larger: a file in the place of another must not fill the memory.
+        Unfit: it is larger, which must not fill the memory, or no regular file.
+        OSError: it cannot be read.
     """
-    # Opening a pipe that nobody writes to would wait for ever.
-    descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as stream:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    with open(opened(path), "rb") as stream:
         content = stream.read(most + 1)
     if len(content) > most:
-        raise OSError(errno.EFBIG, f"it is larger than {most} bytes", str(path))
+        raise Unfit(errno.EFBIG, f"it is larger than {most} bytes", str(path))
     return content
 
 
-def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """No file of these names is a symbolic link, which could lead anywhere.
-
-    A folder that was copied or unpacked may hold one; what follows it writes to its target.
+def write(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Writes a whole file, not through a link.
 
     Raises:
-        StorageError: one is.
+        OSError: it cannot be written, or is no regular file.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    with open(opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as stream:
+        stream.write(data)
+
+
+def lines(
+    path: str | os.PathLike[str], *, longest: int = 1 << 20, most: int = 1 << 32
+) -> Iterator[tuple[int, bytes]]:
+    """Offset and content of each line with its end; those of more than `longest` bytes are left out.
+
+    Raises:
+        Unfit: it has more than `most` bytes, or is no regular file.
+        OSError: it cannot be read.
+    """
+    with open(opened(path), "rb") as stream:
+        if os.fstat(stream.fileno()).st_size > most:
+            raise Unfit(errno.EFBIG, f"it is larger than {most} bytes", str(path))
+        offset, too_long = 0, False
+        while line := stream.readline(longest):
+            ends = line.endswith(b"\n")
+            if not too_long and (ends or len(line) < longest):
+                yield offset, line
+            too_long = not ends
+            offset += len(line)
+
+
+def records(path: str | os.PathLike[str], kind: type[T]) -> Iterator[T]:
+    """The JSON values of a file with one a line; lines of another kind are left out.
+
+    A kill or a full disk leaves half a line, another release writes others.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    for _, line in lines(path):
+        try:
+            yield parse(line, kind)
+        except ValueError:
+            continue
+
+
+def check_writable(folder: Path, names: Iterable[str]) -> None:
+    """What there is of these files is regular: no link, which could lead anywhere, and no pipe.
+
+    A folder that was copied or unpacked may hold one; what follows a link writes to its target.
+
+    Raises:
+        StorageError: one is something else.
     """
     for path in (folder / name for name in names):
-        if os.path.islink(path):
+        try:
+            found = os.lstat(path)
+        except OSError:
+            continue
+        if stat.S_ISLNK(found.st_mode):
             raise StorageError(
                 f"{path}: is a symbolic link to {os.readlink(path)}\n"
                 "  a run writes this file, and never through a link.\n"
                 f"  Remove the link, or move its target to {path}."
+            )
+        if not stat.S_ISREG(found.st_mode):
+            raise StorageError(
+                f"{path}: is not a regular file\n"
+                "  a run writes this file.\n"
+                f"  Move away what is there, or set run.name to a new name."
             )

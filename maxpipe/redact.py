@@ -74,6 +74,17 @@ def text(given: str) -> str:
     return _GIVEN.sub(lambda found: found[1] + REDACTED, given)
 
 
+def shown(given: str) -> str:
+    """The text for a terminal: without secrets, and without characters that it would obey.
+
+    What is printed may be a file's, or another process's; lines stay lines.
+    """
+    return "".join(
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
+        for each in text(given)
+    )
+
+
 def within(value: _T, name: str = "") -> _T:
     """`value`, made of mappings, sequences and dataclasses, without secrets. `name` is its key."""
     return _within(value, name)

@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypedDict
 
-from maxpipe import redact
+from maxpipe import files, redact
+from maxpipe.typed import parse
 
 if TYPE_CHECKING:
     from rich.console import ConsoleRenderable, RenderableType
@@ -60,7 +61,7 @@ class _SafeFile:
         With `at`, everything behind that offset is replaced.
         """
         with self.guard(), self._lock:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = files.opened(self.path, os.O_RDWR | os.O_CREAT)
             try:
                 return _write_at(descriptor, data, at)
             finally:
@@ -137,7 +138,7 @@ class EventLog:
 
 def _ends_inside_a_line(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with open(files.opened(path), "rb") as file:
             file.seek(-1, os.SEEK_END)
             return file.read(1) != b"\n"
     except OSError:  # missing or empty
@@ -189,29 +190,53 @@ class MetricWriter:
         self._file = self._events = None
 
 
+class _Record(TypedDict):
+    """A line of `metrics.jsonl`; the other keys are tags."""
+
+    step: int
+
+
 def _drop_after(path: Path, step: int) -> tuple[int, int, dict[str, object]] | None:
     """Replace the file by one without later steps, doubled steps and torn lines.
 
     Returns step, offset and content of the last record that is left.
     """
-    if not path.exists():
+    kept: dict[int, tuple[int, int]] = {}
+    """Where the newest record of each step begins and ends."""
+    size = 0
+    try:
+        for offset, line in files.lines(path):
+            with contextlib.suppress(ValueError):
+                recorded = parse(line, _Record)["step"]
+                if recorded <= step and line.endswith(b"\n"):
+                    kept[recorded] = offset, offset + len(line)
+        size = os.path.getsize(path)
+    except FileNotFoundError:
         return None
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept: dict[int, bytes] = {}
-    for line in lines:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            recorded = json.loads(line)["step"]
-            if recorded <= step and line.endswith(b"\n"):
-                kept[recorded] = line
-    content = b"".join(kept.values())
-    if list(kept.values()) != lines:
-        beside = path.with_name(path.name + ".new")
-        beside.write_bytes(content)
-        os.replace(beside, path)
+    places = list(kept.values())
+    if sorted(places) != places or sum(end - begin for begin, end in places) != size:
+        places = _keep(path, places)
     if not kept:
         return None
-    last, line = kept.popitem()
-    return last, len(content) - len(line), json.loads(line)
+    with open(files.opened(path), "rb") as file:
+        begin, end = places[-1]
+        file.seek(begin)
+        return list(kept)[-1], begin, json.loads(file.read(end - begin))
+
+
+def _keep(path: Path, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Replace the file by these parts of it, in this order; returns where they are then."""
+    beside, moved, offset = path.with_name(path.name + ".new"), [], 0
+    with (
+        open(files.opened(path), "rb") as old,
+        open(files.opened(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as new,
+    ):
+        for begin, end in places:
+            old.seek(begin)
+            new.write(old.read(end - begin))
+            moved.append((offset, offset := offset + end - begin))
+    os.replace(beside, path)
+    return moved
 
 
 class _TensorBoardFile:
@@ -357,7 +382,7 @@ class Console:
     def _print(self, text: str, every_process: bool = False) -> None:
         if self._process_index != 0 and not every_process:
             return
-        text = redact.text(text)
+        text = redact.shown(text)
         # A terminal that went away (EIO, EPIPE, a closed stream) must not end the run.
         with contextlib.suppress(OSError, ValueError):
             if self._view is not None:

@@ -34,7 +34,7 @@ LEVELS = {
     "maxpipe": 0,
     "maxpipe.errors": -1,  # raised everywhere
     "maxpipe.files": 0,
-    "maxpipe.typed": 0,
+    "maxpipe.typed": -1,
     "maxpipe.redact": 0,
     "maxpipe.hardware": 1,
     "maxpipe.canvas": 0,

@@ -423,7 +423,7 @@ def test_a_run_does_not_write_through_a_link(name: str, tmp_path: Path):
     folder.mkdir(parents=True)
     (folder / name).symlink_to(mine)
     with pytest.raises(StorageError) as caught:
-        files.refuse_links(folder, WRITTEN_FILES)
+        files.check_writable(folder, WRITTEN_FILES)
     where, rule, action = str(caught.value).splitlines()
     assert where.startswith(f"{folder / name}: is a symbolic link to {mine}")
     assert rule.endswith("never through a link.") and action.startswith("  Remove the link")

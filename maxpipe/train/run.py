@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 
 import maxpipe
-from maxpipe import redact
+from maxpipe import files, redact
 from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, open_run
@@ -33,7 +33,7 @@ from maxpipe.data.loader import Datasets, Loader, build, compare
 from maxpipe.data.tokenizer import check_vocab
 from maxpipe.errors import ConfigError, ExitCode, Preempted, Problem, ReplicaError, StorageError
 from maxpipe.evaluate import evaluate
-from maxpipe.files import full, refuse_links
+from maxpipe.files import check_writable, full
 from maxpipe.link import Link
 from maxpipe.mesh import build_mesh, describe, resolve
 from maxpipe.model.count import num_params
@@ -197,7 +197,7 @@ def set_up(
     config = loaded.config
     run_dir, process = run_folder(config.run), link.index
     length = total_steps(config.train)
-    refuse_links(run_dir, WRITTEN_FILES)
+    check_writable(run_dir, WRITTEN_FILES)
     locks = _locks(config, stack) if process == 0 else []
     for lock in locks:
         if lock.note:
@@ -358,7 +358,7 @@ def _writer(config: Config, first: int) -> MetricWriter:
 
 def _write_config(path: Path, config: Config) -> None:
     try:
-        path.write_text(to_yaml(redact.within(config)), encoding="utf-8")
+        files.write(path, to_yaml(redact.within(config)))
     except OSError as error:
         raise StorageError.unwritable(path, error) from error
 
