@@ -13,13 +13,14 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 from jax.experimental import serialize_executable
 
-from maxpipe import redact
+from maxpipe import files, redact
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.typed import parse
 
 PROGRAM, PROVENANCE = "program.bin", "provenance.json"
 WHERE = "runtime.executable"
@@ -28,6 +29,13 @@ DECIDING = ("model", "mesh", "pipeline", "train", "optim")
 """Config sections that decide what the program is."""
 DECIDING_KEYS = ("run.seed", "guard.spike_sigmas", "guard.spike_window", "guard.on_spike")
 """Keys of other sections that do."""
+
+
+class Provenance(TypedDict):
+    """What lies beside a program."""
+
+    sha256: str
+    facts: dict[str, str]
 
 
 def save(compiled: Any, folder: Path, facts: Mapping[str, str]) -> None:
@@ -45,9 +53,8 @@ def save(compiled: Any, folder: Path, facts: Mapping[str, str]) -> None:
         for name, content in ((PROGRAM, payload), (PROVENANCE, record.encode())):
             path = folder / name
             path.unlink(missing_ok=True)
-            with os.fdopen(
-                os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
-            ) as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with open(files.opened(path, flags, 0o600), "wb") as file:
                 file.write(content)
     except OSError as error:
         raise StorageError.unwritable(folder, error, "Name another folder with --save.") from error
@@ -64,15 +71,15 @@ def load(
     """
     try:
         _check_private(folder, folder.stat())
-        record = json.loads(_read_private(folder / PROVENANCE, _MAX_PROVENANCE_BYTES))
+        record = parse(_read_private(folder / PROVENANCE, _MAX_PROVENANCE_BYTES), Provenance)
         payload = _read_private(folder / PROGRAM)
-        made_of, digest = dict(record["facts"]), record["sha256"]
+        made_of, digest = record["facts"], record["sha256"]
     except OSError as error:
         raise StorageError(
             f"{WHERE} = {folder}\n  cannot be read: {error.strerror}.\n"
             f"  Make it with `maxpipe compile ... --save {folder}`, or leave out {WHERE}."
         ) from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except ValueError as error:
         raise _damaged(folder) from error
     for name in dict.fromkeys((*facts, *made_of)):
         mine, its = facts.get(name), made_of.get(name)
@@ -107,7 +114,7 @@ def _damaged(folder: Path) -> StorageError:
 
 def _read_private(path: Path, most: int = -1) -> bytes:
     """At most so many bytes of a file, of the very file that was looked at."""
-    with path.open("rb") as stream:
+    with open(files.opened(path), "rb") as stream:
         _check_private(path, os.fstat(stream.fileno()))
         return stream.read(most)
 

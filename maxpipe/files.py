@@ -44,7 +44,7 @@ class Unfit(OSError):
     """A file that is not what is read or written here: no regular one, too large, or a link."""
 
 
-def opened(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+def opened(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     """A descriptor of a regular file; what is written is never reached through a link.
 
     Raises:
@@ -56,7 +56,7 @@ def opened(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0)
     try:
         # Cut off only when it is known what it is.
-        descriptor = os.open(os.path.expanduser(path), flags & ~os.O_TRUNC, 0o666)
+        descriptor = os.open(os.path.expanduser(path), flags & ~os.O_TRUNC, mode)
     except ValueError as error:
         raise Unfit(errno.EINVAL, "it is not a path", repr(path)) from error
     except OSError as error:
@@ -105,7 +105,7 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
 def lines(
     path: str | os.PathLike[str], *, longest: int = 1 << 20, most: int = 1 << 32
 ) -> Iterator[tuple[int, bytes]]:
-    """Offset and content of each line with its end; those of more than `longest` bytes are left out.
+    """Offset and content of each line with its end, but of none longer than `longest` bytes.
 
     Raises:
         Unfit: it has more than `most` bytes, or is no regular file.

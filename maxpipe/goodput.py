@@ -6,15 +6,15 @@ the time between attempts is that of the calendar. The measure is Google's ML go
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
-from maxpipe.errors import ConfigError
-from maxpipe.files import full
+from maxpipe.errors import ConfigError, StorageError
+from maxpipe.files import full, records
 from maxpipe.phases import DATA, EVAL, LOOP, SAVE, SET_UP, STEP
 from maxpipe.telemetry import duration
 
@@ -31,6 +31,21 @@ CAUSES = {
     DOWN: "between attempts",
     UNKNOWN: "not told: since the last record of an attempt that was killed",
 }
+
+
+_LONGEST_SECONDS = 1e10
+"""Three hundred years: no run took longer."""
+
+
+class Record(TypedDict):
+    """A line of `events.jsonl`; which of the last three it has depends on the event."""
+
+    time: str
+    event: str
+    uptime: NotRequired[float]
+    step: NotRequired[int]
+    seconds: NotRequired[dict[str, float]]
+    to: NotRequired[int]
 
 
 @dataclass
@@ -84,16 +99,18 @@ def read(run_dir: str | Path) -> Goodput:
 
     Raises:
         ConfigError: there are no records.
+        StorageError: they cannot be read.
     """
-    path = full(run_dir) / "events.jsonl"
-    records = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                records.append(json.loads(line))
-            except ValueError:  # the disk was full, or a kill came in the middle of it
-                continue
-    attempts = _attempts(records)
+    path, attempts = full(run_dir) / "events.jsonl", []
+    try:
+        attempts = _attempts(records(path, Record))
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be read\n  {error.strerror or error}.\n"
+            "  Give the folder of a run, by default runs/<run.name>, as `maxpipe train` left it."
+        ) from error
     if not attempts:
         raise ConfigError.one(
             f"run folder {run_dir}",
@@ -104,43 +121,62 @@ def read(run_dir: str | Path) -> Goodput:
     return Goodput(attempts, _by_cause(attempts))
 
 
-def _attempts(records: Iterable[Mapping[str, Any]]) -> list[Attempt]:
-    found: list[Attempt] = []
-    for record in records:
-        time = datetime.fromisoformat(record["time"])
-        if record["event"] == "begin":
-            found.append(Attempt(time - timedelta(seconds=record["uptime"]), time))
-        if not found:
+def _attempts(found: Iterable[Record]) -> list[Attempt]:
+    attempts: list[Attempt] = []
+    for record in found:
+        try:
+            _add(record, attempts)
+        except (ValueError, OverflowError, KeyError):  # no record of ours
             continue
-        attempt = found[-1]
-        attempt.end = time
-        attempt.uptime = max(attempt.uptime, record.get("uptime", 0.0))
-        match record["event"]:
-            case "start":
-                attempt.first = attempt.last = record["step"]
-                attempt.set_up = record["seconds"]
-            case "time":
-                attempt.stretches.append(Stretch(attempt.last, record["step"], record["seconds"]))
-                attempt.last = record["step"]
-            case "roll_back":
-                attempt.last = record["to"]
-            case "done" | "preempted" | "failed" as ended:
-                attempt.ended = ended
-    return found
+    return attempts
+
+
+def _add(record: Record, attempts: list[Attempt]) -> None:
+    """Adds a record to the attempt that it is of.
+
+    Raises:
+        ValueError, OverflowError, KeyError: it is not one that a run writes.
+    """
+    time, uptime = datetime.fromisoformat(record["time"]), record.get("uptime", 0.0)
+    if time.tzinfo is None:
+        time = time.replace(tzinfo=UTC)
+    seconds = record.get("seconds", {})
+    if not all(0 <= each <= _LONGEST_SECONDS for each in (uptime, *seconds.values())):
+        raise ValueError("no run took so long")
+    event = record["event"]
+    if event == "begin":
+        attempts.append(Attempt(time - timedelta(seconds=uptime), time))
+    if not attempts:
+        return
+    attempt = attempts[-1]
+    match event:
+        case "start":
+            attempt.first = attempt.last = record["step"]
+            attempt.set_up = seconds
+        case "time":
+            attempt.stretches.append(Stretch(attempt.last, record["step"], seconds))
+            attempt.last = record["step"]
+        case "roll_back":
+            attempt.last = record["to"]
+        case "done" | "preempted" | "failed" as ended:
+            attempt.ended = ended
+    attempt.end = time
+    attempt.uptime = max(attempt.uptime, uptime)
 
 
 def _by_cause(attempts: list[Attempt]) -> dict[str, float]:
     total = dict.fromkeys(CAUSES, 0.0)
-    for number, attempt in enumerate(attempts):
-        told = 0.0
+    # From the last to the first: a step that a later stretch begins before was done again.
+    begun_later = math.inf
+    for number in reversed(range(len(attempts))):
+        attempt, told = attempts[number], 0.0
         for phase, seconds in attempt.set_up.items():
             total[phase if phase in total else SET_UP[0]] += seconds
             told += seconds
-        for place, stretch in enumerate(attempt.stretches):
-            later = [each.first for each in attempts[number + 1 :] if each.first is not None]
-            later += [each.first for each in attempt.stretches[place + 1 :]]
-            counts = min([stretch.last, *later]) - stretch.first
+        for stretch in reversed(attempt.stretches):
+            counts = min(stretch.last, begun_later) - stretch.first
             share = max(0.0, counts / max(1, stretch.last - stretch.first))
+            begun_later = min(begun_later, stretch.first)
             for phase, seconds in stretch.seconds.items():
                 told += seconds
                 if phase in (STEP, LOOP):
@@ -148,6 +184,8 @@ def _by_cause(attempts: list[Attempt]) -> dict[str, float]:
                     total[REDONE] += (1 - share) * seconds
                 else:
                     total[phase if phase in total else UNKNOWN] += seconds
+        if attempt.first is not None:
+            begun_later = min(begun_later, attempt.first)
         total[UNKNOWN] += max(0.0, attempt.uptime - told)
         if number:
             gap = (attempt.begin - attempts[number - 1].end).total_seconds()

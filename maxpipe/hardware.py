@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,7 @@ import yaml
 
 from maxpipe import files
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.typed import checked
 
 GIB = 2**30
 _MAX_BYTES = 1 << 20
@@ -145,17 +147,27 @@ def keep_measured(hardware: Hardware) -> Path:
     text += "# figures again.\n" + yaml.safe_dump(dataclasses.asdict(hardware), sort_keys=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        files.write(path, text)
     except OSError as error:
         raise StorageError.unwritable(path, error, "Free space there.") from error
     known.cache_clear()
     return path
 
 
+_WRONG = (OSError, KeyError, TypeError, ValueError, RecursionError, re.error, yaml.YAMLError)
+"""What reading text of another kind raises."""
+
+
 def _read_measured(path: Path) -> Hardware:
     try:
-        return Hardware(**yaml.safe_load(files.read(path, _MAX_BYTES)))
-    except (OSError, TypeError, ValueError, RecursionError, yaml.YAMLError) as error:
+        content = yaml.safe_load(files.read(path, _MAX_BYTES))
+        kinds = typing.get_type_hints(Hardware)
+        found = {name: checked(each, kinds[name]) for name, each in dict(content).items()}
+        if any(isinstance(each, int | float) and each < 0 for each in found.values()):
+            raise ValueError("a figure is below 0")
+        re.compile(found["device_kind"])
+        return Hardware(**found)
+    except _WRONG as error:
         raise ConfigError.one(
             str(path),
             None,

@@ -10,12 +10,12 @@ going away.
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import shutil
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import jax
 import numpy as np
@@ -23,9 +23,18 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from maxpipe.checkpoint import manifest
-from maxpipe.checkpoint.place import entries, exists, first_line, in_bucket, located, reading
+from maxpipe.checkpoint.place import (
+    entries,
+    exists,
+    first_line,
+    in_bucket,
+    located,
+    open_file,
+    reading,
+)
 from maxpipe.checkpoint.retention import Saved
 from maxpipe.errors import StorageError
+from maxpipe.typed import AnyFloat, parse
 
 Tree = Any
 
@@ -36,6 +45,20 @@ STATE, FACTS = "state", "facts"
 
 _UNFINISHED = re.compile(r".*\.orbax-checkpoint-tmp.*|[0-9]+\.deleting")
 _COMMITTED = "commit_success.txt"
+
+
+_MOST_FACTS_BYTES = 1 << 24
+
+
+class _Said(TypedDict):
+    """Facts on disk. What is in `config` and `data` is up to who reads them."""
+
+    format: int
+    step: int
+    config: dict[str, dict[str, Any]]
+    data: dict[str, Any]
+    time: NotRequired[float]
+    metrics: NotRequired[dict[str, AnyFloat] | None]
 
 
 class Damaged(Exception):
@@ -125,9 +148,9 @@ class Folder:
         """
         path = self / step / FACTS / "metadata"
         try:
-            with reading(path):
-                text = path.read_text()
-            content = json.loads(text)
+            with reading(path), open_file(path) as file:
+                text = file.read(_MOST_FACTS_BYTES)
+            content = parse(text, _Said)
             number, found = content["format"], content["step"]
             if number not in (1, FORMAT):
                 raise StorageError(
@@ -142,7 +165,7 @@ class Folder:
                 content.get("time") or (self / step).stat().mtime,
                 content.get("metrics") or None,
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             if isinstance(error, OSError) and not manifest.is_damage(error):
                 raise
             raise Damaged(f"{FACTS}/metadata cannot be read: {first_line(error)}") from error
@@ -171,6 +194,7 @@ class Folder:
             Damaged: they cannot be read.
         """
         try:
+            _check_plain(self / step / STATE)
             found = ocp.StandardCheckpointHandler().metadata(self / step / STATE)
             return jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), found.tree
@@ -184,11 +208,12 @@ class Folder:
         Raises:
             Damaged: they cannot be read.
         """
-        if abstract is None:
-            shapes = self.shapes(step)
-            abstract = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes)
+        shapes = self.shapes(step) if abstract is None else None
         handler = ocp.StandardCheckpointHandler()
         try:
+            if abstract is None:  # a shape may say more than any memory has
+                abstract = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes)
+            _check_plain(self / step / STATE)
             return handler.restore(self / step / STATE, args=ocp.args.StandardRestore(abstract))
         except Exception as error:
             raise Damaged(f"{STATE} cannot be read: {first_line(error)}") from error
@@ -214,6 +239,21 @@ class Folder:
         _delete(going)
 
 
+def _check_plain(folder: epath.Path) -> None:
+    """All that orbax will open there are files and folders: a pipe would be waited for.
+
+    Raises:
+        Damaged: something else is among them.
+    """
+    if in_bucket(folder):
+        return
+    for above, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = os.path.join(above, name)
+            if os.path.islink(path) or not (os.path.isfile(path) or os.path.isdir(path)):
+                raise Damaged(f"{name} is neither a file nor a folder")
+
+
 def _is_step(name: str) -> bool:
     return name.isascii() and name.isdigit() and name == str(int(name))
 
@@ -235,4 +275,7 @@ def _delete(entry: epath.Path) -> None:
 
 def local_time(seconds: float) -> str:
     """As people read it."""
-    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+    try:
+        return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):  # no calendar goes so far
+        return f"{'unknown':19}"

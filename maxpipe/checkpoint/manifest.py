@@ -18,7 +18,9 @@ from typing import Any
 
 from etils import epath
 
-from maxpipe.checkpoint.place import exists, files, in_bucket, reading
+from maxpipe.checkpoint.place import exists, files, in_bucket, open_file, reading
+from maxpipe.files import Unfit
+from maxpipe.typed import parse
 
 FILE = "manifest.json"
 
@@ -27,6 +29,7 @@ _DAMAGE = {errno.EIO, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 _READING_ATTEMPTS, _PAUSE_SECONDS = 3, 1.0
 _PARTIAL = f"{FILE}.partial"
 _CHUNK_BYTES = 1 << 20
+_MOST_BYTES = 1 << 28
 # Reading is what takes time, on network file systems most of all.
 _NUM_THREADS = 16
 
@@ -92,13 +95,13 @@ def faults(folder: epath.Path, step: int, share: tuple[int, int] = (0, 1)) -> li
 
 def is_damage(error: OSError) -> bool:
     """Whether a file that cannot be read is lost. A server that does not answer loses nothing."""
-    return isinstance(error, FileNotFoundError) or error.errno in _DAMAGE
+    return isinstance(error, FileNotFoundError | Unfit) or error.errno in _DAMAGE
 
 
 def _read(folder: epath.Path, step: int) -> dict[str, dict[str, Any]]:
-    with reading(folder):
-        text = (folder / FILE).read_text()
-    content = json.loads(text)
+    with reading(folder), open_file(folder / FILE) as file:
+        text = file.read(_MOST_BYTES)
+    content = parse(text, dict[str, Any])
     if content.pop("sha256") != _own_digest(content):
         raise ValueError("its content is not what was saved")
     if content["version"] != _VERSION:
@@ -126,7 +129,7 @@ def _digests(folder: epath.Path, names: Sequence[str]) -> list[tuple[int, str] |
             try:
                 return _digest(folder / name)
             except OSError as error:
-                if attempt == _READING_ATTEMPTS or isinstance(error, FileNotFoundError):
+                if attempt == _READING_ATTEMPTS or isinstance(error, FileNotFoundError | Unfit):
                     return error
             attempt += 1
             time.sleep(_PAUSE_SECONDS)
@@ -137,7 +140,7 @@ def _digests(folder: epath.Path, names: Sequence[str]) -> list[tuple[int, str] |
 
 def _digest(path: epath.Path) -> tuple[int, str]:
     total, size = hashlib.sha256(), 0
-    with reading(path), path.open("rb") as file:
+    with reading(path), open_file(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             total.update(chunk)
             size += len(chunk)

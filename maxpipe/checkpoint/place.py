@@ -14,14 +14,14 @@ import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from etils import epath
 
 from maxpipe.config.load import load
 from maxpipe.config.schema import CheckpointConfig, RunConfig
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError
-from maxpipe.files import full, scheme
+from maxpipe.files import full, opened, scheme
 
 FOLDER = "checkpoints"
 """Name of the folder inside a run's folder, or inside its home in `checkpoint.dir`."""
@@ -49,7 +49,7 @@ def home_of(run_dir: epath.PathLike, where: str = "path") -> str:
         ConfigError: that cannot be read, and the run's folder holds no checkpoints itself.
     """
     path = os.fspath(run_dir)
-    if in_bucket(path) or not (file := full(path, where) / "config.yml").exists():
+    if in_bucket(path) or not os.path.exists(file := full(path, where) / "config.yml"):
         return path
     try:
         config = load([str(file)]).config
@@ -188,6 +188,17 @@ def entries(folder: epath.Path) -> list[epath.Path]:
     return [folder / os.path.basename(name) for name in names]
 
 
+def open_file(path: epath.Path) -> BinaryIO:
+    """A file or object to read.
+
+    Raises:
+        OSError: it cannot be read. On a disk it has to be a regular file.
+    """
+    if in_bucket(path):
+        return path.open("rb")
+    return os.fdopen(opened(path), "rb")
+
+
 def files(folder: epath.Path) -> dict[str, int]:
     """Names below `folder` of all files, and their bytes."""
     if not in_bucket(folder):
@@ -199,11 +210,17 @@ def files(folder: epath.Path) -> dict[str, int]:
 
 
 def _walk(folder: epath.Path) -> Iterator[tuple[str, int]]:
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            yield from ((f"{entry.name}/{name}", size) for name, size in _walk(entry))
-        else:
-            yield entry.name, os.lstat(entry).st_size
+    """Links are files here: what they lead to may hold them again."""
+    left = [""]
+    while left:
+        below = left.pop()
+        with os.scandir(folder / below) as found:
+            for entry in found:
+                name = f"{below}{entry.name}"
+                if entry.is_dir(follow_symlinks=False):
+                    left.append(f"{name}/")
+                else:
+                    yield name, entry.stat(follow_symlinks=False).st_size
 
 
 def remedy(path: epath.PathLike, key: str) -> str:

@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 from maxpipe.config.check import DEFAULT, check, did_you_mean, is_override
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, Problem
+from maxpipe.files import read
 
 MAX_FILE_BYTES = 1 << 20
 _MAX_DEPTH = 8
@@ -176,15 +177,7 @@ def _nearby(path: Path) -> str:
 
 
 def _read_text(path: Path) -> str:
-    with path.open("rb") as file:
-        content = file.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError.one(
-            str(path),
-            None,
-            f"is larger than {MAX_FILE_BYTES} bytes, the most that a config file may have.",
-            "Give a config file, not data.",
-        )
+    content = read(path, MAX_FILE_BYTES)
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

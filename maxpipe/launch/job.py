@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from maxpipe import files
 from maxpipe.checkpoint.place import run_folder
 from maxpipe.config.load import to_yaml
 from maxpipe.config.schema import Config
@@ -71,7 +72,7 @@ class Submission:
             folder.mkdir(parents=True, exist_ok=True)
             for name, text in self.files.items():
                 path = folder / name
-                path.write_text(text, encoding="utf-8")
+                files.write(path, text)
                 if text.startswith("#!"):
                     path.chmod(0o755)
         except OSError as error:

@@ -10,9 +10,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
+from maxpipe import files
 from maxpipe.errors import StorageError
 
 _MAX_LINES = 40
+_MOST_BYTES = 1 << 28
 _TRACEBACK = re.compile(
     r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*\S.*$", re.MULTILINE
 )
@@ -35,7 +37,7 @@ class Log:
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = self.path.open("ab")
+            file = os.fdopen(files.opened(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
             self._start = file.tell()
             header = f"=== {datetime.now():%Y-%m-%d %H:%M:%S} attempt {attempt}: {command}\n"
             file.write(header.encode())
@@ -47,9 +49,9 @@ class Log:
 
     def text(self) -> str:
         """What the newest attempt has printed."""
-        with self.path.open("rb") as file:
+        with open(files.opened(self.path), "rb") as file:
             file.seek(self._start)
-            return file.read().decode(errors="replace")
+            return file.read(_MOST_BYTES).decode(errors="replace")
 
     def first_error(self) -> str:
         """The first traceback or explained error of the newest attempt, else its last lines."""
@@ -73,7 +75,7 @@ class Follower:
     """Copies what is appended to a file to this process's stdout."""
 
     def __init__(self, path: Path, start: int):
-        self._file = path.open("rb")
+        self._file = os.fdopen(files.opened(path), "rb")
         self._file.seek(start)
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
 

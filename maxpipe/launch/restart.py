@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import signal
 from pathlib import Path
+from typing import TypedDict
 
 from maxpipe.errors import ExitCode
+from maxpipe.files import records
 
 FINAL = (ExitCode.CONFIG, ExitCode.BUG, ExitCode.STORAGE)
 """Failures that another start would only repeat."""
@@ -34,22 +36,22 @@ def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
         names = [path.name for path in (run_dir / _CHECKPOINTS).iterdir()]
     except OSError:
         return None
-    return max((int(name) for name in names if name.isdecimal()), default=None)
+    return max((int(name) for name in names if name.isascii() and name.isdigit()), default=None)
+
+
+class _Record(TypedDict):
+    """A line of `events.jsonl` that names a step; others are none of this kind."""
+
+    event: str
+    step: int
 
 
 def _told(run_dir: Path) -> int | None:
-    try:
-        lines = (run_dir / _RECORDS).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
     newest = None
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:  # a kill came in the middle of it
-            continue
-        if record["event"] in ("start", "checkpoint"):  # a start may go back to an older one
-            newest = record["step"] or None
+    with contextlib.suppress(OSError):
+        for record in records(run_dir / _RECORDS, _Record):
+            if record["event"] in ("start", "checkpoint"):  # a start may go back to an older one
+                newest = record["step"] or None
     return newest
 
 

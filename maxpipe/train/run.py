@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import jax
 
@@ -46,6 +46,7 @@ from maxpipe.train.replicas import explain
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
 from maxpipe.train.watch import Watch
+from maxpipe.typed import AnyFloat, checked
 
 # What each process may have for itself.
 _OWN_SECTIONS = frozenset({"runtime", "log", "launch"})
@@ -59,6 +60,24 @@ _FREE_MODEL_KEYS = frozenset({"dropout", "attention", "compute_dtype"})
 
 
 WRITTEN_FILES = ("config.yml", "metrics.jsonl", "metrics.jsonl.new", "events.jsonl")
+
+
+class Guarded(TypedDict):
+    """What the guard had counted when a checkpoint was saved."""
+
+    skipped: int
+    spikes: int
+    recent: tuple[list[AnyFloat], list[AnyFloat]]
+    roll_backs: NotRequired[int]
+    in_row: NotRequired[int]
+
+
+class Position(TypedDict):
+    """Where in the data a checkpoint is."""
+
+    step: int
+    fingerprint: dict[str, Any]
+    guard: NotRequired[Guarded | None]
 
 
 class Start(NamedTuple):
@@ -370,8 +389,17 @@ def _restore_or_init(
     config = loaded.config
 
     def accept(facts: Facts, *, own: bool = True) -> None:
-        _check_model(facts.config["model"], to_dict(config)["model"], loaded.origins)
-        others = compare(facts.data["fingerprint"], datasets.train.fingerprint())
+        try:
+            data = checked(facts.data, Position)
+            model = facts.config["model"]
+        except (ValueError, KeyError) as error:
+            raise StorageError(
+                f"step {facts.step}: is no checkpoint of a run\n"
+                f"  what it says of model and data cannot be used: {error}.\n"
+                "  Use the release of maxpipe that has saved it, or set run.name to a new name."
+            ) from error
+        _check_model(model, to_dict(config)["model"], loaded.origins)
+        others = compare(data["fingerprint"], datasets.train.fingerprint())
         if others and own and not config.data.allow_change:
             raise _other_data(others, facts.step)
         words = f"when step {facts.step} was saved"
