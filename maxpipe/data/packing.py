@@ -23,6 +23,7 @@ import numpy as np
 from maxpipe.data.sources import Moved, Progress, Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.files import opened
 
 _LOG = logging.getLogger(__name__)
 
@@ -161,14 +162,14 @@ def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> Docu
 def _load_index(path: str, num_documents: int) -> DocumentIndex | None:
     try:
         # Opened here, because numpy leaves a damaged file open.
-        with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+        with open(opened(path), "rb") as stream, np.load(stream, allow_pickle=False) as arrays:
             index = DocumentIndex(arrays["lengths"], arrays["byte_counts"])
         if index.lengths.shape != (num_documents,) or index.byte_counts.shape != (256,):
             raise ValueError("arrays of another shape")
         return index
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile) as error:
         _LOG.warning("%s cannot be used (%s): reading all documents again", path, error)
         return None
 

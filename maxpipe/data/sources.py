@@ -24,6 +24,8 @@ import numpy as np
 
 from maxpipe.config.schema import DataConfig
 from maxpipe.errors import ConfigError
+from maxpipe.files import opened
+from maxpipe.typed import parse
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ _EDGE_BYTES = 1 << 16
 _SYNTHETIC_DOCUMENTS = 8192
 _SYNTHETIC_WORDS = 1024
 _TFDS_NAME = re.compile(r"[A-Za-z]\w*(/[\w+.-]+)?(:\d+\.\d+\.\d+)?")
+_MAX_DEPTH = 256
+"""Of brackets inside brackets in a document's JSON."""
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 # Tests hold text that is broken on purpose, the others are not part of the library.
 _CORPUS_SKIPPED_FOLDERS = {
@@ -134,7 +138,7 @@ class FileSource:
     def __getitem__(self, index: int) -> str:
         path = self._files[index].path
         try:
-            with open(path, "rb") as stream:
+            with open(opened(path), "rb") as stream:
                 raw = stream.read()
         except OSError as error:
             raise _unreadable(path, error) from error
@@ -180,14 +184,14 @@ class JsonLinesSource:
         start = int(starts[index - int(self._ends[which])])
         path = self._files[which].path
         try:
-            with open(path, "rb") as stream:
+            with open(opened(path), "rb") as stream:
                 stream.seek(start)
                 line = stream.readline()
         except OSError as error:
             raise _unreadable(path, error) from error
         try:
-            return _field_of(json.loads(line), self._field, path)
-        except (ValueError, RecursionError) as error:
+            return _field_of(parse(line, Any, most_depth=_MAX_DEPTH), self._field, path)
+        except ValueError as error:
             raise ConfigError.one(
                 f"{path}:{_line_number(path, start)}",
                 _shortened(line),
@@ -239,8 +243,8 @@ class ArrayRecordSource:
         if not self._json:
             return _decode(raw, where)
         try:
-            record = json.loads(raw)
-        except (ValueError, RecursionError) as error:
+            record = parse(raw, Any, most_depth=_MAX_DEPTH)
+        except ValueError as error:
             raise ConfigError.one(
                 where,
                 _shortened(raw),
@@ -422,7 +426,7 @@ def _line_starts(file: File, moved: Moved | None) -> np.ndarray:
     starts = array("q")
     offset = 0
     try:
-        with open(file.path, "rb") as stream:
+        with open(opened(file.path), "rb") as stream:
             for line in stream:
                 if not line.isspace():
                     starts.append(offset)
@@ -438,7 +442,7 @@ def _line_starts(file: File, moved: Moved | None) -> np.ndarray:
 def _line_number(path: str, offset: int) -> int:
     """Counted only for an error message: the index does not keep blank lines."""
     number = 1
-    with open(path, "rb") as stream:
+    with open(opened(path), "rb") as stream:
         for line in stream:
             offset -= len(line)
             if offset < 0:
@@ -486,8 +490,8 @@ def _decode(raw: bytes, where: str, errors: str = "strict") -> str:
 
 def _is_json_object(raw: bytes) -> bool:
     try:
-        return isinstance(json.loads(raw), dict)
-    except (ValueError, RecursionError):
+        return isinstance(parse(raw, Any, most_depth=_MAX_DEPTH), dict)
+    except ValueError:
         return False
 
 
@@ -521,7 +525,7 @@ def _shortened(text: str | bytes, limit: int = 120) -> str:
 
 def _edges(path: str) -> str:
     """Digest of a file's first and last bytes, which tells files of one size apart."""
-    with open(path, "rb") as stream:
+    with open(opened(path), "rb") as stream:
         head = stream.read(_EDGE_BYTES)
         stream.seek(max(len(head), os.path.getsize(path) - _EDGE_BYTES))
         return hashlib.sha256(head + stream.read()).hexdigest()

@@ -6,11 +6,12 @@ does not know documents, sequences or the model. Nothing is downloaded.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,12 +19,16 @@ import numpy as np
 from maxpipe import files
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.errors import ConfigError
+from maxpipe.typed import parse
 
 _BEGIN_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<|startoftext|>", "[CLS]")
 _END_NAMES = ("</s>", "<|end_of_text|>", "<eos>", "[EOS]", "<|endoftext|>", "<|im_end|>", "[SEP]")
 _PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>")
 _MAX_BYTES = 1 << 28  # the largest that models come with are an eighth of it
 _MAX_SETTINGS_BYTES = 1 << 24
+_MAX_IDS = 1 << 26
+"""Arrays hold something of each id: one number must not fill the memory."""
+_USED = "must be a tokenizer that works on every text"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -114,6 +119,32 @@ class ByteTokenizer:
         return "bytes-1"
 
 
+@contextlib.contextmanager
+def _explained(path: str, rule: str) -> Iterator[None]:
+    """Whatever the library does inside is a mistake in the file.
+
+    Rust code that panics raises an exception which is no `Exception`.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError.one(
+            "tokenizer.path",
+            path,
+            f"{rule}: {_first_line(error)}.",
+            "Set tokenizer.path to the file that `save_pretrained` writes as tokenizer.json.",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    line = (str(error).splitlines() or [""])[0].rstrip(".")
+    return line[:200] or type(error).__name__
+
+
 class HuggingFaceTokenizer:
     """A `tokenizer.json` file.
 
@@ -124,14 +155,23 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: str):
         raw = _read(path)
-        self._tokenizer = _parse(raw, path)
+        self._path = path
+        with _explained(path, "must be a tokenizer.json file"):
+            self._tokenizer = _parse(raw)
+            self._set_up(raw, path)
+
+    def _set_up(self, raw: bytes, path: str) -> None:
         # A file may carry settings of another use that would change or cut documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # Text that spells a control token stays text.
         self._tokenizer.encode_special_tokens = True
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ValueError("it has no tokens")
         self.vocab_size = max(vocabulary.values()) + 1
+        if self.vocab_size > _MAX_IDS:
+            raise ValueError(f"it has an id of {self.vocab_size - 1}, at most {_MAX_IDS} are used")
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
         named = _named_tokens(path)
@@ -153,7 +193,9 @@ class HuggingFaceTokenizer:
         self._fingerprint = hashlib.sha256(raw + control.encode()).hexdigest()
 
     def _byte_lengths(self, vocabulary: dict[str, int], special: set[int]) -> np.ndarray:
-        decoder = json.dumps(json.loads(self._tokenizer.to_str()).get("decoder"))
+        decoder = json.dumps(
+            parse(self._tokenizer.to_str(), dict[str, Any], most_depth=256).get("decoder")
+        )
         # A byte-level vocabulary writes each byte of text as one character.
         byte_level = '"ByteLevel"' in decoder
         lengths = np.zeros(self.vocab_size, np.int32)
@@ -168,14 +210,18 @@ class HuggingFaceTokenizer:
         return lengths
 
     def encode(self, text: str) -> np.ndarray:
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        with _explained(self._path, _USED):
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.asarray(ids, np.int32)
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _explained(self._path, _USED):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [len(encoding) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        with _explained(self._path, _USED):
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def fingerprint(self) -> str:
         return self._fingerprint
@@ -193,7 +239,7 @@ def _read(path: str) -> bytes:
         ) from error
 
 
-def _parse(raw: bytes, path: str) -> Any:
+def _parse(raw: bytes) -> Any:
     try:
         import tokenizers
     except ImportError as error:
@@ -203,27 +249,17 @@ def _parse(raw: bytes, path: str) -> Any:
             f"needs the package tokenizers: {error}.",
             "Run: pip install 'maxpipe[tokenizers]'",
         ) from error
-    try:
-        return tokenizers.Tokenizer.from_buffer(raw)
-    except Exception as error:  # the parser raises plain Exception
-        raise ConfigError.one(
-            "tokenizer.path",
-            path,
-            f"must be a tokenizer.json file: {error}.",
-            "Set tokenizer.path to the file that `save_pretrained` writes as tokenizer.json.",
-        ) from error
+    return tokenizers.Tokenizer.from_buffer(raw)
 
 
 def _named_tokens(path: str) -> Mapping[str, str]:
     """Token texts by role, from the optional `tokenizer_config.json` beside the file."""
     beside = os.path.join(os.path.dirname(os.path.expanduser(path)), "tokenizer_config.json")
     try:
-        entries = json.loads(files.read(beside, _MAX_SETTINGS_BYTES))
-        if not isinstance(entries, dict):
-            raise ValueError(f"it is of type {type(entries).__name__}")
+        entries = parse(files.read(beside, _MAX_SETTINGS_BYTES), dict[str, Any])
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError.one(
             "tokenizer.path",
             beside,
