@@ -181,15 +181,18 @@ class Folder:
     def arrays(self, step: int, abstract: Tree | None = None) -> Tree:
         """The saved arrays, placed like `abstract`, by default as numpy arrays.
 
+        What `abstract` leaves out is not read.
+
         Raises:
             Damaged: they cannot be read.
         """
         if abstract is None:
             shapes = self.shapes(step)
             abstract = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes)
-        handler = ocp.StandardCheckpointHandler()
+        places = ocp.checkpoint_utils.construct_restore_args(abstract)
+        wanted = ocp.args.PyTreeRestore(abstract, places, partial_restore=True)
         try:
-            return handler.restore(self / step / STATE, args=ocp.args.StandardRestore(abstract))
+            return ocp.PyTreeCheckpointHandler().restore(self / step / STATE, args=wanted)
         except Exception as error:
             raise Damaged(f"{STATE} cannot be read: {first_line(error)}") from error
 
