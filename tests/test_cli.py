@@ -121,8 +121,8 @@ def test_version(capsys: Capture):
         ("config explain a b", "unrecognized arguments: b"),
         ("config explain model.num_layer", "explain model.num_layers`?"),
         ("config docs --chek", "unrecognized arguments: --chek"),
-        ("checkpoints list", "the following arguments are required: RUN_DIR"),
-        ("checkpoints show a --step x", "x is not an integer"),
+        ("checkpoints list", "the following arguments are required: RUN"),
+        ("checkpoints prune a --keep x", "x is not an integer"),
         ("checkpoints prune a --keep-every-hours x", "x is not a number"),
         ("checkpoints prun a", "Did you mean `maxpipe checkpoints prune`?"),
         ("schedule gpip", "Did you mean `maxpipe schedule gpipe`?"),
@@ -372,31 +372,6 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     )
     os.close(write)
     assert ran.stderr == "" and ran.returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("args", "called"),
-    [
-        ("list runs/a", ("listed", "runs/a", None)),
-        ("show runs/a", ("shown", "runs/a", None)),
-        ("show runs/a --step 7", ("shown", "runs/a", 7)),
-        ("verify runs/a --step 7", ("verified", "runs/a", 7)),
-        ("diff runs/a@3 runs/b@c", ("compared", ("runs/a", 3), ("runs/b@c", None))),
-    ],
-)
-def test_checkpoint_commands_pass_their_arguments(
-    args: str, called: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
-):
-    calls = []
-    inspect = types.ModuleType("maxpipe.checkpoint.inspect")
-    for name in ("listed", "shown", "verified", "compared"):
-        inspect.__dict__[name] = lambda *values, name=name: calls.append((name, *values)) or ()
-    monkeypatch.setitem(sys.modules, "maxpipe.checkpoint.inspect", inspect)
-    import maxpipe.checkpoint
-
-    monkeypatch.setattr(maxpipe.checkpoint, "inspect", inspect, raising=False)
-    assert main(["checkpoints", *args.split()]) == 0
-    assert calls == [called]
 
 
 @pytest.mark.parametrize(

@@ -205,16 +205,19 @@ class Folder:
     def arrays(self, step: int, abstract: Tree | None = None) -> Tree:
         """The saved arrays, placed like `abstract`, by default as numpy arrays.
 
+        What `abstract` leaves out is not read.
+
         Raises:
             Damaged: they cannot be read.
         """
         shapes = self.shapes(step) if abstract is None else None
-        handler = ocp.StandardCheckpointHandler()
         try:
             if abstract is None:  # a shape may say more than any memory has
                 abstract = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes)
             _check_plain(self / step / STATE)
-            return handler.restore(self / step / STATE, args=ocp.args.StandardRestore(abstract))
+            places = ocp.checkpoint_utils.construct_restore_args(abstract)
+            wanted = ocp.args.PyTreeRestore(abstract, places, partial_restore=True)
+            return ocp.PyTreeCheckpointHandler().restore(self / step / STATE, args=wanted)
         except Exception as error:
             raise Damaged(f"{STATE} cannot be read: {first_line(error)}") from error
 

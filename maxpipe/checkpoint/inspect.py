@@ -1,4 +1,4 @@
-"""What is in a run's checkpoints, as text. Nothing here changes a run, but for `prune`.
+"""What is in a run's checkpoints, as text. Only `pruned` and `deleted` change a run.
 
 Needs none of the run's devices.
 """
@@ -8,37 +8,80 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, TypedDict
 
 from etils import epath
 
 from maxpipe.checkpoint import manifest
-from maxpipe.checkpoint.folder import Folder, local_time
+from maxpipe.checkpoint.address import Address
+from maxpipe.checkpoint.folder import Damaged, Folder, local_time
 from maxpipe.checkpoint.lock import RunLock
-from maxpipe.checkpoint.manager import Checkpoints, open_run
+from maxpipe.checkpoint.manager import open_run
 from maxpipe.checkpoint.place import files
-from maxpipe.checkpoint.retention import Rules, kept
+from maxpipe.checkpoint.retention import Rules, Saved, kept
+from maxpipe.checkpoint.selection import best, chosen, opened
 from maxpipe.checkpoint.trees import differences, digest, leaves
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import StorageError
 
 
-def listed(run_dir: str, rules: Rules | None) -> Iterator[str]:
+class Listed(TypedDict):
+    """One checkpoint; `kept` is empty where no rule keeps it, or no rules are known."""
+
+    step: int
+    saved: str
+    """Time in ISO 8601, UTC."""
+    bytes: int
+    manifest: bool
+    metrics: dict[str, float]
+    kept: str
+    path: str
+
+
+class Listing(TypedDict):
+    """All that is in a folder of checkpoints, oldest first."""
+
+    folder: str
+    checkpoints: list[Listed]
+    damaged: list[str]
+    """Names of what was found damaged, and is not used."""
+    unfinished: list[str]
+
+
+def listing(address: Address, rules: Rules | None) -> Listing:
+    """The checkpoints of a run as plain values."""
+    folder = opened(address).durable
+    return {
+        "folder": str(folder.path),
+        "checkpoints": [
+            {
+                "step": one.step,
+                "saved": datetime.fromtimestamp(one.time, UTC).isoformat(timespec="seconds"),
+                "bytes": size,
+                "manifest": manifest.is_in(folder / one.step),
+                "metrics": _metrics(folder, one.step),
+                "kept": reason,
+                "path": str(folder / one.step),
+            }
+            for one, size, reason in _saved(folder, rules)
+        ],
+        "damaged": folder.put_aside(),
+        "unfinished": folder.unfinished(),
+    }
+
+
+def listed(address: Address, rules: Rules | None) -> Iterator[str]:
     """One line per checkpoint: step, time, size, manifest, loss, and why it stays."""
-    folder = open_run(run_dir).durable
-    saved = [one for step in folder.steps() if (one := folder.saved(step))]
-    reasons = kept(saved, rules) if rules else {}
+    folder = opened(address).durable
     yield f"{'step':>10}  {'saved':19}  {'size':>10}  manifest    {'loss':>8}" + (
         "  kept" if rules else ""
     )
-    for one in saved:
-        path = folder / one.step
-        if (size := _num_bytes(path)) is None:
-            continue  # its run deletes it
+    for one, size, reason in _saved(folder, rules):
         loss = "" if one.loss is None else f"{one.loss:.4f}"
-        has = "yes" if manifest.is_in(path) else "no"
+        has = "yes" if manifest.is_in(folder / one.step) else "no"
         line = (
             f"{one.step:>10}  {local_time(one.time)}  {size / 2**20:>6.1f} MiB  "
-            f"{has:8}    {loss:>8}  {reasons.get(one.step, '')}"
+            f"{has:8}    {loss:>8}  {reason}"
         )
         yield line.rstrip()
     for name in folder.put_aside():
@@ -48,14 +91,30 @@ def listed(run_dir: str, rules: Rules | None) -> Iterator[str]:
     yield from folder.oddities()
 
 
-def shown(run_dir: str, step: int | None) -> Iterator[str]:
+def _saved(folder: Folder, rules: Rules | None) -> Iterator[tuple[Saved, int, str]]:
+    """Each checkpoint with its bytes, and why it stays."""
+    saved = [one for step in folder.steps() if (one := folder.saved(step))]
+    reasons = kept(saved, rules) if rules else {}
+    for one in saved:
+        if (size := _num_bytes(folder / one.step)) is not None:  # else its run deletes it
+            yield one, size, reasons.get(one.step, "")
+
+
+def _metrics(folder: Folder, step: int) -> dict[str, float]:
+    try:
+        return dict(folder.facts(step).metrics or {})
+    except (Damaged, StorageError, FileNotFoundError):
+        return {}
+
+
+def shown(address: Address) -> Iterator[str]:
     """The arrays of one checkpoint, and digests that do not depend on the layout.
 
     Raises:
         ConfigError: there is no checkpoint of that step.
     """
-    checkpoints = open_run(run_dir)
-    found = checkpoints.restore(chosen(checkpoints, step, "command line: --step"))
+    checkpoints = opened(address)
+    found = checkpoints.restore(chosen(checkpoints, address))
     for name, array in leaves(found.state):
         yield f"{name:44} {array.dtype!s:9} {' x '.join(map(str, array.shape)) or 'scalar'}"
     count = sum(array.size for _, array in leaves(found.state["params"]))
@@ -74,17 +133,17 @@ def shown(run_dir: str, step: int | None) -> Iterator[str]:
         yield f"sha256     {name:10} {value}"
 
 
-def verified(run_dir: str, step: int | None) -> Iterator[str]:
-    """One line per checkpoint, after reading all its bytes.
+def verified(address: Address) -> Iterator[str]:
+    """One line per checkpoint, or for the one that is named, after reading all its bytes.
 
     Raises:
         StorageError: at the end, when one is damaged.
     """
-    checkpoints, damaged = open_run(run_dir), []
+    checkpoints, damaged = opened(address), []
     folder = checkpoints.durable
     steps = checkpoints.steps()
-    if step is not None:
-        steps = [chosen(checkpoints, step, "command line: --step")]
+    if address.step is not None:
+        steps = [chosen(checkpoints, address)]
     for one in steps:
         path = folder / one
         wrong = manifest.faults(path, one) if (sealed := manifest.is_in(path)) else []
@@ -123,10 +182,9 @@ def pruned(run_dir: str, rules: Rules, *, dry_run: bool) -> Iterator[str]:
 def _pruned(folder: Folder, rules: Rules, *, dry_run: bool) -> Iterator[str]:
     saved = [one for step in folder.steps() if (one := folder.saved(step))]
     reasons = kept(saved, rules)
-    for step in reversed(folder.steps()):
-        if manifest.is_in(folder / step) and not manifest.faults(folder / step, step):
-            reasons.setdefault(step, "newest that is as it was saved")
-            break
+    newest = next((step for step in reversed(folder.steps()) if _is_right(folder, step)), None)
+    if newest is not None:
+        reasons.setdefault(newest, "newest that is as it was saved")
     freed = 0
     for one in saved:
         if one.step in reasons:
@@ -139,13 +197,49 @@ def _pruned(folder: Folder, rules: Rules, *, dry_run: bool) -> Iterator[str]:
     yield f"{freed / 2**20:.1f} MiB {'would be freed' if dry_run else 'freed'}"
 
 
-def compared(first: tuple[str, int | None], second: tuple[str, int | None]) -> list[str]:
-    """What differs between two checkpoints, each given by run folder and step; nothing if same."""
+def deleted(address: Address, *, force: bool) -> Iterator[str]:
+    """Deletes one checkpoint, but never the newest good one unless by `force`.
+
+    Raises:
+        ConfigError: no step is named, or it is the newest good one.
+        StorageError: a run is using the folder.
+    """
+    if address.step is None:
+        raise address.wrong("names no step to delete.", f"Give {address.given}@STEP.")
+    checkpoints = opened(address)
+    folder = checkpoints.durable
+    with RunLock(folder.path.parent):
+        step = chosen(checkpoints, address)
+        newer = [each for each in folder.steps() if each > step]
+        is_good = not manifest.is_in(folder / step) or _is_right(folder, step)
+        if not force and is_good and not any(_is_right(folder, each) for each in reversed(newer)):
+            only = "only" if len(folder.steps()) == 1 else "newest"
+            raise address.wrong(
+                f"is the {only} checkpoint that is as it was saved: without it the run "
+                + ("begins again." if only == "only" else "loses steps."),
+                "Delete it with --force if that is what you want.",
+            )
+        size = _num_bytes(folder / step) or 0
+        folder.remove(step)
+    yield f"{step:>10}  deleted, {size / 2**20:.1f} MiB freed"
+
+
+def best_of(address: Address, metric: str) -> tuple[str, int, float]:
+    """Address, step and value of the checkpoint with the smallest value of a metric.
+
+    Raises:
+        ConfigError: no checkpoint has it.
+    """
+    step, value = best(opened(address).durable, address, metric)
+    return address.at(step), step, value
+
+
+def compared(first: Address, second: Address) -> list[str]:
+    """What differs between two checkpoints; nothing if they are the same."""
     found = []
-    for run_dir, step in (first, second):
-        checkpoints = open_run(run_dir)
-        number = chosen(checkpoints, step, f"command line: {run_dir}@{step}")
-        found.append(checkpoints.restore(number))
+    for address in (first, second):
+        checkpoints = opened(address)
+        found.append(checkpoints.restore(chosen(checkpoints, address)))
     left, right = found
     lines = differences(left.state, right.state)
     for words, a, b in (
@@ -159,21 +253,9 @@ def compared(first: tuple[str, int | None], second: tuple[str, int | None]) -> l
     return lines
 
 
-def chosen(checkpoints: Checkpoints, step: int | None, where: str) -> int:
-    """The step that was asked for, by default the newest.
-
-    Raises:
-        ConfigError: there is none of that step.
-    """
-    steps = checkpoints.steps()
-    if step is not None and step not in steps:
-        raise ConfigError.one(
-            where,
-            step,
-            f"must be one of the saved steps: {', '.join(map(str, steps))}.",
-            f"Take step {steps[-1]}, or leave it out for the newest.",
-        )
-    return steps[-1] if step is None else step
+def _is_right(folder: Folder, step: int) -> bool:
+    """Whether all bytes of a checkpoint are known to be those that were saved."""
+    return manifest.is_in(folder / step) and not manifest.faults(folder / step, step)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

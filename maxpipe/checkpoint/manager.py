@@ -169,7 +169,7 @@ class Checkpoints:
     ) -> Restored | None:
         """The newest checkpoint that is what was saved; None if there never was one.
 
-        `accept` may raise before the arrays are read.
+        What `abstract` leaves out is not read. `accept` may raise before the arrays are read.
 
         Raises:
             StorageError: all are damaged, or one does not fit.
@@ -198,14 +198,21 @@ class Checkpoints:
             )
         return None
 
-    def restore(self, step: int, abstract: Tree | None = None) -> Restored:
+    def restore(
+        self,
+        step: int,
+        abstract: Tree | None = None,
+        accept: Callable[[Facts], None] = lambda facts: None,
+    ) -> Restored:
         """One checkpoint of the run's folder, as arrays placed like `abstract`, or numpy arrays.
+
+        What `abstract` leaves out is not read. `accept` may raise before any array is.
 
         Raises:
             StorageError: it is damaged.
         """
         try:
-            return self._restore(self.durable, step, abstract, lambda facts: None)
+            return self._restore(self.durable, step, abstract, accept)
         except Damaged as damage:
             older = [str(other) for other in self.steps() if other < step]
             raise StorageError(
@@ -276,7 +283,8 @@ class Checkpoints:
             raise Damaged(fault)
 
     def _must_fit(self, folder: Folder, step: int, abstract: Tree) -> None:
-        lines = other_shapes(folder.shapes(step), abstract)
+        saved = folder.shapes(step)
+        lines = other_shapes({name: saved[name] for name in saved if name in abstract}, abstract)
         if lines:
             more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
             raise StorageError(
@@ -498,14 +506,15 @@ class Checkpoints:
                 raise
 
 
-def open_run(run_dir: epath.PathLike, where: str = "") -> Checkpoints:
-    """The checkpoints of a run that is only read. `where` names what gave the folder.
+def open_run(run_dir: epath.PathLike, where: str = "", place: str = "") -> Checkpoints:
+    """The checkpoints of a run that is only read. `where` names what gave the folder; `place` holds
+    their folder if that is not for the run's config to say.
 
     Raises:
         ConfigError: there are none.
         StorageError: they cannot be reached.
     """
-    checkpoints = Checkpoints(home_of(run_dir, where or "path"), write=False)
+    checkpoints = Checkpoints(place or home_of(run_dir, where or "path"), write=False)
     if not checkpoints.steps():
         raise ConfigError.one(
             where or f"run folder {run_dir}",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
-import re
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from maxpipe.commands.parser import Commands, integer, number, subcommands
+from maxpipe.commands.parser import Commands, add_address, integer, number, subcommands
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 from maxpipe.files import full
 
@@ -20,9 +21,22 @@ DIFFERENT = 1
 
 
 def _print(lines: Iterable[str]) -> int:
-    try:
+    with _explained():
         for line in lines:
             print(line)
+    return ExitCode.DONE
+
+
+def _print_json(values: Callable[[], Mapping[str, Any]]) -> int:
+    with _explained():
+        print(json.dumps(values(), indent=2))
+    return ExitCode.DONE
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -31,35 +45,66 @@ def _print(lines: Iterable[str]) -> int:
             f"  {error.strerror or error}.\n"
             "  Try again when the storage answers, as a user who may read and write there."
         ) from error
-    return ExitCode.DONE
 
 
 def _list(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
+    from maxpipe.checkpoint.address import whole_run
 
     _use_no_devices()
-    return _print(inspect.listed(options.run_dir, _rules(options.run_dir)))
+    run = whole_run(options.run)
+    if options.json:
+        return _print_json(lambda: inspect.listing(run, _rules(run.run_dir)))
+    return _print(inspect.listed(run, _rules(run.run_dir)))
 
 
 def _show(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
+    from maxpipe.checkpoint.address import parse
 
     _use_no_devices()
-    return _print(inspect.shown(options.run_dir, options.step))
+    return _print(inspect.shown(parse(options.checkpoint)))
 
 
 def _verify(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
+    from maxpipe.checkpoint.address import parse
 
     _use_no_devices()
-    return _print(inspect.verified(options.run_dir, options.step))
+    return _print(inspect.verified(parse(options.checkpoint)))
+
+
+def _best(options: argparse.Namespace) -> int:
+    from maxpipe.checkpoint import inspect
+    from maxpipe.checkpoint.address import whole_run
+
+    _use_no_devices()
+    run = whole_run(options.run)
+
+    def found() -> dict[str, Any]:
+        address, step, value = inspect.best_of(run, options.metric)
+        return {"checkpoint": address, "step": step, "metric": options.metric, "value": value}
+
+    if options.json:
+        return _print_json(found)
+    return _print("{checkpoint}  {metric} {value:.6g}".format(**each) for each in [found()])
+
+
+def _delete(options: argparse.Namespace) -> int:
+    from maxpipe.checkpoint import inspect
+    from maxpipe.checkpoint.address import parse
+
+    _use_no_devices()
+    return _print(inspect.deleted(parse(options.checkpoint), force=options.force))
 
 
 def _prune(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
+    from maxpipe.checkpoint.address import whole_run
     from maxpipe.checkpoint.retention import Rules
 
     _use_no_devices()
+    run_dir = whole_run(options.run).run_dir
     given = {name: getattr(options, name) for name in Rules.__slots__}
     for name, value in given.items():
         if value is not None and not value >= 0:
@@ -72,22 +117,24 @@ def _prune(options: argparse.Namespace) -> int:
             given["newest"] = 1
         rules = Rules(**{name: value or 0 for name, value in given.items()})
     else:
-        rules = _rules(options.run_dir)
+        rules = _rules(run_dir)
     if rules is None:
         raise ConfigError.one(
-            os.path.join(options.run_dir, "config.yml"),
+            os.path.join(run_dir, "config.yml"),
             None,
             "cannot be used, and it has the rules.",
             "Give the rules: --keep 3, for instance.",
         )
-    return _print(inspect.pruned(options.run_dir, rules, dry_run=options.dry_run))
+    return _print(inspect.pruned(run_dir, rules, dry_run=options.dry_run))
 
 
 def _diff(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
+    from maxpipe.checkpoint.address import parse
 
     _use_no_devices()
-    lines = inspect.compared(_run_and_step(options.first), _run_and_step(options.second))
+    with _explained():
+        lines = inspect.compared(parse(options.first), parse(options.second))
     _print(lines or ["same"])
     return DIFFERENT if lines and options.exit_code else ExitCode.DONE
 
@@ -113,39 +160,39 @@ def _rules(run_dir: str) -> Rules | None:
         return None
 
 
-def _run_and_step(text: str) -> tuple[str, int | None]:
-    """`RUN_DIR@STEP`; without a step the newest."""
-    if found := re.fullmatch(r"(.+)@([0-9]+)", text):
-        return found[1], int(found[2])
-    return text, None
-
-
 def add(commands: Commands) -> None:
     """Adds the command."""
     about = "list, inspect, verify, compare and delete the checkpoints of a run"
-    parser = commands.add_parser("checkpoints", help=about, description=f"{about.capitalize()}.")
+    parser = commands.add_parser(
+        "checkpoints",
+        help=about,
+        description=f"{about.capitalize()}. A run is named by its\n"
+        "folder, by its name below runs/, or by gs://BUCKET/PATH; one of its checkpoints by\n"
+        "RUN@STEP, RUN@newest, RUN@best (smallest eval/loss), or the path to its folder.",
+    )
     actions = subcommands(parser)
 
-    listed = actions.add_parser("list", help="checkpoints of a run folder")
-    _add_run(listed)
+    listed = actions.add_parser("list", help="checkpoints of a run")
+    add_address(listed, step=False)
+    listed.add_argument("--json", action="store_true", help="print one JSON object")
     listed.set_defaults(command=_list)
 
-    show = actions.add_parser("show", help="content of one checkpoint")
-    _add_run(show)
-    _add_step(show, "by default the newest")
+    show = actions.add_parser("show", help="content of one checkpoint, by default the newest")
+    add_address(show)
     show.set_defaults(command=_show)
 
     verify = actions.add_parser(
         "verify",
         help="compare every byte with what was saved",
         description="Read every file and compare it with the manifest, written when it was saved.\n"
-        "Exits with 74 when a checkpoint is damaged; one without a manifest is unknown.",
-        epilog="example: maxpipe checkpoints verify runs/quickstart",
+        "Without a step all checkpoints are read. Exits with 74 when one is damaged; one without\n"
+        "a manifest is unknown.",
+        epilog="example: maxpipe checkpoints verify quickstart@120",
     )
-    _add_run(verify)
-    _add_step(verify, "by default all")
+    add_address(verify)
     verify.set_defaults(command=_verify)
     _add_prune(actions)
+    _add_delete(actions)
 
     diff = actions.add_parser(
         "diff",
@@ -154,11 +201,43 @@ def add(commands: Commands) -> None:
         "line for each difference. Without a step the newest of that run is taken.",
         epilog="example: maxpipe checkpoints diff runs/a@100 runs/b@100",
     )
-    diff.add_argument("first", metavar="RUN_DIR[@STEP]", help="one checkpoint")
-    diff.add_argument("second", metavar="RUN_DIR[@STEP]", help="another one")
+    add_address(diff, "first", about="one checkpoint")
+    add_address(diff, "second", about="another one")
     diff.add_argument("--exit-code", action="store_true", help="exit with 1 when they differ")
     diff.set_defaults(command=_diff)
+    _add_best(actions)
     parser.command_names = tuple(actions.choices)
+
+
+def _add_best(actions: Commands) -> None:
+    best = actions.add_parser(
+        "best",
+        help="the checkpoint with the smallest evaluation loss",
+        description="Print RUN@STEP of the checkpoint whose evaluation gave the smallest loss,\n"
+        "and that loss. Only steps count that were evaluated when they were saved.",
+        epilog="example: maxpipe checkpoints best quickstart --metric eval/nats_per_byte",
+    )
+    add_address(best, step=False)
+    best.add_argument(
+        "--metric", default="eval/loss", metavar="NAME", help="another metric, smaller is better"
+    )
+    best.add_argument("--json", action="store_true", help="print one JSON object")
+    best.set_defaults(command=_best)
+
+
+def _add_delete(actions: Commands) -> None:
+    delete = actions.add_parser(
+        "delete",
+        help="delete one checkpoint",
+        description="Delete one checkpoint. Refused while a run is using the folder, and for the\n"
+        "newest checkpoint that is as it was saved.",
+        epilog="example: maxpipe checkpoints delete quickstart@120",
+    )
+    add_address(delete, step=True, needed=True)
+    delete.add_argument(
+        "--force", action="store_true", help="delete the newest good checkpoint, too"
+    )
+    delete.set_defaults(command=_delete)
 
 
 def _add_prune(actions: Commands) -> None:
@@ -170,7 +249,7 @@ def _add_prune(actions: Commands) -> None:
         "does what was found damaged.",
         epilog="example: maxpipe checkpoints prune runs/quickstart --keep 2 --dry-run",
     )
-    _add_run(prune)
+    add_address(prune, step=False)
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     for option, name, kind, words in (
         ("--keep", "newest", integer, "the newest so many; 1 if only other rules are given"),
@@ -182,11 +261,3 @@ def _add_prune(actions: Commands) -> None:
             option, dest=name, type=kind, metavar="NUMBER", help=f"rule: keep {words}"
         )
     prune.set_defaults(command=_prune)
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run, or gs://...")
-
-
-def _add_step(parser: argparse.ArgumentParser, words: str) -> None:
-    parser.add_argument("--step", type=integer, metavar="NUMBER", help=words)

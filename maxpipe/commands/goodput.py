@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from maxpipe.commands.parser import Commands
+from maxpipe.commands.parser import Commands, add_address
 from maxpipe.errors import ExitCode
 
 
@@ -17,15 +17,16 @@ def add(commands: Commands) -> None:
         description=f"{about.capitalize()}, over all its restarts, and where the rest went.",
         epilog="example: maxpipe goodput runs/quickstart",
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run")
+    add_address(parser, step=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(command=_goodput)
 
 
 def _goodput(options: argparse.Namespace) -> int:
     from maxpipe import goodput
+    from maxpipe.checkpoint.address import whole_run
 
-    found = goodput.read(options.run_dir)
+    found = goodput.read(whole_run(options.run).run_dir)
     if options.json:
         import json
 

@@ -56,6 +56,29 @@ def add_inputs(parser: argparse.ArgumentParser, first: str = "", about: str = ""
     )
 
 
+RUN, CHECKPOINT = "RUN", "RUN[@STEP]"
+"""How an argument is shown that `maxpipe.checkpoint.address` reads."""
+
+
+def add_address(
+    parser: argparse.ArgumentParser,
+    name: str = "",
+    *,
+    step: bool = True,
+    needed: bool = False,
+    about: str = "",
+) -> None:
+    """A run, or with `step` one of its checkpoints; `needed` if the step has no default."""
+    shown = CHECKPOINT if step else RUN
+    if step:
+        about = about or "RUN@STEP, RUN@newest, RUN@best, or the path to a checkpoint's folder"
+    parser.add_argument(
+        name or ("checkpoint" if step else "run"),
+        metavar="RUN@STEP" if needed else shown,
+        help=about or "folder of a run, its name below runs/, or gs://...",
+    )
+
+
 def integer(text: str) -> int:
     """The type of an argument."""
     try:

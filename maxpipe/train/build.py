@@ -1,13 +1,20 @@
-"""From a whole config to the steps of its run: what training and compiling ahead share."""
+"""From a whole config to its steps and batches: what training, evaluation and `compile` share."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any
+
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from maxpipe.config.check import total_steps
 from maxpipe.config.schema import Config
-from maxpipe.sharding import AxisRules
+from maxpipe.data.loader import Datasets, Loader, build
+from maxpipe.data.tokenizer import check_vocab
+from maxpipe.files import full
+from maxpipe.sharding import AxisRules, local_rows, place_rows
 from maxpipe.train.step import Steps, partition
 
 
@@ -25,3 +32,39 @@ def steps_of(config: Config, mesh: Mesh, byte_lengths: np.ndarray) -> Steps:
         byte_lengths=byte_lengths,
         guard=config.guard,
     )
+
+
+def datasets_of(config: Config, moved: Callable[[], None]) -> Datasets:
+    """The documents that a config names, and its tokenizer; `moved` hears of parts of reading.
+
+    Raises:
+        ConfigError: they cannot be used, or have ids that the model does not know.
+    """
+    datasets = build(
+        config.data,
+        config.tokenizer,
+        seed=config.run.seed,
+        batch_size=config.train.batch_size,
+        sequence_length=config.train.sequence_length,
+        eval_batch_size=config.eval.batch_size,
+        cache_dir=str(full(config.run.dir, "run.dir") / ".index"),
+        moved=moved,
+    )
+    check_vocab(datasets.tokenizer, config.model.vocab_size)
+    return datasets
+
+
+def batches(
+    sharding: NamedSharding, loader: Loader, start: int, stop: int
+) -> contextlib.closing[Generator[Any]]:
+    """Global batches of the steps from `start` to before `stop`, read ahead."""
+    num_rows = loader.batch_size
+    rows = local_rows(sharding, num_rows)
+    source = loader.batches(start, rows.tolist(), stop_step=stop)
+
+    def placed() -> Generator[Any]:
+        with source:
+            for host in source:
+                yield place_rows(host, rows, num_rows, sharding)
+
+    return contextlib.closing(placed())

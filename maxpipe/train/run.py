@@ -1,7 +1,6 @@
 """A run: what its loop works with, and how that is set up, from the run's folder and config.
 
-Everything that a process has for itself is checked to be the same in all of them, and what is read
-from a checkpoint to fit the config.
+Everything that a process has for itself is checked to be the same in all of them.
 """
 
 from __future__ import annotations
@@ -12,83 +11,39 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any
 
 import jax
 
 import maxpipe
 from maxpipe import files, redact
-from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.lock import RunLock
-from maxpipe.checkpoint.manager import Checkpoints, open_run
-from maxpipe.checkpoint.place import FOLDER, home, home_of, run_folder
+from maxpipe.checkpoint.manager import Checkpoints
+from maxpipe.checkpoint.place import home, run_folder
 from maxpipe.config.check import check, total_steps, where
 from maxpipe.config.load import Loaded, to_dict, to_yaml
 from maxpipe.config.schema import Config
-from maxpipe.data.loader import Datasets, Loader, build, compare
-from maxpipe.data.tokenizer import check_vocab
-from maxpipe.errors import ConfigError, ExitCode, Preempted, Problem, ReplicaError, StorageError
+from maxpipe.data.loader import Datasets, Loader
+from maxpipe.errors import ConfigError, ExitCode, Preempted, ReplicaError, StorageError
 from maxpipe.evaluate import evaluate
 from maxpipe.files import check_writable, full
 from maxpipe.link import Link
 from maxpipe.mesh import build_mesh, describe, resolve
 from maxpipe.model.count import num_params
 from maxpipe.phases import COMPILE, DATA_SET_UP, RESTORE, Phases
-from maxpipe.sharding import local_rows, place_rows
 from maxpipe.telemetry import Console, EventLog, MetricWriter
-from maxpipe.train.build import steps_of
-from maxpipe.train.guard import initial
+from maxpipe.train.build import batches, datasets_of, steps_of
 from maxpipe.train.replicas import explain
+from maxpipe.train.resume import OWN_KEYS, OWN_SECTIONS, Start, restore_or_init
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
 from maxpipe.train.watch import Watch
-from maxpipe.typed import AnyFloat, checked
-
-# What each process may have for itself.
-_OWN_SECTIONS = frozenset({"runtime", "log", "launch"})
-_OWN_KEYS = frozenset(
-    {"run.dir", "data.path", "data.tfds_dir", "data.threads", "data.prefetch_batches"}
-    | {"tokenizer.path"}
-)
-
-# Model keys that may change between a checkpoint and the run that resumes it.
-_FREE_MODEL_KEYS = frozenset({"dropout", "attention", "compute_dtype"})
-
 
 WRITTEN_FILES = ("config.yml", "metrics.jsonl", "metrics.jsonl.new", "events.jsonl")
-
-
-class Guarded(TypedDict):
-    """What the guard had counted when a checkpoint was saved."""
-
-    skipped: int
-    spikes: int
-    recent: tuple[list[AnyFloat], list[AnyFloat]]
-    roll_backs: NotRequired[int]
-    in_row: NotRequired[int]
-
-
-class Position(TypedDict):
-    """Where in the data a checkpoint is."""
-
-    step: int
-    fingerprint: dict[str, Any]
-    guard: NotRequired[Guarded | None]
-
-
-class Start(NamedTuple):
-    """Where a run begins, or begins again."""
-
-    state: TrainState
-    words: str
-    offset: int = 0
-    """See `Watch.offset`."""
-    facts: Mapping[str, Any] | None = None
-    """What the guard had counted."""
 
 
 @dataclass
@@ -122,16 +77,7 @@ class Run:
 
     def batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
         """Global batches of the steps from `start` to before `stop`, read ahead."""
-        sharding, num_rows = self.steps.batch_sharding, loader.batch_size
-        rows = local_rows(sharding, num_rows)
-        source = loader.batches(start, rows.tolist(), stop_step=stop)
-
-        def placed() -> Generator[Any]:
-            with source:
-                for host in source:
-                    yield place_rows(host, rows, num_rows, sharding)
-
-        return contextlib.closing(placed())
+        return batches(self.steps.batch_sharding, loader, start, stop)
 
     def save(self, step: int, *, last: bool = False) -> None:
         """Start saving the state after `step`, unless that was done; `last` waits for the end."""
@@ -226,12 +172,12 @@ def set_up(
         Checkpoints(run_dir, config.checkpoint, record=events.write, locks=locks)
     )
     with phases.enter(DATA_SET_UP), console.stage("reading data"):
-        datasets = _datasets(config, phases.progress)
+        datasets = datasets_of(config, phases.progress)
     stack.callback(datasets.close)
     steps = steps_of(config, build_mesh(config.mesh), datasets.tokenizer.byte_lengths)
     console.banner(_facts(config, steps, datasets, length))
     _check_same_data(link, datasets)
-    restore = partial(_restore_or_init, loaded, steps, checkpoints, datasets, console)
+    restore = partial(restore_or_init, loaded, steps, checkpoints, datasets, console)
     with phases.enter(RESTORE):
         begin = restore()
     first = int(begin.state.step)
@@ -290,21 +236,6 @@ def _locks(config: Config, stack: contextlib.ExitStack) -> list[RunLock]:
     return [stack.enter_context(lock) for lock in locks]
 
 
-def _datasets(config: Config, moved: Callable[[], None]) -> Datasets:
-    datasets = build(
-        config.data,
-        config.tokenizer,
-        seed=config.run.seed,
-        batch_size=config.train.batch_size,
-        sequence_length=config.train.sequence_length,
-        eval_batch_size=config.eval.batch_size,
-        cache_dir=str(full(config.run.dir, "run.dir") / ".index"),
-        moved=moved,
-    )
-    check_vocab(datasets.tokenizer, config.model.vocab_size)
-    return datasets
-
-
 def _programs(
     config: Config, steps: Steps, datasets: Datasets, console: Console, num_left: int
 ) -> tuple[Any, Any]:
@@ -352,9 +283,9 @@ def shared_facts(config: Config) -> dict[str, Any]:
     """What must be the same in all processes, by name."""
     facts = {"maxpipe": maxpipe.__version__, "jax": jax.__version__}
     for section, keys in to_dict(redact.within(config)).items():
-        if section not in _OWN_SECTIONS:
+        if section not in OWN_SECTIONS:
             facts |= {f"{section}.{key}": json.dumps(value) for key, value in keys.items()}
-    return {name: value for name, value in facts.items() if name not in _OWN_KEYS}
+    return {name: value for name, value in facts.items() if name not in OWN_KEYS}
 
 
 def _check_same_data(link: Link, datasets: Datasets) -> None:
@@ -380,104 +311,6 @@ def _write_config(path: Path, config: Config) -> None:
         files.write(path, to_yaml(redact.within(config)))
     except OSError as error:
         raise StorageError.unwritable(path, error) from error
-
-
-def _restore_or_init(
-    loaded: Loaded, steps: Steps, checkpoints: Checkpoints, datasets: Datasets, console: Console
-) -> Start:
-    """Where to go on from."""
-    config = loaded.config
-
-    def accept(facts: Facts, *, own: bool = True) -> None:
-        try:
-            data = checked(facts.data, Position)
-            model = facts.config["model"]
-        except (ValueError, KeyError) as error:
-            raise StorageError(
-                f"step {facts.step}: is no checkpoint of a run\n"
-                f"  what it says of model and data cannot be used: {error}.\n"
-                "  Use the release of maxpipe that has saved it, or set run.name to a new name."
-            ) from error
-        _check_model(model, to_dict(config)["model"], loaded.origins)
-        others = compare(data["fingerprint"], datasets.train.fingerprint())
-        if others and own and not config.data.allow_change:
-            raise _other_data(others, facts.step)
-        words = f"when step {facts.step} was saved"
-        for name, before, now in others:
-            console.warn(f"data: {name} was {before} {words} and is {now}")
-        if own:
-            for name, before, now in _changed_keys(facts.config, config):
-                console.note(f"config: {name} was {before} {words} and is {now}")
-
-    if (found := checkpoints.restore_newest(steps.abstract_saved, accept)) is not None:
-        words = f"resuming {run_folder(config.run)} after step {found.step}"
-        if found.folder.parent != checkpoints.durable.path:
-            words += f", from {found.folder}"
-    elif source := config.checkpoint.restore_from:
-        with open_run(source, where("checkpoint.restore_from", loaded.origins)) as other:
-            found = other.restore_newest(steps.abstract_saved, partial(accept, own=False))
-        assert found is not None
-        words = f"starting from {source} after step {found.step}"
-    else:
-        _must_be_new(loaded, checkpoints)
-        return Start(steps.init(), f"starting a new run in {run_folder(config.run)}")
-    guarded = found.facts.data.get("guard")
-    state = steps.from_saved(found.state, initial(config.guard, guarded))
-    return Start(state, words, found.facts.data["step"] - found.step, guarded)
-
-
-def _must_be_new(loaded: Loaded, checkpoints: Checkpoints) -> None:
-    """A run whose checkpoints are where `checkpoint.dir` led before does not start anew."""
-    run_dir = run_folder(loaded.config.run)
-    homes = [str(run_dir)]
-    with contextlib.suppress(ConfigError):
-        homes.append(home_of(run_dir))
-    for each in homes:
-        folder = Folder(os.path.join(each, FOLDER))
-        if folder.path != checkpoints.durable.path and (saved := folder.steps()):
-            raise ConfigError.one(
-                where("checkpoint.dir", loaded.origins),
-                loaded.config.checkpoint.dir or "''",
-                f"leads to {checkpoints.durable.path}, which is empty; this run has checkpoints "
-                f"up to step {saved[-1]} in {folder.path}.",
-                "Copy them there, or set run.name to a new name.",
-            )
-
-
-def _check_model(saved: dict[str, Any], wanted: dict[str, Any], origins: Mapping[str, str]) -> None:
-    problems = [
-        Problem(
-            where(f"model.{key}", origins),
-            str(wanted.get(key)),
-            f"must be {saved.get(key)}, the value of the checkpoint's model.",
-            f"Set model.{key}={saved.get(key)}, or run.name to a new name.",
-        )
-        for key in sorted(saved.keys() | wanted.keys())
-        if key not in _FREE_MODEL_KEYS and saved.get(key) != wanted.get(key)
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-
-def _other_data(differences: Sequence[tuple[str, Any, Any]], step: int) -> ConfigError:
-    listed = "; ".join(f"{name} was {before} and is {now}" for name, before, now in differences)
-    return ConfigError.one(
-        "data",
-        None,
-        f"must be what it was when step {step} was saved: {listed}.",
-        "Put it back, or set data.allow_change=true to go on with other samples.",
-    )
-
-
-def _changed_keys(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """(key, saved, now) of settings that a run may change while it is stopped."""
-    for section, keys in to_dict(redact.within(config)).items():
-        if section in (*_OWN_SECTIONS, "model"):
-            continue
-        for key, now in keys.items():
-            before = saved.get(section, {}).get(key, now)
-            if before != now and f"{section}.{key}" not in _OWN_KEYS:
-                yield f"{section}.{key}", before, now
 
 
 def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> list[tuple[str, str]]:

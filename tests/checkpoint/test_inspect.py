@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from datetime import datetime
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint import inspect
+from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import FOLDER, Checkpoints
 from maxpipe.checkpoint.trees import differences, digest, other_shapes
@@ -55,12 +57,12 @@ def six(evaluated: Path, tmp_path: Path) -> Path:
 
 
 def test_a_step_that_its_run_deletes_meanwhile(six: Path):
-    found = inspect.listed(str(six), None)
+    found = inspect.listed(parse(str(six)), None)
     lines = [next(found)]
     shutil.rmtree(six / FOLDER / "2")
     lines += found
     assert [line.split()[0] for line in lines[1:]] == ["1", "3", "4", "5", "6"]
-    found = inspect.verified(str(six), None)
+    found = inspect.verified(parse(str(six)))
     lines = [next(found)]
     shutil.rmtree(six / FOLDER / "3")
     (six / FOLDER / "4" / "facts" / "metadata").unlink()
@@ -103,16 +105,39 @@ def test_list_says_why_each_stays(six: Path, capsys: Capture):
     assert run(capsys, "list", six)[0].endswith("loss")
 
 
+def test_list_as_json_says_the_same(six: Path, capsys: Capture):
+    (six / FOLDER / "5").rename(six / FOLDER / "5.corrupt")
+    (six / FOLDER / "3" / "manifest.json").unlink()
+    (six / FOLDER / "7.orbax-checkpoint-tmp").mkdir()
+    lines = run(capsys, "list", six)
+    found = json.loads("\n".join(run(capsys, "list", six, "--json")))
+    assert [each["step"] for each in found["checkpoints"]] == [1, 2, 3, 4, 6]
+    assert found["folder"] == str(six / FOLDER)
+    assert found["damaged"] == ["5.corrupt"] and found["unfinished"] == ["7.orbax-checkpoint-tmp"]
+    for each, line in zip(found["checkpoints"], lines[1:6], strict=True):
+        assert (Path(each["path"]) / "facts").is_dir()
+        assert each["manifest"] == (line.split()[5] == "yes") == (each["step"] != 3)
+        loss = each["metrics"].get("eval/loss")
+        assert line.endswith("" if loss is None else f"{loss:.4f}")
+        when = datetime.fromisoformat(each["saved"]).astimezone()
+        assert f"{when:%Y-%m-%d %H:%M:%S}" in line and each["bytes"] > 1000
+    model = (Path(__file__).parents[2] / "configs/model/tiny.yml").read_text()
+    (six / "config.yml").write_text(f"{model}\ncheckpoint: {{keep: 1}}\ntrain: {{steps: 6}}\n")
+    found = json.loads("\n".join(run(capsys, "list", six, "--json")))
+    assert [each["kept"] for each in found["checkpoints"]] == ["", "", "", "", "newest"]
+
+
 def test_show_prints_arrays_and_digests(saved: Path, capsys: Capture):
     newest = run(capsys, "show", saved)
     assert any(re.fullmatch(r"params\.layers\.scale +bfloat16 +4 x 8", line) for line in newest)
     assert any(re.fullmatch(r"step +int32 +scalar", line) for line in newest)
     assert f"parameters {30 * 8 + 4 * 8}" in newest
     assert f"sha256     params     {digest(tree(6)['params'])}" in newest
-    assert run(capsys, "show", saved, "--step", 6) == newest
-    assert any(digest(tree(3)["params"]) in line for line in run(capsys, "show", saved, "--step=3"))
-    where, rule, action = run(capsys, "show", saved, "--step", 4, code=2)
-    assert "--step = 4" in where and "3, 6" in rule and action.startswith("  Take step 6")
+    assert run(capsys, "show", f"{saved}@6") == newest
+    assert any(digest(tree(3)["params"]) in line for line in run(capsys, "show", f"{saved}@3"))
+    where, rule, action = run(capsys, "show", f"{saved}@4", code=2)
+    assert where == f"command line: {saved}@4" and "3, 6" in rule
+    assert action.startswith(f"  Take {saved}@6")
 
 
 # --- verify ----------------------------------------------------------------------------------
@@ -129,9 +154,9 @@ def test_verify_tells_each_damaged_file(six: Path, capsys: Capture):
     assert lines[3] == f"{4:>10}  damaged: commit_success.txt is missing"
     assert re.fullmatch(r" +4  damaged: facts/metadata has 2 bytes, not the \d+ that.*", lines[4])
     assert lines[-3] == f"{six / FOLDER}: 1 of 6 damaged"
-    assert len(run(capsys, "verify", six, "--step", 5)) == 1
-    assert run(capsys, "verify", six, "--step", 4, code=74)[-3].endswith("1 of 1 damaged")
-    run(capsys, "verify", six, "--step", 40, code=2)
+    assert len(run(capsys, "verify", f"{six}@5")) == 1
+    assert run(capsys, "verify", f"{six}@4", code=74)[-3].endswith("1 of 1 damaged")
+    run(capsys, "verify", f"{six}@40", code=2)
     assert steps(six) == list("123456"), "verify changes nothing"
 
 
@@ -164,6 +189,81 @@ def test_prune_needs_rules_and_a_folder_without_a_run(six: Path, capsys: Capture
         assert "is in use by another run" in run(capsys, "prune", six, "--keep", 1, code=74)[0]
         run(capsys, "prune", six, "--keep", 1, "--dry-run")
     assert steps(six) == list("123456")
+
+
+# --- delete and best -------------------------------------------------------------------------
+
+
+def test_delete_takes_one_step_away(six: Path, capsys: Capture):
+    (line,) = run(capsys, "delete", f"{six}@3")
+    assert re.fullmatch(r" +3  deleted, \d+\.\d MiB freed", line)
+    run(capsys, "delete", six / FOLDER / "1")
+    run(capsys, "delete", f"{six}@best")
+    assert steps(six) == ["2", "5", "6"] and not (six / "lock.json").exists()
+    where, rule, _ = run(capsys, "delete", f"{six}@3", code=2)
+    assert where == f"command line: {six}@3" and "2, 5, 6" in rule
+    where, _, action = run(capsys, "delete", six, code=2)
+    assert where == f"command line: {six}" and action == f"  Give {six}@STEP."
+
+
+def test_delete_refuses_the_newest_good_checkpoint(six: Path, capsys: Capture):
+    where, rule, action = run(capsys, "delete", f"{six}@6", code=2)
+    assert where == f"command line: {six}@6" and "the newest checkpoint" in rule
+    assert "--force" in action
+    damage(six, 6)
+    assert "the newest checkpoint" in run(capsys, "delete", f"{six}@5", code=2)[1]
+    run(capsys, "delete", f"{six}@newest")  # the damaged one is no loss
+    (six / FOLDER / "5" / "manifest.json").unlink()
+    run(capsys, "delete", f"{six}@5", code=2)  # may be good: nobody knows
+    assert steps(six) == list("12345")
+    run(capsys, "delete", f"{six}@5", "--force")
+    for step in (1, 2, 3):
+        run(capsys, "delete", f"{six}@{step}")
+    assert "the only checkpoint" in run(capsys, "delete", f"{six}@4", code=2)[1]
+    run(capsys, "delete", f"{six}@4", "--force")
+    assert steps(six) == []
+
+
+def test_delete_leaves_a_running_run_alone(six: Path, capsys: Capture):
+    with RunLock(six):
+        said = run(capsys, "delete", f"{six}@1", "--force", code=74)
+        assert "is in use by another run" in said[0]
+    assert steps(six) == list("123456")
+
+
+def test_best_is_the_smallest_loss(six: Path, saved: Path, capsys: Capture):
+    assert run(capsys, "best", six) == [f"{six}@4  eval/loss 1.5"]
+    found = json.loads("\n".join(run(capsys, "best", six, "--json")))
+    assert found == {"checkpoint": f"{six}@4", "step": 4, "metric": "eval/loss", "value": 1.5}
+    assert run(capsys, "show", found["checkpoint"]) == run(capsys, "show", f"{six}@best")
+    _, rule, action = run(capsys, "best", six, "--metric", "eval/los", code=2)
+    assert "no checkpoint with a metric eval/los; they have eval/loss." in rule
+    assert action == "  Take --metric eval/loss."
+    damage(six, 4)  # of damaged facts nothing is believed; 2 and 6 are equal
+    assert run(capsys, "best", six) == [f"{six}@6  eval/loss 3.5"]
+    assert "no checkpoint that was evaluated" in run(capsys, "best", saved, code=2)[1]
+    assert "no checkpoint that was evaluated" in run(capsys, "show", f"{saved}@best", code=2)[1]
+
+
+def test_a_step_that_was_found_damaged_is_said_to_be(six: Path, capsys: Capture):
+    (six / FOLDER / "5").rename(six / FOLDER / "5.corrupt")
+    _, rule, action = run(capsys, "verify", f"{six}@5", code=2)
+    assert "was found damaged, and is 5.corrupt now" in rule and f"{six}@6" in action
+
+
+def test_a_path_into_a_folder_is_that_folder(six: Path, tmp_path: Path, capsys: Capture):
+    """Whatever the run's config.yml says, which leads elsewhere."""
+    model = (Path(__file__).parents[2] / "configs/model/tiny.yml").read_text()
+    elsewhere = f"checkpoint: {{dir: {tmp_path}/elsewhere}}\nrun: {{name: six}}\n"
+    (six / "config.yml").write_text(f"{model}\n{elsewhere}train: {{steps: 6}}\n")
+    save(tmp_path / "elsewhere" / "six", 4)
+    assert len(run(capsys, "verify", six)) == 1
+    assert len(run(capsys, "verify", six / FOLDER)) == 6
+    run(capsys, "show", six / FOLDER / "3")
+    run(capsys, "show", f"{six}@3", code=2)
+    assert "1, 2, 3" in run(capsys, "show", six / FOLDER / "9", code=2)[1]
+    run(capsys, "delete", six / FOLDER / "4")
+    assert "4" not in steps(six) and steps(tmp_path / "elsewhere" / "six") == ["4"]
 
 
 # --- diff ------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ TRAIN = (
 def digests(folder: Path) -> list[str]:
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
-        assert main(["checkpoints", "show", str(folder), "--step", str(STEPS)]) == 0
+        assert main(["checkpoints", "show", f"{folder}@{STEPS}"]) == 0
     found = [line for line in shown.getvalue().splitlines() if line.startswith("sha256")]
     assert len(found) == 4
     return found

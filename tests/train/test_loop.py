@@ -113,7 +113,7 @@ def test_console_shows_our_lines_only(unbroken: Path):
 def test_checkpoint_commands_show_steps_and_digests(unbroken: Path, run: Run):
     listed = run("checkpoints", "list", unbroken).splitlines()
     assert [line.split()[0] for line in listed] == ["step", "4", "8", "12", "16", "20", "24"]
-    shown = run("checkpoints", "show", unbroken, "--step", 12)
+    shown = run("checkpoints", "show", f"{unbroken}@12")
     rows = [line.split() for line in shown.splitlines() if line.startswith("sha256")]
     assert [row[1] for row in rows] == ["params", "optimizer", "data", "all"]
     assert all(len(row[2]) == 64 for row in rows)

@@ -1,0 +1,236 @@
+"""How a run, and one of its checkpoints, are named wherever one is asked for.
+
+    RUN          a run's name below `run.dir`, the path to its folder, or gs://BUCKET/PATH/NAME
+    RUN@STEP     one checkpoint of it; STEP is a number, `newest` or `best` (smallest eval/loss)
+    PATH         the folder of one checkpoint: runs/quickstart/checkpoints/120
+
+Nothing is opened here, and buckets are not asked whether such a run exists.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from maxpipe.checkpoint.place import FOLDER, home_of, in_bucket
+from maxpipe.config.rules import did_you_mean
+from maxpipe.config.schema import RunConfig
+from maxpipe.errors import ConfigError
+from maxpipe.files import full
+
+Step = int | Literal["newest", "best"] | None
+
+_SUFFIX = re.compile(r"(?P<run>.+)@(?P<step>[^@/]*)", re.DOTALL)
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_MARKS = ("config.yml", "events.jsonl", "metrics.jsonl", FOLDER)
+"""What the folder of a run has one of."""
+_SHOWN_RUNS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A run and perhaps one of its checkpoints; `given` is the text that named them."""
+
+    given: str
+    run_dir: str
+    step: Step = None
+    place: str = ""
+    """What holds the folder of checkpoints, where a path led into it."""
+    where: str = ""
+    """The config key that gave the text; empty of a command line."""
+
+    @property
+    def home(self) -> str:
+        """What holds the folder of checkpoints.
+
+        Raises:
+            ConfigError: only the run's config.yml could tell, and it cannot be read.
+        """
+        return self.place or home_of(self.run_dir, self.where or "path")
+
+    def at(self, step: int) -> str:
+        """The address of another step of this run."""
+        return f"{self.place or self.run_dir}@{step}"
+
+    def wrong(self, rule: str, action: str) -> ConfigError:
+        """A mistake in what was given."""
+        return _wrong(self.given, self.where, rule, action)
+
+
+def parse(text: str, where: str = "", runs: str = "") -> Address:
+    """What `text` names. `where` is the config key that gave it, `runs` what holds all runs.
+
+    Raises:
+        ConfigError: there is no such run, or there are two that could be meant.
+    """
+    if in_bucket(text):
+        return _in_bucket(text, where)
+    finder = _Finder(text, where, runs or RunConfig().dir)
+    if not text.strip() or "\0" in text:
+        finder.refuse("must name a run.", "Give the folder of a run, by default runs/<run.name>.")
+    found, suffix = finder.find(text), _SUFFIX.fullmatch(text)
+    if suffix is None:
+        return found or finder.unknown(text)
+    before, step = suffix["run"], suffix["step"]
+    run = finder.find(before)
+    if found and run and _step(step) is not None:
+        finder.refuse(
+            f"is both the folder {found.run_dir} and step {step} of {run.run_dir}.",
+            f"Write {text}@newest for the first, {before}/{FOLDER}/{step} for the second.",
+        )
+    if found:
+        return found
+    if run is None:
+        finder.unknown(before)
+    return finder.with_step(run, step, before)
+
+
+def whole_run(text: str) -> Address:
+    """The same for a command that takes a run and no step.
+
+    Raises:
+        ConfigError: as `parse`, or a step is named.
+    """
+    found = parse(text)
+    if found.step is not None:
+        rule = "names a step, and this command takes a whole run."
+        raise found.wrong(rule, f"Give {found.run_dir}.")
+    return found
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is that of a run, or of the checkpoints of one."""
+    return any(os.path.exists(path / name) for name in _MARKS)
+
+
+def run_names(folder: str | Path) -> list[str]:
+    """Names of the runs in a folder, sorted."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(each.name for each in entries if is_run(Path(each.path)))
+    except (OSError, ValueError):
+        return []
+
+
+def _step(text: str) -> Step:
+    if text in ("newest", "best"):
+        return text  # pyright: ignore[reportReturnType]
+    return int(text) if _NUMBER.fullmatch(text) else None
+
+
+def _wrong(given: str, where: str, rule: str, action: str) -> ConfigError:
+    if where:
+        return ConfigError.one(where, given or "''", rule, action)
+    return ConfigError.one(f"command line: {given or 'an empty argument'}", None, rule, action)
+
+
+@dataclass(frozen=True, slots=True)
+class _Finder:
+    """Looks for folders, and refuses what was given."""
+
+    given: str
+    where: str
+    runs: str
+
+    def refuse(self, rule: str, action: str) -> NoReturn:
+        raise _wrong(self.given, self.where, rule, action)
+
+    # os.path, because pathlib raises for a name that is too long.
+
+    def find(self, text: str) -> Address | None:
+        """The run, or its step, of which `text` is the name or path; None if there is none."""
+        found = [path for path in self._candidates(text) if os.path.isdir(path)]
+        marked = [path for path in found if is_run(path)]
+        if len(marked) > 1 and not marked[0].samefile(marked[1]):
+            self.refuse(
+                f"could be the run in {marked[0]} or the one in {marked[1]}.",
+                f"Write ./{marked[0]} or {marked[1]}.",
+            )
+        for path in marked or found:
+            return self._address(path)
+        for path in self._candidates(text):
+            if _is_in_checkpoints(path):  # of a step that is not there
+                return self._address(path)
+        return None
+
+    def _candidates(self, text: str) -> Iterator[Path]:
+        yield full(text, self.where or "path")
+        if _is_name(text):
+            yield full(self.runs, "run.dir") / text
+
+    def _address(self, path: Path) -> Address:
+        def inside(place: Path, step: Step) -> Address:
+            return Address(self.given, str(place), step, str(place), self.where)
+
+        if not is_run(path):
+            whole = path.absolute()
+            if whole.name == FOLDER:
+                return inside(_above(path, 1), None)
+            if _is_in_checkpoints(path):
+                return inside(_above(path, 2), int(whole.name))
+        return Address(self.given, str(path), where=self.where)
+
+    def with_step(self, run: Address, step: str, before: str) -> Address:
+        """The run with what stood behind the `@`."""
+        if run.step is not None:
+            self.refuse("names a step twice.", f"Give {before}.")
+        found = _step(step)
+        if found is None:
+            self.refuse(
+                "must be RUN@STEP, where STEP is a number, `newest` or `best`.",
+                f"Write {before}@newest, or leave @{step} out.",
+            )
+        return Address(self.given, run.run_dir, found, run.place, self.where)
+
+    def unknown(self, text: str) -> NoReturn:
+        """There is nothing of that name."""
+        path, *below = self._candidates(text)
+        if os.path.isfile(path) and is_run(path.parent):
+            self.refuse("is a file, and a run is a folder.", f"Give {path.parent}.")
+        folder = below[0].parent if below else path.parent
+        names = run_names(folder)
+        rule = f"is no run: there is no folder {path}"
+        rule += f", and no {below[0]}." if below else "."
+        guess = did_you_mean(path.name, names)
+        if guess:
+            action = f"Did you mean {guess if below else path.parent / guess}?"
+        elif names:
+            more = f" and {len(names) - _SHOWN_RUNS} more" if len(names) > _SHOWN_RUNS else ""
+            action = f"The runs in {folder} are {', '.join(names[:_SHOWN_RUNS])}{more}."
+        else:
+            action = "Give the folder of a run, by default runs/<run.name>."
+        self.refuse(rule, action)
+
+
+def _is_name(text: str) -> bool:
+    return "/" not in text and not text.startswith("~") and text not in (".", "..")
+
+
+def _is_in_checkpoints(path: Path) -> bool:
+    whole = path.absolute()
+    is_step = _NUMBER.fullmatch(whole.name) and whole.parent.name == FOLDER
+    return bool(is_step) and os.path.isdir(whole.parent)
+
+
+def _above(path: Path, count: int) -> Path:
+    """So many folders up, as it was written if it was written so long."""
+    return (
+        path.parents[count - 1] if len(path.parts) > count else path.absolute().parents[count - 1]
+    )
+
+
+def _in_bucket(text: str, where: str) -> Address:
+    """The address of a bucket, in which a name has no `@` but that of a step."""
+    plain, step = text.rstrip("/"), None
+    if (suffix := _SUFFIX.fullmatch(plain)) and (found := _step(suffix["step"])) is not None:
+        plain, step = suffix["run"].rstrip("/"), found
+    inside = re.fullmatch(rf"(.+)/{FOLDER}(?:/({_NUMBER.pattern}))?", plain)
+    if inside is None:
+        return Address(text, plain, step, "", where)
+    if inside[2] and step is not None:
+        raise _wrong(text, where, "names a step twice.", f"Give {plain}.")
+    return Address(text, inside[1], int(inside[2]) if inside[2] else step, inside[1], where)

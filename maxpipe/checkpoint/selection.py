@@ -1,0 +1,88 @@
+"""From the address of a checkpoint to the checkpoint: which steps there are, and which is meant."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+
+import jax
+
+from maxpipe.checkpoint.address import Address
+from maxpipe.checkpoint.folder import Damaged, Folder
+from maxpipe.checkpoint.manager import Checkpoints, first_of_all, open_run
+from maxpipe.config.rules import did_you_mean
+
+LOSS = "eval/loss"
+_SHOWN_STEPS = 12
+
+
+def opened(address: Address) -> Checkpoints:
+    """The checkpoints of the run, to be read only.
+
+    Raises:
+        ConfigError: there are none.
+        StorageError: they cannot be reached.
+    """
+    return open_run(address.run_dir, address.where, address.place)
+
+
+def chosen(checkpoints: Checkpoints, address: Address) -> int:
+    """The step that is meant, by default the newest; all processes of a run get the same.
+
+    Raises:
+        ConfigError: there is none of that step, or none that was evaluated.
+    """
+    found = _chosen(checkpoints, address) if jax.process_index() == 0 else 0
+    return int(first_of_all(str(found) if jax.process_index() == 0 else ""))
+
+
+def _chosen(checkpoints: Checkpoints, address: Address) -> int:
+    steps, step = checkpoints.steps(), address.step
+    if step == "best":
+        return best(checkpoints.durable, address)[0]
+    if step is None or step == "newest":
+        return steps[-1]
+    if step in steps:
+        return step
+    rule = f"must be one of the saved steps: {_listed(steps)}."
+    aside = [name for name in checkpoints.durable.put_aside() if name.startswith(f"{step}.")]
+    if aside:
+        rule = f"was found damaged, and is {aside[-1]} now; the saved steps are {_listed(steps)}."
+    raise address.wrong(rule, f"Take {address.at(steps[-1])}, the newest.")
+
+
+def best(folder: Folder, address: Address, metric: str = LOSS) -> tuple[int, float]:
+    """The step with the smallest value of a metric, the newest of equals, and that value.
+
+    Raises:
+        ConfigError: no checkpoint has it.
+    """
+    values: dict[int, float] = {}
+    known: set[str] = set()
+    for step in folder.steps():
+        with contextlib.suppress(Damaged, FileNotFoundError):  # a run may be deleting it
+            metrics = folder.facts(step).metrics or {}
+            known |= metrics.keys()
+            if math.isfinite(value := metrics.get(metric, math.nan)):
+                values[step] = value
+    if values:
+        step = min(values, key=lambda each: (values[each], -each))
+        return step, values[step]
+    if not known:
+        raise address.wrong(
+            "has no checkpoint that was evaluated at the step at which it was saved.",
+            "Name a step, or train with eval.every so that it divides checkpoint.every.",
+        )
+    guess = did_you_mean(metric, known) or LOSS
+    raise address.wrong(
+        f"has no checkpoint with a metric {metric}; they have {', '.join(sorted(known))}.",
+        f"Take --metric {guess}.",
+    )
+
+
+def _listed(steps: Sequence[int]) -> str:
+    words = [str(step) for step in steps]
+    if len(words) > _SHOWN_STEPS:
+        words = [*words[:3], f"... ({len(words)} in all)", *words[-(_SHOWN_STEPS - 4) :]]
+    return ", ".join(words)

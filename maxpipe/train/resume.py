@@ -1,0 +1,174 @@
+"""Where a run begins: after its newest checkpoint, from another run, or anew.
+
+What is read from a checkpoint is checked to fit the config.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NotRequired, TypedDict
+
+from maxpipe import redact
+from maxpipe.checkpoint.folder import Facts, Folder
+from maxpipe.checkpoint.manager import Checkpoints, open_run
+from maxpipe.checkpoint.place import FOLDER, home_of, run_folder
+from maxpipe.config.check import where
+from maxpipe.config.load import Loaded, to_dict
+from maxpipe.config.schema import Config
+from maxpipe.data.loader import Datasets, compare
+from maxpipe.errors import ConfigError, Problem, StorageError
+from maxpipe.telemetry import Console
+from maxpipe.train.guard import initial
+from maxpipe.train.state import TrainState
+from maxpipe.train.step import Steps
+from maxpipe.typed import AnyFloat, checked
+
+# What each process may have for itself.
+OWN_SECTIONS = frozenset({"runtime", "log", "launch"})
+OWN_KEYS = frozenset(
+    {"run.dir", "data.path", "data.tfds_dir", "data.threads", "data.prefetch_batches"}
+    | {"tokenizer.path"}
+)
+
+# Model keys that may change between a checkpoint and the run that resumes it.
+_FREE_MODEL_KEYS = frozenset({"dropout", "attention", "compute_dtype"})
+
+
+class Guarded(TypedDict):
+    """What the guard had counted when a checkpoint was saved."""
+
+    skipped: int
+    spikes: int
+    recent: tuple[list[AnyFloat], list[AnyFloat]]
+    roll_backs: NotRequired[int]
+    in_row: NotRequired[int]
+
+
+class Position(TypedDict):
+    """Where in the data a checkpoint is."""
+
+    step: int
+    fingerprint: dict[str, Any]
+    guard: NotRequired[Guarded | None]
+
+
+class Start(NamedTuple):
+    """Where a run begins, or begins again."""
+
+    state: TrainState
+    words: str
+    offset: int = 0
+    """See `Watch.offset`."""
+    facts: Mapping[str, Any] | None = None
+    """What the guard had counted."""
+
+
+def restore_or_init(
+    loaded: Loaded, steps: Steps, checkpoints: Checkpoints, datasets: Datasets, console: Console
+) -> Start:
+    """Where to go on from.
+
+    Raises:
+        ConfigError: what is there was saved with another model, or other data.
+        StorageError: it cannot be read.
+    """
+    config = loaded.config
+
+    def accept(facts: Facts, *, own: bool = True) -> None:
+        try:
+            data = checked(facts.data, Position)
+            model = facts.config["model"]
+        except (ValueError, KeyError) as error:
+            raise StorageError(
+                f"step {facts.step}: is no checkpoint of a run\n"
+                f"  what it says of model and data cannot be used: {error}.\n"
+                "  Use the release of maxpipe that has saved it, or set run.name to a new name."
+            ) from error
+        check_model(model, to_dict(config)["model"], loaded.origins)
+        others = compare(data["fingerprint"], datasets.train.fingerprint())
+        if others and own and not config.data.allow_change:
+            raise _other_data(others, facts.step)
+        words = f"when step {facts.step} was saved"
+        for name, before, now in others:
+            console.warn(f"data: {name} was {before} {words} and is {now}")
+        if own:
+            for name, before, now in _changed_keys(facts.config, config):
+                console.note(f"config: {name} was {before} {words} and is {now}")
+
+    if (found := checkpoints.restore_newest(steps.abstract_saved, accept)) is not None:
+        words = f"resuming {run_folder(config.run)} after step {found.step}"
+        if found.folder.parent != checkpoints.durable.path:
+            words += f", from {found.folder}"
+    elif source := config.checkpoint.restore_from:
+        with open_run(source, where("checkpoint.restore_from", loaded.origins)) as other:
+            found = other.restore_newest(steps.abstract_saved, partial(accept, own=False))
+        assert found is not None
+        words = f"starting from {source} after step {found.step}"
+    else:
+        _must_be_new(loaded, checkpoints)
+        return Start(steps.init(), f"starting a new run in {run_folder(config.run)}")
+    guarded = found.facts.data.get("guard")
+    state = steps.from_saved(found.state, initial(config.guard, guarded))
+    return Start(state, words, found.facts.data["step"] - found.step, guarded)
+
+
+def _must_be_new(loaded: Loaded, checkpoints: Checkpoints) -> None:
+    """A run whose checkpoints are where `checkpoint.dir` led before does not start anew."""
+    run_dir = run_folder(loaded.config.run)
+    homes = [str(run_dir)]
+    with contextlib.suppress(ConfigError):
+        homes.append(home_of(run_dir))
+    for each in homes:
+        folder = Folder(os.path.join(each, FOLDER))
+        if folder.path != checkpoints.durable.path and (saved := folder.steps()):
+            raise ConfigError.one(
+                where("checkpoint.dir", loaded.origins),
+                loaded.config.checkpoint.dir or "''",
+                f"leads to {checkpoints.durable.path}, which is empty; this run has checkpoints "
+                f"up to step {saved[-1]} in {folder.path}.",
+                "Copy them there, or set run.name to a new name.",
+            )
+
+
+def check_model(saved: dict[str, Any], wanted: dict[str, Any], origins: Mapping[str, str]) -> None:
+    """Compares the `model` sections of a checkpoint and of a config.
+
+    Raises:
+        ConfigError: with every key that must be as it was saved.
+    """
+    problems = [
+        Problem(
+            where(f"model.{key}", origins),
+            str(wanted.get(key)),
+            f"must be {saved.get(key)}, the value of the checkpoint's model.",
+            f"Set model.{key}={saved.get(key)}, or run.name to a new name.",
+        )
+        for key in sorted(saved.keys() | wanted.keys())
+        if key not in _FREE_MODEL_KEYS and saved.get(key) != wanted.get(key)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _other_data(differences: Sequence[tuple[str, Any, Any]], step: int) -> ConfigError:
+    listed = "; ".join(f"{name} was {before} and is {now}" for name, before, now in differences)
+    return ConfigError.one(
+        "data",
+        None,
+        f"must be what it was when step {step} was saved: {listed}.",
+        "Put it back, or set data.allow_change=true to go on with other samples.",
+    )
+
+
+def _changed_keys(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
+    """(key, saved, now) of settings that a run may change while it is stopped."""
+    for section, keys in to_dict(redact.within(config)).items():
+        if section in (*OWN_SECTIONS, "model"):
+            continue
+        for key, now in keys.items():
+            before = saved.get(section, {}).get(key, now)
+            if before != now and f"{section}.{key}" not in OWN_KEYS:
+                yield f"{section}.{key}", before, now

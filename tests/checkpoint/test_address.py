@@ -1,0 +1,167 @@
+"""Every way to name a run or one of its checkpoints, and what is wrong with the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from maxpipe.checkpoint.address import Address, Step, parse, run_names, whole_run
+from maxpipe.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with runs `quick` and `slow`, and a folder that is no run."""
+    for name in ("quick", "slow"):
+        (tmp_path / "runs" / name / "checkpoints" / "120").mkdir(parents=True)
+    (tmp_path / "runs" / "empty").mkdir()
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def named(text: str) -> tuple[str, Step, str]:
+    found = parse(text)
+    assert found.given == text
+    return found.run_dir, found.step, found.place
+
+
+def refused(text: str, where: str = "", runs: str = "") -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        parse(text, where, runs)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 3
+    return [line.strip() for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("text", "run_dir", "step", "place"),
+    [
+        ("quick", "runs/quick", None, ""),
+        ("runs/quick", "runs/quick", None, ""),
+        ("./runs/quick/", "runs/quick", None, ""),
+        ("runs/empty", "runs/empty", None, ""),
+        ("docs", "docs", None, ""),
+        ("quick@120", "runs/quick", 120, ""),
+        ("quick@7", "runs/quick", 7, ""),
+        ("runs/quick@newest", "runs/quick", "newest", ""),
+        ("quick@best", "runs/quick", "best", ""),
+        ("runs/quick/checkpoints/120", "runs/quick", 120, "runs/quick"),
+        ("runs/quick/checkpoints/120/", "runs/quick", 120, "runs/quick"),
+        ("runs/quick/checkpoints/7", "runs/quick", 7, "runs/quick"),
+        ("runs/quick/checkpoints", "runs/quick", None, "runs/quick"),
+        ("runs/quick/checkpoints@best", "runs/quick", "best", "runs/quick"),
+        ("gs://b/runs/a", "gs://b/runs/a", None, ""),
+        ("gs://b/runs/a/", "gs://b/runs/a", None, ""),
+        ("gs://b/runs/a@newest", "gs://b/runs/a", "newest", ""),
+        ("gs://b/a/checkpoints/120/", "gs://b/a", 120, "gs://b/a"),
+        ("gs://b/a/checkpoints@5", "gs://b/a", 5, "gs://b/a"),
+        ("gs://b/a@c", "gs://b/a@c", None, ""),
+    ],
+)
+def test_what_is_named(text: str, run_dir: str, step: Step, place: str):
+    assert named(text) == (run_dir, step, place)
+
+
+def test_inside_the_folder_of_checkpoints(here: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(here / "runs/quick/checkpoints")
+    folder = str(here / "runs/quick")
+    assert named("120") == (folder, 120, folder)
+    assert named(".") == (folder, None, folder)
+    assert named("..") == ("..", None, "")
+
+
+def test_names_that_hold_an_at_sign(here: Path):
+    (here / "runs/quick@120/checkpoints").mkdir(parents=True)
+    where, rule, action = refused("quick@120")
+    assert where == "command line: quick@120"
+    assert rule == "is both the folder runs/quick@120 and step 120 of runs/quick."
+    for address, wanted in zip(
+        action.removeprefix("Write ").removesuffix(".").split(" for the first, "),
+        [("runs/quick@120", "newest", ""), ("runs/quick", 120, "runs/quick")],
+        strict=True,
+    ):
+        written = address.removesuffix(" for the second")
+        assert named(written if "/" not in written else f"runs/{written}") == wanted
+    assert named("quick@120@7") == ("runs/quick@120", 7, "")
+    assert named("./runs/quick@120@best") == ("runs/quick@120", "best", "")
+    (here / "runs/slow@x/checkpoints").mkdir(parents=True)
+    assert named("slow@x") == ("runs/slow@x", None, "")
+
+
+def test_two_runs_of_one_name(here: Path):
+    (here / "quick/checkpoints").mkdir(parents=True)
+    _, rule, action = refused("quick@7")
+    assert rule == "could be the run in quick or the one in runs/quick."
+    assert action == "Write ./quick or runs/quick."
+    assert named("./quick") == ("quick", None, "")
+    (here / "empty").mkdir()
+    assert named("empty")[0] == "empty"
+    (here / "slow").mkdir()  # no run: that of `runs` is meant
+    assert named("slow")[0] == "runs/slow"
+    (here / "linked").symlink_to(here / "runs/slow")
+    (here / "runs/linked").symlink_to(here / "runs/slow")
+    assert named("linked")[0] == "linked"
+
+
+def test_a_run_whose_name_is_a_number_or_checkpoints(here: Path):
+    (here / "checkpoints/120/checkpoints/3").mkdir(parents=True)
+    (here / "runs/checkpoints/checkpoints").mkdir(parents=True)
+    assert named("checkpoints/120") == ("checkpoints/120", None, "")
+    assert named("checkpoints/120/checkpoints/3") == ("checkpoints/120", 3, "checkpoints/120")
+    assert named("runs/checkpoints") == ("runs/checkpoints", None, "")
+
+
+def test_unknown_runs_are_guessed(here: Path):
+    where, rule, action = refused("quikc@120")
+    assert where == "command line: quikc@120"
+    assert rule == "is no run: there is no folder quikc, and no runs/quikc."
+    assert action == "Did you mean quick?"
+    assert refused("runs/slw")[2] == "Did you mean runs/slow?"
+    assert refused("zzz")[2] == "The runs in runs are quick, slow."
+    assert refused("nowhere/zzz")[2] == "Give the folder of a run, by default runs/<run.name>."
+    where, _, action = refused("qick", "my.yml:3: checkpoint.restore_from", "runs")
+    assert where == "my.yml:3: checkpoint.restore_from = qick" and action == "Did you mean quick?"
+    for number in range(20):
+        (here / f"many/{number}/checkpoints").mkdir(parents=True)
+    assert refused("zzz", "key", "many")[2].endswith(" and 12 more.")
+    assert parse("17", "key", "many").run_dir == "many/17"
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("", "must name a run."),
+        ("  ", "must name a run."),
+        ("@5", "is no run"),
+        ("quick@", "must be RUN@STEP"),
+        ("quick@oldest", "must be RUN@STEP"),
+        ("quick@-1", "must be RUN@STEP"),
+        ("quick@1.5", "must be RUN@STEP"),
+        ("quick@" + "1" * 5000, "must be RUN@STEP"),
+        ("quick@١", "must be RUN@STEP"),
+        ("runs/quick/checkpoints/120@7", "names a step twice."),
+        ("gs://b/a/checkpoints/120@7", "names a step twice."),
+        ("quick\0", "must name a run."),
+        ("x" * 5000, "is no run"),
+        ("~nobody-here/run", "must begin with a home folder"),
+        ("runs/quick/config.yml", "is a file"),
+    ],
+)
+def test_what_names_nothing(text: str, rule: str, here: Path):
+    (here / "runs/quick/config.yml").write_text("")
+    assert rule in refused(text)[1]
+
+
+def test_some_commands_take_a_whole_run():
+    assert whole_run("quick").run_dir == "runs/quick"
+    for text in ("quick@120", "runs/quick/checkpoints/120"):
+        with pytest.raises(ConfigError, match=r"takes a whole run.\n  Give runs/quick\."):
+            whole_run(text)
+
+
+def test_addresses_of_other_steps():
+    assert parse("quick@120").at(7) == "runs/quick@7"
+    assert Address("x", "runs/a", place="/saved/a").at(7) == "/saved/a@7"
+    assert run_names("nowhere") == []
