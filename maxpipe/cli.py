@@ -16,7 +16,7 @@ import maxpipe
 from maxpipe import redact
 from maxpipe.commands import checkpoints, config, doctor, goodput, launch, plan, schedule
 from maxpipe.commands.parser import Parser, add_inputs, subcommands
-from maxpipe.errors import ExitCode, MaxpipeError
+from maxpipe.errors import ExitCode, MaxpipeError, printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,11 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _shown(error: MaxpipeError) -> str:
     """The message without secrets, and without characters that a terminal would obey."""
-    text = redact.text(str(error))
-    return "".join(
-        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
-        for each in text
-    )
+    return printable(redact.text(str(error)))
 
 
 def _run(argv: list[str]) -> int:
