@@ -297,7 +297,8 @@ def devices(patient: Patient) -> Iterator[Check]:
         seconds += patient.runtime.init_timeout_seconds
     # What a doctor compiles is of no use to a run.
     runtime = dataclasses.replace(patient.runtime, compilation_cache="")
-    (records,) = environment.probe([_spec(runtime, patient.mesh)], seconds)
+    folder = os.path.join(patient.run.dir, patient.run.name)
+    (records,) = environment.probe([_spec(runtime, patient.mesh, folder)], seconds)
     for record in records:
         found = Check(**{name: record.get(name, "") for name in Check.__slots__})
         if found.status == "FAILED" and not found.action:
@@ -326,11 +327,12 @@ def loopback() -> Check:
         init_timeout_seconds=int(LOOPBACK_SECONDS) - 10,
         compilation_cache="",
     )
-    specs = [
-        _spec(dataclasses.replace(runtime, process_id=rank), MeshConfig(ici_data=2))
-        for rank in (0, 1)
-    ]
-    found = environment.probe(specs, LOOPBACK_SECONDS, inherit=False)
+    with tempfile.TemporaryDirectory() as folder:
+        specs = [
+            _spec(dataclasses.replace(runtime, process_id=rank), MeshConfig(ici_data=2), folder)
+            for rank in (0, 1)
+        ]
+        found = environment.probe(specs, LOOPBACK_SECONDS, inherit=False)
     seconds = time.monotonic() - begin
     for rank, records in enumerate(found):
         for record in records:
@@ -341,5 +343,7 @@ def loopback() -> Check:
     return Check(name, "ok", words)
 
 
-def _spec(runtime: RuntimeConfig, mesh: MeshConfig) -> dict[str, Any]:
-    return {"runtime": dataclasses.asdict(runtime), "mesh": dataclasses.asdict(mesh)}
+def _spec(runtime: RuntimeConfig, mesh: MeshConfig, folder: str = ".") -> dict[str, Any]:
+    """`folder` is the run's, in which several processes find their secret."""
+    found = {"runtime": dataclasses.asdict(runtime), "mesh": dataclasses.asdict(mesh)}
+    return found | {"folder": folder}

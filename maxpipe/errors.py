@@ -37,6 +37,14 @@ class Problem:
         return f"{self.where}{given}\n  {self.rule}\n  {self.action}"
 
 
+def printable(text: str) -> str:
+    """`text` without characters that a terminal would obey; lines stay lines."""
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
 class MaxpipeError(Exception):
     """A failure that is explained to the user without a traceback."""
 

@@ -1,12 +1,12 @@
 """What process 0 knows of all processes of a run, and what it decides for them.
 
-`maxpipe.link` is the other end. Messages are JSON objects, a line each.
+`maxpipe.link` is the other end, `maxpipe.wire` is between them, and `maxpipe.listener` lets the
+others in.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import random
 import selectors
@@ -14,19 +14,22 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
-from maxpipe.errors import ExitCode
+from maxpipe.errors import ExitCode, printable
+from maxpipe.listener import Listener
 from maxpipe.phases import SAVE, UNTIMED
+from maxpipe.wire import Wire
 
-_LONGEST_LINE = 1 << 17
 _STRAGGLER_STEPS = 20
 """Over which the processes' own times are compared."""
 _STRAGGLER_SECONDS, _STRAGGLER_SHARE = 0.005, 0.05
 """A step's delay that is worth a word: at least so long, and so much of the step."""
 _SAY_EVERY_SECONDS = 10.0
+_BEHIND_SECONDS = 0.05
+"""After which more is handed to a network that did not take all at once."""
 _AGAIN = "  Start the same command again to go on from the newest checkpoint."
 NOTHING_NEW = f"asked to stop before the first step\n  There is nothing new to save.\n{_AGAIN}"
 
@@ -65,54 +68,76 @@ class Trouble:
     """Some did not come, or cannot be reached; else what they were told does not fit."""
 
 
-class Wire:
-    """JSON lines over a socket."""
+class Hello(TypedDict):
+    """Who a process is, and what it was told."""
 
-    def __init__(self, sock: socket.socket):
-        self._socket, self._rest, self._lock = sock, b"", threading.Lock()
-        sock.settimeout(10)
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def fileno(self) -> int:
-        """For a selector."""
-        return self._socket.fileno()
-
-    def send(self, message: Mapping[str, Any]) -> bool:
-        """Whether it was handed to the network."""
-        try:
-            with self._lock:
-                self._socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            return False
-        return True
-
-    def receive(self) -> list[dict[str, Any]] | None:
-        """Whole messages that have come; None when there will be no more."""
-        try:
-            data = self._socket.recv(1 << 16)
-        except OSError:
-            return None
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if not data or len(self._rest) > _LONGEST_LINE:
-            return None
-        try:
-            return [message for line in lines if isinstance(message := json.loads(line), dict)]
-        except ValueError:  # not one of ours
-            return None
-
-    def close(self) -> None:
-        """Let go of the socket."""
-        with contextlib.suppress(OSError):
-            self._socket.close()
+    index: int
+    count: int
+    host: str
+    pid: int
+    facts: dict[str, str]
 
 
-def _is_hello(given: Any) -> bool:
-    """Others than our own processes may have found the port."""
-    kinds = {"index": int, "count": int, "host": str, "pid": int, "facts": dict}
-    return isinstance(given, dict) and all(
-        isinstance(given.get(name), kind) for name, kind in kinds.items()
-    )
+class Beat(TypedDict):
+    """Where it is, about once a second."""
+
+    phase: str
+    step: int
+    seconds: float
+    own: float
+    waits: bool
+
+
+class Failed(TypedDict):
+    """Why it leaves."""
+
+    code: int
+    text: str
+
+
+class FromMember(TypedDict):
+    """One of these things that a process tells the hub."""
+
+    hello: NotRequired[Hello]
+    beat: NotRequired[Beat]
+    failed: NotRequired[Failed]
+    bye: NotRequired[Literal[True]]
+    stop: NotRequired[Literal[True]]
+    at: NotRequired[int]
+    same: NotRequired[str]
+    value: NotRequired[str]
+
+
+class Leave(TypedDict):
+    """That all leave."""
+
+    code: int
+    text: str
+    stacks: bool
+
+
+class FromHub(TypedDict):
+    """One of these things that the hub tells a process."""
+
+    welcome: NotRequired[Literal[True]]
+    refused: NotRequired[str]
+    late: NotRequired[bool]
+    heard: NotRequired[Literal[True]]
+    ask: NotRequired[Literal[True]]
+    stop_at: NotRequired[int]
+    agreed: NotRequired[str]
+    values: NotRequired[list[tuple[str, list[int]]]]
+    leave: NotRequired[Leave]
+
+
+def from_peer(text: str, most: int) -> str:
+    """A peer's words as they are shown: their end, without what a terminal would obey."""
+    return printable(text[-most:])
+
+
+def code_from_peer(code: int) -> int:
+    """An exit code that a peer named. Whatever it says, a run that is ended is not done."""
+    return code if 0 < code < 256 else int(ExitCode.BUG)
 
 
 @dataclass
@@ -124,7 +149,7 @@ class Member:
     pid: int = 0
     wire: Wire | None = None
     """None for the hub's own process."""
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
     heard: float = 0.0
     beat: dict[str, Any] = field(default_factory=dict)
     mark: tuple[int, float, float] | None = None
@@ -143,20 +168,24 @@ class Hub:
         limits: when one of them, or the run, is given up.
         tell_self: hands a message to this process.
         say: prints a line.
+        selector: of the thread that reads.
     """
 
     def __init__(
         self,
         count: int,
         limits: Limits,
-        tell_self: Callable[[dict[str, Any]], None],
+        tell_self: Callable[[FromHub], None],
         say: Callable[[str], None],
+        selector: selectors.BaseSelector,
     ):
         self._count, self._limits, self._tell_self, self._say = count, limits, tell_self, say
         self._members = {0: Member(0)} if count == 1 else {}
-        self._listener: socket.socket | None = None
-        self._selector: selectors.BaseSelector | None = None
-        self._unknown: list[Wire] = []
+        self._listener: Listener | None = None
+        self._selector = selector
+        self._unknown: dict[Wire, float] = {}
+        """Of this run, and when they came; they have not said yet who they are."""
+        self._refusal = ""
         self._lock = threading.RLock()
         self._goodbye = threading.Condition(self._lock)
         self._first_goodbye = 0.0
@@ -168,87 +197,114 @@ class Hub:
 
     # Connections.
 
-    def listen(self, address: tuple[str, int], selector: selectors.BaseSelector) -> None:
+    def listen(self, address: tuple[str, int], secret: bytes) -> None:
         """Opens the port at which the others come; it is closed when all are there.
 
         Raises:
             OSError: the port is taken.
         """
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        self._listener = socket.create_server(
-            ("", address[1]),
-            family=family,
-            backlog=self._count,
-            dualstack_ipv6=family == socket.AF_INET6,
-        )
-        self._selector = selector
-        selector.register(self._listener, selectors.EVENT_READ)
+        self._listener = Listener(address, secret, self._count, self._say)
 
-    def _stop_listening(self) -> None:
-        if self._listener is not None and self._selector is not None:
-            self._selector.unregister(self._listener)
+    def _close_port(self) -> None:
+        if self._listener is not None:
+            self._selector_drops(self._listener)
             self._listener.close()
+            self._listener = None
+        for wire in list(self._unknown):
+            self._let_go(wire)
 
-    def read(self, source: Any, selector: selectors.BaseSelector) -> None:
+    def _selector_drops(self, source: Listener | Wire) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(source)
+
+    def tend(self) -> float:
+        """What the thread does between messages; the seconds after which it is to be done again."""
+        behind = [each.wire for each in self._members.values() if each.wire and each.wire.waits]
+        for wire in behind:
+            wire.push()
+        soon = _BEHIND_SECONDS if behind else math.inf
+        if self._listener is None:
+            return soon
+        if (rest := self._listener.rests_until - time.monotonic()) > 0:
+            return min(soon, rest)
+        if self._listener not in self._selector.get_map():
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        return soon
+
+    def read(self, source: Any) -> None:
         """Takes what a socket has."""
-        if self._listener is not None and source is self._listener:
-            with contextlib.suppress(OSError):
-                sock, _ = self._listener.accept()
-                self._unknown.append(Wire(sock))
-                selector.register(self._unknown[-1], selectors.EVENT_READ)
+        if isinstance(source, Listener):
+            self._selector_drops(source)  # it rests
+            self._look_at_the_port()
+        else:
+            self._hear(source)
+
+    def _look_at_the_port(self) -> None:
+        if self._listener is None:
             return
-        messages = source.receive()
-        member = next((each for each in self._members.values() if each.wire is source), None)
+        for wire in self._listener.look():
+            self._unknown[wire] = time.monotonic()
+            self._selector.register(wire, selectors.EVENT_READ)
+        limit = time.monotonic() - self._limits.heartbeat_seconds
+        for wire in [wire for wire, since in self._unknown.items() if since < limit]:
+            self._let_go(wire)
+
+    def _hear(self, wire: Wire) -> None:
+        messages = wire.receive(FromMember)
+        member = next((each for each in self._members.values() if each.wire is wire), None)
         for message in messages or ():
-            if member is None and _is_hello(message.get("hello")):
-                member = self._admit(source, message["hello"])
-            elif member is not None:
+            if member is not None:
                 self.handle(member.index, message)
+            elif "hello" in message:
+                member = self._admit(wire, message["hello"])
         if messages is None or (messages and member is None):
-            selector.unregister(source)
-            source.close()
-            if source in self._unknown:
-                self._unknown.remove(source)
+            self._let_go(wire)
             if member is not None and not member.left:
                 member.left = True
                 self._lost(member)
                 with self._goodbye:
                     self._goodbye.notify_all()
 
-    def _admit(self, wire: Wire, hello: dict[str, Any]) -> Member | None:
-        """The process that introduces itself, unless something is wrong with it."""
+    def _let_go(self, wire: Wire) -> None:
+        self._unknown.pop(wire, None)
+        self._selector_drops(wire)
+        wire.close()
+
+    def _admit(self, wire: Wire, hello: Hello) -> Member | None:
+        """The process that introduces itself, unless what it was told is wrong."""
         index, count = hello["index"], hello["count"]
-        who = f"process {index} ({hello['host']}, pid {hello['pid']})"
+        came = Member(index, from_peer(hello["host"], 255), hello["pid"], wire, hello["facts"])
         if count != self._count or not 0 < index < self._count:
-            return self._refuse(
-                wire, f"{who} was told of {count} processes, process 0 of {self._count}"
-            )
+            told = f"was told of {count} processes, process 0 of {self._count}"
+            return self._refuse(came, f"{came} {told}")
         before, limit = self._members.get(index), self._limits.heartbeat_seconds
         # A silent one's host was lost, and this is the same process started again.
         if before and (self._welcomed or time.monotonic() - before.heard < limit):
-            return self._refuse(wire, f"{who} has the number of {self._members[index]}")
-        if wire in self._unknown:
-            self._unknown.remove(wire)
-        self.handle(index, {"hello": hello}, wire)
-        return self._members[index]
+            return self._refuse(came, f"{came} has the number of {before}")
+        self._unknown.pop(wire, None)
+        self.join(came)
+        return came
 
-    def _refuse(self, wire: Wire, text: str) -> None:
-        wire.send({"refused": text})
-        self._tell({"refused": text})
+    def _refuse(self, came: Member, text: str) -> None:
+        """It is the only one that leaves: the others may be right, and it may come again."""
+        if came.wire is not None:
+            came.wire.send({"refused": text})
+        self._refusal = f"; {text}"
+        self._say(f"sent away: {text}")
 
     def refuse_for_the_missing(self) -> Trouble:
         """Tells those who came who did not; returns the same."""
         with self._lock:
             missing = f"{self._named(self._missing())} of {self._count}"
-            text = f"{missing} did not come within {self._limits.init_seconds:g} s"
+            text = f"{missing} did not come within {self._limits.init_seconds:g} s{self._refusal}"
             self._tell({"refused": text, "late": True})
         return Trouble(text, late=True)
 
     def close(self) -> None:
         """Closes every connection; those who still listen have heard `bye` or will see the end."""
-        for member in self._members.values():
-            if member.wire is not None:
-                member.wire.close()
+        wires = [member.wire for member in self._members.values() if member.wire is not None]
+        for wire in (*wires, *self._unknown):
+            wire.close()
         if self._listener is not None:
             self._listener.close()
 
@@ -268,34 +324,36 @@ class Hub:
                 if member.wire is not None and not member.left:
                     selector.register(member.wire, selectors.EVENT_READ)
             while selector.get_map() and (left := end - time.monotonic()) > 0:
-                for key, _ in selector.select(left):
+                for key, _ in selector.select(min(left, self.tend())):
                     wire: Any = key.fileobj
-                    if wire.receive() is None:
+                    if wire.receive(FromMember) is None:
                         selector.unregister(wire)
 
     # Messages.
 
-    def handle(self, index: int, message: dict[str, Any], wire: Wire | None = None) -> None:
+    def join(self, member: Member) -> None:
+        """One more of the run's processes is here."""
+        with self._lock:
+            member.heard = time.monotonic()
+            self._members[member.index] = member
+            self._welcome()
+
+    def handle(self, index: int, message: FromMember) -> None:
         """A message of a process."""
         with self._lock:
-            if "hello" in message:
-                hello = message["hello"]
-                self._members[index] = Member(
-                    index, hello["host"], hello["pid"], wire, hello["facts"], time.monotonic()
-                )
-                self._welcome()
-                return
             member = self._members.get(index)
             if member is None:
                 return
             member.heard = time.monotonic()
             if "beat" in message:
-                member.beat = message["beat"]
+                member.beat = {**message["beat"]}
+                member.beat["phase"] = from_peer(member.beat["phase"], 40)
                 if member.wire is not None:
                     member.wire.send({"heard": True})
             elif "failed" in message:
-                failed = message["failed"]
-                self._end(failed["code"], f"{member} failed first:\n{failed['text']}", but=index)
+                code = code_from_peer(message["failed"]["code"])
+                text = from_peer(message["failed"]["text"], 4000)
+                self._end(code, f"{member} failed first:\n{text}", but=index)
             elif "bye" in message:
                 member.left = True
                 self._first_goodbye = self._first_goodbye or time.monotonic()
@@ -312,10 +370,13 @@ class Hub:
                     self._decide()
             elif "same" in message:
                 values = self._values.setdefault(message["same"], {})
-                values[index] = message["value"]
+                values[index] = message.get("value", "")
                 if len(values) == self._count:
                     del self._values[message["same"]]
-                    self._tell({"agreed": message["same"], "values": values})
+                    groups: dict[str, list[int]] = {}
+                    for process, value in sorted(values.items()):
+                        groups.setdefault(value, []).append(process)
+                    self._tell({"agreed": message["same"], "values": list(groups.items())})
 
     def _decide(self) -> None:
         """Where all stop: further than any of them is."""
@@ -325,7 +386,7 @@ class Hub:
         else:
             self._tell({"stop_at": furthest + 1})
 
-    def _tell(self, message: dict[str, Any], but: int = -1) -> None:
+    def _tell(self, message: FromHub, but: int = -1) -> None:
         """To all, this process last."""
         for member in sorted(self._members.values(), key=lambda each: -each.index):
             if member.index == but:
@@ -342,13 +403,12 @@ class Hub:
         for member in self._members.values():
             for name, value in first.items():
                 if member.facts.get(name) != value:
-                    text = (
-                        f"{name} is {value} in process 0 and {member.facts.get(name)} in {member}"
-                    )
+                    theirs = from_peer(member.facts.get(name, "unknown"), 500)
+                    text = f"{name} is {value} in process 0 and {theirs} in {member}"
                     self._tell({"refused": text})
                     return
         self._welcomed = True
-        self._stop_listening()  # who is welcome joins jax's service next, at the same port
+        self._close_port()  # who is welcome joins jax's service next, at the same port
         for member in self._members.values():
             member.heard = time.monotonic()
         self._tell({"welcome": True})
@@ -379,6 +439,7 @@ class Hub:
         """Looks at all processes, about once a second."""
         with self._lock:
             if not self._welcomed:
+                self._look_at_the_port()  # some have had their time
                 self._welcome()  # one that was silent may be heard again
                 self._say_who_is_missing()
             elif not self._verdict:
@@ -396,10 +457,14 @@ class Hub:
         if self._welcomed or not missing:
             return
         there = f"{self._count - len(missing)}/{self._count}"
-        self._say(
-            f"waiting for {self._named(missing)} ({there}): are they started, and can they "
-            "reach this host at runtime.coordinator?"
+        text = (
+            f"waiting for {self._named(missing)} ({there}): are they started, and can they reach "
         )
+        text += "this host at runtime.coordinator?"
+        if self._listener is not None and self._listener.num_refused:
+            text += f" {self._listener.num_refused} connections did not know the run's secret, the "
+            text += f"last from {self._listener.last_refused}."
+        self._say(text)
 
     def _lost(self, member: Member) -> None:
         beat = member.beat

@@ -2,8 +2,9 @@
 
 Threads and sockets only, so that a process answers while its main thread compiles, waits in a
 collective or sleeps in a reader. Process 0 is the hub, which decides; all are told. A run of one
-process is its own hub. The hub tells, in this order of importance, why all leave: somebody failed
-and said so, somebody is gone, somebody does not answer, nothing moves.
+process is its own hub. Only who knows the run's secret is heard. The hub tells, in this order of
+importance, why all leave: somebody failed and said so, somebody is gone, somebody does not answer,
+nothing moves.
 
 jax has a service of the same kind, which ends processes with SIGABRT and names nobody; the link
 speaks first.
@@ -31,8 +32,21 @@ from typing import Any
 
 from maxpipe import redact
 from maxpipe.errors import ExitCode, MaxpipeError, NumbersError, Preempted, ReplicaError
-from maxpipe.hub import NOTHING_NEW, Hub, Limits, Trouble, Wire
+from maxpipe.hub import (
+    NOTHING_NEW,
+    Beat,
+    FromHub,
+    FromMember,
+    Hello,
+    Hub,
+    Limits,
+    Member,
+    Trouble,
+    code_from_peer,
+    from_peer,
+)
 from maxpipe.phases import WAITING, Phases
+from maxpipe.wire import NotOfThisRun, Wire, reach
 
 _AGAIN = "  Start the same command again to go on from the newest checkpoint."
 _HUB_GONE = f"process 0 is gone\n  Its own output says why.\n{_AGAIN}"
@@ -45,6 +59,8 @@ _ONE_REQUEST_SECONDS = 1.0
 _VERDICT_SECONDS = 2.0
 _GOODBYE_SECONDS = 5.0
 """For words that are on their way when a process leaves."""
+_BEHIND_SECONDS = 0.05
+_LONGEST_TEXT = 8000
 
 
 @dataclass
@@ -56,8 +72,8 @@ class Told:
     asked: bool = False
     """Somebody was asked to stop, and the hub collects how far each process is."""
     stop_at: int | None = None
-    agreed: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Name of what was compared -> value by process, as text."""
+    agreed: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    """Name of what was compared -> value -> processes that have it."""
 
 
 class Link:
@@ -84,9 +100,10 @@ class Link:
         self.on_leave: Callable[[int, str], None] = lambda code, text: None
         """Called before the process ends for a reason that the hub told."""
         self._phases, self._limits = phases, limits
-        self._hub = (
-            Hub(count, limits, self._hear, lambda text: self.say(text)) if not index else None
-        )
+        self._selector = selectors.DefaultSelector()
+        self._hub = None
+        if index == 0:
+            self._hub = Hub(count, limits, self._hear, lambda text: self.say(text), self._selector)
         self._wire: Wire | None = None
         self._heard = 0.0
         self._told, self._changed = Told(), threading.Condition()
@@ -94,7 +111,6 @@ class Link:
         self._failing = self._closed = self._comparing = False
         self._asked_at = 0.0
         self._wake, self._wakes = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="maxpipe link", daemon=True)
         self._before: Any = None
 
@@ -124,6 +140,8 @@ class Link:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self._closed = self._hub is None  # which ends when it has heard all goodbyes
         self._send({"bye": True})
+        if self._wire is not None:
+            self._wire.flush(_GOODBYE_SECONDS)
         if self._hub is not None:
             self._hub.wait_for_goodbyes(_GOODBYE_SECONDS if self._failing else math.inf)
         self._closed = True
@@ -143,29 +161,39 @@ class Link:
         self._wakes.close()
         self._selector.close()
 
-    def gather(self, address: tuple[str, int], facts: Mapping[str, Any]) -> Trouble | None:
+    def gather(
+        self,
+        address: tuple[str, int],
+        facts: Mapping[str, str],
+        secret: Callable[[], bytes | None],
+    ) -> Trouble | None:
         """Waits until all processes have come; returns why they cannot run together, or None.
 
         Args:
             address: host and port of the hub; it listens there until all have come.
             facts: what must be the same everywhere, by name.
+            secret: of the run; None as long as this process does not know it.
         """
-        hello = {"index": self.index, "count": self.count, "facts": dict(facts)}
-        hello |= {"host": socket.gethostname(), "pid": os.getpid()}
+        hello: Hello = {
+            "index": self.index,
+            "count": self.count,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "facts": dict(facts),
+        }
         if self._hub is not None:
-            self._hub.listen(address, self._selector)
-            self._hub.handle(0, {"hello": hello})
+            key = secret()
+            assert key is not None, "process 0 makes the secret"
+            self._hub.join(Member(0, hello["host"], hello["pid"], facts=hello["facts"]))
+            self._hub.listen(address, key)
         else:
-            wire = self._reach(address, hello)
-            if wire is None:
+            found = self._reach(address, hello, secret)
+            if isinstance(found, Trouble):
                 if self._asked_at:
                     self._go(ExitCode.PREEMPTED, NOTHING_NEW)
-                limit = f"within {self._limits.init_seconds:g} s"
-                return Trouble(
-                    f"process 0 was not found at {address[0]}:{address[1]} {limit}", late=True
-                )
-            self._heard, self._wire = time.monotonic(), wire
-            self._selector.register(wire, selectors.EVENT_READ)
+                return found
+            self._heard, self._wire = time.monotonic(), found
+            self._selector.register(found, selectors.EVENT_READ)
         if self._asked_at:  # when there was nobody to tell
             self._send({"stop": True})
         with contextlib.suppress(OSError):
@@ -181,26 +209,38 @@ class Link:
             return Trouble("process 0 went silent", late=True)
         return self._hub.refuse_for_the_missing()
 
-    def _reach(self, address: tuple[str, int], hello: dict[str, Any]) -> Wire | None:
-        end = time.monotonic() + self._limits.init_seconds
-        told = time.monotonic()
-        while time.monotonic() < end:
-            if self._asked_at:
-                end = min(end, self._asked_at + _GOODBYE_SECONDS)
+    def _reach(
+        self, address: tuple[str, int], hello: Hello, secret: Callable[[], bytes | None]
+    ) -> Wire | Trouble:
+        """The wire to process 0, or why there is none. Who else answers there is told nothing."""
+        begin = told = time.monotonic()
+        where = f"{address[0]}:{address[1]}"
+
+        def end() -> float:
+            limit = begin + self._limits.init_seconds
+            return min(limit, self._asked_at + _GOODBYE_SECONDS) if self._asked_at else limit
+
+        reason = ""
+        while time.monotonic() < end():
             try:
-                wire = Wire(socket.create_connection(address, timeout=5))
-            except OSError:
+                if (key := secret()) is None:
+                    reason = "; it has left no secret in the run's folder, which all must see"
+                    raise ConnectionRefusedError
+                reason = ""
+                wire = reach(address, key, end)
+            except OSError as error:
+                if isinstance(error, NotOfThisRun):
+                    reason = "; what answers there does not know the secret of this run"
                 if time.monotonic() - told > 10:
-                    self.say(
-                        f"process {self.index} waits for process 0 at {address[0]}:{address[1]}"
-                    )
+                    self.say(f"process {self.index} waits for process 0 at {where}{reason}")
                     told = time.monotonic()
                 time.sleep(0.1)
                 continue
             if wire.send({"hello": hello}):
                 return wire
             wire.close()
-        return None
+        limit = f"within {self._limits.init_seconds:g} s"
+        return Trouble(f"process 0 was not found at {where} {limit}{reason}", late=True)
 
     # What the run asks.
 
@@ -220,11 +260,7 @@ class Link:
             while name not in self._told.agreed:
                 self._changed.wait(1.0)
             self._comparing = False
-            found: dict[str, list[int]] = {}
-            values = self._told.agreed.pop(name)
-            for process, each in sorted(values.items(), key=lambda item: int(item[0])):
-                found.setdefault(each, []).append(int(process))
-            return found
+            return self._told.agreed.pop(name)
 
     @contextlib.contextmanager
     def ends_together(self) -> Iterator[None]:
@@ -271,7 +307,8 @@ class Link:
         period = min(1.0, self._limits.heartbeat_seconds / 5)
         last = 0.0
         while not self._closed:
-            for key, _ in self._selector.select(period):
+            tending = self._hub.tend() if self._hub is not None else self._tend()
+            for key, _ in self._selector.select(min(period, tending)):
                 self._read(key.fileobj)
             if self._closed:
                 return
@@ -286,6 +323,13 @@ class Link:
                 if self._asked_at and now - self._asked_at > self._limits.grace_seconds > 0:
                     self._go(ExitCode.PREEMPTED, _NO_TIME)
 
+    def _tend(self) -> float:
+        """As the hub does: sends what waits; the seconds until that is to be done again."""
+        if self._wire is None or not self._wire.waits:
+            return math.inf
+        self._wire.push()
+        return _BEHIND_SECONDS
+
     def _judge_hub(self, now: float) -> None:
         """Nobody else watches process 0."""
         limit = self._limits.heartbeat_seconds
@@ -295,7 +339,7 @@ class Link:
         text += f"  It was stopped, or its host is down or cannot be reached.\n{_AGAIN}"
         self._go(ExitCode.HANG, text)
 
-    def _beat(self) -> dict[str, Any]:
+    def _beat(self) -> Beat:
         """What the hub is told of this process, about once a second."""
         where = self._phases.where()
         return {
@@ -312,7 +356,7 @@ class Link:
                 if number == signal.SIGTERM:
                     self._on_signal()
         elif self._wire is not None and source is self._wire:
-            messages = self._wire.receive()
+            messages = self._wire.receive(FromHub)
             if messages is None:
                 self._selector.unregister(self._wire)
                 if not (self._closed or self._failing or self._told.refused):
@@ -324,7 +368,7 @@ class Link:
             for message in messages:
                 self._hear(message)
         elif self._hub is not None:
-            self._hub.read(source, self._selector)
+            self._hub.read(source)
 
     def _noted(self, number: int, frame: FrameType | None) -> None:
         """In the main thread: the next question waits for the answer to this signal."""
@@ -338,33 +382,35 @@ class Link:
         elif now - self._asked_at > _ONE_REQUEST_SECONDS:
             self._go(ExitCode.PREEMPTED, _ASKED_TWICE)
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: FromMember) -> None:
         if self._hub is not None:
             self._hub.handle(0, message)
         elif self._wire is not None:
             self._wire.send(message)
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _hear(self, message: FromHub) -> None:
         """A word of the hub."""
         with self._changed:
             at = self._answered
             if "welcome" in message:
                 self._told.welcome = True
             elif "refused" in message:
-                self._told.refused = Trouble(message["refused"], message.get("late", False))
+                text = from_peer(message["refused"], _LONGEST_TEXT)
+                self._told.refused = Trouble(text, message.get("late", False))
             elif "ask" in message:
                 self._told.asked = True
             elif "stop_at" in message:
                 self._told.stop_at = message["stop_at"]
             elif "agreed" in message:
-                self._told.agreed[message["agreed"]] = message["values"]
+                self._told.agreed[message["agreed"]] = dict(message.get("values", []))
             self._changed.notify_all()
         if "ask" in message:
             self._send({"at": at})
         elif "leave" in message and not self._failing and not self._closed:
             if message["leave"]["stacks"]:
                 self._show_stacks()
-            self._go(message["leave"]["code"], message["leave"]["text"])
+            text = from_peer(message["leave"]["text"], _LONGEST_TEXT)
+            self._go(code_from_peer(message["leave"]["code"]), text)
 
     def _show_stacks(self) -> None:
         where = self._phases.where()

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxpipe import runtime
 from maxpipe.config.schema import MeshConfig, RuntimeConfig
 from maxpipe.errors import ConfigError
+from maxpipe.files import full
 from maxpipe.mesh import build_mesh, describe
 from maxpipe.phases import Phases
 
@@ -35,11 +36,12 @@ _CLOCK_ROUNDS = 3
 
 
 def main(text: str) -> int:
-    """Look at the devices that a JSON object with `runtime` and `mesh` describes."""
+    """Look at the devices that a JSON object with `runtime`, `mesh` and `folder` describes."""
     spec = json.loads(text)
     config, mesh_config = RuntimeConfig(**spec["runtime"]), MeshConfig(**spec["mesh"])
     try:
-        with runtime.joined(config, mesh_config.cpu_devices, Phases(), {}):
+        folder = full(spec["folder"], "run.dir")
+        with runtime.joined(config, mesh_config.cpu_devices, Phases(), {}, folder):
             _look(config, mesh_config)
     except ConfigError as error:
         for problem in error.problems:

@@ -20,6 +20,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from maxpipe.errors import printable
+
 REDACTED = "<redacted>"
 
 _T = TypeVar("_T")
@@ -79,10 +81,7 @@ def shown(given: str) -> str:
 
     What is printed may be a file's, or another process's; lines stay lines.
     """
-    return "".join(
-        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
-        for each in text(given)
-    )
+    return printable(text(given))
 
 
 def within(value: _T, name: str = "") -> _T:

@@ -8,31 +8,35 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hmac
 import ipaddress
 import logging
 import os
+import secrets
 import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from maxpipe import redact
+from maxpipe import redact, secret
 from maxpipe.config.schema import RuntimeConfig
 from maxpipe.errors import AbsentError, ConfigError, MaxpipeError, Problem
 from maxpipe.files import full
 from maxpipe.hub import Limits, Trouble, free_port
 from maxpipe.link import Link
+from maxpipe.listener import own_addresses
 from maxpipe.phases import Phases
 
 _LOG = logging.getLogger(__name__)
 
 # jax ends a process with SIGABRT when others do not come or go; our limits must be the first.
 _JAX_LIMIT_SECONDS = 60
+_ANNOUNCED_SECRET = 32
 _UNREACHED = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
 """Beginnings of jax's errors that are about other processes, which come and go."""
 
@@ -50,7 +54,11 @@ def start(config: RuntimeConfig, cpu_devices: int) -> None:
 
 @contextlib.contextmanager
 def joined(
-    config: RuntimeConfig, cpu_devices: int, phases: Phases, facts: Mapping[str, Any]
+    config: RuntimeConfig,
+    cpu_devices: int,
+    phases: Phases,
+    facts: Mapping[str, str],
+    folder: Path,
 ) -> Iterator[Link]:
     """The same as one process of a run, and a link to the others; SIGTERM is caught inside.
 
@@ -59,11 +67,14 @@ def joined(
         cpu_devices: virtual ones of this process.
         phases: what the others may know of this process.
         facts: what must be the same in all processes, by name.
+        folder: of the run, which all processes see. The first leaves a secret in it for the
+            others, where neither the environment nor jax gives them one.
 
     Raises:
-        ConfigError: the chosen platform has no devices here, or the others were started with
-            other facts.
+        ConfigError: the chosen platform has no devices here, the others were started with other
+            facts, or the secret is not private.
         AbsentError: the others did not come in time or cannot be reached.
+        StorageError: the folder cannot be written.
     """
     _prepare(config, cpu_devices)
     if config.num_processes == 0:
@@ -80,7 +91,7 @@ def joined(
     )
     with Link(phases, limits, index=index, count=count) as link:
         if count > 1:
-            _gather(config, link, facts)
+            _gather(config, link, facts, folder)
             if config.num_processes:
                 _initialize(config)
         elif config.cpu_collectives == "gloo":
@@ -197,30 +208,43 @@ def _open_cache(folder: str) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def _gather(config: RuntimeConfig, link: Link, facts: Mapping[str, Any]) -> None:
+def _gather(config: RuntimeConfig, link: Link, facts: Mapping[str, str], folder: Path) -> None:
     """Waits for the other processes, each of which has its own link."""
-    if config.num_processes:
-        host, _, port = config.coordinator.rpartition(":")
-        address = (host.strip("[]"), int(port))
-    else:
-        address = _announced(link.index)
-    try:
-        trouble = link.gather(address, facts)
-    except OSError as error:
-        trouble = Trouble(f"port {address[1]} cannot be used here: {error.strerror or error}")
+    given = secret.given()
+    with contextlib.ExitStack() as stack:
+        if not config.num_processes:
+            address, shared = _announced(link.index)
+            key = hmac.digest(given or b"", shared, "sha256")
+        else:
+            address = _address(config)
+            key = given
+            if key is None and link.index == 0:
+                key = stack.enter_context(secret.left_in(folder, address[1]))
+        try:
+            trouble = link.gather(
+                address, facts, lambda: key or secret.found_in(folder, address[1])
+            )
+        except OSError as error:
+            trouble = Trouble(f"port {address[1]} cannot be used here: {error.strerror or error}")
     if trouble:
         raise _not_together(config, trouble)
 
 
-def _announced(index: int) -> tuple[str, int]:
-    """Host and a free port of process 0, told over the devices."""
-    word = np.zeros(300, np.uint8)  # a name has at most 253
+def _address(config: RuntimeConfig) -> tuple[str, int]:
+    host, _, port = config.coordinator.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _announced(index: int) -> tuple[tuple[str, int], bytes]:
+    """Host and a free port of process 0, and a secret of its making, told over the devices."""
+    word = np.zeros(_ANNOUNCED_SECRET + 300, np.uint8)  # a name has at most 253
     if index == 0:
-        text = f"{_own_address()}:{free_port()}".encode()
+        text = secrets.token_bytes(_ANNOUNCED_SECRET)
+        text += f"{_own_address()}:{free_port()}".encode()
         word[: len(text)] = np.frombuffer(text, np.uint8)
-    told = np.asarray(multihost_utils.broadcast_one_to_all(word), np.uint8)
-    host, _, port = bytes(told).rstrip(b"\0").decode().rpartition(":")
-    return host, int(port)
+    told = bytes(np.asarray(multihost_utils.broadcast_one_to_all(word), np.uint8))
+    host, _, port = told[_ANNOUNCED_SECRET:].rstrip(b"\0").decode().rpartition(":")
+    return (host, int(port)), told[:_ANNOUNCED_SECRET]
 
 
 def _own_address() -> str:
@@ -257,6 +281,7 @@ def _initialize(config: RuntimeConfig) -> None:
                 coordinator_address=None if from_cluster else config.coordinator,
                 num_processes=None if from_cluster else config.num_processes,
                 process_id=None if from_cluster else config.process_id,
+                coordinator_bind_address=None if from_cluster else _bound(config),
                 initialization_timeout=limit + _JAX_LIMIT_SECONDS,
                 heartbeat_timeout_seconds=config.heartbeat_timeout_seconds + _JAX_LIMIT_SECONDS,
             )
@@ -264,6 +289,13 @@ def _initialize(config: RuntimeConfig) -> None:
         reason = str(error).splitlines()[0]
         trouble = Trouble(reason, late=reason.startswith(_UNREACHED))
         raise _not_together(config, trouble) from error
+
+
+def _bound(config: RuntimeConfig) -> str | None:
+    """Where jax's own service listens, by itself at every address of this host."""
+    if os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
+        return None
+    return config.coordinator if own_addresses(_address(config)[0]) else None
 
 
 def _not_together(config: RuntimeConfig, trouble: Trouble) -> MaxpipeError:

@@ -18,7 +18,8 @@ TOKEN = "hf_" + "aB3dE5gH7jK9" * 3
 
 
 def spec(**runtime: Any) -> dict[str, Any]:
-    return {"runtime": {"platform": "cpu", "compilation_cache": ""} | runtime, "mesh": {}}
+    runtime = {"platform": "cpu", "compilation_cache": ""} | runtime
+    return {"runtime": runtime, "mesh": {}, "folder": "."}
 
 
 def test_the_report_is_json_with_what_matters(monkeypatch: pytest.MonkeyPatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import re
 import resource
 import selectors
@@ -19,13 +18,18 @@ from typing import Any
 
 import pytest
 
-from maxpipe.hub import Hub, Limits, Member, Wire, free_port
+from maxpipe import secret
+from maxpipe.hub import FromHub, Hub, Limits, Member, free_port
+from maxpipe.wire import Wire, reach
 
 ROOT = Path(__file__).parents[1]
 
 TEN = ("10",) * 4
+SECRET = "0123456789" * 4
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), secret.VARIABLE: SECRET}
 MEMBER = """
 import sys, time
+from maxpipe import secret
 from maxpipe.errors import Preempted
 from maxpipe.hub import Limits
 from maxpipe.link import Link
@@ -55,7 +59,8 @@ try:
     with Link(phases, limits, index=index, count=count) as link:
         print("linked", flush=True)
         if count > 1:
-            trouble = link.gather(("127.0.0.1", port), {{"train.steps": facts}})
+            address, own = ("127.0.0.1", port), {{"train.steps": facts}}
+            trouble = link.gather(address, own, secret.given)
             if trouble:
                 print(trouble.text, file=sys.stderr)
                 sys.exit(71 if trouble.late else 2)
@@ -89,7 +94,7 @@ def members(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={"PYTHONPATH": str(ROOT)},
+            env=ENVIRONMENT,
         )
         for index in range(count if started is None else started)
     ]
@@ -395,9 +400,14 @@ def test_leaving_waits_for_thousands_of_processes() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, before[1]))
     here, there = socket.socketpair()
     try:
-        with here, socket.socket(fileno=fcntl.fcntl(here, fcntl.F_DUPFD, 2000)) as far:
-            hub = Hub(2, Limits(), lambda message: None, print)
-            hub._members = {0: Member(0), 1: Member(1, wire=Wire(far))}
+        with (
+            here,
+            socket.socket(fileno=fcntl.fcntl(here, fcntl.F_DUPFD, 2000)) as far,
+            selectors.DefaultSelector() as selector,
+        ):
+            wire = Wire(far, SECRET.encode(), b"nonces", is_hub=True)
+            hub = Hub(2, Limits(), lambda message: None, print, selector)
+            hub._members = {0: Member(0), 1: Member(1, wire=wire)}
             begin = time.monotonic()
             hub.wait_for_leaving(0.2)
             assert time.monotonic() - begin >= 0.2
@@ -453,11 +463,24 @@ def test_other_facts_are_refused_by_name() -> None:
     assert all("train.steps is 10 in process 0 and 11 in process 2" in text for text in errors)
 
 
-def test_the_same_number_twice_is_refused() -> None:
-    with members("pass", started=2) as processes:
-        codes, _, errors = ends([*processes, again(processes[1], 1)])
-    assert codes == [2, 2, 2]
-    assert all("has the number of process 1" in text for text in errors)
+def test_the_same_number_twice_is_refused_and_the_run_goes_on() -> None:
+    with members("steps(link, 5)", started=2) as processes:
+        time.sleep(1.5)  # the first process 1 has come
+        second = again(processes[1], 1)
+        codes, _, errors = ends([second])
+        assert codes == [2] and "has the number of process 1" in errors[0]
+        codes, _, errors = ends([*processes, again(processes[1], 2)])
+    assert codes == [0, 0, 0]
+    assert "sent away: process 1 (" in errors[0]
+
+
+def test_another_count_is_refused_and_named_at_the_end() -> None:
+    limits = "init_seconds=4"
+    with members("pass", count=2, started=1, limits=limits) as (first,):
+        codes, _, errors = ends([again(first, 1, count=3), first])
+    assert codes == [2, 71]
+    assert all("was told of 3 processes, process 0 of 2" in text for text in errors)
+    assert "process 1 of 2 did not come within 4 s; process 1 (" in errors[1]
 
 
 @pytest.mark.fault("F10")
@@ -495,18 +518,19 @@ def test_the_port_is_free_when_all_are_welcome() -> None:
     """jax's own service listens there next."""
     port, told = free_port(), []
 
-    def hear(message: dict[str, Any]) -> None:
+    def hear(message: Any) -> None:
         told.extend(message)
-        with socket.create_server(("", port)):
+        with socket.create_server(("127.0.0.1", port)):
             pass
 
-    hub = Hub(2, Limits(), hear, print)
     here, there = socket.socketpair()
     with here, there, selectors.DefaultSelector() as selector:
-        hub.listen(("127.0.0.1", port), selector)
-        for index, wire in enumerate((None, Wire(here))):
-            hello = {"index": index, "count": 2, "host": "near", "pid": index, "facts": {}}
-            hub.handle(index, {"hello": hello}, wire)
+        hub = Hub(2, Limits(), hear, print, selector)
+        hub.listen(("127.0.0.1", port), SECRET.encode())
+        hub.tend()
+        assert len(selector.get_map()) == 1
+        hub.join(Member(0))
+        hub.join(Member(1, wire=Wire(here, SECRET.encode(), b"nonces", is_hub=True)))
         assert not selector.get_map()
         hub.close()
     assert told == ["welcome"]
@@ -520,60 +544,83 @@ def test_values_are_compared_everywhere() -> None:
     assert {text.splitlines()[-1] for text in printed} == {"{'a': [0, 2], 'b': [1]}"}
 
 
-def test_strangers_at_the_port_do_no_harm() -> None:
-    with members("steps(link, 5)", count=2, started=1) as processes:
-        arguments: list[Any] = list(processes[0].args)  # type: ignore[arg-type]
-        port = int(arguments[-2])
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError):
-                with socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
-                    stranger.sendall(b'{"hello": {"index": 1}}\n')
-                with socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
-                    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                break
-            time.sleep(0.05)
-        arguments[3] = "1"
-        second = subprocess.Popen(arguments, text=True, env={"PYTHONPATH": str(ROOT)})
-        assert (second.wait(30), processes[0].wait(30)) == (0, 0)
-
-
 def test_an_introduction_may_come_in_pieces() -> None:
     """It holds the whole config, which is more than a network hands over at once."""
     with (
         members("link.same('x', 'y')", count=2, started=1) as (process,),
         introduced(process, 1, count=2, pause=0.3) as wire,
     ):
-        assert b"welcome" in wire.recv(1000)
-        wire.sendall(b'{"same": "x", "value": "y"}\n{"bye": true}\n')
+        assert heard(wire, "welcome")
+        wire.send({"same": "x", "value": "y"})
+        wire.send({"bye": True})
         assert process.wait(10) == 0
 
 
-def again(process: subprocess.Popen[str], index: int) -> subprocess.Popen[str]:
+def again(
+    process: subprocess.Popen[str], index: int, *, count: int | None = None
+) -> subprocess.Popen[str]:
     """The same command as another process of the run."""
     arguments: list[Any] = list(process.args)  # type: ignore[arg-type]
     arguments[3] = str(index)
-    pipe, environment = subprocess.PIPE, {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(arguments, stdout=pipe, stderr=pipe, text=True, env=environment)
+    arguments[4] = str(count) if count else arguments[4]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(arguments, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT)
+
+
+def port_of(hub: subprocess.Popen[str]) -> int:
+    return int(list(hub.args)[-2])  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def proved(hub: subprocess.Popen[str]) -> Iterator[Wire]:
+    """A connection that knows the run's secret, and says nothing."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            wire = reach(("127.0.0.1", port_of(hub)), SECRET.encode(), lambda: deadline)
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    try:
+        yield wire
+    finally:
+        wire.close()
 
 
 @contextlib.contextmanager
 def introduced(
     hub: subprocess.Popen[str], index: int, *, count: int = 3, pause: float = 0
-) -> Iterator[socket.socket]:
+) -> Iterator[Wire]:
     """A connection that says it is a process, and nothing more."""
-    port, deadline = int(list(hub.args)[-2]), time.monotonic() + 10  # type: ignore[arg-type]
-    hello = {"index": index, "count": count, "host": "far", "pid": 1}
-    text = json.dumps({"hello": hello | {"facts": {"train.steps": "10"}}}).encode() + b"\n"
-    while True:
-        try:
-            wire = socket.create_connection(("127.0.0.1", port), timeout=5)
-            break
-        except OSError:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    with wire:
-        wire.sendall(text[:20])
+    facts = {"train.steps": "10"}
+    hello = {"index": index, "count": count, "host": "far", "pid": 1, "facts": facts}
+    with proved(hub) as wire:
+        sock = wire._socket
+        wire._socket = Nowhere()  # type: ignore[assignment]
+        wire.send({"hello": hello})
+        text, wire._unsent, wire._socket = bytes(wire._unsent), bytearray(), sock
+        sock.sendall(text[:20])
         time.sleep(pause)
-        wire.sendall(text[20:])
+        sock.sendall(text[20:])
         yield wire
+
+
+class Nowhere:
+    """A network that takes nothing for now."""
+
+    def send(self, data: bytes) -> int:
+        raise BlockingIOError
+
+
+def heard(wire: Wire, name: str) -> bool:
+    """Whether the hub says this."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        messages = wire.receive(FromHub)
+        if messages is None:
+            return False
+        if any(name in message for message in messages):
+            return True
+        time.sleep(0.01)
+    raise AssertionError(f"{name} was never said")

@@ -45,13 +45,15 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 def started(config: str, cpu_devices: int = 1, then: str = "pass") -> str:
     """Code that starts the runtime and exits as the command would."""
     return f"""
-import json, os, sys, time
+import json, os, sys, tempfile, time
+from pathlib import Path
 from maxpipe import runtime
 from maxpipe.phases import Phases
 from maxpipe.config.schema import RuntimeConfig
 from maxpipe.errors import MaxpipeError
 try:
-    with runtime.joined(RuntimeConfig({config}), {cpu_devices}, Phases(), {{}}) as link:
+    folder = Path(tempfile.gettempdir(), "maxpipe-runtime")
+    with runtime.joined(RuntimeConfig({config}), {cpu_devices}, Phases(), {{}}, folder) as link:
         {then}
 except MaxpipeError as error:
     print(error, file=sys.stderr)
@@ -198,9 +200,9 @@ def test_one_process_leaves_on_its_own():
 # --- being asked to stop ---------------------------------------------------------------------
 
 
-def test_sigterm_is_noted_and_the_handler_put_back():
+def test_sigterm_is_noted_and_the_handler_put_back(tmp_path: Path):
     before = signal.getsignal(signal.SIGTERM)
-    with runtime.joined(RuntimeConfig(), 8, Phases(), {}) as link:
+    with runtime.joined(RuntimeConfig(), 8, Phases(), {}, tmp_path) as link:
         assert not link.stops_here()
         os.kill(os.getpid(), signal.SIGTERM)
         assert link.stops_here() and link.stops_here()

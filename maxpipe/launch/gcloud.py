@@ -10,8 +10,9 @@ import shlex
 from maxpipe.errors import ConfigError
 from maxpipe.launch.hosts import KEY, tpu_of
 from maxpipe.launch.job import CONFIG_FILE, Job, Submission, required_variables
+from maxpipe.secret import FILE_VARIABLE
 
-_START, _STOP, _HOST = "start.sh", "stop.sh", "host.sh"
+_START, _STOP, _HOST, _SECRET = "start.sh", "stop.sh", "host.sh", "secret"
 
 _PATIENCE = 10
 """Looks at the request without an answer, half a minute apart."""
@@ -73,12 +74,21 @@ while true; do
   echo "waiting for {topology}: ${{now:-no answer}}"
   sleep "${{POLL_SECONDS:-30}}"
 done
+# The processes know each other by it. It stays the same, so that a host that starts its process
+# again beside this script finds what the others have. `stop.sh` removes it.
+if [[ ! -s "$here/{secret}" || ! -O "$here/{secret}" ]]; then
+  rm -f "$here/{secret}"
+  (
+    umask 077
+    od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$here/{secret}"
+  )
+fi
 nodes=({nodes})
 for node in "${{nodes[@]}}"; do
   gcloud compute tpus tpu-vm ssh "$node" "${{place[@]}}" --worker=all \\
-    --command="mkdir -p maxpipe-$name"
-  gcloud compute tpus tpu-vm scp "$here/{config}" "$here/{host}" "$node:maxpipe-$name/" \\
-    "${{place[@]}}" --worker=all
+    --command="mkdir -p maxpipe-$name && chmod 700 maxpipe-$name"
+  gcloud compute tpus tpu-vm scp "$here/{config}" "$here/{host}" "$here/{secret}" \\
+    "$node:maxpipe-$name/" "${{place[@]}}" --worker=all
 done
 for node in "${{nodes[@]}}"; do
   gcloud compute tpus tpu-vm ssh "$node" "${{place[@]}}" --worker=all \\
@@ -95,6 +105,7 @@ _STOP_SCRIPT = """\
 set -euo pipefail
 {settings}
 gcloud compute tpus queued-resources delete "$name" "${{place[@]}}" --force --quiet
+rm -f "$(dirname "${{BASH_SOURCE[0]}}")/{secret}"
 """
 
 _HOST_SCRIPT = """\
@@ -108,6 +119,8 @@ if ! flock --nonblock 9; then
   echo "already runs on $(hostname)"
   exit 0
 fi
+chmod 600 "$here/{secret}"
+export {variable}="$here/{secret}"
 nohup {program} launch local "$here/{config}" >>"$here/output.log" 2>&1 </dev/null &
 """
 
@@ -141,6 +154,8 @@ def submission(job: Job) -> Submission:
         "nodes": " ".join(nodes),
         "config": CONFIG_FILE,
         "host": _HOST,
+        "secret": _SECRET,
+        "variable": FILE_VARIABLE,
         "variables": required_variables(launch.environment),
         "chdir": f"mkdir -p {launch.workdir}\ncd {launch.workdir}\n" if launch.workdir else "",
         "program": shlex.quote(launch.program),

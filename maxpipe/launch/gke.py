@@ -22,6 +22,7 @@ from maxpipe.launch.hosts import KEY, tpu_of
 from maxpipe.launch.job import CONFIG_FILE, Job, Submission
 from maxpipe.launch.preflight import is_remote, written
 from maxpipe.launch.restart import is_final
+from maxpipe.secret import VARIABLE
 
 _MANIFEST, _SUBMIT = "jobset.yml", "submit.sh"
 _CONTAINER, _SLICE = "maxpipe", "slice"
@@ -72,6 +73,10 @@ case ${{state% }} in
     exit {refused}
     ;;
 esac
+# The pods know each other by it. No file or command line holds it.
+"${{kubectl[@]}}" delete secret {secret} --ignore-not-found
+od -An -N32 -tx1 /dev/urandom | tr -d ' \n' |
+  "${{kubectl[@]}}" create secret generic {secret} --from-file={key}=/dev/stdin
 "${{kubectl[@]}}" apply -f "$here/{manifest}"
 """
 """`terminalState` is empty until the end. Jobs and pods of the last run go before new ones of the
@@ -117,6 +122,8 @@ def submission(job: Job) -> Submission:
         "kubectl": shlex.join(kubectl),
         "manifest": _MANIFEST,
         "refused": int(ExitCode.CONFIG),
+        "secret": _secret_name(job),
+        "key": VARIABLE,
     }
     script = _SUBMIT_SCRIPT.format(**words)
     files = {_SUBMIT: script, _MANIFEST: header + manifests, CONFIG_FILE: job.host_config()}
@@ -286,9 +293,14 @@ def _container(job: Job) -> dict[str, Any]:
             {"name": "workdir", "mountPath": workdir},
         ],
     }
-    if launch.environment:
-        container["env"] = [
-            {"name": name, "valueFrom": {"secretKeyRef": {"name": job.name, "key": name}}}
-            for name in launch.environment
-        ]
+    secrets = {VARIABLE: _secret_name(job)} | dict.fromkeys(launch.environment, job.name)
+    container["env"] = [
+        {"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
+        for key, name in secrets.items()
+    ]
     return container
+
+
+def _secret_name(job: Job) -> str:
+    """Of the Secret that `submit.sh` makes; that of the run's other variables is the user's."""
+    return f"{job.name}-link"

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from maxpipe import redact
+from maxpipe import redact, secret
 from maxpipe.checkpoint.place import run_folder
 from maxpipe.config.load import Loaded
 from maxpipe.errors import ExitCode
@@ -157,6 +157,7 @@ def _started(
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The processes; none of them outlives the block."""
     processes: list[subprocess.Popen[bytes]] = []
+    variables = _variables(len(commands))
     try:
         for command, log in zip(commands, logs, strict=True):
             shown = shlex.join(["maxpipe", *redact.arguments(command[3:])])
@@ -167,7 +168,7 @@ def _started(
                         stdin=subprocess.DEVNULL,
                         stdout=file,
                         stderr=subprocess.STDOUT,
-                        env=os.environ | _environment(command),
+                        env=os.environ | variables,
                         # Ctrl-C is for the launcher, which asks them to save.
                         start_new_session=True,
                         preexec_fn=_stop_with_parent,
@@ -180,13 +181,15 @@ def _started(
             process.wait()
 
 
-def _environment(command: Sequence[str]) -> dict[str, str]:
-    """jax would let the whole network reach the meeting point."""
+def _variables(processes: int) -> dict[str, str]:
+    """What the processes find in their environment besides that of the launcher.
+
+    Processes of one run get a secret. A single one may be of a run on many hosts, all of which
+    must have the same.
+    """
     found = {"PYTHONUNBUFFERED": "1"}
-    for argument in command:
-        key, _, address = argument.partition("=")
-        if key == "runtime.coordinator":
-            found["JAX_COORDINATOR_BIND_ADDRESS"] = address
+    if processes > 1 and secret.given() is None:
+        found[secret.VARIABLE] = secret.new()
     return found
 
 

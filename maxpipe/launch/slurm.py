@@ -13,6 +13,7 @@ from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.launch.hosts import KEY
 from maxpipe.launch.job import CONFIG_FILE, Job, Submission, required_variables
 from maxpipe.launch.restart import FINAL
+from maxpipe.secret import FILE_VARIABLE
 
 _JOB, _TASK = "job.sh", "task.sh"
 
@@ -27,6 +28,12 @@ restarts={restarts}
 codes={folder}/codes-$SLURM_JOB_ID
 {variables}
 {newest_step}
+# The processes of this job know each other by it. `mktemp` makes a file that is its owner's alone.
+{secret}=$(mktemp {folder}/secret-XXXXXXXXXX) || exit {storage}
+trap 'rm -f "${secret}"' EXIT
+od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"${secret}"
+export {secret}
+
 # The end of the time goes to the tasks only; this signal means that the job is cancelled.
 cancelled=
 trap 'cancelled=yes' TERM
@@ -124,6 +131,8 @@ def submission(job: Job) -> Submission:
         "hang": int(ExitCode.HANG),
         "program": launch.program,
         "config": CONFIG_FILE,
+        "secret": FILE_VARIABLE,
+        "storage": int(ExitCode.STORAGE),
     }
     files = {
         _JOB: _SCRIPT.format(**words),

@@ -40,7 +40,13 @@ def train(loaded: Loaded) -> int:
     with contextlib.ExitStack() as stack:
         phases = Phases()
         link = stack.enter_context(
-            runtime.joined(config.runtime, config.mesh.cpu_devices, phases, shared_facts(config))
+            runtime.joined(
+                config.runtime,
+                config.mesh.cpu_devices,
+                phases,
+                shared_facts(config),
+                run_folder(config.run),
+            )
         )
         loaded = fit_to_devices(loaded)
         console = stack.enter_context(Console(config.log.progress, process_index=link.index))

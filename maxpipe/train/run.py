@@ -279,7 +279,7 @@ def _ledger(config: Config, link: Link, phases: Phases, stack: contextlib.ExitSt
     return events
 
 
-def shared_facts(config: Config) -> dict[str, Any]:
+def shared_facts(config: Config) -> dict[str, str]:
     """What must be the same in all processes, by name."""
     facts = {"maxpipe": maxpipe.__version__, "jax": jax.__version__}
     for section, keys in to_dict(redact.within(config)).items():

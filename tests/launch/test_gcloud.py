@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -95,10 +96,15 @@ def test_slices_are_requested_awaited_and_started(write: Write, calls: Path, tmp
         "--runtime-version=v2-alpha-tpuv5 --node-count=2 --node-prefix=quickstart --spot"
     )
     assert others[:2] == [
-        f"tpu-vm ssh quickstart-0 {place} --worker=all --command=mkdir -p maxpipe-quickstart",
-        f"tpu-vm scp {folder}/config.yml {folder}/host.sh quickstart-0:maxpipe-quickstart/ {place} "
-        "--worker=all",
+        f"tpu-vm ssh quickstart-0 {place} --worker=all --command=mkdir -p maxpipe-quickstart "
+        "&& chmod 700 maxpipe-quickstart",
+        f"tpu-vm scp {folder}/config.yml {folder}/host.sh {folder}/secret "
+        f"quickstart-0:maxpipe-quickstart/ {place} --worker=all",
     ]
+    secret = folder / "secret"
+    assert re.fullmatch("[0-9a-f]{64}", text := secret.read_text())
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert not any(text in path.read_text() for path in (*folder.glob("*.*"), calls))
     assert others[-2:] == [
         f"tpu-vm ssh quickstart-{node} {place} --worker=all "
         "--command=bash maxpipe-quickstart/host.sh"
@@ -108,13 +114,14 @@ def test_slices_are_requested_awaited_and_started(write: Write, calls: Path, tmp
     calls.unlink()
     bash(folder / "start.sh")
     assert "create" not in calls.read_text() and "host.sh" in calls.read_text()
+    assert secret.read_text() == text  # hosts may start their processes again meanwhile
     # Capacity was taken away: the rest of the request goes first.
     calls.unlink()
     (tmp_path / "state").write_text("SUSPENDED\n")
     bash(folder / "start.sh")
     assert [line.split()[1] for line in done(calls)[:2]] == ["delete", "create"]
     bash(folder / "stop.sh")
-    assert not (tmp_path / "state").exists()
+    assert not (tmp_path / "state").exists() and not secret.exists()
 
 
 def test_one_slice_is_one_node(write: Write, calls: Path):
@@ -125,7 +132,7 @@ def test_one_slice_is_one_node(write: Write, calls: Path):
 
 def test_a_host_starts_the_run_once(write: Write, tmp_path: Path):
     program = tmp_path / "program"
-    program.write_text('#!/bin/bash\necho "$PWD $*"\nsleep 3\n')
+    program.write_text('#!/bin/bash\necho "$PWD $*"\ncat "$MAXPIPE_RUN_SECRET_FILE"\nsleep 3\n')
     program.chmod(0o755)
     keys = (
         f"launch.program={program}",
@@ -133,14 +140,17 @@ def test_a_host_starts_the_run_once(write: Write, tmp_path: Path):
         "launch.environment=[A]",
     )
     folder = write("gcloud", *NEEDED, *keys)
+    (folder / "secret").write_text("known to all\n")
     with pytest.raises(AssertionError, match="A: must be set, it is in launch.environment"):
         bash(folder / "host.sh")
     assert bash(folder / "host.sh", A="1") == ""
     assert "already runs" in bash(folder / "host.sh", A="1")
     log, deadline = folder / "output.log", time.monotonic() + 10
-    while not log.read_text() and time.monotonic() < deadline:
+    while log.read_text().count("\n") < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert log.read_text() == f"{tmp_path}/work launch local {folder}/config.yml\n"
+    said = f"{tmp_path}/work launch local {folder}/config.yml\nknown to all\n"
+    assert log.read_text() == said
+    assert (folder / "secret").stat().st_mode & 0o777 == 0o600
     assert load([str(folder / "config.yml")]).config.runtime.num_processes == 0
 
 

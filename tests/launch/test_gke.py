@@ -39,6 +39,14 @@ KUBECTL = """\
 #!/bin/bash
 [ "$1" = --context=gke_p_us-east5_c ] || { echo "error: no such context" >&2; exit 1; }
 shift
+case "$1 $2" in
+  "create secret")
+    echo "$*" >>"$FAKE/secrets"
+    cat "${5##*=}" >"$FAKE/secret"
+    exit
+    ;;
+  "delete secret") echo "$*" >>"$FAKE/secrets"; exit ;;
+esac
 case "$1" in
   get) [ ! -e "$FAKE/state" ] || cat "$FAKE/state" ;;
   delete) echo "$*" >>"$FAKE/calls"; rm "$FAKE/state" ;;
@@ -179,8 +187,26 @@ def test_values_of_variables_come_from_a_secret(write: Write, monkeypatch: pytes
     assert not any("canary" in path.read_text() for path in folder.iterdir())
     _, jobset = manifests(folder)
     (container,) = job_of(jobset)["template"]["spec"]["containers"]
-    (variable,) = container["env"]
+    own, variable = container["env"]
     assert variable["valueFrom"] == {"secretKeyRef": {"name": "quickstart", "key": "MY_TOKEN"}}
+    link = {"name": "quickstart-link", "key": "MAXPIPE_RUN_SECRET"}
+    assert own == {"name": "MAXPIPE_RUN_SECRET", "valueFrom": {"secretKeyRef": link}}
+
+
+def test_the_runs_secret_is_new_each_time_and_in_no_file(
+    calls: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    assert submit(tmp_path / "job") == 0
+    first = (tmp_path / "secret").read_text()
+    assert re.fullmatch("[0-9a-f]{64}", first)
+    (tmp_path / "state").write_text("quickstart Failed")
+    assert submit(tmp_path / "job") == 0
+    assert (tmp_path / "secret").read_text() != first
+    made = "create secret generic quickstart-link --from-file=MAXPIPE_RUN_SECRET=/dev/stdin"
+    removed = "delete secret quickstart-link --ignore-not-found"
+    assert (tmp_path / "secrets").read_text().splitlines() == [removed, made] * 2
+    texts = [path.read_text() for path in (tmp_path / "job").iterdir()]
+    assert not any(first in text for text in (*texts, *capfd.readouterr()))
 
 
 @pytest.fixture

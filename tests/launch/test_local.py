@@ -181,13 +181,43 @@ def test_processes_meet_on_a_free_loopback_port_with_their_share_of_devices():
         assert command[6:8] == ["mesh.cpu_devices=4", "runtime.num_processes=2"]
         assert re.fullmatch(r"runtime.coordinator=127\.0\.0\.1:\d+", command[8])
         assert command[9:] == [f"runtime.process_id={rank}"]
-        # jax listens on all interfaces unless it is told.
-        bound = local._environment(command)["JAX_COORDINATOR_BIND_ADDRESS"]
-        assert bound == command[8].partition("=")[2]
     assert commands[0][8] == commands[1][8]
     assert local._commands(["run.yml"], 1, 8) == [
         [sys.executable, "-m", "maxpipe", "train", "run.yml"]
     ]
+
+
+def test_processes_of_one_run_get_a_secret_that_is_written_nowhere(
+    launch: Callable[..., int], capsys: Capture, tmp_path: Path
+):
+    """A new one for each attempt, unless they were given one."""
+    folder = tmp_path / "told"
+    folder.mkdir()
+    tells = (
+        "import os, pathlib, sys\n"
+        f"folder = pathlib.Path({str(folder)!r})\n"
+        "name = f'{len(list(folder.iterdir()))}-{os.getpid()}'\n"
+        "(folder / name).write_text(os.environ.get('MAXPIPE_RUN_SECRET', ''))\n"
+    )
+    assert launch(tells, tells) == launch(tells, tells) == 0
+    told = [path.read_text() for path in sorted(folder.iterdir())]
+    assert told[0] == told[1] != told[2] == told[3] and all(len(text) == 64 for text in told)
+    output = capsys.readouterr()
+    logs = [path.read_text() for path in (tmp_path / "run/logs").iterdir()]
+    assert not any(text in line for text in told for line in (*output, *logs))
+
+
+def test_a_secret_that_was_given_is_passed_on(
+    launch: Callable[..., int], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+):
+    """And one process, perhaps of many on other hosts, gets none of its own."""
+    says = "import os; print(len(os.environ.get('MAXPIPE_RUN_SECRET', '')))"
+    assert launch(says) == 0 and capsys.readouterr().out == "0\n"
+    monkeypatch.setenv("MAXPIPE_RUN_SECRET", "s" * 40)
+    assert launch(says, says) == 0 and capsys.readouterr().out == "40\n"
+    monkeypatch.setenv("MAXPIPE_RUN_SECRET", "short")
+    assert launch(says, says) == 2
+    assert "must have 32 to 1024 characters, it has 5" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,23 @@ def test_a_job_that_is_cancelled_is_not_put_back(
     assert len(cluster.steps()) == 1
 
 
+def test_tasks_share_a_private_secret_that_goes_with_the_job(
+    job: Path, cluster: Cluster, tmp_path: Path
+):
+    behave(
+        cluster,
+        f"stat -c '%a %s' \"$MAXPIPE_RUN_SECRET_FILE\" >{tmp_path}/mode-$SLURM_PROCID\n"
+        f'cat "$MAXPIPE_RUN_SECRET_FILE" >{tmp_path}/told-$SLURM_PROCID',
+    )
+    with cluster.submitted(job) as submitted:
+        assert submitted.wait(timeout=60) == 0, cluster.output(job)
+    first, second = (path.read_text() for path in tmp_path.glob("told-*"))
+    assert re.fullmatch("[0-9a-f]{64}", first) and first == second
+    assert {path.read_text() for path in tmp_path.glob("mode-*")} == {"600 64\n"}
+    assert not list(job.glob("secret-*"))
+    assert not any(first in path.read_text() for path in job.iterdir())
+
+
 def test_submit_calls_sbatch(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture
 ):
