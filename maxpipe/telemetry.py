@@ -3,7 +3,9 @@
 Owns `metrics.jsonl`, `tensorboard/` and `events.jsonl` of a run folder and all
 text on the console while a run lasts. Knows nothing about jax, models or
 training: it is given numbers. Nothing here may stop a run: a full disk or a
-closed terminal costs records, never steps.
+closed terminal costs records, never steps. The run's folder is made by whoever
+starts the run, never here. `ours` is asked before each record: where the folder
+is not the run's any more, nothing is written.
 """
 
 from __future__ import annotations
@@ -37,6 +39,12 @@ _WARN_EVERY_SECONDS = 60.0
 # enough that a run which slows down shows it.
 _RATE_WINDOW = 20
 
+Ours = Callable[[], bool]
+
+
+def _always() -> bool:
+    return True
+
 
 # --- files -------------------------------------------------------------------
 
@@ -49,17 +57,17 @@ class _SafeFile:
     and what is written later stays readable. Threads may write one after another.
     """
 
-    def __init__(self, path: Path):
-        self.path, self._lock = path, threading.Lock()
+    def __init__(self, path: Path, ours: Ours = _always):
+        self.path, self._ours, self._lock = path, ours, threading.Lock()
         self._warned_at = -math.inf
-        with self.guard():
-            path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, data: bytes, at: int | None = None) -> int:
         """Write `data` at offset `at`, or at the end; returns the offset, -1 after a failure.
 
         With `at`, everything behind that offset is replaced.
         """
+        if not self._ours():
+            return -1
         with self.guard(), self._lock:
             descriptor = files.opened(self.path, os.O_RDWR | os.O_CREAT)
             try:
@@ -121,8 +129,14 @@ class EventLog:
     Only process 0 writes.
     """
 
-    def __init__(self, run_dir: Path, process_index: int = 0, since: float | None = None):
-        self._file = _SafeFile(run_dir / "events.jsonl") if process_index == 0 else None
+    def __init__(
+        self,
+        run_dir: Path,
+        process_index: int = 0,
+        since: float | None = None,
+        ours: Ours = _always,
+    ):
+        self._file = _SafeFile(run_dir / "events.jsonl", ours) if process_index == 0 else None
         self._since = time.monotonic() if since is None else since
         if self._file is not None and _ends_inside_a_line(self._file.path):
             self._file.append(b"\n")
@@ -153,17 +167,26 @@ class MetricWriter:
     not finite are `null` in the JSON file. Only process 0 writes.
     """
 
-    def __init__(self, run_dir: Path, tensorboard: bool, resume_step: int, process_index: int = 0):
+    def __init__(
+        self,
+        run_dir: Path,
+        tensorboard: bool,
+        resume_step: int,
+        process_index: int = 0,
+        ours: Ours = _always,
+    ):
         self._file: _SafeFile | None = None
         self._events: _TensorBoardFile | None = None
         self._last: tuple[int, int, dict[str, object]] | None = None  # step, offset, record
         if process_index != 0:
             return
-        self._file = _SafeFile(run_dir / "metrics.jsonl")
+        self._file = _SafeFile(run_dir / "metrics.jsonl", ours)
         with self._file.guard():
+            if not ours():
+                return
             self._last = _drop_after(self._file.path, resume_step)
         if tensorboard:
-            self._events = _TensorBoardFile(run_dir / "tensorboard", resume_step)
+            self._events = _TensorBoardFile(run_dir / "tensorboard", resume_step, ours)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record `metrics` of `step`; a second call for the same step adds to its record."""
@@ -247,7 +270,7 @@ class _TensorBoardFile:
     it, and it imports TensorFlow where that is installed.
     """
 
-    def __init__(self, folder: Path, resume_step: int):
+    def __init__(self, folder: Path, resume_step: int, ours: Ours):
         # 0.4 s to import: paid by a run that writes, not by the command line.
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -259,7 +282,9 @@ class _TensorBoardFile:
         self._types: Any = types_pb2
         self._record_writer = RecordWriter
         name = f"events.out.tfevents.{time.time_ns() // 1000:016d}.{os.getpid()}"
-        self._file = _SafeFile(folder / name)
+        self._file = _SafeFile(folder / name, ours)
+        with self._file.guard():
+            folder.mkdir(exist_ok=True)
         self._write(file_version="brain.Event:2")
         if resume_step > 0:
             # Tells TensorBoard to forget what earlier files say from this step on.

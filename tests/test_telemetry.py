@@ -105,10 +105,30 @@ def test_a_warning_returns_after_a_minute(tmp_path: Path, full_disk, caplog, mon
 
 
 def test_a_removed_run_folder_is_survived(tmp_path: Path, caplog):
+    (tmp_path / "run").mkdir()
     writer = MetricWriter(tmp_path / "run", tensorboard=True, resume_step=0)
     (tmp_path / "run").rename(tmp_path / "moved")
     writer.write(1, {"train/loss": 1.0})
     assert "No such file" in caplog.text
+    MetricWriter(tmp_path / "run", tensorboard=True, resume_step=0).write(2, {"train/loss": 1.0})
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_is_written_to_a_folder_that_is_not_the_runs(tmp_path: Path):
+    held = True
+    every = {"tensorboard": True, "resume_step": 0, "ours": lambda: held}
+    events, writer = EventLog(tmp_path, ours=lambda: held), MetricWriter(tmp_path, **every)
+    events.write("start")
+    writer.write(1, {"train/loss": 1.0})
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(before) == 3
+    held = False
+    events.write("done")
+    writer.write(2, {"train/loss": 1.0})
+    writer.text("config", "text")
+    MetricWriter(tmp_path, **every).write(3, {"train/loss": 1.0})
+    EventLog(tmp_path, ours=lambda: held).write("begin")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_only_process_0_writes(tmp_path: Path):

@@ -1,20 +1,28 @@
 """One run per folder: a lock that says who holds it, and that a dead holder loses.
 
-`lock.json` names run, host and process. Its time of change is the heartbeat, refreshed
-by a thread. A lock is taken over when its process is dead on this host, or when it is of
-another host and its heart has not beaten for `STALE_SECONDS`; a start waits to see whether
-it does, so that a run whose host was lost can be restarted at once. Ages are differences
-between times that the file system itself has given: clocks of hosts need not agree.
+`lock.json` names run, host and process. A thread refreshes its time of change, or its size
+where that time does not move: the heartbeat. A lock is taken over when its process is dead on
+this host, or when it is of another host and its heart has not beaten for `STALE_SECONDS`; a
+start waits to see whether it does, so that a run whose host was lost can be restarted at once.
+How old a lock is at the start is a difference between times that the file system itself has
+given: clocks of hosts need not agree. From then on the waiting process counts its own time, so
+that a lock whose time lies in the future is waited for no longer than another one.
+
+A run whose folder or lock was moved, deleted or replaced has lost it, and writes nothing more:
+the folder is known by device and inode, which cannot be given to another one while it is open
+here, the lock by its token.
 
 Taking over (and releasing) is done under a claim, a file named after the lock's token
 that only one process can create: of two that find the same dead lock, one gets it.
 
-In a bucket all this is the same, but for a time of change, which only writing anew refreshes.
+In a bucket all this is the same, but for a time of change, which only writing anew refreshes,
+and for the folder, which is none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -25,12 +33,14 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import NotRequired, TypedDict, cast
 
 from etils import epath
 
 from maxpipe.checkpoint.place import create, first_line, in_bucket, located, reaching, remedy
 from maxpipe.errors import StorageError
+from maxpipe.files import check_writable, read
+from maxpipe.typed import parse
 
 FILE = "lock.json"
 BEAT_SECONDS = 30.0
@@ -40,12 +50,37 @@ STALE_SECONDS = 150.0
 _LOG = logging.getLogger(__name__)
 _CLAIM_SECONDS = 60.0
 _ATTEMPTS, _PAUSE_SECONDS = 20, 0.05
+_MOST_BYTES = 1 << 20
+_MOST_WORDS = 100
+_LARGEST_PID = 2**31 - 1
+_GONE = (FileNotFoundError, NotADirectoryError)
+
+
+class Content(TypedDict):
+    """What `lock.json` says."""
+
+    token: str
+    run: NotRequired[str]
+    host: NotRequired[str]
+    namespace: NotRequired[str | None]
+    pid: NotRequired[int]
+    process_start: NotRequired[str | None]
+    started: NotRequired[str]
+
+
+_VOID: Content = {"token": ""}
+"""Of a lock that is not readable as one."""
+
+
+class _NoLock(OSError):
+    """What has the name of a lock cannot be one."""
 
 
 class RunLock:
     """Held between `__enter__` and `__exit__`; `note` is what to tell about its last holder.
 
-    `key` of the config led to the folder.
+    `key` of the config led to the folder. `lost` is empty, or says why the folder is not this
+    run's any more, as far as anybody has looked.
     """
 
     def __init__(
@@ -60,7 +95,9 @@ class RunLock:
         # In a bucket it has the methods of a Path that are used here, but for those below.
         self.path = cast(Path, folder) / FILE if in_bucket(folder) else Path(folder) / FILE
         self._key = key
-        self.note = ""
+        self.note = self.lost = ""
+        self._folder = -1  # open, so that no other folder gets its inode
+        self._identity: tuple[int, int] | None = None
         self._token = secrets.token_hex(8)
         self._beat_seconds, self._stale_seconds = beat_seconds, stale_seconds
         self._released = threading.Event()
@@ -70,44 +107,118 @@ class RunLock:
         try:
             with reaching(self.path):
                 if not in_bucket(self.path):
-                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    self._open_folder()
                 self._acquire()
+        except _NoLock as error:
+            self._close_folder()
+            raise StorageError(
+                f"{self.path}: is not the lock of a run\n"
+                f"  {first_line(error)}.\n"
+                "  Remove it if no run uses the folder, and start again."
+            ) from error
         except OSError as error:
+            self._close_folder()
             said = OSError(first_line(error))
             action = remedy(self.path, self._key)
             raise StorageError.unwritable(self.path, said, action) from error
+        except BaseException:
+            self._close_folder()
+            raise
         self._heart.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._released.set()
         self._heart.join()
-        with (
-            contextlib.suppress(OSError),
-            reaching(self.path),
-            _claim(self.path, self._token) as claimed,
-        ):
-            if claimed and _token(_read(self.path)) == self._token:
-                self.path.unlink()
+        with contextlib.suppress(OSError), reaching(self.path):
+            # A folder that is not ours is left alone: also a claim would be written there.
+            if self.held():
+                with _claim(self.path, self._token) as claimed:
+                    if claimed and _token(_read(self.path)) == self._token:
+                        self.path.unlink()
+        self._close_folder()
+
+    def _open_folder(self) -> None:
+        """Make the folder, for the last time in this run, and remember which it is."""
+        folder = self.path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        check_writable(folder, [FILE])
+        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._identity = _identity(os.fstat(self._folder))
+
+    def _close_folder(self) -> None:
+        if self._folder >= 0:
+            os.close(self._folder)
+        self._folder = -1
+
+    def held(self) -> bool:
+        """Look whether folder and lock are still ours; costs some system calls.
+
+        Storage that is away for a moment says nothing about that. What is lost stays lost.
+        """
+        if not self.lost:
+            with contextlib.suppress(OSError), reaching(self.path):
+                self.lost = self._why_lost()
+        return not self.lost
 
     def check(self) -> None:
-        """Ask whether the lock is still ours: a process that was stopped for long has lost it.
+        """Look, as `held` does, before something is written.
 
         Raises:
-            StorageError: another run has taken the folder over.
+            StorageError: the folder is not this run's any more.
         """
+        self.held()
+        self.must_be_held()
+
+    def must_be_held(self) -> None:
+        """Ask whether it was found lost, by whoever has looked; costs nothing.
+
+        Raises:
+            StorageError: it was.
+        """
+        if self.lost:
+            raise StorageError(self.lost)
+
+    def _why_lost(self) -> str:
+        folder = self.path.parent
+        if self._identity is not None:
+            try:
+                if _identity(os.stat(folder)) != self._identity:
+                    return self._lost_folder("is another folder now than when the run started")
+            except _GONE:
+                return self._lost_folder("was moved or deleted while the run was using it")
         try:
-            with reaching(self.path):
-                holder = _read(self.path)
-        except OSError:  # storage that is away for a moment says nothing about who holds it
-            return
-        if _token(holder) != self._token:
-            raise StorageError(
-                f"{self.path}: was taken over by another run\n"
-                f"  it is held by {_words(holder)} now; this one gave no sign of life for more "
-                f"than {self._stale_seconds:.0f} s.\n"
-                "  Let that run go on, or stop it and start this one again."
+            holder = _read(self.path)
+        except _GONE:
+            return (
+                f"{self.path}: is gone\n"
+                "  it was moved or deleted while the run was using it. Another start would have "
+                "been let in, so this run has written nothing more.\n"
+                "  Leave it to the run that it belongs to. Start the same command again to go on "
+                "from the newest checkpoint."
             )
+        except _NoLock as error:
+            return (
+                f"{self.path}: is not this run's lock any more\n"
+                f"  {first_line(error)}. The run has written nothing more.\n"
+                "  Remove it, and start the same command again to go on from the newest checkpoint."
+            )
+        if _token(holder) == self._token:
+            return ""
+        return (
+            f"{self.path}: was taken over by another run\n"
+            f"  it is held by {_words(holder)} now; this one gave no sign of life for more "
+            f"than {self._stale_seconds:.0f} s, or its lock was removed.\n"
+            "  Let that run go on, or stop it and start this one again."
+        )
+
+    def _lost_folder(self, what: str) -> str:
+        return (
+            f"{self.path.parent}: {what}\n"
+            "  a run's folder must stay where it is. Nothing more was written, there or here.\n"
+            f"  Put the folder that was there back, or set {self._key} to where it is, and start "
+            "the same command again to go on from the newest checkpoint."
+        )
 
     def _acquire(self) -> None:
         for _ in range(_ATTEMPTS):
@@ -142,7 +253,7 @@ class RunLock:
         self.note = f"{self.path} was left behind by {_words(holder)}: {reason}"
         return True
 
-    def _why_dead(self, holder: dict[str, Any], mine: Path) -> str:
+    def _why_dead(self, holder: Content, mine: Path) -> str:
         """The reason, empty when someone else has the lock now. `mine` tells the time.
 
         Waits as long as the holder may be dead or alive.
@@ -150,21 +261,21 @@ class RunLock:
         Raises:
             StorageError: the holder lives.
         """
-        beat, told = _beaten(self.path), False
+        sign, told, begin = _sign(self.path), False, time.monotonic()
+        age = before = max(0.0, _beaten(mine) - sign[0])
         while True:
-            _touch(mine)
-            age = max(0.0, _beaten(mine) - beat)
             if _is_here(holder):
                 if reason := _why_dead_here(holder):
                     return reason
                 break
-            if age > self._stale_seconds:
-                return f"no sign of life for {age:.0f} s"
             if _token(_read(self.path)) != _token(holder):
                 return ""
-            if _beaten(self.path) != beat:
+            # Looked at before the time is, which goes on while this process is stopped.
+            if _sign(self.path) != sign:
                 age = 0.0
                 break
+            if age > self._stale_seconds:
+                return f"no sign of life for {age:.0f} s"
             if not told:
                 told = True
                 _LOG.warning(
@@ -176,6 +287,7 @@ class RunLock:
                     self._stale_seconds,
                 )
             time.sleep(min(1.0, self._beat_seconds / 2))
+            age = before + time.monotonic() - begin
         raise StorageError(
             f"{self.path.parent}: is in use by another run\n"
             f"  {_words(holder)}; last sign of life {age:.0f} s ago.\n"
@@ -185,8 +297,8 @@ class RunLock:
     def _beat(self) -> None:
         while not self._released.wait(self._beat_seconds):
             # A lock that was taken over is not ours to keep alive.
-            with contextlib.suppress(OSError), reaching(self.path):
-                if _token(_read(self.path)) == self._token:
+            if self.held():
+                with contextlib.suppress(OSError), reaching(self.path):
                     _touch(self.path)
 
 
@@ -215,15 +327,37 @@ def _write(path: Path, token: str) -> None:
 
 
 def _touch(path: Path) -> None:
+    """Give a sign of life that others can see."""
     if in_bucket(path):  # whose time is that of writing
         path.write_text(path.read_text())
-    else:
+        return
+    before = _sign(path)
+    with contextlib.suppress(OSError):  # not every file system lets a time be set
         os.utime(path)
+    if _sign(path) == before:  # nor remembers it: JSON may have blanks behind it
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            os.write(descriptor, b"\n")
+        finally:
+            os.close(descriptor)
+
+
+def _sign(path: Path) -> tuple[float, int]:
+    """What every sign of life changes: time of change, and size."""
+    if in_bucket(path):
+        found = epath.Path(path).stat()
+        return found.mtime, found.length
+    stat = os.stat(path)
+    return stat.st_mtime, stat.st_size
 
 
 def _beaten(path: Path) -> float:
     """When the file was last touched, by the clock of what holds it."""
-    return epath.Path(path).stat().mtime if in_bucket(path) else os.stat(path).st_mtime
+    return _sign(path)[0]
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_dev, stat.st_ino
 
 
 def _replace(mine: Path, path: Path) -> None:
@@ -233,39 +367,57 @@ def _replace(mine: Path, path: Path) -> None:
         os.replace(mine, path)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """What a lock says; nothing, of one that is not readable as a lock."""
+def _read(path: Path) -> Content:
+    """What a lock says; `_VOID`, of one that is not readable as a lock.
+
+    Raises:
+        _NoLock: it is a pipe, a folder, or too large; waiting would not change that.
+        OSError: it cannot be read.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return parse(_bytes(path), Content)
     except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
+        return _VOID
 
 
-def _token(holder: dict[str, Any]) -> str:
-    token = holder.get("token")
-    return token if isinstance(token, str) and token.isalnum() else "unknown"
+def _bytes(path: Path) -> bytes:
+    try:
+        if not in_bucket(path):
+            return read(path, _MOST_BYTES)
+        with path.open("rb") as file:
+            return file.read(_MOST_BYTES)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EFBIG, errno.EISDIR, errno.ELOOP, errno.ENXIO):
+            raise _NoLock(error.errno, error.strerror) from error
+        raise
 
 
-def _words(holder: dict[str, Any]) -> str:
-    return (
-        f"run {holder.get('run', '?')} on host {holder.get('host', '?')}, process "
-        f"{holder.get('pid', '?')}, started {holder.get('started', '?')}"
-    )
+def _token(holder: Content) -> str:
+    token = holder["token"]
+    return token if token.isalnum() and len(token) <= _MOST_WORDS else "unknown"
 
 
-def _is_here(holder: dict[str, Any]) -> bool:
+def _words(holder: Content) -> str:
+    def one(key: str) -> str:
+        text = str(holder.get(key, "?"))[:_MOST_WORDS]
+        return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+    return f"run {one('run')} on host {one('host')}, process {one('pid')}, started {one('started')}"
+
+
+def _is_here(holder: Content) -> bool:
     """Whether the number of the lock's process means something on this machine."""
     return (
-        isinstance(holder.get("pid"), int)
+        0 < holder.get("pid", 0) <= _LARGEST_PID
         and holder.get("host") == platform.node()
         and holder.get("namespace") == _namespace()
     )
 
 
-def _why_dead_here(holder: dict[str, Any]) -> str:
-    start = _process_start(holder["pid"])
-    if start == "" or (start is None and not _lives(holder["pid"])):
+def _why_dead_here(holder: Content) -> str:
+    pid = holder.get("pid", 0)
+    start = _process_start(pid)
+    if start == "" or (start is None and not _lives(pid)):
         return "that process is dead"
     if start != holder.get("process_start"):
         return "that process is dead, and another one has its number"
@@ -319,9 +471,9 @@ def _claim(lock: Path, token: str) -> Iterator[bool]:
     path = lock.with_name(f"{FILE}.claim-{token}")
     try:
         with contextlib.suppress(FileNotFoundError):
-            # Whoever claims is done in milliseconds, or dead.
-            begun = _beaten(path)
-            if _now_at(lock) - begun > _CLAIM_SECONDS:
+            # Whoever claims is done in milliseconds, or dead. A claim of the future was made
+            # before the clock of the file system was set back.
+            if abs(_now_at(lock) - _beaten(path)) > _CLAIM_SECONDS:
                 path.unlink()
         _write(path, token)
     except FileExistsError:

@@ -123,13 +123,13 @@ class Checkpoints:
         self._writer: Writer | None = None
         ignore_orphans()
         if write and self._config.local_dir:
-            local = _local_folder(self._config.local_dir, run_dir)
+            local = local_folder(self._config.local_dir, run_dir)
             self._folders.append(Folder(local, "checkpoint.local_dir"))
         if write:
             for folder in self._folders:
                 _prepare(folder, self._primary)
                 self._must_be_shared(folder)
-            self._writer = Writer(self._prune)
+            self._writer = Writer(self._prune, self._check_locks)
         self._place = self.durable  # of the newest
         # Of the steps, the newest that is known to be there; -1 of a run that starts anew.
         self._newest = max(
@@ -359,6 +359,7 @@ class Checkpoints:
             StorageError: it cannot be saved and `checkpoint.on_failure` says stop.
         """
         assert self._writer is not None, "opened for reading"
+        self._check_locks()
         self._settle(self._writer.outcome(wait=True))
         if step < self._newest:
             raise StorageError(
@@ -390,8 +391,11 @@ class Checkpoints:
         """Ask, each step, how the save in the background fares. Costs nothing.
 
         Raises:
-            StorageError: it failed and `checkpoint.on_failure` says stop.
+            StorageError: it failed and `checkpoint.on_failure` says stop; or the folder was found
+                to be lost, by whoever has looked.
         """
+        for lock in self._locks:
+            lock.must_be_held()
         # The processes of a run may see a failure at different steps; with the first of them
         # that does the run ends, whatever on_failure says.
         if self._writer is not None:
@@ -408,8 +412,7 @@ class Checkpoints:
 
     def _start(self, folder: Folder, state: Tree, facts: Facts) -> None:
         assert self._writer is not None
-        for lock in self._locks:
-            lock.check()
+        self._check_locks()
         trouble = None
         if self._primary:
             try:
@@ -422,6 +425,10 @@ class Checkpoints:
             self._writer.start(folder, state, facts)
         else:
             self._writer.refuse(Save(folder, facts.step, error=trouble))
+
+    def _check_locks(self) -> None:
+        for lock in self._locks:
+            lock.check()
 
     def _agree_on(self, error: BaseException | None) -> BaseException | None:
         """The error of the first process that has one; every process has to ask."""
@@ -526,8 +533,11 @@ def open_run(run_dir: epath.PathLike, where: str = "", place: str = "") -> Check
     return checkpoints
 
 
-def _local_folder(local_dir: str, run_dir: epath.PathLike) -> Path:
-    """Below the folder for all runs, named by the run's whole path: names may be used twice."""
+def local_folder(local_dir: str, run_dir: epath.PathLike) -> Path:
+    """Of a run's newest checkpoint, with `checkpoint.local_dir`.
+
+    Below the folder for all runs, named by the run's whole path: names may be used twice.
+    """
     run = full(os.fspath(run_dir)).absolute()
     path = hashlib.sha256(os.fsencode(run)).hexdigest()[:12]
     return full(local_dir, "checkpoint.local_dir").absolute() / f"{run.name}-{path}"

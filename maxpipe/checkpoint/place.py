@@ -27,6 +27,7 @@ FOLDER = "checkpoints"
 """Name of the folder inside a run's folder, or inside its home in `checkpoint.dir`."""
 
 _BUCKET = "gs://"
+_OPEN_FILES = "/proc/self/fd"
 
 
 def run_folder(config: RunConfig) -> Path:
@@ -145,6 +146,43 @@ def create(path: epath.PathLike, text: str) -> None:
         FileExistsError: it is there.
     """
     _store().pipe_file(os.fspath(path), text.encode(), mode="create")
+
+
+class Pinned:
+    """A folder that is kept open: `path` leads to that very folder wherever it is moved, and
+    nowhere once it is deleted. By its name, what writes arrays would make it again.
+
+    A bucket, and a system without /proc, has the name alone.
+    """
+
+    def __init__(self, folder: epath.Path):
+        self._name, self._open = os.fspath(folder), -1
+        self.path = folder
+        if in_bucket(folder):
+            return
+        folder.mkdir(exist_ok=True)  # never its parents: those are made when a run starts
+        if os.path.isdir(_OPEN_FILES):
+            self._open = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self.path = epath.Path(_OPEN_FILES) / str(self._open)
+
+    def named(self, error: BaseException) -> BaseException:
+        """The error, which speaks of the folder's name."""
+        found: BaseException | None = error
+        while found is not None:
+            found.args = tuple(self._by_name(each) for each in found.args)
+            if isinstance(found, OSError):
+                found.filename = self._by_name(found.filename)
+            found = found.__cause__
+        return error
+
+    def _by_name(self, text: Any) -> Any:
+        if self._open < 0 or not isinstance(text, str):
+            return text
+        return text.replace(os.fspath(self.path), self._name)
+
+    def close(self) -> None:
+        if self._open >= 0:
+            os.close(self._open)
 
 
 def try_out(folder: epath.Path) -> None:

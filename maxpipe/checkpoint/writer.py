@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 
 from maxpipe.checkpoint import manifest
 from maxpipe.checkpoint.folder import FACTS, STATE, Facts, Folder
-from maxpipe.checkpoint.place import first_line, reaching
+from maxpipe.checkpoint.place import Pinned, first_line, reaching
 from maxpipe.errors import StorageError
 
 Tree = Any
@@ -47,11 +47,14 @@ class Save:
 
 
 class Writer:
-    """`then(save)` runs in the background after a save succeeded, on process 0."""
+    """`then(save)` runs in the background after a save succeeded, on process 0.
 
-    def __init__(self, then: Callable[[Save], None]):
+    `check` raises StorageError when the folder is not the run's any more.
+    """
+
+    def __init__(self, then: Callable[[Save], None], check: Callable[[], None]):
         ignore_orphans()
-        self._then = then
+        self._then, self._check = then, check
         self._thread: threading.Thread | None = None
         self._save: Save | None = None
         self._checkpointer = ocp.AsyncCheckpointer(
@@ -71,18 +74,21 @@ class Writer:
         """
         assert self._save is None
         begin = time.monotonic()
-        save = Save(folder, facts.step)
+        save, pinned = Save(folder, facts.step), None
         items = ocp.args.Composite(
             **{STATE: ocp.args.StandardSave(state), FACTS: ocp.args.JsonSave(facts.to_json())}
         )
         try:
             with reaching(folder.path):
-                self._checkpointer.save(folder / facts.step, args=items)
+                pinned = Pinned(folder.path)
+                self._checkpointer.save(pinned.path / str(facts.step), args=items)
         except Exception as error:
-            save.error = error
+            save.error = pinned.named(error) if pinned else error
         save.blocking_seconds = time.monotonic() - begin
         self._save = save
-        self._thread = threading.Thread(target=self._finish, args=(save, begin), name="checkpoint")
+        self._thread = threading.Thread(
+            target=self._finish, args=(save, begin, pinned), name="checkpoint"
+        )
         self._thread.start()
 
     def refuse(self, save: Save) -> None:
@@ -90,21 +96,28 @@ class Writer:
         assert self._save is None
         self._save = save
 
-    def _finish(self, save: Save, begin: float) -> None:
+    def _finish(self, save: Save, begin: float, pinned: Pinned | None) -> None:
         is_primary = jax.process_index() == 0
         try:
             if save.error is None:
                 with reaching(save.folder.path):
                     self._checkpointer.wait_until_finished()
+                    self._check()  # the rest goes by the folder's name
                     if is_primary:
                         save.num_bytes = manifest.write(save.folder / save.step, save.step)
         except Exception as error:
-            save.error = error
+            save.error = pinned.named(error) if pinned else error
+        if pinned:
+            pinned.close()
         save.seconds = time.monotonic() - begin
         if is_primary:
             self._tidy(save)
 
     def _tidy(self, save: Save) -> None:
+        try:
+            self._check()
+        except StorageError:  # whose turn it is to tell; what is there now is left alone
+            return
         for attempt in range(_ATTEMPTS):
             try:
                 with reaching(save.folder.path):

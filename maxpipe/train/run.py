@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ import jax
 import maxpipe
 from maxpipe import files, redact
 from maxpipe.checkpoint.lock import RunLock
-from maxpipe.checkpoint.manager import Checkpoints
+from maxpipe.checkpoint.manager import Checkpoints, local_folder
 from maxpipe.checkpoint.place import home, run_folder
 from maxpipe.config.check import check, total_steps, where
 from maxpipe.config.load import Loaded, to_dict, to_yaml
@@ -57,6 +57,8 @@ class Run:
     phases: Phases
     events: EventLog
     writer: MetricWriter
+    open_writer: Callable[..., MetricWriter]
+    """The same from another `resume_step` on."""
     checkpoints: Checkpoints
     datasets: Datasets
     steps: Steps
@@ -137,7 +139,7 @@ class Run:
         self.watch.went_back(bad_step, first, start.facts)
         self.compared = -1
         self.writer.close()
-        self.writer = _writer(self.config, first)
+        self.writer = self.open_writer(resume_step=first)
 
 
 def fit_to_devices(loaded: Loaded) -> Loaded:
@@ -167,7 +169,8 @@ def set_up(
     for lock in locks:
         if lock.note:
             console.warn(lock.note)
-    events = _ledger(config, link, phases, stack)
+    ours = locks[0].held if locks else lambda: False  # process 0 alone writes records
+    events = _ledger(config, link, phases, stack, ours)
     checkpoints = stack.enter_context(
         Checkpoints(run_dir, config.checkpoint, record=events.write, locks=locks)
     )
@@ -193,10 +196,13 @@ def set_up(
     with phases.enter(COMPILE):
         train_step, eval_step = _programs(config, steps, datasets, console, length - first)
     events.write("start", step=first, devices=jax.device_count(), seconds=phases.take())
-    writer = _writer(config, first)
+    open_writer = partial(
+        MetricWriter, run_dir, config.log.tensorboard, process_index=process, ours=ours
+    )
+    writer = open_writer(resume_step=first)
     writer.text("config", f"```yaml\n{to_yaml(redact.within(config))}```")
     if process == 0:
-        _write_config(run_dir / "config.yml", config)
+        _write_config(run_dir / "config.yml", config, locks)
     run = Run(
         config=config,
         total_steps=length,
@@ -205,6 +211,7 @@ def set_up(
         phases=phases,
         events=events,
         writer=writer,
+        open_writer=open_writer,
         checkpoints=checkpoints,
         datasets=datasets,
         steps=steps,
@@ -233,6 +240,8 @@ def _locks(config: Config, stack: contextlib.ExitStack) -> list[RunLock]:
     other = RunLock(home(run_dir, config.checkpoint), key="checkpoint.dir")
     if other.path != locks[0].path:
         locks.append(other)
+    if local_dir := config.checkpoint.local_dir:
+        locks.append(RunLock(local_folder(local_dir, run_dir), key="checkpoint.local_dir"))
     return [stack.enter_context(lock) for lock in locks]
 
 
@@ -256,9 +265,15 @@ def _programs(
     return train_step, eval_step
 
 
-def _ledger(config: Config, link: Link, phases: Phases, stack: contextlib.ExitStack) -> EventLog:
+def _ledger(
+    config: Config,
+    link: Link,
+    phases: Phases,
+    stack: contextlib.ExitStack,
+    ours: Callable[[], bool],
+) -> EventLog:
     """The run's ledger, in which this attempt begins, and which will say how it ends."""
-    events = EventLog(run_folder(config.run), link.index, phases.begun)
+    events = EventLog(run_folder(config.run), link.index, phases.begun, ours)
     host, pid = platform.node(), os.getpid()
     version = maxpipe.__version__
     events.write("begin", host=host, pid=pid, processes=link.count, version=version)
@@ -302,11 +317,9 @@ def _check_same_data(link: Link, datasets: Datasets) -> None:
         )
 
 
-def _writer(config: Config, first: int) -> MetricWriter:
-    return MetricWriter(run_folder(config.run), config.log.tensorboard, first, jax.process_index())
-
-
-def _write_config(path: Path, config: Config) -> None:
+def _write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
+    for lock in locks:
+        lock.check()
     try:
         files.write(path, to_yaml(redact.within(config)))
     except OSError as error:

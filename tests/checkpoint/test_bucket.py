@@ -22,6 +22,7 @@ from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError
 from tests.bucket import Bucket
 from tests.checkpoint.cases import abstract, put, tree
+from tests.waiting import wait_until
 
 Capture = pytest.CaptureFixture[str]
 Logs = pytest.LogCaptureFixture
@@ -262,3 +263,27 @@ def test_run_that_lost_its_lock_saves_nothing(saved: str, empty: Bucket, tmp_pat
         with pytest.raises(StorageError, match="was taken over"):
             put(checkpoints, 9)
     assert names(empty) == {"3", "6"}
+
+
+@pytest.mark.fault("L1")
+@pytest.mark.parametrize("by_heart", [True, False])
+def test_a_lock_that_vanished_is_noticed_and_not_made_again(by_heart: bool, empty: Bucket):
+    beat_seconds = 0.05 if by_heart else 100.0
+    with RunLock("gs://bucket/runs/a", beat_seconds=beat_seconds) as held:
+        held.check()
+        del empty.objects[f"runs/a/{FILE}"]
+        if by_heart:
+            wait_until(lambda: held.lost != "")
+        with pytest.raises(StorageError, match=f"gs://bucket/runs/a/{FILE}: is gone"):
+            held.must_be_held() if by_heart else held.check()
+        assert not held.held()
+    assert not empty.objects
+
+
+@pytest.mark.fault("L3", "L4")
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"token": "a", "host": "other"}'])
+def test_a_lock_from_the_future_or_of_a_stranger_is_void_after_silence(content: str, empty: Bucket):
+    run_dir = leave_behind(empty, -1e6, host="other")
+    empty.objects[f"runs/a/{FILE}"] = content.encode()
+    with RunLock(run_dir, beat_seconds=0.1, stale_seconds=0.5) as held:
+        assert "no sign of life" in held.note

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ import pytest
 from maxpipe.checkpoint import lock as module
 from maxpipe.checkpoint.lock import FILE, STALE_SECONDS, RunLock
 from maxpipe.errors import StorageError
+from tests.waiting import wait_until
 
 
 def rewrite(path: Path, **values: object) -> None:
@@ -114,10 +119,7 @@ def test_start_is_refused_when_another_host_gives_a_sign(tmp_path: Path):
 def test_heart_beats_while_it_is_held(tmp_path: Path):
     with RunLock(tmp_path, beat_seconds=0.02) as held:
         os.utime(held.path, (0, 0))
-        for _ in range(200):
-            if held.path.stat().st_mtime > 0:
-                break
-            time.sleep(0.02)
+        wait_until(lambda: held.path.stat().st_mtime > 0)
         assert time.time() - held.path.stat().st_mtime < 10
         held.check()
 
@@ -144,6 +146,257 @@ def test_unreadable_lock_is_void_after_silence_only(content: str, tmp_path: Path
     os.utime(tmp_path / FILE, (0, 0))
     with RunLock(tmp_path) as held:
         assert held.note
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fault("L3")
+@pytest.mark.parametrize("elsewhere", ELSEWHERE)
+def test_a_lock_from_the_future_is_waited_for_no_longer_than_another(
+    elsewhere: dict[str, str], tmp_path: Path
+):
+    path = leave_behind(tmp_path, age=-7 * 24 * 3600.0, **elsewhere)
+    begin = time.monotonic()
+    with RunLock(tmp_path, beat_seconds=0.02, stale_seconds=0.3) as held:
+        assert "no sign of life for 0 s" in held.note and 0.2 < time.monotonic() - begin < 30
+        assert path.stat().st_mtime < time.time() + 3600
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fault("L3")
+def test_a_holder_whose_clock_is_ahead_lives(tmp_path: Path):
+    path = leave_behind(tmp_path, age=-1e6, host="other")
+    threading.Timer(0.2, silence, [path, -1e6 - 30]).start()
+    with (
+        pytest.raises(StorageError, match="is in use"),
+        RunLock(tmp_path, beat_seconds=0.02, stale_seconds=5.0),
+    ):
+        pass
+
+
+@pytest.mark.fault("L3")
+def test_a_clock_that_jumps_while_a_start_waits_kills_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The file system's time is an hour ahead all at once; then the holder gives a sign."""
+    path = leave_behind(tmp_path, host="other")
+    threading.Timer(0.3, os.utime, [path]).start()
+    real = module._sign
+    begin = time.monotonic()
+
+    def ahead(file: Path) -> tuple[float, int]:
+        at, size = real(file)
+        return (at + 3600 * (file.name != FILE and time.monotonic() - begin > 0.1)), size
+
+    monkeypatch.setattr(module, "_sign", ahead)
+    with (
+        pytest.raises(StorageError, match="is in use"),
+        RunLock(tmp_path, beat_seconds=0.02, stale_seconds=30.0),
+    ):
+        pass
+
+
+@pytest.mark.fault("L3")
+def test_a_start_that_was_stopped_looks_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It slept for longer than a lock may be silent; the holder beat meanwhile."""
+    path, slept = leave_behind(tmp_path, host="other"), 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal slept
+        slept += 10 * STALE_SECONDS
+        os.utime(path)
+
+    real = time.monotonic
+    monkeypatch.setattr(module.time, "sleep", sleep)
+    monkeypatch.setattr(module.time, "monotonic", lambda: real() + slept)
+    with pytest.raises(StorageError, match="is in use"), RunLock(tmp_path):
+        pass
+    assert slept > 0
+
+
+@pytest.mark.fault("L3")
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_heart_beats_where_times_cannot_be_set(
+    refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Some file systems refuse, others accept and forget: the lock grows instead."""
+
+    def set_time(path: Path, *times: object) -> None:
+        if refuses:
+            raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(module.os, "utime", set_time)
+    real = module._sign
+    monkeypatch.setattr(module, "_sign", lambda path: (1000.0, real(path)[1]))
+    with RunLock(tmp_path, beat_seconds=0.02) as held:
+        size = held.path.stat().st_size
+        wait_until(lambda: held.path.stat().st_size > size + 2)
+        assert held.held() and json.loads(held.path.read_text())["pid"] == os.getpid()
+        monkeypatch.setattr(module, "_is_here", lambda holder: False)
+        with (
+            pytest.raises(StorageError, match="is in use"),
+            RunLock(tmp_path, beat_seconds=0.02, stale_seconds=20.0),
+        ):
+            pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fault("L3")
+def test_a_claim_from_the_future_holds_nobody_up(tmp_path: Path):
+    leave_behind(tmp_path, age=1000, host="other")
+    claim = tmp_path / f"{FILE}.claim-dead"
+    claim.write_text("")
+    silence(claim, -5000)
+    with RunLock(tmp_path) as held:
+        assert "no sign of life" in held.note
+    assert list(tmp_path.iterdir()) == []
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_gigabyte(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+
+
+def a_link(path: Path) -> None:
+    path.symlink_to(path.parent / "elsewhere")
+
+
+@pytest.mark.fault("L4")
+@pytest.mark.parametrize("make", [a_pipe, a_gigabyte, Path.mkdir, a_link])
+def test_what_cannot_be_a_lock_is_explained_at_once(make: Callable[[Path], None], tmp_path: Path):
+    make(tmp_path / FILE)
+    begin = time.monotonic()
+    with pytest.raises(StorageError) as refused, RunLock(tmp_path):
+        pass
+    assert time.monotonic() - begin < 10
+    where, _, action = str(refused.value).splitlines()
+    assert where.startswith(f"{tmp_path / FILE}: is") and "emove" in action
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+HOSTILE = [
+    "[" * 100_000,
+    '{"token": ' + '{"a":' * 50_000,
+    json.dumps({"token": "a", "pid": 10**30}),
+    json.dumps({"token": "a", "host": platform.node(), "namespace": ["x"]}),
+    json.dumps({"token": "../../a", "pid": -1, "host": platform.node()}),
+    json.dumps({"token": "a" * 5000, "pid": 2**62, "host": platform.node()}),
+]
+
+
+@pytest.mark.fault("L4")
+@pytest.mark.parametrize("content", HOSTILE)
+def test_a_hostile_lock_is_void_after_silence(
+    content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / FILE).write_text(content)
+    with RunLock(tmp_path, beat_seconds=0.02, stale_seconds=0.1) as held:
+        assert "no sign of life" in held.note
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fault("L4")
+def test_what_a_lock_says_is_shown_without_control_characters(tmp_path: Path):
+    leave_behind(tmp_path, age=1000, host="\x1b[2J" + "x" * 5000, run="a\nb")
+    with RunLock(tmp_path) as held:
+        assert "run a?b on host ?[2Jxx" in held.note and len(held.note) < 600
+
+
+# A folder that is not the run's any more.
+
+
+def move(run_dir: Path) -> None:
+    run_dir.rename(run_dir.with_name("moved"))
+
+
+def replace(run_dir: Path) -> None:
+    """A copy, lock and all, in the place of the folder."""
+    move(run_dir)
+    shutil.copytree(run_dir.with_name("moved"), run_dir)
+
+
+def delete_and_make_again(run_dir: Path) -> None:
+    """Nobody else gets the inode of a folder that is open."""
+    shutil.rmtree(run_dir)
+    run_dir.mkdir()
+
+
+def delete_lock(run_dir: Path) -> None:
+    (run_dir / FILE).unlink()
+
+
+def pipe_as_lock(run_dir: Path) -> None:
+    delete_lock(run_dir)
+    os.mkfifo(run_dir / FILE)
+
+
+def move_parent(run_dir: Path) -> None:
+    move(run_dir.parent)
+
+
+def file_as_parent(run_dir: Path) -> None:
+    move(run_dir.parent)
+    run_dir.parent.write_text("")
+
+
+LOSSES = [move, shutil.rmtree, replace, delete_and_make_again, delete_lock, pipe_as_lock]
+LOSSES += [move_parent, file_as_parent]
+
+
+def everything(folder: Path) -> list[tuple[str, float]]:
+    return sorted((str(path), path.lstat().st_mtime) for path in folder.rglob("*"))
+
+
+@pytest.mark.fault("L1")
+@pytest.mark.parametrize("lose", LOSSES)
+def test_a_folder_that_was_lost_is_noticed_and_left_alone(
+    lose: Callable[[Path], None], tmp_path: Path
+):
+    run_dir = tmp_path / "runs" / "x"
+    with RunLock(run_dir) as held:
+        assert held.held()
+        held.must_be_held()
+        lose(run_dir)
+        before = everything(tmp_path)
+        held.must_be_held()  # nobody has looked yet
+        with pytest.raises(StorageError) as found:
+            held.check()
+        assert not held.held()
+        where, rule, action = str(found.value).splitlines()
+        assert where.startswith(str(run_dir)) and "tart the same command again" in action, rule
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.fault("L1")
+def test_the_heart_notices(tmp_path: Path):
+    with RunLock(tmp_path / "x", beat_seconds=0.02) as held:
+        move(tmp_path / "x")
+        wait_until(lambda: held.lost != "")
+        with pytest.raises(StorageError, match="was moved or deleted"):
+            held.must_be_held()
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+
+
+@pytest.mark.fault("L1")
+def test_storage_that_is_away_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with RunLock(tmp_path) as held:
+        for number in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES):
+            with monkeypatch.context() as patch:
+
+                def away(path: object, *rest: object, number: int = number) -> None:
+                    raise OSError(number, "away")
+
+                patch.setattr(module, "read", away)
+                held.check()
+                patch.setattr(module.os, "stat", away)
+                held.check()
+        os.utime(held.path, (0, 0))  # times say nothing about who holds it
+        held.check()
     assert list(tmp_path.iterdir()) == []
 
 

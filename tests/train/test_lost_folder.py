@@ -1,0 +1,166 @@
+"""Runs whose folder is moved, deleted or replaced under them: they end, and write nothing more."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from maxpipe.checkpoint.lock import BEAT_SECONDS
+from tests.train.runs import (
+    Run,
+    Start,
+    ends,
+    ledger,
+    records,
+    saved_digest,
+    saved_steps,
+    wait_for,
+)
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+SMALL = ("eval.batches=0", "mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
+LONG = (*SMALL, "train.steps=400000", "log.every=1")
+
+
+def content(folder: Path) -> dict[Path, bytes | None]:
+    """Every name below it, with what a file holds."""
+    return {
+        path.relative_to(folder): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+def explained(output: str, where: str, code: int | None) -> None:
+    assert code == 74 and "Traceback" not in output, output
+    found, rule, action = output.rstrip("\n").splitlines()[-3:]
+    assert found.startswith(where), output
+    assert rule.startswith("  ") and "same command again" in action, output
+
+
+@pytest.mark.fault("L1")
+def test_a_run_whose_folder_was_moved_ends_and_goes_on_where_it_is(
+    tiny: Path, start: Start, run: Run, tmp_path: Path
+):
+    every = ("train", tiny, f"run.dir={tmp_path}", *LONG)
+    with start(*every) as process:
+        wait_for(process, "step 9/")
+        (tmp_path / "run").rename(tmp_path / "moved")
+        (output,) = ends([process])
+    explained(output, f"{tmp_path}/run: was moved or deleted", process.returncode)
+    assert not (tmp_path / "run").exists()
+    assert saved_steps(tmp_path / "moved")[0] <= 8
+    steps = saved_steps(tmp_path / "moved")[-1]
+    output = run(*every, "run.name=moved", f"train.steps={steps}")
+    assert "lock.json was left behind by run run" in output and "is dead" in output
+    assert f"resuming {tmp_path}/moved after step {steps}" in output
+
+
+@pytest.fixture(scope="module")
+def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that went through. Not to be changed."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    run("train", tiny, f"run.dir={folder}", *SMALL)
+    return folder / "run"
+
+
+@pytest.mark.faults
+@pytest.mark.fault("L1")
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_second_start_has_the_folder_for_itself(
+    times: int, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+):
+    """The folder is moved, or deleted, and the run started again at once, beside the first."""
+    every = ("train", tiny, f"run.dir={tmp_path}", *SMALL)
+    with start(*every, "train.steps=400000", "log.every=1", "checkpoint.every=1") as process:
+        wait_for(process, "step 9/")
+        if times == 1:
+            (tmp_path / "run").rename(tmp_path / "moved")
+        else:
+            while (tmp_path / "run").exists():  # a save may be under way in it
+                shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        assert "starting a new run" in run(*every)
+        (output,) = ends([process])
+    explained(output, f"{tmp_path}/run: ", process.returncode)
+    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+    starts = [each["pid"] for each in ledger(tmp_path / "run", "begin")]
+    assert len(starts) == 1 and process.pid not in starts
+    assert [*records(tmp_path / "run")] == [*records(unbroken)]
+
+
+def is_saving(run_dir: Path) -> bool:
+    return any(run_dir.glob("checkpoints/*.orbax-checkpoint-tmp"))
+
+
+def delete_lock(run_dir: Path) -> None:
+    (run_dir / "lock.json").unlink()
+
+
+@pytest.mark.faults
+@pytest.mark.fault("L1")
+@pytest.mark.parametrize("lose", [shutil.rmtree, delete_lock])
+def test_a_run_that_writes_nothing_notices_with_the_next_beat(
+    lose: Callable[[Path], None], tiny: Path, start: Start, run: Run, tmp_path: Path
+):
+    every = ("train", tiny, f"run.dir={tmp_path}", *SMALL)
+    quiet = ("log.every=400000", "checkpoint.every=0", "train.steps=400000")
+    with start(*every, *quiet) as process:
+        wait_for(process, "compiling train step: ")
+        wait_until(lambda: any(ledger(tmp_path / "run", "start")))
+        time.sleep(2)  # for the rest of what a start writes
+        lose(tmp_path / "run")
+        before, begin = content(tmp_path), time.monotonic()
+        (output,) = ends([process])
+        assert time.monotonic() - begin < BEAT_SECONDS + 15
+    explained(output, f"{tmp_path}/run", process.returncode)
+    assert content(tmp_path) == before
+    assert "starting a new run" in run(*every, "train.steps=2")
+
+
+@pytest.mark.faults
+@pytest.mark.fault("L1")
+@pytest.mark.parametrize("key", ["checkpoint.dir", "checkpoint.local_dir"])
+def test_what_holds_the_checkpoints_is_the_runs_too(
+    key: str, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+):
+    other = tmp_path / "other"
+    every = ("train", tiny, f"run.dir={tmp_path}", *SMALL, f"{key}={other}")
+    if key == "checkpoint.local_dir":
+        every += ("checkpoint.local_every=2",)
+    with start(*every, "train.steps=400000", "log.every=1") as process:
+        wait_for(process, "step 9/")
+        (holder,) = other.iterdir()
+        other.rename(tmp_path / "moved")
+        (output,) = ends([process])
+    explained(output, f"{holder}: was moved or deleted", process.returncode)
+    assert f"set {key} to where it is" in output
+    assert not other.exists()
+    (tmp_path / "moved").rename(other)
+    folder = holder / "checkpoints" if key == "checkpoint.dir" else holder
+    newest = max(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal())
+    assert f"after step {newest}" in run(*every, f"train.steps={newest + 1}")
+
+
+@pytest.mark.faults
+@pytest.mark.fault("L1")
+def test_a_save_that_was_under_way_goes_nowhere_else(
+    tiny: Path, start: Start, run: Run, tmp_path: Path
+):
+    """The folder is moved in the middle of a save, again and again."""
+    for number in range(6):
+        every = ("train", tiny, f"run.dir={tmp_path / str(number)}", *LONG, "checkpoint.every=1")
+        run_dir, moved = tmp_path / str(number) / "run", tmp_path / str(number) / "moved"
+        with start(*every) as process:
+            wait_for(process, f"step {6 + number}/")
+            wait_until(partial(is_saving, run_dir))
+            run_dir.rename(moved)
+            (output,) = ends([process])
+        explained(output, f"{run_dir}: was moved or deleted", process.returncode)
+        assert not run_dir.exists()
+        assert "  ok  " in run("checkpoints", "verify", moved)
