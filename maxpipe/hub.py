@@ -20,6 +20,7 @@ from typing import Any
 
 from maxpipe.errors import ExitCode
 from maxpipe.phases import SAVE, UNTIMED
+from maxpipe.words import counted
 
 _LONGEST_LINE = 1 << 17
 _STRAGGLER_STEPS = 20
@@ -221,7 +222,7 @@ class Hub:
         who = f"process {index} ({hello['host']}, pid {hello['pid']})"
         if count != self._count or not 0 < index < self._count:
             return self._refuse(
-                wire, f"{who} was told of {count} processes, process 0 of {self._count}"
+                wire, f"{who} was told of {counted(count, 'process')}, process 0 of {self._count}"
             )
         before, limit = self._members.get(index), self._limits.heartbeat_seconds
         # A silent one's host was lost, and this is the same process started again.
