@@ -47,12 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
+    if any(each.startswith("-") for each in rest):
+        options, rest = parser.parse_known_args(options.parser.joined(argv))
+        options.parser.refuse([each for each in rest if each.startswith("-")])
     if hasattr(options, "inputs"):
         # argparse stops filling a list of positionals at the first option; `load` sorts out
         # what is a file, an override or neither.
         options.inputs += rest
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return options.command(options)
 
 

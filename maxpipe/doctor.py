@@ -37,6 +37,7 @@ from maxpipe.errors import ConfigError, StorageError
 from maxpipe.files import full
 from maxpipe.hub import free_port
 from maxpipe.model.count import num_params
+from maxpipe.words import counted
 
 DEVICE_SECONDS = 300.0
 """For devices to start, and one small program per mesh axis to compile and run."""
@@ -87,7 +88,7 @@ def examine(inputs: Sequence[str]) -> Iterator[Check]:
     if inputs:
         try:
             patient = Patient.of(load(inputs))
-            yield Check("config", "ok", f"{len(inputs)} files and overrides agree")
+            yield Check("config", "ok", f"read from {counted(len(inputs), 'argument')}")
         except ConfigError as error:
             yield from _explained("config", error)
     yield from folders(patient)
@@ -238,7 +239,8 @@ def data(config: Config) -> Iterator[Check]:
     try:
         source = open_source(config.data, config.run.seed)
         document = source[0]
-        text = f"{source.name}, {len(source)} documents, the first of {len(document)} characters"
+        text = f"{source.name}, {counted(len(source), 'document')}, the first of "
+        text += counted(len(document), "character")
         yield Check("data", "ok", text)
     except ConfigError as error:
         yield from _explained("data", error)

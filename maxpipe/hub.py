@@ -22,6 +22,7 @@ from maxpipe.errors import ExitCode, printable
 from maxpipe.listener import Listener
 from maxpipe.phases import SAVE, UNTIMED
 from maxpipe.wire import Wire
+from maxpipe.words import counted
 
 _STRAGGLER_STEPS = 20
 """Over which the processes' own times are compared."""
@@ -275,7 +276,7 @@ class Hub:
         index, count = hello["index"], hello["count"]
         came = Member(index, from_peer(hello["host"], 255), hello["pid"], wire, hello["facts"])
         if count != self._count or not 0 < index < self._count:
-            told = f"was told of {count} processes, process 0 of {self._count}"
+            told = f"was told of {counted(count, 'process')}, process 0 of {self._count}"
             return self._refuse(came, f"{came} {told}")
         before, limit = self._members.get(index), self._limits.heartbeat_seconds
         # A silent one's host was lost, and this is the same process started again.

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh
 from maxpipe.config.check import MESH_AXES, resolved
 from maxpipe.config.schema import MeshConfig
 from maxpipe.errors import ConfigError
+from maxpipe.words import counted
 
 STAGE, DATA, FSDP = "stage", "data", "fsdp"
 EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
@@ -100,7 +101,7 @@ def _check_slices(dcn: list[int], slices: int, kind: str) -> None:
             "mesh",
             " x ".join(f"dcn_{axis} {size}" for axis, size in zip(AXES, dcn, strict=True)),
             f"must multiply to the number of slices: it is {total}, and the {kind} devices lie "
-            f"in {slices} slices.",
+            f"in {counted(slices, 'slice')}.",
             f"Set mesh.dcn_data={slices} and every other mesh.dcn_* to 1, or another split.",
         )
 

@@ -26,6 +26,7 @@ from maxpipe.errors import ConfigError
 from maxpipe.files import full
 from maxpipe.mesh import build_mesh, describe
 from maxpipe.phases import Phases
+from maxpipe.words import counted
 
 COLLECTIVES = ("psum", "all_gather", "psum_scatter", "ppermute", "all_to_all")
 
@@ -75,7 +76,7 @@ def _devices(config: RuntimeConfig) -> None:
             _say("devices", "FAILED", f"{device} does not double numbers rightly.", action)
     kinds = collections.Counter(device.device_kind for device in jax.devices())
     words = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    words += f" in {jax.process_count()} process(es)"
+    words += f" in {counted(jax.process_count(), 'process')}"
     there = [str(path) for name in _ACCELERATORS for path in sorted(Path("/dev").glob(name))]
     if config.platform == "auto" and jax.default_backend() == "cpu" and there:
         action = "Run: pip install 'maxpipe[tpu]' or 'maxpipe[cuda]', or set runtime.platform=cpu."
@@ -134,7 +135,7 @@ def _clocks() -> None:
         seconds = read[:, 0] * 1000 + read[:, 1] / 1e6
         differences.append(float(seconds.max() - seconds.min()))
     least = min(differences)
-    words = f"those of {jax.process_count()} processes differ by at most {least:.2f} s"
+    words = f"those of {counted(jax.process_count(), 'process')} differ by at most {least:.2f} s"
     if least > _CLOCK_SECONDS:
         _say(
             "clocks", "warning", f"{words}.", "Start NTP (chrony, systemd-timesyncd) on all hosts."

@@ -120,12 +120,25 @@ def test_version(capsys: Capture):
         ("config prnt", "Did you mean `maxpipe config print`?"),
         ("config explain a b", "unrecognized arguments: b"),
         ("config explain model.num_layer", "explain model.num_layers`?"),
-        ("config docs --chek", "unrecognized arguments: --chek"),
+        ("config docs --chek", "Write --check."),
         ("checkpoints list", "the following arguments are required: RUN"),
         ("checkpoints prune a --keep x", "x is not an integer"),
         ("checkpoints prune a --keep-every-hours x", "x is not a number"),
         ("checkpoints prun a", "Did you mean `maxpipe checkpoints prune`?"),
         ("schedule gpip", "Did you mean `maxpipe schedule gpipe`?"),
+        ("schedule 1F1B", "Did you mean `maxpipe schedule 1f1b`?"),
+        ("schedule zerobubble", "Set pipeline.schedule=zb_h1"),
+        ("schedule 1f1b --write f.png", "Write --png f.png."),
+        ("schedule 1f1b --output=f.svg", "Write --svg f.svg."),
+        ("schedule 1f1b --stage 4", "Write --stages 4."),
+        ("fit TINY", "Did you mean `maxpipe train`?"),
+        ("generate TINY", "generates no text"),
+        ("train TINY --steps 5", "Write train.steps=5."),
+        ("train --steps 5 TINY", "Write train.steps=5."),
+        ("train TINY --learning-rate=1e-4", "Write optim.learning_rate=1e-4."),
+        ("train TINY --lr 1e-4", "Write optim.learning_rate=1e-4."),
+        ("train TINY --wandb", "Weights & Biases is not supported."),
+        ("plan TINY train.steps=1 --topology h100x8", "Did you mean h100:8?"),
         ("schedule mine.csv", "Did you mean `maxpipe schedule file:mine.csv`?"),
         ("schedule file:mine.csv", "cannot be read: No such file"),
         ("schedule --compare 1f1b,zb_w", "command line: --compare zb_w\n"),
@@ -152,7 +165,7 @@ def test_version(capsys: Capture):
         ("config print", "are required"),
         ("config print nothing.yml", "cannot be read"),
         ("config print TINY --train.steps=5 train.steps=1", "Write train.steps=5."),
-        ("config print TINY --originn train.steps=1", "is not an option of this command"),
+        ("config print TINY --originn train.steps=1", "Write --origin."),
         ("config print TINY train.steps", "has no value"),
         ("config print TINY train.steps = 5", "has no value"),
         ("train", "are required"),
@@ -237,21 +250,21 @@ def test_config_docs_writes_and_checks(
     ("args", "start"),
     [
         ("", "interleaved: 4 stages x 2 repeats, 8 microbatches"),
-        ("1f1b", "1f1b: 4 stages x 1 repeats, 8 microbatches"),
-        ("gpipe --stages 2 --microbatches 3", "gpipe: 2 stages x 1 repeats, 3 microbatches"),
+        ("1f1b", "1f1b: 4 stages x 1 repeat, 8 microbatches"),
+        ("gpipe --stages 2 --microbatches 3", "gpipe: 2 stages x 1 repeat, 3 microbatches"),
         (
             "--repeats 3 --group 8",
             "interleaved: 4 stages x 3 repeats, 8 microbatches in groups of 8",
         ),
-        ("TINY train.steps=1 mesh.ici_stage=2", "interleaved: 2 stages x 1 repeats, 1 micro"),
+        ("TINY train.steps=1 mesh.ici_stage=2", "interleaved: 2 stages x 1 repeat, 1 micro"),
         ("TINY --stages 4 train.steps=1 --repeats 2", "interleaved: 4 stages x 2 repeats, 1 micro"),
         ("TINY train.steps=1 mesh.ici_stage=-1 --stages 4", "interleaved: 4 stages x 1"),
         (
             "gpipe TINY train.steps=1 pipeline.group=4 pipeline.microbatches=4 mesh.ici_stage=4",
-            "gpipe: 4 stages x 1 repeats, 4 microbatches",
+            "gpipe: 4 stages x 1 repeat, 4 microbatches",
         ),
         ("zb_v", "zb_v: 4 stages x 2 repeats in a V, 8 microbatches"),
-        ("zb_h1 --microbatches 5", "zb_h1: 4 stages x 1 repeats, 5 microbatches"),
+        ("zb_h1 --microbatches 5", "zb_h1: 4 stages x 1 repeat, 5 microbatches"),
         ("circular --delayed", "circular: 4 stages x 2 repeats, 8 microbatches in groups of 8, me"),
         ("file:HAND", "file:HAND: 2 stages x 2 repeats in a V, 2 microbatches"),
         ("file:HAND --delayed --stages 2", "file:HAND: 2 stages x 2 repeats in a V, 2 micro"),
@@ -311,7 +324,7 @@ def test_schedules_are_compared_side_by_side(capsys: Capture):
     assert [row[1] for row in rows] == ["1", "3", "2", "2", "2"]
     assert len({len(line) for line in out[3:8]}) == 1
     assert main(["schedule", TINY, "train.steps=1", "mesh.ici_stage=4", "--compare", "1f1b"]) == 0
-    assert capsys.readouterr().out.startswith("4 stages, 1 microbatches\n")
+    assert capsys.readouterr().out.startswith("4 stages, 1 microbatch\n")
 
 
 # --- exit codes ----------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_a_run_that_could_start(config: list[str], tmp_path: Path):
         *("versions", "config", "run folder", "compilation cache", "data", "tokenizer", "clock"),
         *("devices", "mesh", "collectives over stage", "collectives over fsdp", "two processes"),
     ]
-    assert "4 x cpu in 1 process(es)" in ran.stdout and "stage 2 x fsdp 2" in ran.stdout
+    assert "4 x cpu in 1 process" in ran.stdout and "stage 2 x fsdp 2" in ran.stdout
     # It leaves no trace.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text"]
 

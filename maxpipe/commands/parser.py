@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -20,21 +20,70 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, allow_abbrev=False, **options)
         self.command_names: tuple[str, ...] = ()
+        self.set_defaults(parser=self)  # the innermost wins: that of the command that is run
 
     def error(self, message: str) -> NoReturn:
         see = f"See `{self.prog} --help`."
         choice = re.search(r"invalid choice: '(.*?)' \(", message)
         if choice and self.command_names:
-            from maxpipe.config.check import did_you_mean
+            from maxpipe.config.names import command_meant
 
-            guess = did_you_mean(choice[1], self.command_names)
+            guess = command_meant(choice[1], self.command_names)
             rule = f"is not a command: the commands are {', '.join(self.command_names)}."
-            action = f"Did you mean `{self.prog} {guess}`?" if guess else see
+            action = guess.action or see
+            action = f"Did you mean `{self.prog} {guess.name}`?" if guess.name else action
             raise ConfigError.one(f"command line: {self.prog} {choice[1]}", None, rule, action)
         if "arguments are required: COMMAND" in message:
             message = f"a command is required: {', '.join(self.command_names)}"
         raise ConfigError.one(f"command line: {self.prog}", None, f"{message}.", see)
 
+    def refuse(self, unknown: Sequence[str]) -> None:
+        """Explains the first option that this command lacks, where another one is meant.
+
+        Raises:
+            ConfigError: with the option to take.
+        """
+        from maxpipe.config.rules import did_you_mean
+
+        known = [each for each in self._option_string_actions if each.startswith("--")]
+        known.remove("--help")
+        for option in unknown:
+            name, _, value = option.partition("=")
+            kind = f"--{Path(value).suffix.removeprefix('.')}"
+            guess = "" if self._is_key(name) else did_you_mean(name, known)
+            guess = kind if name in _OUTPUTS and kind in known else guess
+            if guess:
+                where, rule = f"command line: {name}", f"is not an option of `{self.prog}`."
+                action = f"Write {f'{guess} {value}'.rstrip()}."
+                raise ConfigError.one(where, value or None, rule, action)
+
+    def _is_key(self, option: str) -> bool:
+        """Whether it names a config key, and this command takes these."""
+        from maxpipe.config.load import KEYS
+        from maxpipe.config.names import same_key
+
+        takes = any(action.dest == "inputs" for action in self._actions)
+        return takes and same_key(option.lstrip("-").split("."), KEYS) is not None
+
+    def joined(self, argv: Sequence[str]) -> list[str]:
+        """The arguments with `--option value` as `--option=value` where no option is known."""
+        parts: list[str] = []
+        for argument in argv:
+            before = parts[-1] if parts else ""
+            is_value = not argument.startswith("-") and not re.search(r"=|\.ya?ml$", argument)
+            if (
+                is_value
+                and re.fullmatch(r"--?[a-zA-Z][^=]*", before)
+                and (before not in self._option_string_actions)
+            ):
+                parts[-1] = f"{before}={argument}"
+            else:
+                parts.append(argument)
+        return parts
+
+
+_OUTPUTS = ("--write", "--output", "--out", "--save", "--file", "-o")
+"""What an option that writes a file is called elsewhere; here each kind of file has its own."""
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[Parser]

@@ -104,12 +104,16 @@ def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], d
 
 
 def _unknown_schedule(where: str, name: str) -> ConfigError:
-    from maxpipe.config.rules import did_you_mean
+    from maxpipe.config.names import value_meant
     from maxpipe.pipeline.schedule import FILE_PREFIX, SCHEDULES
 
     rule = f"is not a schedule: the schedules are {', '.join(SCHEDULES)} and {FILE_PREFIX}PATH."
     is_file = name.endswith(".csv")
-    guess = f"{FILE_PREFIX}{name}" if is_file else did_you_mean(name, SCHEDULES) or "interleaved"
+    found = value_meant("pipeline.schedule", name, SCHEDULES)
+    guess = found.removeprefix("Set pipeline.schedule=").rstrip(".")
+    if found and guess not in SCHEDULES:
+        return ConfigError.one(where, None, rule, found)
+    guess = f"{FILE_PREFIX}{name}" if is_file else guess or "interleaved"
     return ConfigError.one(where, None, rule, f"Did you mean `maxpipe schedule {guess}`?")
 
 

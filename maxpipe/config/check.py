@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 import maxpipe.config.pipeline_rules  # noqa: F401  registers its rules
+from maxpipe.config.names import list_meant
 from maxpipe.config.ranges import BOUNDS, BYTES_VOCABULARY, Bound
 from maxpipe.config.rules import (
     RULES,
@@ -428,6 +429,13 @@ def _source_has_a_path(config: Config) -> Iterator[Finding]:
             f"must not be empty with data.source={source}.",
             f"Set data.path={example} (your own), or data.source=corpus.",
         )
+
+
+@rule("data.path")
+def _path_is_no_list(config: Config) -> Iterator[Finding]:
+    path = config.data.path
+    if path.startswith("[") and path.endswith("]") and "," in path:
+        yield Finding("data.path", "must be one path, not a list.", list_meant("data.path"))
 
 
 @rule("data.source", "data.validation_fraction", "eval.batches")

@@ -23,6 +23,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from maxpipe.config.check import DEFAULT, check, did_you_mean, is_override
+from maxpipe.config.names import because, key_meant, list_meant, override_meant, value_meant
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.files import read
@@ -298,16 +299,14 @@ def _read_override(arg: str, problems: list[Problem]) -> Iterator[_Assignment]:
     key, _, text = arg.partition("=")
     path = tuple(key.split(".", 2))
     if arg.startswith("-"):
-        plain = arg.lstrip("-")
-        action = f"Write {plain}." if is_override(plain) else "See the command's --help."
-        problems.append(
-            Problem(f"command line: {arg}", "", "is not an option of this command.", action)
-        )
+        rule, action = override_meant(arg.lstrip("-"), "is not an option of this command.", KEYS)
+        action = action or "See the command's --help."
+        problems.append(Problem(f"command line: {arg}", "", rule, action))
     elif len(path) == 1 or not all(path):
-        owners = [known for known in KEYS if known.endswith(f".{key}")]
-        action = f"Write {owners[0]}={text}." if owners else "Write section.key=value."
         rule = "names no section: an override is `section.key=value`."
-        problems.append(Problem(f"command line: {key}", text, rule, action))
+        rule, action = override_meant(arg, rule, KEYS)
+        action = action or "Write section.key=value."
+        problems.append(Problem(f"command line: {key}", _shortened(text), rule, action))
     elif not _is_collection(KEYS.get(".".join(path[:2]))):
         yield _Assignment(path, text, arg, "command line")
     else:
@@ -530,8 +529,8 @@ def _type_problem(assignment: _Assignment, hint: Any) -> Problem:
     key = ".".join(assignment.path)
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
-        guess = did_you_mean(str(assignment.raw), choices) or choices[0]
-        return assignment.problem(f"must be {type_name(hint)}.", f"Set {key}={guess}.")
+        action = value_meant(key, str(assignment.raw), choices) or f"Set {key}={choices[0]}."
+        return assignment.problem(f"must be {type_name(hint)}.", action)
     if _is_mapping(hint):
         example = f"Set {key}=[tensor]" if len(assignment.path) > 2 else f"Set {key}={{}}"
         rule = "must be a list of mesh axes" if len(assignment.path) > 2 else "must be a mapping"
@@ -539,6 +538,8 @@ def _type_problem(assignment: _Assignment, hint: Any) -> Problem:
     if hint in _LISTS:
         name, example = _LISTS[hint]
         return assignment.problem(f"must be a {name}.", f"Write a value such as {key}={example}.")
+    if hint is str and isinstance(assignment.raw, list) and (action := list_meant(key)):
+        return assignment.problem("must be one text, not a list.", action)
     if hint is str:
         return assignment.problem("must be text.", f"Write {key} = '...', or leave the key out.")
     example = {int: "8", float: "0.1", bool: "true"}[hint]
@@ -548,7 +549,6 @@ def _type_problem(assignment: _Assignment, hint: Any) -> Problem:
 
 def _unknown_problem(assignment: _Assignment) -> Problem:
     section, *rest = assignment.path
-    key = ".".join(assignment.path)
     if section in SECTIONS and not rest:
         rule = "is a section: its keys stand below it, one `key: value` per line."
         return assignment.problem(rule, f"Run `maxpipe config explain {section}` for its keys.")
@@ -556,18 +556,16 @@ def _unknown_problem(assignment: _Assignment) -> Problem:
         parent, _, name = section.partition(".")
         rule = "is a full key: in a file it stands below its section."
         return assignment.problem(rule, f"Write `{parent}:`, and `{name}: ...` indented below it.")
-    owners = [known for known in KEYS if known.endswith(f".{assignment.path[-1]}")]
-    inside = [known for known in KEYS if known.startswith(f"{section}.")]
-    guess = next(iter(owners), "") or did_you_mean(key, inside) or did_you_mean(key, KEYS)
+    answer = key_meant(assignment.path, KEYS)
     if section in SECTIONS:
-        rule = f"is not a key of {section}."
+        guess, rule = answer.name, f"is not a key of {section}."
         show = f"`maxpipe config explain {section}` lists its keys."
     else:
-        guess = guess if rest else did_you_mean(section, SECTIONS) or guess
+        guess = answer.name if rest else did_you_mean(section, SECTIONS) or answer.name
         rule = "is not a section."
         show = f"The sections are {', '.join(SECTIONS)}."
-    action = f"Did you mean {guess}? {show}" if guess else show
-    return assignment.problem(rule, action, given=bool(rest))
+    action = answer.action or (f"Did you mean {guess}? {show}" if guess else show)
+    return assignment.problem(because(rule, answer.why), action, given=bool(rest))
 
 
 # From values to text.

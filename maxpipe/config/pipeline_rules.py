@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from maxpipe.config.names import value_meant
 from maxpipe.config.rules import Finding, axis_keys, axis_size, did_you_mean, divisors, rule, up
 from maxpipe.config.schema import ACTIVATIONS, SAVED_PRESETS, Config
 from maxpipe.pipeline.schedule import FILE_PREFIX, SCHEDULES, repeats_rule
@@ -22,7 +23,8 @@ def _schedule_is_known(config: Config) -> Iterator[Finding]:
         yield Finding(
             "pipeline.schedule",
             f"must be one of {', '.join(SCHEDULES)}, or {FILE_PREFIX}PATH.",
-            f"Set pipeline.schedule={did_you_mean(name, SCHEDULES) or 'interleaved'}.",
+            value_meant("pipeline.schedule", name, SCHEDULES)
+            or "Set pipeline.schedule=interleaved.",
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from maxpipe.config import schema
 from maxpipe.config.check import DEFAULT_AXIS_RULES, REMAPPINGS, did_you_mean
 from maxpipe.config.load import KEYS, SECTIONS, Loaded, to_yaml, type_name
+from maxpipe.config.names import key_meant
 from maxpipe.config.ranges import BOUNDS
 from maxpipe.errors import ConfigError
 from maxpipe.pipeline.schedule import FILE_PREFIX, SCHEDULES
@@ -62,15 +63,15 @@ def explain(key: str) -> str:
         return _explain_section(key)
     if key in KEYS:
         return _explain_key(key)
-    owners = [known for known in KEYS if known.endswith(f".{key}")]
-    guess = next(iter(owners), "") or did_you_mean(key, [*SECTIONS, *KEYS])
+    answer = key_meant(key.split("."), KEYS)
+    guess = "" if "." in key else did_you_mean(key, SECTIONS)
+    guess = guess or answer.name
+    action = f"Did you mean `maxpipe config explain {guess}`?" if guess else answer.action
     raise ConfigError.one(
         f"command line: {key}",
         None,
-        "is neither a section nor a key of the config.",
-        f"Did you mean `maxpipe config explain {guess}`?"
-        if guess
-        else "`maxpipe config explain` lists the sections.",
+        f"is neither a section nor a key of the config{f': {answer.why}' if answer.why else '.'}",
+        action or "`maxpipe config explain` lists the sections.",
     )
 
 

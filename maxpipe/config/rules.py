@@ -55,8 +55,20 @@ def axis_keys(*axes: str) -> tuple[str, ...]:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """The one choice that resembles the word most, or an empty string."""
-    return next(iter(difflib.get_close_matches(word, list(choices), n=1)), "")
+    """The one choice that resembles the word most, or an empty string.
+
+    The same letters and digits win, whatever their case and what joins them.
+    """
+    known = list(choices)
+    same = [choice for choice in known if squashed(choice) == squashed(word)]
+    lower = {choice.lower(): choice for choice in known}
+    close = difflib.get_close_matches(word.lower(), list(lower), n=1)
+    return next(iter(same or [lower[each] for each in close]), "")
+
+
+def squashed(name: str) -> str:
+    """Letters and digits of a name, in lower case."""
+    return "".join(each for each in name.lower() if each.isalnum())
 
 
 def axis_size(mesh: MeshConfig, axis: str) -> int | None:

@@ -26,6 +26,7 @@ from maxpipe.config.schema import DataConfig
 from maxpipe.errors import ConfigError
 from maxpipe.files import opened
 from maxpipe.typed import parse
+from maxpipe.words import counted
 
 _LOG = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class FileSource:
             raise ConfigError.one(
                 "data.path",
                 os.path.commonpath([file.path for file in files]),
-                f"must hold text: all of its {len(files)} files are empty.",
+                f"must hold text: {counted(len(files), 'file')}, all empty.",
                 "Set data.path to a folder with text, or data.source=corpus.",
             )
 
@@ -171,7 +172,8 @@ class JsonLinesSource:
             raise ConfigError.one(
                 "data.path",
                 files[0].path,
-                f"must hold JSON objects, one per line: its {len(files)} file(s) have no lines.",
+                "must hold JSON objects, one per line: there are "
+                f"{counted(len(files), 'file')} without lines.",
                 "Set data.path to a file with lines, or data.source=corpus.",
             )
 

@@ -24,6 +24,7 @@ from maxpipe.launch.restart import newest_step
 from maxpipe.plan.plan import placed
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import Topology, parse
+from maxpipe.words import counted
 
 
 @dataclasses.dataclass
@@ -100,7 +101,7 @@ def check_local(loaded: Loaded, processes: int) -> str:
     elif config.runtime.platform == "cpu" and config.runtime.num_processes == 1:
         try:
             axes = _axes(placed(loaded, _here(config)))
-            found.ok(f"mesh: {axes} = {total} devices of {_count(processes, 'process')}")
+            found.ok(f"mesh: {axes} = {total} devices of {counted(processes, 'process')}")
         except ConfigError as error:
             found.problems += error.problems
     else:
@@ -144,7 +145,7 @@ def check_hosts(loaded: Loaded, workdir: Path, *, shared: bool) -> tuple[Config,
     config = placed(loaded, topology)
     devices = topology.num_devices // hosts.processes
     found.ok(
-        f"mesh: {_axes(config)} = {topology}, {hosts}, {_count(hosts.processes, 'process')} of "
+        f"mesh: {_axes(config)} = {topology}, {hosts}, {counted(hosts.processes, 'process')} of "
         f"{devices} each"
     )
     for path in written(config).values():
@@ -177,10 +178,6 @@ def _refuse_secrets(loaded: Loaded) -> None:
     ]
     if problems:
         raise ConfigError(problems)
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'es' if number > 1 else ''}"
 
 
 def _axes(config: Config) -> str:

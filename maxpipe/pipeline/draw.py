@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from maxpipe.pipeline.table import Costs, Schedule
+from maxpipe.words import counted
 
 EQUAL_COSTS = Costs()
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -19,19 +20,20 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 def summary(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
     """Two lines: what the schedule is, and what it costs in time and memory."""
-    kept = f"{schedule.num_stash} saved chunks" if schedule.trains else "no saved chunks"
+    kept = counted(schedule.num_stash, "saved chunk") if schedule.trains else "no saved chunks"
     if schedule.mixed:
-        kept += f" and {schedule.num_deferred} deferred weight gradients"
+        kept += f" and {counted(schedule.num_deferred, 'deferred weight gradient')}"
     shape = " in a V" if schedule.ring.shape == "v" else ""
     delayed = ", messages delayed" if schedule.delayed else ""
     idle = f"{schedule.idle_fraction():.1%}"
     if costs != EQUAL_COSTS:
         idle += f" ({schedule.idle_fraction(costs):.1%} at {_ratio(costs)})"
     return (
-        f"{schedule.name}: {schedule.num_stages} stages x {schedule.num_repeats} repeats{shape}, "
-        f"{schedule.num_microbatches} microbatches in groups of {schedule.group}{delayed}\n"
-        f"{schedule.num_ticks} ticks, idle {idle}, "
-        f"at most {kept} on a stage, {schedule.num_inbox} messages waiting"
+        f"{schedule.name}: {schedule.sizes()}{shape}, "
+        f"{counted(schedule.num_microbatches, 'microbatch')} in groups of {schedule.group}"
+        f"{delayed}\n"
+        f"{counted(schedule.num_ticks, 'tick')}, idle {idle}, "
+        f"at most {kept} on a stage, {counted(schedule.num_inbox, 'message')} waiting"
     )
 
 
@@ -148,7 +150,7 @@ def comparison(schedules: Sequence[Schedule], costs: Costs) -> str:
         for row in rows
     ]
     first = schedules[0]
-    sizes = f"{first.num_stages} stages, {first.num_microbatches} microbatches"
+    sizes = f"{counted(first.num_stages, 'stage')}, {counted(first.num_microbatches, 'microbatch')}"
     return "\n".join([sizes, *lines, "", *_LEGEND])
 
 

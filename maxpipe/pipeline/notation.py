@@ -17,6 +17,7 @@ from typing import NamedTuple
 from maxpipe import files
 from maxpipe.errors import ConfigError
 from maxpipe.pipeline.table import Action, Kind, Orders, Ring, Schedule
+from maxpipe.words import counted
 
 _MAX_BYTES = 1 << 26
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
@@ -152,7 +153,7 @@ def _ring_of(lines: list[_Line], path: Path) -> Ring:
     if rest:
         raise ConfigError.one(
             f"{path}",
-            f"{num_chunks} chunks on {len(lines)} lines",
+            f"{counted(num_chunks, 'chunk')} on {counted(len(lines), 'line')}",
             "the number of chunks must be a multiple of the number of lines: a line is a stage, "
             "and each stage runs as many chunks.",
             "Add the missing lines, or chunks up to a multiple.",
@@ -177,7 +178,7 @@ def _ring_of(lines: list[_Line], path: Path) -> Ring:
             f"{path}: line {line.number}, cell {cell.column}",
             cell,
             f"chunk {cell.chunk} of {num_chunks} is on line {home} in a {shape} over "
-            f"{len(lines)} stages, which this file comes closest to.",
+            f"{counted(len(lines), 'stage')}, which this file comes closest to.",
             f"Move it to line {home}.",
         )
     return ring
@@ -213,8 +214,8 @@ def _check_line(line: _Line, ring: Ring, count: int, path: Path) -> None:
     raise ConfigError.one(
         f"{path}: line {line.number}",
         f"no {name}",
-        f"each of {count} microbatches (0 to {count - 1}) needs F and B, or F, I and W, of each "
-        f"of the line's {ring.num_repeats} chunks.",
+        f"each of {counted(count, 'microbatch')} (0 to {count - 1}) needs F and B, or F, I and W, "
+        f"of each of the line's {counted(ring.num_repeats, 'chunk')}.",
         f"Add {name} to the line" + (", or its I and W." if backward else "."),
     )
 

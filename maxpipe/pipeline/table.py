@@ -21,6 +21,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from maxpipe.words import counted
+
 IDLE = -1
 
 Kind = Literal["F", "B", "I", "W"]
@@ -256,6 +258,10 @@ class Schedule:
         if self.mixed:
             return np.sum(spent, axis=0).max(axis=1)
         return np.sum([kind.max(axis=1) for kind in spent], axis=0)
+
+    def sizes(self) -> str:
+        """`4 stages x 2 repeats`."""
+        return f"{counted(self.num_stages, 'stage')} x {counted(self.num_repeats, 'repeat')}"
 
     def idle_fraction(self, costs: Costs | None = None) -> float:
         """Share of the step in which a stage waits."""

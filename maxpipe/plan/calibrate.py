@@ -42,6 +42,7 @@ from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.plan.topology import at_hand, placed
 from maxpipe.sharding import AxisRules
 from maxpipe.train.step import Steps, keep_of
+from maxpipe.words import counted
 
 Tree = Any
 LAYERS = 2
@@ -130,7 +131,8 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
         "names_replay": found.names_replay / found.forward,
         "shared_by": shared_by,
         "fresh_gb_per_second": 0.0,
-        "measured": f"{datetime.date.today():%Y-%m-%d}, {num_devices} devices, {platform.node()}",
+        "measured": f"{datetime.date.today():%Y-%m-%d}, {counted(num_devices, 'device')}, "
+        f"{platform.node()}",
     }
     if shared_by:
         figures["fresh_gb_per_second"] = 1 / found.fresh / 1e9

@@ -11,6 +11,7 @@ from maxpipe.model.count import num_params
 from maxpipe.plan.advice import TERMS, gib, verdict
 from maxpipe.plan.search import SHOWN, Found, Search
 from maxpipe.plan.sizes import BYTES, Sizes
+from maxpipe.words import counted
 
 if TYPE_CHECKING:  # they import jax
     from maxpipe.plan.calibrate import Measured
@@ -26,7 +27,7 @@ def compiled(report: Report) -> str:
     fits = "fits" if report.fits else "does not fit"
     share = report.total_bytes / report.memory_bytes
     lines = [
-        f"compiled for {slices}{report.topology}: {report.num_devices} devices, {mesh}",
+        f"compiled for {slices}{report.topology}: {counted(report.num_devices, 'device')}, {mesh}",
         f"  with {versions}; traced in {report.lower_seconds:.1f} s, compiled in "
         f"{report.compile_seconds:.1f} s",
         "",
@@ -128,7 +129,7 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
     share = values["total_bytes"] / values["memory_bytes"]
     fits = verdict(values["total_bytes"], values["memory_bytes"])
     lines = [
-        f"{values['num_devices']} devices of {values['hardware']}{slices}{measured}",
+        f"{counted(values['num_devices'], 'device')} of {values['hardware']}{slices}{measured}",
         f"  {layout or 'one device'}",
         "",
         f"{values['parameters'] / 1e9:.4g} B parameters, {values['tokens_per_step']:,} tokens and "

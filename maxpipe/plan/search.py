@@ -27,6 +27,7 @@ from maxpipe.plan.advice import ROOM
 from maxpipe.plan.cost import Cost, cost
 from maxpipe.plan.memory import Memory, memory
 from maxpipe.plan.sizes import Sizes
+from maxpipe.words import counted
 
 AXES = ("stage", "data", "fsdp", "tensor")
 REPEATS = (1, 2, 3, 4, 6, 8)
@@ -124,7 +125,7 @@ def search(
             "command line: maxpipe plan --search",
             None,
             f"found no layout that fits {hardware.memory_gib:g} GiB among {considered} on "
-            f"{num_devices} devices of {hardware.name}.",
+            f"{counted(num_devices, 'device')} of {hardware.name}.",
             "Name more devices, a smaller train.sequence_length, or fewer --fix.",
         )
     return Search(considered, too_large, sorted(best, key=lambda each: each.cost.seconds))

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,15 @@ from maxpipe.config.schema import Config, RuntimeConfig
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware, known, of_device
 from maxpipe.plan.sizes import Sizes
+from maxpipe.words import counted
 
 WHERE = "command line: --topology"
 _CORES_PER_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
 """Accelerator types of these count cores; of later ones, chips."""
 _DEVICES_PER_CHIP = {"v2": 2, "v3": 2, "tpu7x": 2}
 _ACCELERATORS = {"v5e": "v5litepod"}
+_GENERAL = {"gpu": "h100", "cuda": "h100", "nvidia": "h100", "tpu": "v5p"}
+"""Words for many kinds, and one of them."""
 _CHIP_OPTIONS = {"v4": {"chip_config_name": "megacore"}}
 """Both cores of a chip are one jax device unless one asks otherwise; libtpu's default is two."""
 
@@ -69,7 +72,7 @@ class Topology:
 
     def __str__(self) -> str:
         slices = f"{self.num_slices} slices of " if self.num_slices > 1 else ""
-        return f"{slices}{self.name}, {self.num_devices} devices"
+        return f"{slices}{self.name}, {counted(self.num_devices, 'device')}"
 
 
 def parse(text: str, num_slices: int = 1, where: str = WHERE) -> Topology:
@@ -81,9 +84,8 @@ def parse(text: str, num_slices: int = 1, where: str = WHERE) -> Topology:
     kind, _, sizes = text.partition(":")
     kinds = known()
     if kind not in kinds:
-        guess = did_you_mean(kind, kinds) or "v5p"
         rule = f"is not a kind of device: the kinds are {', '.join(kinds)}."
-        raise ConfigError.one(where, text, rule, f"Did you mean {guess}:{sizes or '2x4x4'}?")
+        raise ConfigError.one(where, text, rule, f"Did you mean {_meant(text, kinds)}?")
     hardware = kinds[kind]
     example = {0: "8", 2: "4x4", 3: "2x4x4"}[hardware.torus_dims]
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
@@ -93,14 +95,39 @@ def parse(text: str, num_slices: int = 1, where: str = WHERE) -> Topology:
     if len(dims) != max(1, hardware.torus_dims):
         shape = f"{hardware.torus_dims} numbers" if hardware.torus_dims else "one number"
         rule = f"must have {shape}, as {hardware.name} devices are joined."
-        raise ConfigError.one(where, text, rule, f"Write {kind}:{example}.")
+        raise ConfigError.one(where, text, rule, f"Write {_shaped(hardware, math.prod(dims))}.")
     found = Topology(hardware, dims, num_slices)
     if found.devices_per_slice > hardware.largest_slice:
-        rule = f"is {found.devices_per_slice} devices; the links of {hardware.name} join at most "
-        rule += f"{hardware.largest_slice}."
+        rule = f"is {counted(found.devices_per_slice, 'device')}; the links of {hardware.name} "
+        rule += f"join at most {hardware.largest_slice}."
         action = f"Name a smaller slice, such as {kind}:{example}, and more than one of them."
         raise ConfigError.one(where, text, rule, action)
     return found
+
+
+def _meant(text: str, kinds: Mapping[str, Hardware]) -> str:
+    """The topology that was meant: `h100x8`, `8xH100` and `v5p-64` are ways to write one."""
+    name = text.lower().replace("v5litepod", "v5e").removeprefix("tpu-")
+    if first := re.fullmatch(r"(\d+)[ x*-]*(\D.*)", name):
+        name = f"{first[2]}:{first[1]}"
+    same = [kind for kind in kinds if re.match(rf"{re.escape(kind)}(?![a-z0-9])|{kind}x\d", name)]
+    kind = max(same, key=len, default="")
+    if not kind:
+        kind = name.partition(":")[0]
+        kind = _GENERAL.get(kind) or did_you_mean(kind, kinds) or "v5p"
+        name = kind + name[name.find(":") :] if ":" in name else kind
+    sizes = [int(size) for size in re.findall(r"\d+", name.removeprefix(kind))]
+    if len(sizes) == kinds[kind].torus_dims:
+        return f"{kind}:{'x'.join(map(str, sizes))}"
+    # Google Cloud's names of accelerators, such as v5p-64, count cores.
+    cores = _CORES_PER_CHIP.get(kind, 1) if name.startswith(f"{kind}-") else 1
+    return _shaped(kinds[kind], math.prod(sizes) // cores if sizes else 8)
+
+
+def _shaped(hardware: Hardware, count: int) -> str:
+    """So many devices in the shape in which they are joined, no more than a slice holds."""
+    count = max(1, min(count, hardware.largest_slice))
+    return f"{hardware.topology}:{'x'.join(map(str, _cube(count, max(1, hardware.torus_dims))))}"
 
 
 def at_hand(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> Topology:
@@ -167,7 +194,7 @@ def placed(loaded: Loaded, topology: Topology) -> Config:
             "mesh",
             wanted or "one device",
             f"must multiply to the devices of the topology: it is {sizes.num_devices} in "
-            f"{sizes.num_slices} slices, and there are {topology}.",
+            f"{counted(sizes.num_slices, 'slice')}, and there are {topology}.",
             "Set mesh.ici_data=-1 to use what is left, or another size for an axis.",
         )
     problems = check(config, loaded.origins)
@@ -218,8 +245,8 @@ def devices(topology: Topology) -> Sequence[Any]:
     except (RuntimeError, AssertionError) as error:
         raise _no_topology(topology, error) from error
     if len(present) < count:
-        rule = f"needs {count} devices, and this machine has {len(present)}: programs for GPUs "
-        rule += "are compiled where they are."
+        rule = f"needs {counted(count, 'device')}, and this machine has {len(present)}: "
+        rule += "programs for GPUs are compiled where they are."
         raise ConfigError.one(WHERE, topology.name, rule, f"Write {topology.name[:-1]}.")
     return present[:count]
 

@@ -24,6 +24,7 @@ from maxpipe.phases import DATA, EVAL, LOOP, SAVE, STEP, Phases
 from maxpipe.telemetry import Console
 from maxpipe.train.run import Run, fit_to_devices, set_up, shared_facts
 from maxpipe.train.watch import RollBack
+from maxpipe.words import counted
 
 
 def train(loaded: Loaded) -> int:
@@ -128,7 +129,7 @@ def _save_and_wait(run: Run, step: int) -> None:
 
 
 def _closing_words(run: Run, evaluated: dict[str, float]) -> str:
-    lines = [f"done: {run.total_steps} steps, files in {run_folder(run.config.run)}"]
+    lines = [f"done: {counted(run.total_steps, 'step')}, files in {run_folder(run.config.run)}"]
     if evaluated:
         lines.append(
             f"final validation loss {evaluated['eval/nats_per_byte']:.4f} nats per byte "

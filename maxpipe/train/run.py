@@ -42,6 +42,7 @@ from maxpipe.train.resume import OWN_KEYS, OWN_SECTIONS, Start, restore_or_init
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
 from maxpipe.train.watch import Watch
+from maxpipe.words import counted
 
 WRITTEN_FILES = ("config.yml", "metrics.jsonl", "metrics.jsonl.new", "events.jsonl")
 
@@ -189,7 +190,8 @@ def set_up(
         raise ConfigError.one(
             where("train.steps" if config.train.steps else "train.tokens", loaded.origins),
             config.train.steps or config.train.tokens,
-            f"is {length} steps; must be at least {first}, the step that this run starts from.",
+            f"is {counted(length, 'step')}; must be at least {first}, the step that this "
+            "run starts from.",
             f"Set train.steps={first} or more, or run.name to a new name.",
         )
     console.note(begin.words)
@@ -329,29 +331,36 @@ def _write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
 def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> list[tuple[str, str]]:
     mesh, schedule = steps.partition.mesh, steps.train_schedule
     tokens = config.train.batch_size * config.train.sequence_length
-    device = mesh.devices.flat[0]
+    device, processes = mesh.devices.flat[0], counted(jax.process_count(), "process")
+    documents = counted(datasets.train.fingerprint()["documents"], "document")
     model = config.model
     saved_in = home(run_folder(config.run), config.checkpoint)
     return [
         ("run", str(run_folder(config.run))),
         *([("saved in", saved_in)] if config.checkpoint.dir else []),
-        ("devices", f"{mesh.size} x {device.device_kind} in {jax.process_count()} process(es)"),
+        (
+            "devices",
+            f"{mesh.size} x {device.device_kind} in {processes}",
+        ),
         ("mesh", describe(mesh)),
         (
             "model",
-            f"{num_params(model) / 1e6:.2f} M parameters, {model.num_layers} layers, "
+            f"{num_params(model) / 1e6:.2f} M parameters, {counted(model.num_layers, 'layer')}, "
             f"{model.compute_dtype} compute, {model.param_dtype} parameters",
         ),
         (
             "pipeline",
-            f"{schedule.name}, {schedule.num_stages} stages x {schedule.num_repeats} repeats, "
-            f"{schedule.num_microbatches} microbatches, bubble "
-            f"{100 * schedule.idle_fraction():.1f}%, {schedule.num_stash} saved chunks",
+            f"{schedule.name}, {schedule.sizes()}, "
+            f"{counted(schedule.num_microbatches, 'microbatch')}, bubble "
+            f"{100 * schedule.idle_fraction():.1f}%, {counted(schedule.num_stash, 'saved chunk')}",
         ),
         (
             "data",
-            f"{config.data.source}, {datasets.train.fingerprint()['documents']} documents, "
+            f"{config.data.source}, {documents}, "
             f"{datasets.train.steps_per_epoch:.1f} steps per epoch",
         ),
-        ("training", f"{length} steps of {tokens:,} tokens, {length * tokens / 1e6:.2f} M tokens"),
+        (
+            "training",
+            f"{counted(length, 'step')} of {tokens:,} tokens, {length * tokens / 1e6:.2f} M tokens",
+        ),
     ]

@@ -53,7 +53,7 @@ def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("unbroken")
     shown = run("launch", "local", "--processes", 2, tiny, *TRAIN, f"run.dir={folder}")
     assert "ok         mesh: stage 2 = 2 devices of 2 processes" in shown
-    assert "2 x cpu in 2 process(es)" in shown and f"step {STEPS:>5}/{STEPS}" in shown
+    assert "2 x cpu in 2 processes" in shown and f"step {STEPS:>5}/{STEPS}" in shown
     return digests(folder / "run")
 
 
@@ -107,7 +107,7 @@ def test_a_slurm_job_trains_on_two_nodes_over_the_end_of_its_time(
     assert len(cluster.steps()) == 2, output
     stopped = re.search(rf"stopped after step (\d+) of {STEPS}", output)
     assert stopped and f"exit code 75; newest checkpoint: step {stopped[1]}\n" in output
-    assert "2 x cpu in 2 process(es)" in output and "ended with exit code 0;" in output
+    assert "2 x cpu in 2 processes" in output and "ended with exit code 0;" in output
     assert digests(tmp_path / "run") == unbroken
     assert steps(tmp_path / "run") == list(range(1, STEPS + 1))
     assert not list(folder.glob("codes-*"))

@@ -148,7 +148,7 @@ def test_nothing_fits() -> None:
 
 
 def test_a_mesh_of_another_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match="it is 32 in 1 slices, and there are v5p:2x2x2"):
+    with pytest.raises(ConfigError, match="it is 32 in 1 slice, and there are v5p:2x2x2"):
         layout(Loaded(config_of(STAGED), {}), parse("v5p:2x2x2"))
 
 

@@ -75,7 +75,7 @@ def test_two_processes_train_like_one(together: Path, alone: Path):
 def test_only_the_first_process_speaks_and_only_in_our_lines(together: Path):
     first, second = ((together.parent / f"{rank}.txt").read_text() for rank in (0, 1))
     assert second == ""
-    assert "8 x cpu in 2 process(es)" in first
+    assert "8 x cpu in 2 processes" in first
     assert "Gloo" not in first and "warning" not in first and "WARNING" not in first
     names = {path.name for path in together.iterdir()}
     assert names == {"config.yml", "metrics.jsonl", "events.jsonl", "tensorboard", "checkpoints"}

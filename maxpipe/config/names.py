@@ -1,0 +1,450 @@
+"""What other trainers call things, and what they are called here.
+
+One table for keys, one for values and one for commands. An entry leads to the name that stands
+for the same thing here, or says why there is none and what to do. Names are compared by their
+letters and digits only: `max_steps`, `maxSteps` and `max-steps` are one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from maxpipe.config.rules import did_you_mean, squashed
+
+_SAME_KEY = {
+    "run.name": "run_name experiment experiment_name exp_name job_name",
+    "run.dir": "output_dir out_dir output log_dir logging_dir",
+    "run.seed": "random_seed data_seed",
+    "model.num_layers": "n_layer n_layers num_hidden_layers num_decoder_layers layers depth",
+    "model.d_model": "hidden_size n_embd dim emb_dim embed_dim hidden_dim base_emb_dim width",
+    "model.num_heads": "n_head n_heads num_attention_heads num_query_heads heads",
+    "model.num_kv_heads": "n_kv_heads num_key_value_heads kv_heads num_query_groups",
+    "model.head_size": "head_dim d_head d_kv kv_channels",
+    "model.d_mlp": "intermediate_size ffn_hidden_size d_ff ffn_dim mlp_dim n_inner",
+    "model.vocab_size": "vocab n_vocab padded_vocab_size",
+    "model.tied_embeddings": "tie_word_embeddings tie_embeddings weight_tying share_embeddings",
+    "model.rope_theta": "rope_base rotary_base",
+    "model.norm_epsilon": "rms_norm_eps norm_eps layer_norm_eps layernorm_epsilon",
+    "model.dropout": "dropout_rate hidden_dropout residual_dropout resid_pdrop",
+    "model.attention": "attn_implementation attention_implementation attn_impl flash_attention "
+    "use_flash_attention attention_backend",
+    "model.compute_dtype": "dtype precision mixed_precision amp activation_dtype torch_dtype",
+    "model.param_dtype": "params_dtype weight_dtype",
+    "mesh.ici_stage": "pp pp_size pipeline_parallel pipeline_parallel_size stages num_stages "
+    "pipeline_model_parallel_size pipeline_parallel_degree ici_pipeline_parallelism",
+    "mesh.ici_tensor": "tp tp_size tensor_parallel tensor_parallel_size mp model_parallel_size "
+    "tensor_model_parallel_size tensor_parallel_degree ici_tensor_parallelism",
+    "mesh.ici_data": "dp dp_size ddp data_parallel data_parallel_size data_parallel_degree "
+    "dp_replicate data_parallel_replicate_degree num_replicas ici_data_parallelism",
+    "mesh.ici_fsdp": "fsdp fsdp_size dp_shard data_parallel_shard_degree ici_fsdp_parallelism",
+    "mesh.dcn_stage": "dcn_pipeline_parallelism",
+    "mesh.dcn_tensor": "dcn_tensor_parallelism",
+    "mesh.dcn_data": "dcn_data_parallelism",
+    "mesh.dcn_fsdp": "dcn_fsdp_parallelism",
+    "mesh.cpu_devices": "num_cpu_devices host_device_count jax_num_cpu_devices",
+    "pipeline.schedule": "pipeline_schedule pp_schedule pipeline_parallel_schedule",
+    "pipeline.microbatches": "num_microbatches n_microbatches "
+    "num_pipeline_microbatches gradient_accumulation gradient_accumulation_steps grad_accum "
+    "grad_accum_steps accumulation_steps accumulate_grad_batches update_freq",
+    "pipeline.repeats": "virtual_stages num_model_chunks vpp virtual_pipeline_size "
+    "virtual_pipeline_model_parallel_size num_pipeline_repeats circular_repeats",
+    "pipeline.remat": "gradient_checkpointing activation_checkpointing activation_checkpoint "
+    "checkpoint_activations remat_policy recompute recompute_granularity",
+    "train.steps": "max_steps num_steps train_steps total_steps max_train_steps "
+    "num_train_steps train_iters iterations max_iters num_iters iters",
+    "train.tokens": "max_tokens total_tokens num_tokens train_tokens token_budget",
+    "train.batch_size": "global_batch_size global_train_batch_size total_batch_size "
+    "train_batch_size batch bsz",
+    "train.sequence_length": "seq_len seq_length max_seq_len max_seq_length sequence_len "
+    "context_length ctx_len n_ctx block_size max_length max_target_length",
+    "optim.learning_rate": "lr max_lr peak_lr base_lr",
+    "optim.schedule": "lr_scheduler lr_scheduler_type lr_schedule scheduler lr_decay_style",
+    "optim.warmup_steps": "warmup num_warmup_steps warmup_iters lr_warmup_steps lr_warmup_iters",
+    "optim.decay_fraction": "decay_ratio cooldown_fraction",
+    "optim.final_fraction": "min_lr_ratio min_lr_factor cosine_learning_rate_final_fraction",
+    "optim.beta1": "adam_beta1 adam_b1 b1",
+    "optim.beta2": "adam_beta2 adam_b2 b2",
+    "optim.epsilon": "adam_epsilon adam_eps eps",
+    "optim.weight_decay": "wd adam_weight_decay",
+    "optim.clip_norm": "grad_clip max_grad_norm clip_grad clip gradient_clipping max_norm "
+    "gradient_clip gradient_clip_val gradient_clipping_threshold clip_grad_norm",
+    "data.source": "dataset_type dataset_format data_type",
+    "data.path": "data_path data_dir data_files dataset dataset_name dataset_path train_data "
+    "train_file train_files",
+    "data.field": "text_field text_column text_key dataset_text_field",
+    "data.validation_fraction": "val_split validation_split val_fraction eval_fraction test_size",
+    "data.prefetch_batches": "prefetch prefetch_factor",
+    "data.threads": "num_workers workers dataloader_num_workers",
+    "tokenizer.path": "tokenizer tokenizer_path tokenizer_name tokenizer_file tokenizer_model "
+    "tokenizer_name_or_path",
+    "checkpoint.every": "save_every save_steps save_interval save_freq checkpoint_period "
+    "checkpoint_interval checkpointing_steps ckpt_every",
+    "checkpoint.keep": "save_total_limit keep_last keep_last_n max_to_keep",
+    "checkpoint.dir": "checkpoint_dir ckpt_dir save_dir",
+    "checkpoint.restore_from": "resume_from_checkpoint init_from load_path load_from "
+    "restore_path finetune_from",
+    "eval.every": "eval_interval eval_steps eval_every val_check_interval validate_every",
+    "eval.batches": "eval_iters eval_batches limit_val_batches",
+    "log.every": "log_every logging_steps log_interval log_freq log_steps report_every",
+    "log.tensorboard": "use_tensorboard tb enable_tensorboard",
+    "log.progress": "progress_bar disable_tqdm",
+    "runtime.platform": "device accelerator backend",
+    "runtime.num_processes": "world_size nnodes num_nodes num_hosts nproc",
+    "runtime.process_id": "rank process_index node_rank",
+    "runtime.coordinator": "master_addr coordinator_address rdzv_endpoint",
+    "runtime.compilation_cache": "compilation_cache_dir jax_cache_dir",
+    "launch.slices": "num_slices",
+    "launch.topology": "tpu_type accelerator_type",
+}
+"""A key to the names that it has elsewhere."""
+
+_NOT_SAME_KEY = {
+    "epochs num_epochs num_train_epochs max_epochs n_epochs": (
+        "the length of a run is in steps or tokens.",
+        "Set train.steps or train.tokens; a run says at its start how many steps an epoch has.",
+    ),
+    "per_device_batch_size per_device_train_batch_size micro_batch_size local_batch_size "
+    "device_batch_size train_micro_batch_size_per_gpu": (
+        "train.batch_size counts the sequences of a step over all devices and microbatches.",
+        "Set train.batch_size to this number x data x fsdp x pipeline.microbatches.",
+    ),
+    "per_device_eval_batch_size": (
+        "eval.batch_size counts the sequences of a batch over all devices.",
+        "Set eval.batch_size to this number x data x fsdp.",
+    ),
+    "eval_strategy evaluation_strategy": (
+        "evaluations are some steps apart.",
+        "Set eval.every to the number of steps; 0 evaluates after the last one only.",
+    ),
+    "save_strategy": (
+        "checkpoints are some steps apart.",
+        "Set checkpoint.every to the number of steps; 0 saves after the last one only.",
+    ),
+    "warmup_ratio warmup_fraction warmup_steps_fraction lr_warmup_fraction": (
+        "the warm-up is in steps.",
+        "Set optim.warmup_steps to this fraction of train.steps.",
+    ),
+    "min_lr final_lr end_lr": (
+        "the last rate is a fraction of the peak.",
+        "Set optim.final_fraction to this rate divided by optim.learning_rate.",
+    ),
+    "bf16": ("types are named.", "Set model.compute_dtype=bfloat16, which is the default."),
+    "fp32": ("types are named.", "Set model.compute_dtype=float32."),
+    "fp16 half": (
+        "float16 is not supported.",
+        "Set model.compute_dtype=bfloat16, which needs no loss scale.",
+    ),
+    "fp8 int8 quantization load_in_8bit load_in_4bit": (
+        "types of less than 16 bits are not supported.",
+        "Set model.compute_dtype=bfloat16.",
+    ),
+    "loss_scale": (
+        "bfloat16 and float32 need no loss scale.",
+        "Leave it out; guard.bad_steps says what happens to a step with NaN.",
+    ),
+    "wandb wandb_project wandb_run_name wandb_entity use_wandb weights_and_biases": (
+        "Weights & Biases is not supported.",
+        "Leave it out; log.tensorboard=true writes for TensorBoard, and metrics.jsonl has every "
+        "number as JSON, a line per record.",
+    ),
+    "mlflow comet neptune clearml aim swanlab trackio report_to loggers logger": (
+        "TensorBoard files and metrics.jsonl are what a run writes.",
+        "Leave it out; metrics.jsonl has every number as JSON, a line per record, for other tools.",
+    ),
+    "experts num_experts n_experts num_local_experts moe experts_per_token num_experts_per_tok "
+    "num_experts_per_token top_k n_routed_experts moe_intermediate_size": (
+        "mixtures of experts are not supported yet.",
+        "Leave it out; every layer has one MLP of width model.d_mlp.",
+    ),
+    "ep ep_size expert_parallel expert_parallel_size expert_model_parallel_size "
+    "ici_expert_parallelism": (
+        "mixtures of experts are not supported yet.",
+        "Leave it out; mesh.ici_fsdp and mesh.ici_tensor shard every layer.",
+    ),
+    "cp cp_size context_parallel context_parallel_size context_parallel_degree sp "
+    "sequence_parallel ici_context_parallelism ici_sequence_parallelism": (
+        "splitting sequences over devices is not supported yet.",
+        "Leave it out; mesh.ici_stage, mesh.ici_fsdp and mesh.ici_tensor shrink a device's memory.",
+    ),
+    "optim.name optim.type optimizer optimizer_name optimizer_type optim.optimizer muon lion "
+    "adafactor sgd shampoo sophia adam adamw": (
+        "AdamW is the only optimizer.",
+        "Leave it out; `maxpipe config explain optim` lists what AdamW takes.",
+    ),
+    "zero zero_stage zero_optimization deepspeed sharding_strategy fsdp_config strategy": (
+        "sharding is said by the mesh.",
+        "Set mesh.ici_fsdp to the number of shards of parameters, gradients and optimizer state.",
+    ),
+    "lora peft qlora adapter lora_rank": (
+        "adapters are not supported: every parameter is trained.",
+        "Leave it out; checkpoint.restore_from starts from another run's parameters.",
+    ),
+    "model_name model_name_or_path pretrained pretrained_model_name_or_path hf_model "
+    "hf_checkpoint": (
+        "weights of other libraries cannot be read yet.",
+        "Give a file of configs/model/ for the shape; checkpoint.restore_from starts from another "
+        "run.",
+    ),
+    "resume auto_resume resume_training continue overwrite_output_dir": (
+        "a run whose folder has a checkpoint resumes by itself.",
+        "Leave it out, or set run.name to a new name for a new run.",
+    ),
+    "num_gpus gpus devices ngpu n_gpus gpus_per_node num_devices": (
+        "a run takes every device that jax finds.",
+        "Leave it out; CUDA_VISIBLE_DEVICES hides GPUs, mesh.cpu_devices makes virtual devices of "
+        "a CPU.",
+    ),
+    "packing sequence_packing": ("documents are always packed.", "Leave it out."),
+    "shuffle shuffle_seed shuffle_buffer_size": (
+        "documents are always shuffled, by run.seed.",
+        "Leave it out, or set run.seed.",
+    ),
+    "streaming": (
+        "documents are read from disk as they are needed.",
+        "Leave it out; `jsonl` and `arrayrecord` files may be larger than memory.",
+    ),
+    "torch_compile compile jit": ("the step is always compiled.", "Leave it out."),
+    "profile profiler profiling": (
+        "a run takes no profiles.",
+        "Leave it out; `maxpipe goodput` says where its time went, `maxpipe compile` what a step "
+        "does.",
+    ),
+    "ema ema_decay label_smoothing z_loss z_loss_weight early_stopping "
+    "early_stopping_patience muon_lr": ("is not supported.", "Leave it out."),
+}
+"""Names to why there is no such key here, and what to do."""
+
+_EXPORT = (
+    "Export it once: python -c \"import pandas; pandas.read_parquet('FILE.parquet')"
+    ".to_json('data.jsonl', orient='records', lines=True)\", then set data.source=jsonl "
+    "data.path=data.jsonl."
+)
+_HUB = (
+    "Export it once: python -c \"import datasets; datasets.load_dataset('NAME', split='train')"
+    ".to_json('data.jsonl')\", then set data.source=jsonl data.path=data.jsonl."
+)
+_ZERO_BUBBLE = (
+    "Set pipeline.schedule=zb_h1 (the memory of 1f1b), zb_h2 (twice that, no bubble), or zb_v with "
+    "pipeline.repeats=2 (the memory of 1f1b, no bubble)."
+)
+_DTYPES = {
+    "bf16 bfloat brain": "bfloat16",
+    "fp32 f32 float single tf32 full": "float32",
+    "fp16 f16 float16 half": "float16 is not supported. Set KEY=bfloat16.",
+    "fp8 float8 int8 e4m3": "8-bit types are not supported. Set KEY=bfloat16.",
+}
+_VALUES = {
+    "pipeline.schedule": {
+        "zerobubble zb zerobubblepipeline zbpp zbh": _ZERO_BUBBLE,
+        "one_forward_one_backward pipedream pipedream_flush schedule1f1b": "1f1b",
+        "interleaved_1f1b interleaved1f1b vpp virtual looped megatron schedule_interleaved1f1b": (
+            "interleaved"
+        ),
+        "afab fill_drain fthenb schedule_gpipe": "gpipe",
+        "bfs looped_bfs schedule_looped_bfs": "breadth_first",
+        "zbv schedule_zbv_zero_bubble": "zb_v",
+        "dualpipe dual_pipe schedule_dual_pipe_v": "dualpipe_v",
+    },
+    "data.source": {
+        "parquet pq arrow feather": f"Parquet is not read yet. {_EXPORT}",
+        "huggingface hf hub datasets": f"The Hugging Face hub is not read. {_HUB}",
+        "csv tsv": "CSV is not read. Write one JSON object per line, and set data.source=jsonl.",
+        "json jsonlines ndjson json_lines": "jsonl",
+        "txt file files folder": "text",
+        "riegeli array_record grain": "arrayrecord",
+        "tensorflow_datasets tfrecord": (
+            "Set data.source=tfds for a dataset that TFDS prepared as ArrayRecord; TFRecord files "
+            "cannot be read at a position, so write them as ArrayRecord or JSON lines."
+        ),
+        "webdataset mosaic mds streaming": (
+            "It is not supported. Write one JSON object per line, and set data.source=jsonl."
+        ),
+        "random dummy fake mock": "synthetic",
+        "megatron mmap bin memmap": (
+            "Token files are not read: text is. Write documents as JSON lines, and set "
+            "data.source=jsonl."
+        ),
+    },
+    "tokenizer.kind": {
+        "hf tokenizers fast auto json": "huggingface",
+        "byte utf8 bytelevel char": "bytes",
+        "sentencepiece spm tiktoken bpe gpt2 llama wordpiece": (
+            "Set tokenizer.kind=huggingface and tokenizer.path to the model's tokenizer.json, "
+            "which most models come with; `save_pretrained` of a fast tokenizer writes one."
+        ),
+    },
+    "optim.schedule": {
+        "warmup_cosine cosine_decay cosine_with_warmup cosine_annealing": "cosine",
+        "warmup_linear linear_decay linear_with_warmup": "linear",
+        "none constant_with_warmup fixed": "constant",
+        "warmup_stable_decay trapezoidal": "wsd",
+        "inverse_sqrt inverse_square_root rsqrt noam polynomial exponential step multistep": (
+            "It is not supported. Set optim.schedule=cosine, or wsd for a long constant part."
+        ),
+    },
+    "model.compute_dtype": _DTYPES,
+    "model.param_dtype": _DTYPES,
+    "model.attention": {
+        "flash flash_attention flash_attention_2 fa2 fa3 fused": (
+            "Set model.attention=cudnn on an NVIDIA GPU, and xla elsewhere."
+        ),
+        "eager sdpa plain reference default dot_product auto": "xla",
+        "splash pallas ring": "It is not supported yet. Set model.attention=xla.",
+    },
+    "runtime.platform": {
+        "gpu nvidia": "cuda",
+        "rocm amd mps metal xpu": "It is not supported. Set runtime.platform=cpu.",
+        "": "auto",
+    },
+    "pipeline.remat": {
+        "true all yes on block layer minimal": "full",
+        "false no off nothing": "none",
+        "selective dots matmul custom": (
+            "Set pipeline.remat=names, and pipeline.saved_names to what is kept."
+        ),
+    },
+    "pipeline.weight_gather": {
+        "zero3 layer": "iteration",
+        "zero2 zero1 once": "step",
+    },
+    "guard.bad_steps": {"ignore drop": "skip", "raise error abort": "stop"},
+    "guard.on_spike": {"ignore warn log": "note", "drop": "skip"},
+    "log.progress": {"rich bar tqdm true": "live", "lines text none false off": "plain"},
+}
+"""Key to what its values are called elsewhere: a value, or what to do instead."""
+
+_LISTS = {
+    "data.path": "Put the files into one folder (links will do) and name it, or write a glob "
+    "pattern such as 'data/*.jsonl' or 'data/**/part-[0-4]*'.",
+}
+"""Keys that elsewhere may be lists."""
+
+_COMMANDS = {
+    "train": "fit pretrain finetune run start resume restart continue",
+    "launch": "submit srun sbatch torchrun accelerate mpirun",
+    "plan": "estimate memory simulate autotune tune search predict",
+    "config": "configs conf cfg settings show print schema",
+    "schedule": "schedules draw pipeline timeline compare",
+    "checkpoints": "checkpoint ckpt ckpts list ls runs prune verify diff",
+    "goodput": "time report stats",
+    "eval": "evaluate validate validation test evals",
+    "env": "info versions version bugreport",
+    "doctor": "check diagnose health lint",
+    "compile": "aot hlo",
+    "init": "new create quickstart",
+    "board": "tensorboard tb watch dashboard",
+}
+"""A command to what it is called elsewhere."""
+
+_NO_COMMAND = {
+    "generate sample chat infer inference serve predict_text": (
+        "maxpipe trains; it generates no text and serves no models yet."
+    ),
+    "export convert hf": "Checkpoints of other libraries are neither written nor read yet.",
+    "sweep": "Start one run per setting, each with its own run.name.",
+}
+
+
+class Answer(NamedTuple):
+    """What is known of a name that is not one of ours: one of these is empty."""
+
+    name: str = ""
+    """Ours."""
+    why: str = ""
+    action: str = ""
+
+
+def key_meant(path: Sequence[str], keys: Collection[str]) -> Answer:
+    """What is meant by a key that does not exist, `path` being its section, if any, and name."""
+    return same_key(path, keys) or Answer(_resembling(path, keys))
+
+
+def same_key(path: Sequence[str], keys: Collection[str]) -> Answer | None:
+    """What is known of exactly this name; nothing is guessed."""
+    full, tail = squashed("".join(path)), squashed(path[-1])
+    if full in _foreign_keys():
+        return _foreign_keys()[full]
+    for key in keys:
+        if squashed(key) == full:
+            return Answer(key)
+    for key in keys:
+        if squashed(key.rpartition(".")[2]) == tail:
+            return Answer(key)
+    for part in (tail, squashed(path[0])):
+        if part in _foreign_keys():
+            return _foreign_keys()[part]
+    return None
+
+
+def override_meant(argument: str, rule: str, keys: Collection[str]) -> tuple[str, str]:
+    """Rule and action for `name=value`, or a name alone, that should have been an override.
+
+    The rule is the one given, with a reason if there is one. The action may be empty.
+    """
+    name, _, text = argument.partition("=")
+    answer = Answer(name) if name in keys else key_meant(name.split("."), keys)
+    if answer.name:
+        return rule, f"Write {answer.name}={text or 'VALUE'}."
+    return because(rule, answer.why), answer.action
+
+
+def because(rule: str, why: str) -> str:
+    """The rule with its reason, if there is one."""
+    return f"{rule.removesuffix('.')}: {why}" if why else rule
+
+
+def _resembling(path: Sequence[str], keys: Collection[str]) -> str:
+    """Of the same section where it is one: all its keys resemble each other."""
+    if len(path) > 1:
+        prefix = f"{path[0]}."
+        names = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+        if guess := did_you_mean(".".join(path[1:]), names):
+            return prefix + guess
+    return did_you_mean(".".join(path), keys)
+
+
+def value_meant(key: str, value: str, choices: Iterable[str]) -> str:
+    """What to do about a value that is none of the choices; empty when nobody knows."""
+    choices = list(choices)
+    if exact := [choice for choice in choices if squashed(choice) == squashed(value)]:
+        return f"Set {key}={exact[0]}."
+    found = _foreign_values(key).get(squashed(value), "") or did_you_mean(value, choices)
+    return f"Set {key}={found}." if found in choices else found.replace("KEY", key)
+
+
+def list_meant(key: str) -> str:
+    """What to do where a list was given for a key that takes one text; empty when nobody knows."""
+    return _LISTS.get(key, "")
+
+
+def command_meant(word: str, commands: Collection[str]) -> Answer:
+    """What is meant by a command that does not exist."""
+    if exact := [command for command in commands if squashed(command) == squashed(word)]:
+        return Answer(exact[0])
+    for command, names in _COMMANDS.items():
+        if command in commands and squashed(word) in map(squashed, names.split()):
+            return Answer(command)
+    for names, action in _NO_COMMAND.items():
+        if squashed(word) in map(squashed, names.split()):
+            return Answer(action=action)
+    return Answer(did_you_mean(word, commands))
+
+
+@functools.cache
+def _foreign_keys() -> dict[str, Answer]:
+    same = {
+        squashed(name): Answer(key) for key, names in _SAME_KEY.items() for name in names.split()
+    }
+    return same | {
+        squashed(name): Answer("", *said)
+        for names, said in _NOT_SAME_KEY.items()
+        for name in names.split()
+    }
+
+
+@functools.cache
+def _foreign_values(key: str) -> dict[str, str]:
+    table = _VALUES.get(key, {})
+    return {squashed(name): found for names, found in table.items() for name in names.split()}

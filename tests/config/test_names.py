@@ -1,0 +1,112 @@
+"""What is said of names that are not ours: each leads to one that works, or to a reason."""
+
+from __future__ import annotations
+
+import re
+import typing
+from pathlib import Path
+
+import pytest
+
+from maxpipe.config import names
+from maxpipe.config.load import KEYS, load
+from maxpipe.config.rules import did_you_mean, squashed
+from maxpipe.errors import ConfigError
+from maxpipe.pipeline.schedule import SCHEDULES
+
+TINY = str(Path(__file__).parents[2] / "configs/model/tiny.yml")
+
+
+def said(*arguments: str) -> str:
+    """The one problem."""
+    with pytest.raises(ConfigError) as caught:
+        load([TINY, "train.steps=1", *arguments])
+    assert len(caught.value.problems) == 1
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ("pipeline.schedule=1F1B", "Set pipeline.schedule=1f1b."),
+        ("pipeline.schedule=ZB-H1", "Set pipeline.schedule=zb_h1."),
+        ("pipeline.schedule=zerobubble", "Set pipeline.schedule=zb_h1 (the memory of 1f1b), zb_h2"),
+        ("pipeline.schedule=Interleaved1F1B", "Set pipeline.schedule=interleaved."),
+        ("pipeline.schedule=1f1", "Set pipeline.schedule=1f1b."),
+        ("data.source=parquet", "pandas.read_parquet"),
+        ("data.source=huggingface", "datasets.load_dataset"),
+        ("data.source=json", "Set data.source=jsonl."),
+        ("model.compute_dtype=bf16", "Set model.compute_dtype=bfloat16."),
+        ("model.compute_dtype=FP16", "float16 is not supported. Set model.compute_dtype=bfloat16."),
+        ("runtime.platform=gpu", "Set runtime.platform=cuda."),
+        ("runtime.platform=CPU", "Set runtime.platform=cpu."),
+        ("model.attention=flash", "Set model.attention=cudnn on an NVIDIA GPU"),
+        ("model.experts=8", "mixtures of experts are not supported yet."),
+        ("optim.name=muon", "AdamW is the only optimizer."),
+        ("optim.muon=true", "AdamW is the only optimizer."),
+        ("train.epochs=3", "Set train.steps or train.tokens"),
+        ("train.gradient_accumulation=4", "Did you mean pipeline.microbatches?"),
+        ("train.gradient_accumulation_steps=4", "Did you mean pipeline.microbatches?"),
+        ("log.wandb=true", "metrics.jsonl has every number"),
+        ("wandb.project=mine", "Weights & Biases is not supported."),
+        ("trainer.max_steps=5", "Did you mean train.steps?"),
+        ("train.per_device_batch_size=2", "Set train.batch_size to this number x data x fsdp"),
+        ("train.bf16=true", "Set model.compute_dtype=bfloat16"),
+        ("model.hidden_size=64", "Did you mean model.d_model?"),
+        ("lr=1e-4", "Write optim.learning_rate=1e-4."),
+        ("tp=4", "Write mesh.ici_tensor=4."),
+        ("max-steps=9", "Write train.steps=9."),
+        ("--seq_len=9", "Write train.sequence_length=9."),
+        ("optim.warmup_ratio=0.1", "Set optim.warmup_steps to this fraction of train.steps."),
+        ("train.stpes=1", "Did you mean train.steps?"),
+        ("data.path=[a.jsonl,b.jsonl]", "write a glob pattern such as"),
+    ],
+)
+def test_a_foreign_name_is_answered(given: str, answer: str) -> None:
+    assert answer in said(given)
+
+
+def test_a_list_of_paths_in_a_file_is_answered(tmp_path: Path) -> None:
+    file = tmp_path / "run.yml"
+    file.write_text("data:\n  source: jsonl\n  path: [a.jsonl, b.jsonl]\n")
+    assert "must be one text, not a list." in said(str(file))
+    assert "'data/*.jsonl'" in said(str(file))
+
+
+def test_every_key_that_is_named_exists_and_takes_the_value() -> None:
+    texts = [text for why_action in names._NOT_SAME_KEY.values() for text in why_action]
+    texts += [text for table in names._VALUES.values() for text in table.values()]
+    named = re.findall(r"\b([a-z]+\.[a-z0-9_]+)(?:=([a-z0-9_]+))?", " ".join(texts))
+    sections = {key.partition(".")[0] for key in KEYS}
+    checked = 0
+    for key, value in named:
+        if key.partition(".")[0] not in sections or key in ("data.jsonl", "tokenizer.json"):
+            continue
+        checked += 1
+        assert key in KEYS, key
+        choices = SCHEDULES if key == "pipeline.schedule" else typing.get_args(KEYS[key])
+        assert not value or not choices or value in choices, (key, value)
+    assert checked > 30
+    assert set(names._SAME_KEY) <= set(KEYS)
+
+
+def test_values_lead_to_values() -> None:
+    for key, table in names._VALUES.items():
+        choices = SCHEDULES if key == "pipeline.schedule" else typing.get_args(KEYS[key])
+        assert choices, key
+        for found in table.values():
+            assert found in choices or " " in found, (key, found)
+
+
+def test_no_name_stands_twice_or_is_one_of_ours() -> None:
+    tables = [names._SAME_KEY.values(), names._NOT_SAME_KEY]
+    written = [squashed(name) for table in tables for entry in table for name in entry.split()]
+    assert len(written) == len(set(written)), {n for n in written if written.count(n) > 1}
+    ours = {squashed(key.rpartition(".")[2]) for key in KEYS}
+    assert not sorted(ours & set(written))
+
+
+def test_case_and_joints_win_over_likeness() -> None:
+    assert did_you_mean("A-B", ["a_bc", "ab"]) == "ab"
+    assert did_you_mean("Tensor", ["tensors", "tensor"]) == "tensor"
+    assert not did_you_mean("qqq", ["tensor"])
