@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -25,9 +26,10 @@ from maxpipe import redact
 from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, open_run
-from maxpipe.checkpoint.place import FOLDER, home, home_of, run_folder
+from maxpipe.checkpoint.place import FOLDER, home, home_of, in_bucket, run_folder
 from maxpipe.config.check import check, total_steps, where
 from maxpipe.config.load import Loaded, to_dict, to_yaml
+from maxpipe.config.rules import shown
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, Loader, build, compare
 from maxpipe.data.tokenizer import check_vocab
@@ -56,6 +58,14 @@ _OWN_KEYS = frozenset(
 
 # Model keys that may change between a checkpoint and the run that resumes it.
 _FREE_MODEL_KEYS = frozenset({"dropout", "attention", "compute_dtype"})
+
+# What may change of a finished run: how often it is saved and evaluated, what it is called, which
+# machine it is on, and how its length was said.
+_FREE_WHEN_DONE = frozenset({"checkpoint", "eval"})
+_FREE_KEYS_WHEN_DONE = frozenset(
+    {"run.name", "train.steps", "train.tokens", "mesh.cpu_devices", "data.allow_change"}
+    | {"guard.replica_check_every"}
+)
 
 
 WRITTEN_FILES = ("config.yml", "metrics.jsonl", "metrics.jsonl.new", "events.jsonl")
@@ -182,7 +192,9 @@ def fit_to_devices(loaded: Loaded) -> Loaded:
     problems = check(config, loaded.origins)
     if problems:
         raise ConfigError(problems)
-    return Loaded(config, loaded.origins)
+    before = dataclasses.asdict(loaded.config.mesh)
+    filled = frozenset(f"mesh.{name}" for name, size in before.items() if size == -1)
+    return Loaded(config, loaded.origins, filled)
 
 
 def set_up(
@@ -371,6 +383,8 @@ def _restore_or_init(
 
     def accept(facts: Facts, *, own: bool = True) -> None:
         _check_model(facts.config["model"], to_dict(config)["model"], loaded.origins)
+        if own and facts.step == total_steps(config.train):
+            _check_finished(facts, loaded)
         others = compare(facts.data["fingerprint"], datasets.train.fingerprint())
         if others and own and not config.data.allow_change:
             raise _other_data(others, facts.step)
@@ -444,12 +458,51 @@ def _other_data(differences: Sequence[tuple[str, Any, Any]], step: int) -> Confi
 def _changed_keys(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
     """(key, saved, now) of settings that a run may change while it is stopped."""
     for section, keys in to_dict(redact.within(config)).items():
-        if section in (*_OWN_SECTIONS, "model"):
+        if section in _OWN_SECTIONS:
             continue
         for key, now in keys.items():
             before = saved.get(section, {}).get(key, now)
             if before != now and f"{section}.{key}" not in _OWN_KEYS:
                 yield f"{section}.{key}", before, now
+
+
+def _check_finished(facts: Facts, loaded: Loaded) -> None:
+    """A finished run that is given other settings is not what was meant: another run is.
+
+    Raises:
+        ConfigError: with the settings, and the name of a run that is not there yet.
+    """
+    config = loaded.config
+    changed = [
+        (key, before, now)
+        for key, before, now in _changed_keys(facts.config, config)
+        if key.partition(".")[0] not in _FREE_WHEN_DONE
+        and key not in _FREE_KEYS_WHEN_DONE | loaded.filled
+    ]
+    if not changed:
+        return
+    train = config.train
+    listed = "; ".join(f"{key} was {shown(old)} and is {shown(new)}" for key, old, new in changed)
+    more = f"train.steps={2 * train.steps}" if train.steps else f"train.tokens={2 * train.tokens}"
+    raise ConfigError.one(
+        str(run_folder(config.run)),
+        None,
+        f"is a finished run: all its {facts.step} steps are done, and nothing is left to train "
+        f"with other settings than when step {facts.step} was saved: {listed}.",
+        f"Set run.name={_free_name(config)} for a new run with them, {more} to go on with this "
+        "one, or put them back.",
+    )
+
+
+def _free_name(config: Config) -> str:
+    """The run's name with the first number behind it that no run has."""
+    for number in itertools.count(2):
+        named = dataclasses.replace(config.run, name=f"{config.run.name}-{number}")
+        folder = run_folder(named)
+        saved = home(folder, config.checkpoint)
+        if not os.path.lexists(folder) and (in_bucket(saved) or not os.path.lexists(saved)):
+            return named.name
+    raise AssertionError("numbers end")
 
 
 def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> list[tuple[str, str]]:
