@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import maxpipe
 from maxpipe import redact
-from maxpipe.commands import checkpoints, config, doctor, goodput, launch, plan, schedule
+from maxpipe.commands import checkpoints, config, configs, doctor, goodput, launch, plan, schedule
 from maxpipe.commands.parser import Parser, add_inputs, subcommands
 from maxpipe.errors import ExitCode, MaxpipeError
 
@@ -65,7 +65,7 @@ def _run(argv: list[str]) -> int:
 def _train(options: argparse.Namespace) -> int:
     from maxpipe.config.load import load
 
-    loaded = load(options.inputs)
+    loaded = load(options.inputs, to_train=True)
     from maxpipe.train.loop import train
 
     return train(loaded)
@@ -90,7 +90,7 @@ def _parser() -> Parser:
         help="train, or resume, the run that files and overrides describe",
         description="Train the run that files and overrides describe. A run whose folder has a\n"
         "checkpoint resumes there.",
-        epilog="example: maxpipe train configs/quickstart.yml train.steps=100",
+        epilog="example: maxpipe train quickstart train.steps=100",
     )
     add_inputs(train)
     train.set_defaults(command=_train)
@@ -102,5 +102,6 @@ def _parser() -> Parser:
     checkpoints.add(commands)
     goodput.add(commands)
     doctor.add(commands)
+    configs.add(commands)
     parser.command_names = tuple(commands.choices)
     return parser

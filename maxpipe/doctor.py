@@ -31,6 +31,7 @@ from maxpipe.checkpoint.place import (
 )
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
+from maxpipe.config.training import check_training
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import check_vocab, open_tokenizer
 from maxpipe.errors import ConfigError, StorageError
@@ -87,8 +88,11 @@ def examine(inputs: Sequence[str]) -> Iterator[Check]:
     patient = Patient()
     if inputs:
         try:
-            patient = Patient.of(load(inputs))
+            loaded = load(inputs)
+            patient = Patient.of(loaded)
             yield Check("config", "ok", f"read from {counted(len(inputs), 'argument')}")
+            if unsaid := check_training(loaded.config, loaded.origins):
+                yield from _explained("training", ConfigError(unsaid))
         except ConfigError as error:
             yield from _explained("config", error)
     yield from folders(patient)

@@ -17,14 +17,11 @@ import yaml
 
 from maxpipe import files
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.shipped import folder
 from maxpipe.typed import checked
 
 GIB = 2**30
 _MAX_BYTES = 1 << 20
-_FOLDERS = (
-    Path(__file__).parent / "configs" / "hardware",  # installed
-    Path(__file__).parents[1] / "configs" / "hardware",  # a checkout
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +103,8 @@ class Hardware:
 @cache
 def shipped() -> Mapping[str, Hardware]:
     """Published figures of every kind, by the name that its topologies begin with."""
-    folder = next((folder for folder in _FOLDERS if folder.is_dir()), None)
-    assert folder is not None, f"hardware files are in none of {_FOLDERS}"
     found = {}
-    for path in sorted(folder.glob("*.yml")):
+    for path in sorted((folder() / "hardware").glob("*.yml")):
         each = Hardware(**yaml.safe_load(path.read_text(encoding="utf-8")))
         found[each.topology] = each
     return found

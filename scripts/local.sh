@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A run in four processes on this machine, with two virtual CPU devices each.
 #
-#   scripts/local.sh [FILE... section.key=value...]     by default configs/quickstart.yml
+#   scripts/local.sh [FILE... section.key=value...]     by default quickstart
 set -euo pipefail
-[ $# -gt 0 ] || set -- configs/quickstart.yml
+[ $# -gt 0 ] || set -- quickstart
 exec maxpipe launch local --processes 4 "$@"

@@ -36,6 +36,7 @@ LEVELS = {
     "maxpipe.files": 0,
     "maxpipe.typed": -1,
     "maxpipe.redact": 0,
+    "maxpipe.shipped": 0,
     "maxpipe.hardware": 1,
     "maxpipe.canvas": 0,
     "maxpipe.words": 0,
@@ -101,6 +102,7 @@ FORBIDDEN = [
 JAX_FREE = (
     "maxpipe.errors",
     "maxpipe.hardware",
+    "maxpipe.shipped",
     "maxpipe.files",
     "maxpipe.typed",
     "maxpipe.words",

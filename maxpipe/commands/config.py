@@ -72,7 +72,7 @@ def add(commands: Commands) -> None:
         help="print the whole config that files and overrides give",
         description="Print every value of the config that files and overrides give, defaults\n"
         "included, after all checks that need no devices.",
-        epilog="example: maxpipe config print configs/quickstart.yml train.steps=100 --origin",
+        epilog="example: maxpipe config print quickstart train.steps=100 --origin",
     )
     add_inputs(show)
     show.add_argument("--origin", action="store_true", help="say where each value comes from")

@@ -65,7 +65,7 @@ def add(commands: Commands) -> None:
         "along every axis of the mesh, and two processes on this machine. One line per check: ok,\n"
         "warning, or FAILED with what to do. Without a config, what needs none. Exit code 2 when\n"
         "a check failed.",
-        epilog="examples:\n  maxpipe doctor\n  maxpipe doctor configs/quickstart.yml --json",
+        epilog="examples:\n  maxpipe doctor\n  maxpipe doctor quickstart --json",
     )
     add_inputs(parser)
     parser.add_argument(

@@ -39,14 +39,14 @@ def _local(options: argparse.Namespace) -> int:
     from maxpipe.config.load import load
     from maxpipe.launch import local
 
-    return local.launch(load(options.inputs), options.inputs, options.processes)
+    return local.launch(load(options.inputs, to_train=True), options.inputs, options.processes)
 
 
 def _cluster(options: argparse.Namespace) -> int:
     from maxpipe.config.load import load
     from maxpipe.launch.preflight import located
 
-    loaded = load(options.inputs)
+    loaded = load(options.inputs, to_train=True)
     try:
         report, job, submission = _written(options, loaded)
     except ConfigError as error:
@@ -116,7 +116,7 @@ def _add_local(actions: Commands) -> None:
         "their number. They are started again after a kill, a hang, or a stop that saved; a\n"
         "signal to the launcher makes them save and stops it, too. With one process, it may be\n"
         "one of many on other hosts.",
-        epilog="example: maxpipe launch local --processes 4 configs/quickstart.yml",
+        epilog="example: maxpipe launch local --processes 4 quickstart",
     )
     add_inputs(local)
     local.add_argument(

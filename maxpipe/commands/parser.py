@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 from maxpipe.errors import ConfigError, StorageError
 
-INPUTS_HELP = "config files, merged left to right, then section.key=value overrides"
+INPUTS_HELP = (
+    "config files or names of configs that maxpipe ships (`maxpipe configs list`), merged left to "
+    "right, then section.key=value overrides"
+)
 
 
 class Parser(argparse.ArgumentParser):

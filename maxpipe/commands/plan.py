@@ -245,7 +245,7 @@ def _add_compile(commands: Commands) -> None:
         description="Compile the real train step for a topology and say what the compiler knows:\n"
         "memory, operations, collectives and what they hide behind. TPU programs need libtpu\n"
         "(pip install 'maxpipe[tpu]') and no TPU.",
-        epilog="examples:\n  maxpipe compile configs/quickstart.yml --topology cpu:8 "
+        epilog="examples:\n  maxpipe compile quickstart --topology cpu:8 "
         "mesh.ici_stage=4 mesh.ici_fsdp=2\n"
         "  maxpipe compile run.yml --topology v5p:4x4x4 --slices 2 mesh.dcn_stage=2",
     )

@@ -82,6 +82,7 @@ def _write_drawings(options: argparse.Namespace, placed: Schedule, costs: Costs)
 def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     """Names and sizes of schedules: options, then files, then an example that fits a screen."""
     from maxpipe.pipeline.schedule import FILE_PREFIX, SCHEDULES
+    from maxpipe.shipped import meant
 
     inputs = list(options.inputs)
     named = bool(inputs) and (inputs[0] in SCHEDULES or inputs[0].startswith(FILE_PREFIX))
@@ -92,7 +93,7 @@ def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], d
         for name in names:
             if name not in SCHEDULES and not name.startswith(FILE_PREFIX):
                 raise _unknown_schedule(f"command line: --compare {name}", name)
-    elif inputs and re.fullmatch(r"\w+|[^=]*\.csv", inputs[0]):
+    elif inputs and re.fullmatch(r"\w+|[^=]*\.csv", inputs[0]) and not meant(inputs[0]):
         raise _unknown_schedule(f"command line: {inputs[0]}", inputs[0])
     if inputs:
         names, sizes = _sizes_of_config(options, inputs, names)
@@ -203,7 +204,7 @@ def add(commands: Commands) -> None:
         "  maxpipe schedule zb_v --costs 1,1,1.2 --svg zb_v.svg --csv zb_v.csv\n"
         "  maxpipe schedule file:zb_v.csv\n"
         "  maxpipe schedule --compare 1f1b,interleaved,zb_v --stages 8 --microbatches 32\n"
-        "  maxpipe schedule configs/quickstart.yml pipeline.repeats=2",
+        "  maxpipe schedule quickstart pipeline.repeats=2",
     )
     add_inputs(
         parser,

@@ -23,6 +23,7 @@ from maxpipe.config.rules import (
     axis_size,
     did_you_mean,
     divisors,
+    folder_name,
     rule,
     shown,
     up,
@@ -138,11 +139,10 @@ for _bound in BOUNDS.values():
 def _name_is_a_folder(config: Config) -> Iterator[Finding]:
     name = config.run.name
     if name in (".", "..") or not re.fullmatch(r"[A-Za-z0-9._-]+", name):
-        safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
         yield Finding(
             "run.name",
             "must be a folder name of letters, digits, `.`, `_` and `-`.",
-            f"Set run.name={safe}.",
+            f"Set run.name={folder_name(name)}.",
         )
 
 

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import math
 import os
-import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,15 +22,17 @@ import yaml
 from omegaconf import OmegaConf
 
 from maxpipe.config.check import DEFAULT, check, did_you_mean, is_override
+from maxpipe.config.inputs import Input, locate, nearby
 from maxpipe.config.names import because, key_meant, list_meant, override_meant, value_meant
 from maxpipe.config.schema import Config
+from maxpipe.config.training import check_training
+from maxpipe.config.values import READERS, Raw, as_is, refused, texts
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.files import read
 
 MAX_FILE_BYTES = 1 << 20
 _MAX_DEPTH = 8
 _MAX_PROBLEMS = 100
-_SUFFIXES = (".yml", ".yaml")
 
 SECTIONS: dict[str, type] = typing.get_type_hints(Config)
 """Section name to the dataclass that declares it."""
@@ -43,9 +44,6 @@ KEYS: dict[str, Any] = {
 }
 """Full key to its type, in the order of the schema."""
 
-Raw = str | None | list["Raw"] | dict[str, "Raw"]
-"""A value before the schema gave it a type: scalars are text, None is YAML's null."""
-
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -53,13 +51,16 @@ class Loaded:
 
     config: Config
     origins: dict[str, str]
-    """Full key to "default", the path of a file, or the text of an override."""
+    """Full key to "default", a file, or the text of an override."""
+    filled: frozenset[str] = frozenset()
+    """Full keys that were -1, of which the devices have decided the value."""
 
 
-def load(args: Sequence[str]) -> Loaded:
+def load(args: Sequence[str], *, to_train: bool = False) -> Loaded:
     """The config that files and `section.key=value` overrides describe.
 
-    Files merge left to right and overrides follow, wherever they stand among the files.
+    Files merge left to right and overrides follow, wherever they stand among the files. A file may
+    be given by the name of a config that maxpipe ships. `to_train`: it must say what to train on.
 
     Raises:
         ConfigError: with every mistake in the files, the overrides and the values.
@@ -68,13 +69,16 @@ def load(args: Sequence[str]) -> Loaded:
     assignments: list[_Assignment] = []
     overrides = [arg for arg in args if is_override(arg) or arg.startswith("-")]
     files = [arg for arg in args if arg not in overrides]
-    documents = [_read_file(file, problems) for file in files]
-    for file, document in zip(files, documents, strict=True):
-        if document:
-            assignments += _read_document(document, file, problems)
+    located = [_located(arg, problems) for arg in files]
+    documents = [file and _read_file(file, problems) for file in located]
+    for file, document in zip(located, documents, strict=True):
+        if file and document:
+            assignments += _read_document(document, file.origin, problems)
     for arg in overrides:
         assignments += _read_override(arg, problems)
-    return _build(assignments, problems, is_complete=None not in documents)
+    named = _named_like(located[-1]) if located and located[-1] else None
+    is_complete = None not in documents
+    return _build(assignments, problems, named, is_complete=is_complete, to_train=to_train)
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
@@ -88,7 +92,7 @@ def from_dict(values: Mapping[str, Any]) -> Config:
                 assignments += _split((section, name), value, "from_dict", "from_dict")
         else:
             assignments.append(_Assignment((str(section),), raw, "from_dict", "from_dict"))
-    return _build(assignments, problems, is_complete=True).config
+    return _build(assignments, problems, None, is_complete=True).config
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
@@ -105,7 +109,7 @@ def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
     for section, values in to_dict(config).items():
         lines.append(f"{section}:")
         for name, value in values.items():
-            line = f"  {name}: {_one_line(value)}"
+            line = f"  {name}: {one_line(value)}"
             remark = comment(f"{section}.{name}") if comment else ""
             remark = "".join(character for character in remark if character.isprintable())
             lines.append(f"{line}  # {remark}" if remark else line)
@@ -129,16 +133,22 @@ class _Assignment:
         return Problem(f"{self.place}: {'.'.join(self.path)}", text, rule, action)
 
 
-def _read_file(arg: str, problems: list[Problem]) -> yaml.MappingNode | None:
-    """The sections of a file. None, and a problem, if the argument is no such file."""
-    path = Path(arg)
-    if path.suffix not in _SUFFIXES:
-        problems.append(_not_a_file(arg))
+def _located(arg: str, problems: list[Problem]) -> Input | None:
+    """The file that an argument means. None, and a problem, if it means none."""
+    try:
+        return locate(arg, KEYS)
+    except ConfigError as error:
+        problems += error.problems
         return None
+
+
+def _read_file(file: Input, problems: list[Problem]) -> yaml.MappingNode | None:
+    """The sections of a file. None, and a problem, if it is no such file."""
+    arg, path = file.origin, file.path
     try:
         root = _compose(_read_text(path))
     except OSError as error:
-        action = _nearby(path) if not os.path.exists(path) else "Give a file that can be read."
+        action = nearby(path) if not os.path.exists(path) else "Give a file that can be read."
         reason = f"cannot be read: {error.strerror or error}."
         problems.append(Problem(arg, "", reason, action))
     except ConfigError as error:
@@ -151,30 +161,9 @@ def _read_file(arg: str, problems: list[Problem]) -> yaml.MappingNode | None:
         if isinstance(root, yaml.MappingNode):
             return root
         rule = "must hold sections, such as `model:`, with keys below them."
-        action = "See configs/quickstart.yml for an example."
+        action = "See `maxpipe configs show quickstart` for an example."
         problems.append(Problem(arg, _shortened(_raw(root)), rule, action))
     return None
-
-
-def _not_a_file(arg: str) -> Problem:
-    where = f"command line: {arg}" if arg else "command line: an empty argument"
-    rule = "is neither a file that ends in .yml or .yaml nor `section.key=value`."
-    if arg in KEYS:
-        return Problem(where, "", "has no value.", f"Write {arg}=VALUE without spaces.")
-    if os.path.isfile(arg):  # pathlib raises for a name that is too long
-        return Problem(where, "", rule, f"Rename the file to {arg}.yml.")
-    return Problem(where, "", rule, "`maxpipe config explain` lists sections and keys.")
-
-
-def _nearby(path: Path) -> str:
-    """Action for a missing file: a similar name next to it, or the folder that is missing."""
-    if not os.path.isdir(path.parent):
-        return f"Check the folder {path.parent}, which does not exist either."
-    siblings = sorted(p.name for p in path.parent.glob("[!.]*") if p.suffix in _SUFFIXES)
-    guess = did_you_mean(path.name, siblings)
-    if guess:
-        return f"Did you mean {path.parent / guess}?"
-    return f"Check the path: {path.parent}/ has {', '.join(siblings[:8]) or 'no .yml'}."
 
 
 def _read_text(path: Path) -> str:
@@ -342,11 +331,25 @@ def _is_collection(hint: Any) -> bool:
 # From assignments to values.
 
 
+def _named_like(file: Input) -> _Assignment:
+    """The name of a run that is given none: two files are two runs."""
+    origin = f"the name of {file.origin}"
+    return _Assignment(("run", "name"), file.run_name, origin, file.origin)
+
+
 def _build(
-    assignments: Sequence[_Assignment], problems: list[Problem], *, is_complete: bool
+    assignments: Sequence[_Assignment],
+    problems: list[Problem],
+    named: _Assignment | None,
+    *,
+    is_complete: bool,
+    to_train: bool = False,
 ) -> Loaded:
     nodes = copy.deepcopy(_unset())
     origins = dict.fromkeys(KEYS, DEFAULT)
+    if named is not None:
+        _assign(nodes, named)
+        origins[".".join(named.path)] = named.origin
     wrong = {problem.where.rpartition(": ")[2] for problem in problems}
     for done, assignment in enumerate(assignments):
         if len(problems) >= _MAX_PROBLEMS:
@@ -372,6 +375,8 @@ def _build(
         problems.append(_missing_problem(absent, assignments))
     config = Config(**{section: OmegaConf.to_object(node) for section, node in nodes.items()})  # pyright: ignore[reportArgumentType]
     broken = check(config, origins, skip=wrong.union(missing))
+    if to_train:
+        broken += check_training(config, origins, skip=wrong.union(missing))
     # A file that could not be read might have set what is still at its default.
     problems += [p for p in broken if is_complete or not p.where.startswith(f"{DEFAULT}: ")]
     if problems:
@@ -400,7 +405,7 @@ def _missing_problem(keys: Sequence[str], assignments: Sequence[_Assignment]) ->
         f"{where}: {', '.join(keys)}",
         "",
         f"{verb}",
-        f"Give a model file first, such as configs/model/tiny.yml, or set {keys[0]}=VALUE.",
+        f"Name a model first, such as tiny (`maxpipe configs list`), or set {keys[0]}=VALUE.",
     )
 
 
@@ -411,14 +416,14 @@ def _assign(nodes: Mapping[str, Any], assignment: _Assignment) -> Problem | None
     depth = len(assignment.path)
     if hint is None or depth == 1 or (depth > 2 and not _is_mapping(hint)):
         return _unknown_problem(assignment)
-    for text in _texts(assignment.raw):
-        refusal = _refusal(text)
+    for text in texts(assignment.raw):
+        refusal = refused(text)
         if refusal:
             return assignment.problem(*refusal)
     section, _, name = key.partition(".")
     node = nodes[section]
     try:
-        value = _READERS.get(hint, _as_is)(assignment.raw)
+        value = READERS.get(hint, as_is)(assignment.raw)
         if depth > 2:
             node[name][assignment.path[2]] = value
         else:
@@ -428,88 +433,6 @@ def _assign(nodes: Mapping[str, Any], assignment: _Assignment) -> Problem | None
     return None
 
 
-def _refusal(text: str) -> tuple[str, str] | None:
-    """(rule, action) for text that no value may hold."""
-    if "${" in text:
-        return "holds `${`: nothing is substituted in a value.", "Write the value itself."
-    if "\0" in text:
-        return "holds a NUL character, which no path may.", "Write the value without it."
-    if text.lstrip("\\") == "???":
-        return "stands for a missing value.", "Write the value itself."
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return "is not Unicode text.", "Write the value in UTF-8."
-    return None
-
-
-def _texts(raw: Raw) -> Iterator[str]:
-    if isinstance(raw, str):
-        yield raw
-    elif isinstance(raw, list):
-        for item in raw:
-            yield from _texts(item)
-    elif isinstance(raw, dict):
-        for name, item in raw.items():
-            yield name
-            yield from _texts(item)
-
-
-def _read_int(raw: Raw) -> int:
-    text = _scalar(raw)
-    if re.fullmatch(r"[+-]?[0-9][0-9_]*", text):
-        value = int(text)
-    else:
-        number = _read_float(raw)
-        value = int(number)
-        # Beyond 2**53 a float is not the integer that was written.
-        if value != number or abs(value) > 2**53:
-            raise ValueError(text)
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(text)
-    return value
-
-
-def _read_float(raw: Raw) -> float:
-    text = _scalar(raw)
-    value = float(text)
-    if not text.isascii() or not math.isfinite(value):
-        raise ValueError(text)
-    return value
-
-
-def _read_bool(raw: Raw) -> bool:
-    words = {"true": True, "yes": True, "on": True, "1": True}
-    words |= {"false": False, "no": False, "off": False, "0": False}
-    try:
-        return words[_scalar(raw).lower()]
-    except KeyError as error:
-        raise ValueError(raw) from error
-
-
-def _scalar(raw: Raw) -> str:
-    if not isinstance(raw, str):
-        raise ValueError(raw)
-    return raw.strip()
-
-
-def _as_is(raw: Raw) -> Raw:
-    """Strings, choices and mappings, which OmegaConf holds against their type."""
-    return raw
-
-
-def _read_ints(raw: Raw) -> list[int]:
-    if not isinstance(raw, list):
-        raise ValueError(raw)
-    return [_read_int(item) for item in raw]
-
-
-_READERS: dict[Any, Callable[[Raw], Any]] = {
-    int: _read_int,
-    float: _read_float,
-    bool: _read_bool,
-    list[int]: _read_ints,
-}
 _LISTS = {list[int]: ("list of integers", "[2, 2]"), list[str]: ("list of names", "[matmuls]")}
 """In words, and an example."""
 
@@ -571,7 +494,8 @@ def _unknown_problem(assignment: _Assignment) -> Problem:
 # From values to text.
 
 
-def _one_line(value: Any) -> str:
+def one_line(value: Any) -> str:
+    """A value as a config file holds it behind its key."""
     text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
     text = text.removesuffix("\n").removesuffix("\n...")
     if not text.isprintable():

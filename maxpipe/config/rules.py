@@ -7,6 +7,7 @@ wrong. `check` and `pipeline_rules` hold the rules themselves.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -39,6 +40,9 @@ class Rule:
 
 RULES: list[Rule] = []
 
+_NAME_CHARACTERS = 100
+"""More than enough for a name that is made from another; file systems allow 255."""
+
 
 def rule(*keys: str) -> Callable[[Callable[[Config], Iterator[Finding]]], None]:
     """Registers a function as the rule on these keys."""
@@ -69,6 +73,11 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 def squashed(name: str) -> str:
     """Letters and digits of a name, in lower case."""
     return "".join(each for each in name.lower() if each.isalnum())
+
+
+def folder_name(text: str) -> str:
+    """The text as a run may be called: letters, digits, `.`, `_` and `-`."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:_NAME_CHARACTERS].strip("-.") or "run"
 
 
 def axis_size(mesh: MeshConfig, axis: str) -> int | None:

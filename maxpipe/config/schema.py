@@ -29,7 +29,8 @@ class RunConfig:
     """Which run this is, and where its files go."""
 
     name: str = "run"
-    """Name of the run's folder below `run.dir`. Letters, digits, `.`, `_` and `-`."""
+    """Name of the run's folder below `run.dir`. Letters, digits, `.`, `_` and `-`. When it is not
+    set, the name of the last config file: `my-run` for `my-run.yml`."""
     dir: str = "runs"
     """Folder that holds all runs. Starting a run that has a checkpoint resumes it."""
     seed: int = 0

@@ -505,7 +505,7 @@ def _import_tfds() -> Any:
             "data.source",
             "tfds",
             f"needs the package tensorflow_datasets: {error}.",
-            "Run: pip install 'maxpipe[tfds]'",
+            "Run: pip install tensorflow-datasets",
         ) from error
     return tensorflow_datasets
 

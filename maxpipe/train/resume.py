@@ -6,6 +6,8 @@ What is read from a checkpoint is checked to fit the config.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -14,9 +16,10 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 from maxpipe import redact
 from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.manager import Checkpoints, open_run
-from maxpipe.checkpoint.place import FOLDER, home_of, run_folder
-from maxpipe.config.check import where
+from maxpipe.checkpoint.place import FOLDER, home, home_of, in_bucket, run_folder
+from maxpipe.config.check import total_steps, where
 from maxpipe.config.load import Loaded, to_dict
+from maxpipe.config.rules import shown
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, compare
 from maxpipe.errors import ConfigError, Problem, StorageError
@@ -35,6 +38,14 @@ OWN_KEYS = frozenset(
 
 # Model keys that may change between a checkpoint and the run that resumes it.
 _FREE_MODEL_KEYS = frozenset({"dropout", "attention", "compute_dtype"})
+
+# What may change of a finished run: how often it is saved and evaluated, what it is called, which
+# machine it is on, and how its length was said.
+_FREE_WHEN_DONE = frozenset({"checkpoint", "eval"})
+_FREE_KEYS_WHEN_DONE = frozenset(
+    {"run.name", "train.steps", "train.tokens", "mesh.cpu_devices", "data.allow_change"}
+    | {"guard.replica_check_every"}
+)
 
 
 class Guarded(TypedDict):
@@ -88,6 +99,8 @@ def restore_or_init(
                 "  Use the release of maxpipe that has saved it, or set run.name to a new name."
             ) from error
         check_model(model, to_dict(config)["model"], loaded.origins)
+        if own and facts.step == total_steps(config.train):
+            _check_finished(facts, loaded)
         others = compare(data["fingerprint"], datasets.train.fingerprint())
         if others and own and not config.data.allow_change:
             raise _other_data(others, facts.step)
@@ -166,9 +179,48 @@ def _other_data(differences: Sequence[tuple[str, Any, Any]], step: int) -> Confi
 def _changed_keys(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
     """(key, saved, now) of settings that a run may change while it is stopped."""
     for section, keys in to_dict(redact.within(config)).items():
-        if section in (*OWN_SECTIONS, "model"):
+        if section in OWN_SECTIONS:
             continue
         for key, now in keys.items():
             before = saved.get(section, {}).get(key, now)
             if before != now and f"{section}.{key}" not in OWN_KEYS:
                 yield f"{section}.{key}", before, now
+
+
+def _check_finished(facts: Facts, loaded: Loaded) -> None:
+    """A finished run that is given other settings is not what was meant: another run is.
+
+    Raises:
+        ConfigError: with the settings, and the name of a run that is not there yet.
+    """
+    config = loaded.config
+    changed = [
+        (key, before, now)
+        for key, before, now in _changed_keys(facts.config, config)
+        if key.partition(".")[0] not in _FREE_WHEN_DONE
+        and key not in _FREE_KEYS_WHEN_DONE | loaded.filled
+    ]
+    if not changed:
+        return
+    train = config.train
+    listed = "; ".join(f"{key} was {shown(old)} and is {shown(new)}" for key, old, new in changed)
+    more = f"train.steps={2 * train.steps}" if train.steps else f"train.tokens={2 * train.tokens}"
+    raise ConfigError.one(
+        str(run_folder(config.run)),
+        None,
+        f"is a finished run: all its {facts.step} steps are done, and nothing is left to train "
+        f"with other settings than when step {facts.step} was saved: {listed}.",
+        f"Set run.name={_free_name(config)} for a new run with them, {more} to go on with this "
+        "one, or put them back.",
+    )
+
+
+def _free_name(config: Config) -> str:
+    """The run's name with the first number behind it that no run has."""
+    for number in itertools.count(2):
+        named = dataclasses.replace(config.run, name=f"{config.run.name}-{number}")
+        folder = run_folder(named)
+        saved = home(folder, config.checkpoint)
+        if not os.path.lexists(folder) and (in_bucket(saved) or not os.path.lexists(saved)):
+            return named.name
+    raise AssertionError("numbers end")

@@ -150,7 +150,9 @@ def fit_to_devices(loaded: Loaded) -> Loaded:
     problems = check(config, loaded.origins)
     if problems:
         raise ConfigError(problems)
-    return Loaded(config, loaded.origins)
+    before = dataclasses.asdict(loaded.config.mesh)
+    filled = frozenset(f"mesh.{name}" for name, size in before.items() if size == -1)
+    return Loaded(config, loaded.origins, filled)
 
 
 def set_up(

@@ -294,7 +294,7 @@ def test_tfds_package_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source="tfds", path="tiny"), 0)
-    assert error.value.problems[0].action == "Run: pip install 'maxpipe[tfds]'"
+    assert error.value.problems[0].action == "Run: pip install tensorflow-datasets"
 
 
 def test_corpus_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -269,6 +269,7 @@ def test_run_cannot_end_before_it_starts(copy: Path, tiny: Path, run: Run):
 @pytest.mark.fault("F16")
 def test_other_data_needs_a_flag(copy: Path, tiny: Path, run: Run):
     arguments = ("train", tiny, f"run.dir={copy.parent}", "data.validation_fraction=0.3")
+    arguments = (*arguments, "train.steps=25")
     output = run(*arguments, code=2)
     is_explained(output)
     assert "when step 24 was saved: validation_fraction was 0.2 and is 0.3" in output
@@ -278,10 +279,49 @@ def test_other_data_needs_a_flag(copy: Path, tiny: Path, run: Run):
 
 @pytest.mark.fault("F16")
 def test_changes_that_do_no_harm_are_noted(copy: Path, tiny: Path, run: Run):
-    arguments = ("train", tiny, f"run.dir={copy.parent}", "optim.learning_rate=0.02")
-    output = run(*arguments)
+    changes = ("optim.learning_rate=0.02", "model.dropout=0.1", "train.steps=25")
+    output = run("train", tiny, f"run.dir={copy.parent}", *changes)
     assert "config: optim.learning_rate was 0.01 when step 24 was saved and is 0.02" in output
-    assert output.count("config: ") == 1
+    assert "config: model.dropout was 0.0 when step 24 was saved and is 0.1" in output
+    assert "config: train.steps was 24 when step 24 was saved and is 25" in output
+    assert output.count("config: ") == 3
+
+
+CHANGES = {
+    "optim.learning_rate=0.02": "optim.learning_rate was 0.01 and is 0.02",
+    "run.seed=1": "run.seed was 0 and is 1",
+    "model.dropout=0.1": "model.dropout was 0.0 and is 0.1",
+    "mesh.ici_stage=2": "mesh.ici_stage was 4 and is 2",
+}
+
+
+@pytest.mark.fault("U1")
+def test_a_finished_run_refuses_other_settings_and_names_a_free_run(
+    copy: Path, unbroken: Path, tiny: Path, run: Run
+):
+    """All of them at once, each by name; what does not change the run is no reason."""
+    (copy.parent / "run-2").mkdir()
+    harmless = ("checkpoint.keep=9", "eval.batches=5", "data.threads=1", "log.every=3")
+    arguments = (f"run.dir={copy.parent}", "mesh.cpu_devices=2", *harmless, *CHANGES)
+    output = run("train", tiny, *arguments, code=2)
+    is_explained(output)
+    *_, where, rule, action = output.rstrip("\n").splitlines()
+    assert where == str(copy) and "all its 24 steps are done" in rule
+    listed = rule.partition("was saved: ")[2].removesuffix(".").split("; ")
+    assert sorted(listed) == sorted(CHANGES.values())
+    assert "run.name=run-3" in action and "train.steps=48" in action
+    assert saved_digest(copy) == saved_digest(unbroken)
+    assert events(copy, "done") == events(unbroken, "done")
+
+
+def test_a_finished_run_takes_changes_that_are_none(copy: Path, tiny: Path, run: Run):
+    """Renamed, elsewhere, evaluated otherwise, and with a mesh that the devices decide."""
+    moved = copy.rename(copy.parent / "moved")
+    changes = ("run.name=moved", "eval.batches=5", "checkpoint.every=7", "mesh.ici_stage=-1")
+    changes = (*changes, "mesh.cpu_devices=2", "train.steps=0", f"train.tokens={24 * 8 * 16}")
+    output = run("train", tiny, f"run.dir={moved.parent}", *changes)
+    assert "all 24 steps are done: nothing is left to train" in output
+    assert "config: eval.batches was 4 when step 24 was saved and is 5" in output
 
 
 @pytest.mark.parametrize("place", ["run", "run/checkpoints"])

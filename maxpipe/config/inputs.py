@@ -1,0 +1,92 @@
+"""Which file an argument of a command means: a path, or the name of a config that is shipped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from maxpipe import shipped
+from maxpipe.config.rules import did_you_mean, folder_name
+from maxpipe.errors import ConfigError, Problem
+
+SUFFIXES = (".yml", ".yaml")
+_LIST = "`maxpipe configs list` shows the configs that maxpipe ships"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A config file, which may not exist."""
+
+    path: Path
+    origin: str
+    """What messages and `config print --origin` call it."""
+
+    @property
+    def run_name(self) -> str:
+        """What a run is called that has no other name."""
+        return folder_name(self.path.stem)
+
+
+def locate(argument: str, keys: Collection[str]) -> Input:
+    """The file that an argument which is no override means. `keys` are all keys of a config.
+
+    Raises:
+        ConfigError: it is neither a path of a config nor the name of one.
+    """
+    path = Path(argument)
+    if path.suffix in SUFFIXES:
+        return Input(path, argument)
+    if found := shipped.meant(argument):
+        _refuse_two_meanings(found)
+        return Input(found.path, f"shipped config {found.name}")
+    raise ConfigError([_not_a_file(argument, keys)])
+
+
+def _refuse_two_meanings(found: shipped.Shipped) -> None:
+    """A file of the same name that says something else may be what is meant."""
+    here = Path(f"{found.name}{shipped.SUFFIX}")
+    try:
+        if not here.is_file() or here.read_bytes() == found.path.read_bytes():
+            return
+    except OSError:
+        pass
+    raise ConfigError.one(
+        f"command line: {found.name}",
+        None,
+        f"is a config that maxpipe ships, and {here} in this folder is another one.",
+        f"Write {here} for the file, or rename it.",
+    )
+
+
+def _not_a_file(argument: str, keys: Collection[str]) -> Problem:
+    where = f"command line: {argument}" if argument else "command line: an empty argument"
+    if argument in keys:
+        return Problem(where, "", "has no value.", f"Write {argument}=VALUE without spaces.")
+    rule = (
+        "is neither a file that ends in .yml or .yaml, nor a config that maxpipe ships, nor "
+        "`section.key=value`."
+    )
+    if os.path.isfile(argument):  # pathlib raises for a name that is too long
+        return Problem(where, "", rule, f"Rename the file to {argument}.yml.")
+    if guess := did_you_mean(os.path.basename(argument).lower(), shipped.configs()):
+        return Problem(where, "", rule, f"Did you mean {guess}? {_LIST}.")
+    action = f"{_LIST}, `maxpipe config explain` sections and keys."
+    return Problem(where, "", rule, action)
+
+
+def nearby(path: Path) -> str:
+    """Action for a missing file: a config of that name, a similar file, or the missing folder."""
+    if found := shipped.configs().get(path.stem):
+        return (
+            f"maxpipe ships one: write {found.name} instead of {path}, or copy it with "
+            f"`maxpipe configs copy {found.name}`."
+        )
+    if not os.path.isdir(path.parent):
+        return f"Check the folder {path.parent}, which does not exist either."
+    siblings = sorted(p.name for p in path.parent.glob("[!.]*") if p.suffix in SUFFIXES)
+    guess = did_you_mean(path.name, siblings)
+    if guess:
+        return f"Did you mean {path.parent / guess}?"
+    return f"Check the path: {path.parent}/ has {', '.join(siblings[:8]) or 'no .yml'}."

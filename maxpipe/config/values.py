@@ -1,0 +1,97 @@
+"""Text of a config file or override to a value of the type that the schema declares."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Raw = str | None | list["Raw"] | dict[str, "Raw"]
+"""A value before the schema gave it a type: scalars are text, None is YAML's null."""
+
+
+def refused(text: str) -> tuple[str, str] | None:
+    """(rule, action) for text that no value may hold."""
+    if "${" in text:
+        return "holds `${`: nothing is substituted in a value.", "Write the value itself."
+    if "\0" in text:
+        return "holds a NUL character, which no path may.", "Write the value without it."
+    if text.lstrip("\\") == "???":
+        return "stands for a missing value.", "Write the value itself."
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "is not Unicode text.", "Write the value in UTF-8."
+    return None
+
+
+def texts(raw: Raw) -> Iterator[str]:
+    """All text in a value."""
+    if isinstance(raw, str):
+        yield raw
+    elif isinstance(raw, list):
+        for item in raw:
+            yield from texts(item)
+    elif isinstance(raw, dict):
+        for name, item in raw.items():
+            yield name
+            yield from texts(item)
+
+
+def _read_int(raw: Raw) -> int:
+    text = _scalar(raw)
+    if re.fullmatch(r"[+-]?[0-9][0-9_]*", text):
+        value = int(text)
+    else:
+        number = _read_float(raw)
+        value = int(number)
+        # Beyond 2**53 a float is not the integer that was written.
+        if value != number or abs(value) > 2**53:
+            raise ValueError(text)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(text)
+    return value
+
+
+def _read_float(raw: Raw) -> float:
+    text = _scalar(raw)
+    value = float(text)
+    if not text.isascii() or not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _read_bool(raw: Raw) -> bool:
+    words = {"true": True, "yes": True, "on": True, "1": True}
+    words |= {"false": False, "no": False, "off": False, "0": False}
+    try:
+        return words[_scalar(raw).lower()]
+    except KeyError as error:
+        raise ValueError(raw) from error
+
+
+def _scalar(raw: Raw) -> str:
+    if not isinstance(raw, str):
+        raise ValueError(raw)
+    return raw.strip()
+
+
+def as_is(raw: Raw) -> Raw:
+    """Strings, choices and mappings, which OmegaConf holds against their type."""
+    return raw
+
+
+def _read_ints(raw: Raw) -> list[int]:
+    if not isinstance(raw, list):
+        raise ValueError(raw)
+    return [_read_int(item) for item in raw]
+
+
+READERS: dict[Any, Callable[[Raw], Any]] = {
+    int: _read_int,
+    float: _read_float,
+    bool: _read_bool,
+    list[int]: _read_ints,
+}
+"""How values of a type are read; they raise ValueError or OverflowError."""
