@@ -161,5 +161,5 @@ def check_writable(folder: Path, names: Iterable[str]) -> None:
             raise StorageError(
                 f"{path}: is not a regular file\n"
                 "  a run writes this file.\n"
-                f"  Move away what is there, or set run.name to a new name."
+                "  Remove what is there, or move it away."
             )
