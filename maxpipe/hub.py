@@ -161,7 +161,9 @@ class Hub:
         self._goodbye = threading.Condition(self._lock)
         self._first_goodbye = 0.0
         self._welcomed = count == 1
-        self._verdict = self._asked = False
+        self._verdict = False
+        self._asked = 0
+        """The exit code of the stop that was asked for first: all leave with the same."""
         self._answers: dict[int, int] = {}
         self._values: dict[str, dict[int, str]] = {}
         self._said = time.monotonic()
@@ -301,11 +303,11 @@ class Hub:
                 self._first_goodbye = self._first_goodbye or time.monotonic()
                 self._goodbye.notify_all()
             elif "stop" in message and not self._asked:
-                self._asked = True
+                self._asked = int(message["stop"])
                 if self._welcomed:
-                    self._tell({"ask": True})
+                    self._tell({"ask": self._asked})
                 else:  # nobody has begun, and who did not come yet would not answer
-                    self._end(ExitCode.PREEMPTED, NOTHING_NEW)
+                    self._end(self._asked, NOTHING_NEW)
             elif "at" in message:
                 self._answers[index] = message["at"]
                 if len(self._answers) == self._count:
@@ -321,7 +323,7 @@ class Hub:
         """Where all stop: further than any of them is."""
         furthest = max(self._answers.values())
         if furthest == 0:
-            self._end(ExitCode.PREEMPTED, NOTHING_NEW)
+            self._end(self._asked, NOTHING_NEW)
         else:
             self._tell({"stop_at": furthest + 1})
 
