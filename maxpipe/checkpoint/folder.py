@@ -267,7 +267,7 @@ def _is_odd(entry: epath.Path) -> bool:
 
 
 def _delete(entry: epath.Path) -> None:
-    if entry.is_dir():
+    if entry.is_dir() and not os.path.islink(entry):
         entry.rmtree()
     else:
         entry.unlink(missing_ok=True)

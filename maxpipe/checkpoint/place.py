@@ -14,7 +14,7 @@ import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from etils import epath
 
@@ -188,7 +188,7 @@ def entries(folder: epath.Path) -> list[epath.Path]:
     return [folder / os.path.basename(name) for name in names]
 
 
-def open_file(path: epath.Path) -> BinaryIO:
+def open_file(path: epath.Path) -> IO[bytes]:
     """A file or object to read.
 
     Raises:

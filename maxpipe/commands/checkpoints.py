@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from maxpipe import redact
 from maxpipe.commands.parser import Commands, integer, number, subcommands
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 from maxpipe.files import full
@@ -22,7 +23,7 @@ DIFFERENT = 1
 def _print(lines: Iterable[str]) -> int:
     try:
         for line in lines:
-            print(line)
+            print(redact.shown(line))
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -80,7 +81,10 @@ def _prune(options: argparse.Namespace) -> int:
             "cannot be used, and it has the rules.",
             "Give the rules: --keep 3, for instance.",
         )
-    return _print(inspect.pruned(options.run_dir, rules, dry_run=options.dry_run))
+    lines = inspect.pruned(
+        options.run_dir, rules, dry_run=options.dry_run, elsewhere=options.elsewhere
+    )
+    return _print(lines)
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -172,6 +176,11 @@ def _add_prune(actions: Commands) -> None:
     )
     _add_run(prune)
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    prune.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="delete also where checkpoint.dir of the run's config.yml, or a link, leads",
+    )
     for option, name, kind, words in (
         ("--keep", "newest", integer, "the newest so many; 1 if only other rules are given"),
         ("--keep-every-steps", "every_steps", integer, "those whose step this number divides"),
