@@ -85,8 +85,9 @@ def read(path: str | os.PathLike[str], most: int) -> bytes:
         OSError: it cannot be read.
     """
     with open(opened(path), "rb") as stream:
-        content = stream.read(most + 1)
-    if len(content) > most:
+        large = os.fstat(stream.fileno()).st_size > most
+        content = b"" if large else stream.read(most + 1)
+    if large or len(content) > most:
         raise Unfit(errno.EFBIG, f"it is larger than {most} bytes", str(path))
     return content
 
