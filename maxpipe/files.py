@@ -63,11 +63,14 @@ def opened(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0
         if writes and error.errno == errno.ELOOP:
             words = "it is a symbolic link, and nothing is written through one"
             raise Unfit(errno.ELOOP, words, str(path)) from error
-        if error.errno in (errno.ENXIO, errno.EISDIR):
-            raise Unfit(error.errno, "it is not a regular file", str(path)) from error
+        if error.errno == errno.ENXIO:  # a pipe that nobody reads
+            raise Unfit(errno.EINVAL, "it is not a regular file", str(path)) from error
         raise
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise Unfit(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
             raise Unfit(errno.EINVAL, "it is not a regular file", str(path))
         if flags & os.O_TRUNC:
             os.ftruncate(descriptor, 0)

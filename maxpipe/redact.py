@@ -119,6 +119,9 @@ def learn(argv: Sequence[str]) -> None:
     global _given
     found = [value for _, value in _GIVEN.findall("\n".join(argv))]
     found += [value for name, value in itertools.pairwise(argv) if _is_secret_option(name)]
+    for arg in argv:  # names, whatever somebody has written there
+        if arg.startswith("launch.environment"):
+            found += re.findall(r"[=:]\s*([^\s\[\]{},=:]*[^\s\[\]{},=:A-Z0-9_][^\s\[\]{},]*)", arg)
     values = {value.strip("\"'") for value in found}
     _given = tuple(
         sorted((each for each in values if len(each) >= _SHORTEST_GIVEN), key=len, reverse=True)
@@ -133,6 +136,8 @@ def variables(names: Any) -> Any:
     """A list that has to hold names of variables only: what else somebody wrote there is secret."""
     if isinstance(names, list | tuple):
         return [variables(each) for each in names]
+    if isinstance(names, Mapping):
+        return dict.fromkeys(names, REDACTED)
     if not isinstance(names, str) or re.fullmatch(r"[A-Za-z_]\w*", names):
         return names
     name = re.match(r"[A-Za-z_]\w*(?==)", names)

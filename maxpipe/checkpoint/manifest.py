@@ -117,7 +117,7 @@ def is_damage(error: OSError) -> bool:
 
 
 def _read(folder: epath.Path, step: int) -> dict[str, dict[str, Any]]:
-    content = dict(parse(read(folder / FILE, _MOST_BYTES), _Manifest))
+    content: dict[str, Any] = {**parse(read(folder / FILE, _MOST_BYTES), _Manifest)}
     if content.pop("sha256") != _own_digest(content):
         raise ValueError("its content is not what was saved")
     if content["version"] != _VERSION:

@@ -127,6 +127,8 @@ class _Assignment:
     def problem(self, rule: str, action: str, *, given: bool = True) -> Problem:
         is_secret = self.path[:2] == ("launch", "environment")
         raw = redact.variables(self.raw) if is_secret else self.raw
+        if is_secret and len(self.path) > 2:
+            raw = redact.REDACTED
         text = _shortened(raw) if given else ""
         return Problem(f"{self.place}: {'.'.join(self.path)}", text, rule, action)
 
