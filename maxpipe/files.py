@@ -67,10 +67,10 @@ def opened(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0
             raise Unfit(errno.EINVAL, "it is not a regular file", str(path)) from error
         raise
     try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
+        kind = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(kind):
             raise Unfit(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(mode):
+        if not stat.S_ISREG(kind):
             raise Unfit(errno.EINVAL, "it is not a regular file", str(path))
         if flags & os.O_TRUNC:
             os.ftruncate(descriptor, 0)
