@@ -22,7 +22,6 @@ from maxpipe.launch.restart import newest_step
 from maxpipe.telemetry import EventLog, MetricWriter
 
 Capture = pytest.CaptureFixture[str]
-pytestmark = pytest.mark.fault("H1")
 
 TIME = "2026-01-01T00:00:00Z"
 DEEP = "[" * 20_000
@@ -107,6 +106,7 @@ def run(capsys: Capture, *arguments: object) -> str:
     return printed
 
 
+@pytest.mark.fault("H1")
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_commands_on_records(kind: str, tmp_path: Path, capsys: Capture):
     plant(tmp_path / "events.jsonl", kind)
@@ -114,6 +114,7 @@ def test_commands_on_records(kind: str, tmp_path: Path, capsys: Capture):
     run(capsys, "goodput", tmp_path, "--json")
 
 
+@pytest.mark.fault("H1")
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_commands_on_configs(kind: str, tmp_path: Path, capsys: Capture):
     path = tmp_path / "config.yml"
@@ -126,6 +127,7 @@ def test_commands_on_configs(kind: str, tmp_path: Path, capsys: Capture):
         home_of(tmp_path)
 
 
+@pytest.mark.fault("H1")
 @pytest.mark.parametrize("name", ["config.yml", "manifest.json", "facts/metadata"])
 @pytest.mark.parametrize("kind", SOME_FIRST)
 def test_commands_on_checkpoints(name: str, kind: str, copy: Path, capsys: Capture):
@@ -138,6 +140,7 @@ def test_commands_on_checkpoints(name: str, kind: str, copy: Path, capsys: Captu
     assert (copy / FOLDER / "3").is_dir() or name == "config.yml"
 
 
+@pytest.mark.fault("H1")
 @pytest.mark.parametrize("kind", ["empty", "deep", "binary", "pipe", "lists", "gigantic"])
 def test_a_checkpoint_without_manifest(kind: str, copy: Path, capsys: Capture):
     """Nothing vouches for its files, and orbax reads them."""
@@ -148,6 +151,7 @@ def test_a_checkpoint_without_manifest(kind: str, copy: Path, capsys: Capture):
     run(capsys, "checkpoints", "list", copy)
 
 
+@pytest.mark.fault("H1")
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_what_a_start_reads(kind: str, tmp_path: Path):
     """Records lost or warned of, at most; nothing hangs, and nothing is written elsewhere."""
@@ -160,6 +164,7 @@ def test_what_a_start_reads(kind: str, tmp_path: Path):
     assert not (tmp_path / "nowhere").exists()
 
 
+@pytest.mark.fault("H1")
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_measured_figures(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     plant(tmp_path / "x.yml", kind)
@@ -172,6 +177,7 @@ def test_measured_figures(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         hardware.known.cache_clear()
 
 
+@pytest.mark.fault("H1")
 @pytest.mark.parametrize("name", ["a" * 300, "a\nb\x1b[31m", "\udcff", "x" * 5000, ""])
 def test_names_of_folders(name: str, tmp_path: Path, capsys: Capture):
     for command in ("goodput", "checkpoints list", "checkpoints verify", "config print"):
@@ -237,6 +243,7 @@ def test_prune_deletes_a_link_and_not_what_it_leads_to(copy: Path, tmp_path: Pat
     assert os.listdir(copy / FOLDER) == ["6"]
 
 
+@pytest.mark.fault("H1")
 def test_links_that_lead_into_themselves_are_not_walked(copy: Path, capsys: Capture):
     """Two of them made 2 to the 40 paths."""
     for name in ("a", "b"):
@@ -249,6 +256,7 @@ def test_links_that_lead_into_themselves_are_not_walked(copy: Path, capsys: Capt
 # --- goodput ----------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("H1")
 def test_bad_records_are_left_out_and_good_ones_count(tmp_path: Path):
     good = [
         {"event": "begin", "uptime": 0.0},
