@@ -7,10 +7,12 @@ Imports of the work stand inside the commands, so that `--help`, `config` and
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any, TextIO
 
 import maxpipe
 from maxpipe import redact
@@ -21,27 +23,89 @@ from maxpipe.errors import ExitCode, MaxpipeError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code of the process."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    redact.learn(argv)
+    _open_streams()
     try:
-        code = _run(sys.argv[1:] if argv is None else list(argv))
-        sys.stdout.flush()
-        return code
+        return _flushed(_explained(argv))
+    except SystemExit as leaving:  # argparse, after --help
+        raise SystemExit(_flushed(leaving.code)) from None
+
+
+def _explained(argv: list[str]) -> int:
+    """The exit code; what went wrong is said."""
+    try:
+        return _run(argv)
     except MaxpipeError as error:
-        print(redact.shown(str(error)), file=sys.stderr)
+        _complain(redact.shown(str(error)))
         return int(error.exit_code)
     except KeyboardInterrupt:
-        return 130
+        return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # The reader, `head` perhaps, has seen enough. Python would complain once more when
-        # it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(ExitCode.DONE)
-    except Exception:
-        print(redact.text(traceback.format_exc()), end="", file=sys.stderr)
-        print(
-            f"maxpipe {maxpipe.__version__}: this is a bug in maxpipe. The lines above say where.",
-            file=sys.stderr,
+        return int(ExitCode.DONE)  # the reader, `head` perhaps, has seen enough
+    except SystemExit:
+        raise
+    except BaseException as error:  # Rust code that panics raises one that is no Exception
+        if isinstance(error, OSError) and (trouble := _trouble(sys.stdout, "\n")):
+            return _no_output(trouble)
+        _complain(redact.text(traceback.format_exc()).rstrip("\n"))
+        _complain(
+            f"maxpipe {maxpipe.__version__}: this is a bug in maxpipe. The lines above say where."
         )
         return int(ExitCode.BUG)
+
+
+def _open_streams() -> None:
+    """Standard streams that were closed lead nowhere: a file opened next would take their place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def _complain(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # nobody listens
+        print(text, file=sys.stderr, flush=True)
+
+
+def _trouble(stream: TextIO, text: str = "") -> Exception | None:
+    """Why this, and what was printed before, cannot be written."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except (OSError, ValueError) as error:  # ValueError: it was closed
+        return error
+    return None
+
+
+def _no_output(trouble: Exception) -> int:
+    _complain(
+        f"standard output: cannot be written\n  {getattr(trouble, 'strerror', None) or trouble}.\n"
+        "  Free space there, or send the output elsewhere."
+    )
+    return int(ExitCode.STORAGE)
+
+
+def _flushed(code: object) -> Any:
+    """The exit code, when everything is printed; Python would complain of it once more."""
+    for stream in (sys.stdout, sys.stderr):
+        if trouble := _trouble(stream):
+            _discard(stream)
+            if stream is sys.stdout and not code and not isinstance(trouble, BrokenPipeError):
+                code = _no_output(trouble)
+    return code
+
+
+def _discard(stream: TextIO) -> None:
+    """What is printed leads nowhere from now on, with what could not be written."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        stream.flush()
 
 
 def _run(argv: list[str]) -> int:
@@ -68,7 +132,10 @@ def _train(options: argparse.Namespace) -> int:
     loaded = load(options.inputs, to_train=True)
     from maxpipe.train.loop import train
 
-    return train(loaded)
+    code = train(loaded)
+    if _trouble(sys.stdout):  # a run is not judged by its console
+        _discard(sys.stdout)
+    return code
 
 
 # Arguments.
@@ -80,7 +147,8 @@ def _parser() -> Parser:
         description="Train decoder language models through a circular pipeline, on JAX.",
         epilog="Exit codes: 0 done, 2 mistake in the config or command line, or numbers that went\n"
         "bad: change something first, 70 bug in maxpipe, 71 hang, 74 storage, checkpoint or\n"
-        "device memory, 75 stopped and saved: start again to resume.",
+        "device memory, 75 stopped by SIGTERM or SIGHUP, 130 by Ctrl-C, and saved: start again to\n"
+        "resume.",
     )
     parser.add_argument("--version", action="version", version=f"maxpipe {maxpipe.__version__}")
     commands = subcommands(parser)

@@ -21,6 +21,7 @@ class ExitCode(enum.IntEnum):
     HANG = 71
     STORAGE = 74
     PREEMPTED = 75
+    INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +105,9 @@ class Preempted(MaxpipeError):
     """The run was asked to stop, has saved its state, and can be restarted."""
 
     exit_code = ExitCode.PREEMPTED
+
+
+class Interrupted(Preempted):
+    """The same by Ctrl-C: a person wants it to stay stopped."""
+
+    exit_code = ExitCode.INTERRUPTED

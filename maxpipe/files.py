@@ -63,11 +63,14 @@ def opened(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0
         if writes and error.errno == errno.ELOOP:
             words = "it is a symbolic link, and nothing is written through one"
             raise Unfit(errno.ELOOP, words, str(path)) from error
-        if error.errno in (errno.ENXIO, errno.EISDIR):
-            raise Unfit(error.errno, "it is not a regular file", str(path)) from error
+        if error.errno == errno.ENXIO:  # a pipe that nobody reads
+            raise Unfit(errno.EINVAL, "it is not a regular file", str(path)) from error
         raise
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        kind = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(kind):
+            raise Unfit(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(kind):
             raise Unfit(errno.EINVAL, "it is not a regular file", str(path))
         if flags & os.O_TRUNC:
             os.ftruncate(descriptor, 0)
@@ -85,8 +88,9 @@ def read(path: str | os.PathLike[str], most: int) -> bytes:
         OSError: it cannot be read.
     """
     with open(opened(path), "rb") as stream:
-        content = stream.read(most + 1)
-    if len(content) > most:
+        large = os.fstat(stream.fileno()).st_size > most
+        content = b"" if large else stream.read(most + 1)
+    if large or len(content) > most:
         raise Unfit(errno.EFBIG, f"it is larger than {most} bytes", str(path))
     return content
 

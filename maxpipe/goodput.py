@@ -126,7 +126,7 @@ def _attempts(found: Iterable[Record]) -> list[Attempt]:
     for record in found:
         try:
             _add(record, attempts)
-        except (ValueError, OverflowError, KeyError):  # no record of ours
+        except (ValueError, OverflowError):  # no record of ours
             continue
     return attempts
 
@@ -135,7 +135,7 @@ def _add(record: Record, attempts: list[Attempt]) -> None:
     """Adds a record to the attempt that it is of.
 
     Raises:
-        ValueError, OverflowError, KeyError: it is not one that a run writes.
+        ValueError, OverflowError: it is not one that a run writes.
     """
     time, uptime = datetime.fromisoformat(record["time"]), record.get("uptime", 0.0)
     if time.tzinfo is None:
@@ -148,16 +148,16 @@ def _add(record: Record, attempts: list[Attempt]) -> None:
         attempts.append(Attempt(time - timedelta(seconds=uptime), time))
     if not attempts:
         return
-    attempt = attempts[-1]
+    attempt, step, to = attempts[-1], record.get("step"), record.get("to")
     match event:
-        case "start":
-            attempt.first = attempt.last = record["step"]
+        case "start" if step is not None:
+            attempt.first = attempt.last = step
             attempt.set_up = seconds
-        case "time":
-            attempt.stretches.append(Stretch(attempt.last, record["step"], seconds))
-            attempt.last = record["step"]
-        case "roll_back":
-            attempt.last = record["to"]
+        case "time" if step is not None:
+            attempt.stretches.append(Stretch(attempt.last, step, seconds))
+            attempt.last = step
+        case "roll_back" if to is not None:
+            attempt.last = to
         case "done" | "preempted" | "failed" as ended:
             attempt.ended = ended
     attempt.end = time

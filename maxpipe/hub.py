@@ -96,6 +96,10 @@ class Failed(TypedDict):
     text: str
 
 
+StopCode = Literal[75, 130]
+"""`ExitCode.PREEMPTED` or `ExitCode.INTERRUPTED`: with which all leave who were asked to stop."""
+
+
 class FromMember(TypedDict):
     """One of these things that a process tells the hub."""
 
@@ -103,7 +107,7 @@ class FromMember(TypedDict):
     beat: NotRequired[Beat]
     failed: NotRequired[Failed]
     bye: NotRequired[Literal[True]]
-    stop: NotRequired[Literal[True]]
+    stop: NotRequired[StopCode]
     at: NotRequired[int]
     same: NotRequired[str]
     value: NotRequired[str]
@@ -124,7 +128,7 @@ class FromHub(TypedDict):
     refused: NotRequired[str]
     late: NotRequired[bool]
     heard: NotRequired[Literal[True]]
-    ask: NotRequired[Literal[True]]
+    ask: NotRequired[StopCode]
     stop_at: NotRequired[int]
     agreed: NotRequired[str]
     values: NotRequired[list[tuple[str, list[int]]]]
@@ -191,7 +195,10 @@ class Hub:
         self._goodbye = threading.Condition(self._lock)
         self._first_goodbye = 0.0
         self._welcomed = count == 1
-        self._verdict = self._asked = False
+        self._verdict = False
+        self._asked = False
+        self._stop_code: StopCode = 75
+        """The exit code of the stop that was asked for first: all leave with the same."""
         self._answers: dict[int, int] = {}
         self._values: dict[str, dict[int, str]] = {}
         self._said = time.monotonic()
@@ -360,11 +367,11 @@ class Hub:
                 self._first_goodbye = self._first_goodbye or time.monotonic()
                 self._goodbye.notify_all()
             elif "stop" in message and not self._asked:
-                self._asked = True
+                self._asked, self._stop_code = True, message["stop"]
                 if self._welcomed:
-                    self._tell({"ask": True})
+                    self._tell({"ask": self._stop_code})
                 else:  # nobody has begun, and who did not come yet would not answer
-                    self._end(ExitCode.PREEMPTED, NOTHING_NEW)
+                    self._end(self._stop_code, NOTHING_NEW)
             elif "at" in message:
                 self._answers[index] = message["at"]
                 if len(self._answers) == self._count:
@@ -383,7 +390,7 @@ class Hub:
         """Where all stop: further than any of them is."""
         furthest = max(self._answers.values())
         if furthest == 0:
-            self._end(ExitCode.PREEMPTED, NOTHING_NEW)
+            self._end(self._stop_code, NOTHING_NEW)
         else:
             self._tell({"stop_at": furthest + 1})
 

@@ -31,7 +31,14 @@ from types import FrameType
 from typing import Any
 
 from maxpipe import redact
-from maxpipe.errors import ExitCode, MaxpipeError, NumbersError, Preempted, ReplicaError
+from maxpipe.errors import (
+    ExitCode,
+    Interrupted,
+    MaxpipeError,
+    NumbersError,
+    Preempted,
+    ReplicaError,
+)
 from maxpipe.hub import (
     NOTHING_NEW,
     Beat,
@@ -41,6 +48,7 @@ from maxpipe.hub import (
     Hub,
     Limits,
     Member,
+    StopCode,
     Trouble,
     code_from_peer,
     from_peer,
@@ -51,11 +59,16 @@ from maxpipe.wire import NotOfThisRun, Wire, reach
 _AGAIN = "  Start the same command again to go on from the newest checkpoint."
 _HUB_GONE = f"process 0 is gone\n  Its own output says why.\n{_AGAIN}"
 _NO_TIME = (
-    f"the time to save is over\n  runtime.stop_grace_seconds have passed since SIGTERM.\n{_AGAIN}"
+    "the time to save is over\n"
+    f"  runtime.stop_grace_seconds have passed since it was asked to stop.\n{_AGAIN}"
 )
 _ASKED_TWICE = f"asked twice to stop\n  Left at once; nothing more is saved.\n{_AGAIN}"
 _ONE_REQUEST_SECONDS = 1.0
 """Shells, launchers and `timeout` signal a process, and then its group with the process in it."""
+_ONE_KEY_SECONDS = 0.25
+"""The same of Ctrl-C, which a person may press twice in a second, and mean it."""
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+"""Which ask a run to stop: a scheduler's, that of a closed terminal, and Ctrl-C."""
 _VERDICT_SECONDS = 2.0
 _GOODBYE_SECONDS = 5.0
 """For words that are on their way when a process leaves."""
@@ -71,13 +84,15 @@ class Told:
     refused: Trouble | None = None
     asked: bool = False
     """Somebody was asked to stop, and the hub collects how far each process is."""
+    code: StopCode = 75
+    """With which all leave then."""
     stop_at: int | None = None
     agreed: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     """Name of what was compared -> value -> processes that have it."""
 
 
 class Link:
-    """This process's end. `with link:` runs its thread and catches SIGTERM.
+    """This process's end. `with link:` runs its thread and catches `SIGNALS`.
 
     Args:
         phases: what this process reports of itself.
@@ -97,6 +112,8 @@ class Link:
         say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
     ):
         self.index, self.count, self.say = index, count, say
+        self.tell: Callable[[str], None] = say
+        """Prints a line on every process."""
         self.on_leave: Callable[[int, str], None] = lambda code, text: None
         """Called before the process ends for a reason that the hub told."""
         self._phases, self._limits = phases, limits
@@ -110,9 +127,10 @@ class Link:
         self._answered = 0
         self._failing = self._closed = self._comparing = False
         self._asked_at = 0.0
+        self._asked_code: StopCode = 75
         self._wake, self._wakes = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="maxpipe link", daemon=True)
-        self._before: Any = None
+        self._before: dict[int, Any] = {}
 
     # Start and end.
 
@@ -127,12 +145,13 @@ class Link:
         return self
 
     def catch_signals(self) -> None:
-        """Makes SIGTERM ours, again after a library took it."""
+        """Makes the signals ours, again after a library took one."""
         if threading.current_thread() is not threading.main_thread():
             return
-        before = signal.signal(signal.SIGTERM, self._noted)
-        if self._before is None:  # SIG_DFL is false
-            self._before = before
+        for number in SIGNALS:
+            # What is ignored stays so: `nohup`, and jobs that a script has put into the background.
+            if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+                self._before.setdefault(number, signal.signal(number, self._noted))
         # Python hands a signal on when the main thread next runs Python, which may take as long
         # as a compilation; the thread sees its number at once.
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
@@ -145,9 +164,10 @@ class Link:
         if self._hub is not None:
             self._hub.wait_for_goodbyes(_GOODBYE_SECONDS if self._failing else math.inf)
         self._closed = True
-        if threading.current_thread() is threading.main_thread() and self._before is not None:
+        if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, self._before)
+            for number, before in self._before.items():
+                signal.signal(number, before)
         with contextlib.suppress(OSError):
             self._wakes.send(b"\0")
         if self.index > 0:
@@ -190,12 +210,12 @@ class Link:
             found = self._reach(address, hello, secret)
             if isinstance(found, Trouble):
                 if self._asked_at:
-                    self._go(ExitCode.PREEMPTED, NOTHING_NEW)
+                    self._go(self._asked_code, NOTHING_NEW)
                 return found
             self._heard, self._wire = time.monotonic(), found
             self._selector.register(found, selectors.EVENT_READ)
         if self._asked_at:  # when there was nobody to tell
-            self._send({"stop": True})
+            self._send({"stop": self._asked_code})
         with contextlib.suppress(OSError):
             self._wakes.send(b"\0")  # the thread looks at what is new
         end = time.monotonic() + self._limits.init_seconds + (5 if self.index else 0)
@@ -251,6 +271,11 @@ class Link:
                 self._changed.wait(1.0)  # all answer from their threads: it is on its way
             self._answered += 1
             return self._told.stop_at is not None and self._answered >= self._told.stop_at
+
+    def stopped(self, text: str) -> Preempted:
+        """The end of a run that was asked to stop, and has saved."""
+        interrupted = self._told.code == ExitCode.INTERRUPTED
+        return Interrupted(text) if interrupted else Preempted(text)
 
     def same(self, name: str, value: str) -> dict[str, list[int]]:
         """Value -> processes that have it; one entry when all agree. All must ask."""
@@ -321,7 +346,7 @@ class Link:
                 else:
                     self._judge_hub(now)
                 if self._asked_at and now - self._asked_at > self._limits.grace_seconds > 0:
-                    self._go(ExitCode.PREEMPTED, _NO_TIME)
+                    self._go(self._asked_code, _NO_TIME)
 
     def _tend(self) -> float:
         """As the hub does: sends what waits; the seconds until that is to be done again."""
@@ -353,15 +378,15 @@ class Link:
     def _read(self, source: Any) -> None:
         if source is self._wake:
             for number in self._wake.recv(64):
-                if number == signal.SIGTERM:
-                    self._on_signal()
+                if number in self._before:
+                    self._on_signal(signal.Signals(number))
         elif self._wire is not None and source is self._wire:
             messages = self._wire.receive(FromHub)
             if messages is None:
                 self._selector.unregister(self._wire)
                 if not (self._closed or self._failing or self._told.refused):
                     if self._asked_at and not self._told.welcome:
-                        self._go(ExitCode.PREEMPTED, NOTHING_NEW)
+                        self._go(self._asked_code, NOTHING_NEW)
                     self._go(ExitCode.HANG, _HUB_GONE)
                 return
             self._heard = time.monotonic()
@@ -374,13 +399,16 @@ class Link:
         """In the main thread: the next question waits for the answer to this signal."""
         self._told.asked = True
 
-    def _on_signal(self) -> None:
-        now = time.monotonic()
+    def _on_signal(self, number: signal.Signals) -> None:
+        now, by_key = time.monotonic(), number == signal.SIGINT
         if not self._asked_at:
             self._asked_at = now
-            self._send({"stop": True})
-        elif now - self._asked_at > _ONE_REQUEST_SECONDS:
-            self._go(ExitCode.PREEMPTED, _ASKED_TWICE)
+            self._asked_code = 130 if by_key else 75
+            self._send({"stop": self._asked_code})
+            again = "press Ctrl-C again" if by_key else f"send {number.name} again"
+            self.tell(f"stopping after this step, and saving; {again} to leave at once")
+        elif now - self._asked_at > (_ONE_KEY_SECONDS if by_key else _ONE_REQUEST_SECONDS):
+            self._go(ExitCode.INTERRUPTED if by_key else ExitCode.PREEMPTED, _ASKED_TWICE)
 
     def _send(self, message: FromMember) -> None:
         if self._hub is not None:
@@ -398,7 +426,7 @@ class Link:
                 text = from_peer(message["refused"], _LONGEST_TEXT)
                 self._told.refused = Trouble(text, message.get("late", False))
             elif "ask" in message:
-                self._told.asked = True
+                self._told.asked, self._told.code = True, message["ask"]
             elif "stop_at" in message:
                 self._told.stop_at = message["stop_at"]
             elif "agreed" in message:

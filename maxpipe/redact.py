@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,11 @@ _GIVEN = re.compile(
 
 _SHORTEST = 8
 """Characters of an environment variable's value below which it is no secret but a word."""
+_SHORTEST_GIVEN = 4
+"""The same of a value on the command line."""
+
+_given: tuple[str, ...] = ()
+"""Secrets of this process's command line."""
 
 
 @functools.lru_cache(4096)
@@ -70,7 +76,7 @@ def is_secret_name(name: str) -> bool:
 
 def text(given: str) -> str:
     """`given` without secrets."""
-    for value in _held_by_environment():
+    for value in (*_given, *_held_by_environment()):
         given = given.replace(value, REDACTED)
     given = _FORMS.sub(_without_form, given)
     return _GIVEN.sub(lambda found: found[1] + REDACTED, given)
@@ -94,12 +100,47 @@ def _within(value: Any, name: str) -> Any:
         return REDACTED if value and is_secret_name(name) else text(value)
     if isinstance(value, Mapping):
         return {key: _within(item, str(key)) for key, item in value.items()}
+    if name == "environment" and isinstance(value, list):
+        return [_within(item, "") for item in variables(value)]
     if isinstance(value, list | tuple):
         return type(value)([_within(item, name) for item in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **_within(fields, name))
     return value
+
+
+def learn(argv: Sequence[str]) -> None:
+    """From now on `text` knows the secrets of this command line, wherever a message repeats them.
+
+    Of `run.name=password=X` a hint would say `Set run.name=password-X`.
+    """
+    global _given
+    found = [value for _, value in _GIVEN.findall("\n".join(argv))]
+    found += [value for name, value in itertools.pairwise(argv) if _is_secret_option(name)]
+    for arg in argv:  # names, whatever somebody has written there
+        if arg.startswith("launch.environment"):
+            found += re.findall(r"[=:]\s*([^\s\[\]{},=:]*[^\s\[\]{},=:A-Z0-9_][^\s\[\]{},]*)", arg)
+    values = {value.strip("\"'") for value in found}
+    _given = tuple(
+        sorted((each for each in values if len(each) >= _SHORTEST_GIVEN), key=len, reverse=True)
+    )
+
+
+def _is_secret_option(arg: str) -> bool:
+    return arg.startswith("-") and "=" not in arg and is_secret_name(arg)
+
+
+def variables(names: Any) -> Any:
+    """A list that has to hold names of variables only: what else somebody wrote there is secret."""
+    if isinstance(names, list | tuple):
+        return [variables(each) for each in names]
+    if isinstance(names, Mapping):
+        return dict.fromkeys(names, REDACTED)
+    if not isinstance(names, str) or re.fullmatch(r"[A-Za-z_]\w*", names):
+        return names
+    name = re.match(r"[A-Za-z_]\w*(?==)", names)
+    return f"{name[0] if name else ''}={REDACTED}".removeprefix("=")
 
 
 def arguments(argv: Sequence[str]) -> list[str]:

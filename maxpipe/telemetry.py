@@ -387,10 +387,14 @@ class Console:
         """Print a message between steps."""
         self._print(text)
 
+    def tell(self, text: str) -> None:
+        """Print a message, on any process."""
+        named = f"[process {self._process_index}] " if self._process_index else ""
+        self._print(f"{named}{text}", every_process=True)
+
     def warn(self, text: str) -> None:
         """Print a warning, on any process."""
-        named = f"[process {self._process_index}] " if self._process_index else ""
-        self._print(f"{named}warning: {text}", every_process=True)
+        self.tell(f"warning: {text}")
 
     def close(self) -> None:
         """Leave the last state of a live view on the screen and stop updating it."""

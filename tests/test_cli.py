@@ -14,7 +14,7 @@ import pytest
 import maxpipe
 from maxpipe.cli import main
 from maxpipe.config.load import load, to_yaml
-from maxpipe.errors import MaxpipeError, Preempted, StorageError
+from maxpipe.errors import Interrupted, MaxpipeError, Preempted, StorageError
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "configs/model/tiny.yml")
@@ -349,6 +349,7 @@ def test_train_returns_what_the_loop_returns(monkeypatch: pytest.MonkeyPatch):
         (Preempted("saved"), 75),
         (StorageError("disk is full"), 74),
         (MaxpipeError("odd"), 70),
+        (Interrupted("saved"), 130),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -360,6 +361,89 @@ def test_an_explained_error_ends_without_traceback(
 
     _replace_train(monkeypatch, train)
     assert fails(capsys, "train", TINY, "train.steps=3", code=code).strip() == str(error)
+
+
+@pytest.mark.fault("H5")
+@pytest.mark.parametrize("arguments", [["schedule", "1f1b"], ["plan", TINY], ["doctor"]])
+def test_ctrl_c_ends_any_command_without_a_traceback(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+):
+    def pressed(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("maxpipe.cli._run", pressed)
+    assert main(arguments) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.fault("H5")
+def test_ctrl_c_while_python_starts_leaves_no_traceback():
+    code = "import sys, _thread\nsys.argv[1:] = ['env']\n"
+    code += "import maxpipe.__main__ as start\n"
+    code += "class Late:\n  def find_spec(self, name, *_):\n"
+    code += "    if name == 'maxpipe.cli': raise KeyboardInterrupt\n"
+    code += "sys.meta_path.insert(0, Late())\nsys.exit(start.main())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
+
+
+STREAMS = [
+    (">&-", 0),
+    ("2>&-", 0),
+    ("<&- >&- 2>&-", 0),
+    (">/dev/full", 74),
+    (">/dev/full 2>/dev/full", 74),
+    ("| head -n 1 >/dev/null; exit ${PIPESTATUS[0]}", 0),
+]
+
+
+@pytest.mark.fault("H6")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("streams", "code"), STREAMS)
+def test_streams_that_are_closed_or_full(streams: str, code: int, unbuffered: str):
+    command = f'"{sys.executable}" -m maxpipe config print "{TINY}" train.steps=3 {streams}'
+    ran = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )
+    assert ran.returncode == code, ran.stderr
+    assert "Traceback" not in ran.stderr and "Exception ignored" not in ran.stderr
+    if code and "2>" not in streams:
+        assert ran.stderr.startswith("standard output: cannot be written\n  No space left")
+
+
+@pytest.mark.fault("H6")
+def test_a_mistake_keeps_its_code_when_nobody_can_read_of_it():
+    command = f'"{sys.executable}" -m maxpipe config print none.yml >/dev/full 2>/dev/full'
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT).returncode == 2
+
+
+def test_a_panic_of_rust_code_is_a_bug_and_not_the_end_of_python(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+):
+    class PanicException(BaseException):
+        """As pyo3 has it."""
+
+    def train(_):
+        raise PanicException("index out of bounds")
+
+    _replace_train(monkeypatch, train)
+    assert main(["train", TINY, "train.steps=3"]) == 70
+    assert "this is a bug in maxpipe" in capsys.readouterr().err
+
+
+def test_a_config_that_is_a_pipe_is_refused(tmp_path: Path, capsys: Capture):
+    os.mkfifo(tmp_path / "a.yml")
+    said = fails(capsys, "train", str(tmp_path / "a.yml"))
+    assert "it is not a regular file" in said
+
+
+def test_a_name_has_to_fit_a_file_system(capsys: Capture):
+    said = fails(capsys, "train", TINY, "train.steps=3", f"run.name={'a' * 300}")
+    assert "at most 200 letters" in said
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Capture):

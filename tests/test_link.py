@@ -53,7 +53,7 @@ def steps(link, number, each=lambda step: None):
                 print("running", flush=True)
             if link.stops_here():
                 print("stopped at", step, flush=True)
-                raise Preempted
+                raise link.stopped("stopped")
 
 try:
     with Link(phases, limits, index=index, count=count) as link:
@@ -67,8 +67,8 @@ try:
         print("together", flush=True)
         with link.ends_together():
             {body}
-except Preempted:
-    sys.exit(75)
+except Preempted as stopped:
+    sys.exit(int(stopped.exit_code))
 """
 
 
@@ -201,6 +201,60 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
         process.send_signal(signal.SIGTERM)
         codes, _, errors = ends([process])
     assert codes == [75] and "asked twice" in errors[0]
+
+
+@pytest.mark.fault("H5")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 75), (signal.SIGINT, 130)])
+def test_ctrl_c_and_a_closed_terminal_stop_all_with_one_code(number: int, code: int) -> None:
+    """Asked once in one process, which says so at once; all stop at the same step."""
+    with members("steps(link, 1000)", count=2) as processes:
+        for process in processes:
+            wait_for(process, "running")
+        processes[1].send_signal(number)
+        codes, printed, errors = ends(processes)
+    assert codes == [code, code], errors
+    assert len({re.search(r"stopped at (\d+)", text)[1] for text in printed}) == 1  # type: ignore[index]
+    assert errors[1].startswith("stopping after this step, and saving; ")
+    assert ("Ctrl-C again" in errors[1]) == (code == 130)
+
+
+@pytest.mark.fault("H5")
+def test_ctrl_c_twice_leaves_at_once() -> None:
+    with members(HANGS, count=1, limits="stall_seconds=0") as (process,):
+        wait_for(process, "hangs")
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.4)
+        assert process.poll() is None
+        begin = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        codes, _, errors = ends([process])
+    assert codes == [130] and time.monotonic() - begin < 5
+    assert "asked twice" in errors[0] and "Traceback" not in errors[0]
+
+
+@pytest.mark.fault("H5")
+def test_ctrl_c_before_the_first_step_leaves_at_once() -> None:
+    body = "with phases.enter(COMPILE):\n    print('running', flush=True)\n    time.sleep(60)"
+    with members(body, count=2) as processes:
+        for process in processes:
+            wait_for(process, "running")
+        processes[1].send_signal(signal.SIGINT)
+        codes, _, errors = ends(processes)
+    assert codes == [130, 130]
+    assert all("before the first step" in text for text in errors)
+
+
+@pytest.mark.fault("H5")
+def test_what_was_ignored_at_the_start_stays_ignored() -> None:
+    """`nohup maxpipe train`, and a closed terminal."""
+    before = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    with members("steps(link, 1000)", count=1, before=before) as (process,):
+        wait_for(process, "running")
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert ends([process])[0] == [75]
 
 
 @pytest.mark.fault("F8")

@@ -171,3 +171,40 @@ def test_config_print(capsys: Capture):
     assert main(["config", "print", *TINY, f"data.path={TOKEN}", "--origin"]) == 0
     out = capsys.readouterr().out
     assert TOKEN not in out and "path: <redacted>  # data.path=<redacted>" in out
+
+
+@pytest.mark.fault("H7")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "train TINY --token hunter2x",
+        "train TINY --token=hunter2x",
+        "train --password hunter2x TINY",
+        "plan TINY --api-key hunter2x",
+        "goodput --token hunter2x",
+        "hunter2x --token hunter2x",
+        "train TINY run.name=password=hunter2x",
+        "train TINY run.nme=password=hunter2x",
+        "train TINY password=hunter2x",
+        "train TINY launch.environment=[A=hunter2x]",
+        "train TINY launch.environment=A=hunter2x",
+        "train TINY launch.environment={A:hunter2x}",
+        "train TINY launch.environment.A=hunter2x",
+        "config print TINY launch.environment=[hunter2x!]",
+        "launch slurm TINY launch.environment=[A=hunter2x]",
+    ],
+)
+def test_no_message_repeats_a_secret_of_the_command_line(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+):
+    argv = [TINY[0] if word == "TINY" else word for word in arguments.split()]
+    assert main(argv) == 2
+    said = "".join(capsys.readouterr())
+    assert "hunter2x" not in said and "Traceback" not in said
+
+
+@pytest.mark.fault("H7")
+def test_variables_are_names_and_the_rest_is_a_secret():
+    given = ["HF_TOKEN", "A=hunter2x", "hunter2x!", "=x"]
+    assert redact.variables(given) == ["HF_TOKEN", f"A={REDACTED}", REDACTED, REDACTED]
+    assert redact.within({"environment": given})["environment"][1] == f"A={REDACTED}"

@@ -21,6 +21,7 @@ from jax._src.distributed import global_state
 from maxpipe import runtime
 from maxpipe.config.schema import RuntimeConfig
 from maxpipe.errors import AbsentError, ConfigError, MaxpipeError
+from maxpipe.link import SIGNALS
 from maxpipe.phases import Phases
 
 ROOT = Path(__file__).parents[1]
@@ -200,13 +201,14 @@ def test_one_process_leaves_on_its_own():
 # --- being asked to stop ---------------------------------------------------------------------
 
 
-def test_sigterm_is_noted_and_the_handler_put_back(tmp_path: Path):
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_noted_and_the_handler_put_back(number: signal.Signals, tmp_path: Path):
+    before = signal.getsignal(number)
     with runtime.joined(RuntimeConfig(), 8, Phases(), {}, tmp_path) as link:
         assert not link.stops_here()
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert link.stops_here() and link.stops_here()
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
 
 
 @pytest.mark.parametrize(

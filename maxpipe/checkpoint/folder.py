@@ -29,8 +29,7 @@ from maxpipe.checkpoint.place import (
     first_line,
     in_bucket,
     located,
-    open_file,
-    reading,
+    read,
 )
 from maxpipe.checkpoint.retention import Saved
 from maxpipe.errors import StorageError
@@ -148,9 +147,7 @@ class Folder:
         """
         path = self / step / FACTS / "metadata"
         try:
-            with reading(path), open_file(path) as file:
-                text = file.read(_MOST_FACTS_BYTES)
-            content = parse(text, _Said)
+            content = parse(read(path, _MOST_FACTS_BYTES), _Said)
             number, found = content["format"], content["step"]
             if number not in (1, FORMAT):
                 raise StorageError(
@@ -270,7 +267,7 @@ def _is_odd(entry: epath.Path) -> bool:
 
 
 def _delete(entry: epath.Path) -> None:
-    if entry.is_dir():
+    if entry.is_dir() and not os.path.islink(entry):
         entry.rmtree()
     else:
         entry.unlink(missing_ok=True)

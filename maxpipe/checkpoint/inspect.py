@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, TypedDict
@@ -165,18 +166,44 @@ def verified(address: Address) -> Iterator[str]:
         )
 
 
-def pruned(run_dir: str, rules: Rules, *, dry_run: bool) -> Iterator[str]:
+def pruned(run_dir: str, rules: Rules, *, dry_run: bool, elsewhere: bool = False) -> Iterator[str]:
     """Deletes what no rule keeps, one line per checkpoint. The newest that is right stays.
 
     Raises:
+        ConfigError: the checkpoints are not in the run's own folder, and nobody said `elsewhere`.
         StorageError: a run is using the folder.
     """
     folder = open_run(run_dir).durable
+    if not elsewhere:
+        check_own(run_dir, folder)
     if dry_run:
         yield from _pruned(folder, rules, dry_run=True)
     else:
         with RunLock(folder.path.parent):
             yield from _pruned(folder, rules, dry_run=False)
+
+
+def check_own(run_dir: str, folder: Folder) -> None:
+    """What is to be deleted lies in the run's own folder.
+
+    A folder that somebody else wrote may lead, by its config.yml or by a link, to the checkpoints
+    of another run.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if in_bucket(run_dir):
+        return
+    own = os.path.join(full(run_dir), FOLDER)
+    real = folder.path if in_bucket(folder.path) else os.path.realpath(folder.path)
+    if os.fspath(real) != os.path.join(os.path.realpath(full(run_dir)), FOLDER):
+        by = "is a link" if os.path.islink(own) else "its config.yml has checkpoint.dir"
+        raise ConfigError.one(
+            f"run folder {run_dir}",
+            None,
+            f"must hold the checkpoints that are to be deleted; {by}, and they are in {real}.",
+            "Look whose they are with `maxpipe checkpoints list`, then add --elsewhere.",
+        )
 
 
 def _pruned(folder: Folder, rules: Rules, *, dry_run: bool) -> Iterator[str]:

@@ -14,11 +14,11 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypedDict
 
 from etils import epath
 
-from maxpipe.checkpoint.place import exists, files, in_bucket, open_file, reading
+from maxpipe.checkpoint.place import exists, files, in_bucket, open_file, read, reading
 from maxpipe.files import Unfit
 from maxpipe.typed import parse
 
@@ -29,9 +29,23 @@ _DAMAGE = {errno.EIO, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 _READING_ATTEMPTS, _PAUSE_SECONDS = 3, 1.0
 _PARTIAL = f"{FILE}.partial"
 _CHUNK_BYTES = 1 << 20
-_MOST_BYTES = 1 << 28
+_MOST_BYTES = 1 << 26
 # Reading is what takes time, on network file systems most of all.
 _NUM_THREADS = 16
+
+
+class _File(TypedDict):
+    bytes: int
+    sha256: str
+
+
+class _Manifest(TypedDict):
+    """What is in the file."""
+
+    version: int
+    step: int
+    files: dict[str, _File]
+    sha256: str
 
 
 def write(folder: epath.Path, step: int) -> int:
@@ -70,7 +84,7 @@ def faults(folder: epath.Path, step: int, share: tuple[int, int] = (0, 1)) -> li
     """
     try:
         listed = _read(folder, step)
-        present = set(_names(folder))
+        present = files(folder)
     except OSError as error:
         if not is_damage(error):
             raise
@@ -80,6 +94,10 @@ def faults(folder: epath.Path, step: int, share: tuple[int, int] = (0, 1)) -> li
     wrong = [f"{name} is missing" for name in listed if name not in present]
     index, count = share
     names = [name for name in listed if name in present][index::count]
+    for name in [name for name in names if present[name] > listed[name]["bytes"]]:
+        names.remove(name)  # nobody waits for what is gigantic
+        size = listed[name]["bytes"]
+        wrong.append(f"{name} has {present[name]} bytes, not the {size} that were saved")
     for name, found in zip(names, _digests(folder, names), strict=True):
         size, sha256 = listed[name]["bytes"], listed[name]["sha256"]
         if isinstance(found, OSError):
@@ -99,9 +117,7 @@ def is_damage(error: OSError) -> bool:
 
 
 def _read(folder: epath.Path, step: int) -> dict[str, dict[str, Any]]:
-    with reading(folder), open_file(folder / FILE) as file:
-        text = file.read(_MOST_BYTES)
-    content = parse(text, dict[str, Any])
+    content: dict[str, Any] = {**parse(read(folder / FILE, _MOST_BYTES), _Manifest)}
     if content.pop("sha256") != _own_digest(content):
         raise ValueError("its content is not what was saved")
     if content["version"] != _VERSION:

@@ -7,6 +7,7 @@ of their objects as of files, through gcsfs; what they have no word for is here.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -14,14 +15,14 @@ import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from etils import epath
 
 from maxpipe.config.load import load
 from maxpipe.config.schema import CheckpointConfig, RunConfig
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError
-from maxpipe.files import full, opened, scheme
+from maxpipe.files import Unfit, full, opened, scheme
 
 FOLDER = "checkpoints"
 """Name of the folder inside a run's folder, or inside its home in `checkpoint.dir`."""
@@ -226,7 +227,7 @@ def entries(folder: epath.Path) -> list[epath.Path]:
     return [folder / os.path.basename(name) for name in names]
 
 
-def open_file(path: epath.Path) -> BinaryIO:
+def open_file(path: epath.Path) -> IO[bytes]:
     """A file or object to read.
 
     Raises:
@@ -235,6 +236,20 @@ def open_file(path: epath.Path) -> BinaryIO:
     if in_bucket(path):
         return path.open("rb")
     return os.fdopen(opened(path), "rb")
+
+
+def read(path: epath.Path, most: int) -> bytes:
+    """The content of a file or object of at most so many bytes.
+
+    Raises:
+        OSError: it cannot be read, or is larger.
+    """
+    with reading(path), open_file(path) as file:
+        large = not in_bucket(path) and os.fstat(file.fileno()).st_size > most
+        content = b"" if large else file.read(most + 1)
+    if large or len(content) > most:
+        raise Unfit(errno.EFBIG, f"it is larger than {most} bytes", os.fspath(path))
+    return content
 
 
 def files(folder: epath.Path) -> dict[str, int]:
@@ -258,7 +273,18 @@ def _walk(folder: epath.Path) -> Iterator[tuple[str, int]]:
                 if entry.is_dir(follow_symlinks=False):
                     left.append(f"{name}/")
                 else:
-                    yield name, entry.stat(follow_symlinks=False).st_size
+                    yield name, _size(entry)
+
+
+def _size(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat().st_size
+    except FileNotFoundError:
+        if not entry.is_symlink():
+            raise
+    except OSError:
+        pass
+    return entry.stat(follow_symlinks=False).st_size  # of a link that leads nowhere
 
 
 def remedy(path: epath.PathLike, key: str) -> str:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from maxpipe import redact
 from maxpipe.commands.parser import Commands, add_address, integer, number, subcommands
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 from maxpipe.files import full
@@ -23,7 +24,7 @@ DIFFERENT = 1
 def _print(lines: Iterable[str]) -> int:
     with _explained():
         for line in lines:
-            print(line)
+            print(redact.shown(line))
     return ExitCode.DONE
 
 
@@ -251,6 +252,11 @@ def _add_prune(actions: Commands) -> None:
     )
     add_address(prune, step=False)
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    prune.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="delete also where checkpoint.dir of the run's config.yml, or a link, leads",
+    )
     for option, name, kind, words in (
         ("--keep", "newest", integer, "the newest so many; 1 if only other rules are given"),
         ("--keep-every-steps", "every_steps", integer, "those whose step this number divides"),

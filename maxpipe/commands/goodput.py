@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from maxpipe import redact
 from maxpipe.commands.parser import Commands, add_address
 from maxpipe.errors import ExitCode
 
@@ -32,5 +33,5 @@ def _goodput(options: argparse.Namespace) -> int:
 
         print(json.dumps(goodput.facts(found), indent=2))
     else:
-        print(goodput.page(found))
+        print(redact.shown(goodput.page(found)))
     return ExitCode.DONE

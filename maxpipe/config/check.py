@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 import maxpipe.config.pipeline_rules  # noqa: F401  registers its rules
+from maxpipe import redact
 from maxpipe.config.names import list_meant
 from maxpipe.config.ranges import BOUNDS, BYTES_VOCABULARY, Bound
 from maxpipe.config.rules import (
@@ -114,7 +115,8 @@ def check(config: Config, origins: Mapping[str, str], skip: Collection[str] = ()
         if findings and len(each.keys) == 1:
             wrong.update(each.keys)
         for key, text, action in findings:
-            given = shown(value_of(config, key))
+            value = value_of(config, key)
+            given = shown(redact.variables(value) if key == "launch.environment" else value)
             problems.append(Problem(where(key, origins), given, text, action))
     return problems
 
@@ -135,13 +137,17 @@ for _bound in BOUNDS.values():
     _in_bound(_bound)
 
 
+MAX_NAME = 200
+"""Characters of a run's name: file systems allow 255, and other names are made of it."""
+
+
 @rule("run.name")
 def _name_is_a_folder(config: Config) -> Iterator[Finding]:
     name = config.run.name
-    if name in (".", "..") or not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+    if name in (".", "..") or not re.fullmatch(rf"[A-Za-z0-9._-]{{1,{MAX_NAME}}}", name):
         yield Finding(
             "run.name",
-            "must be a folder name of letters, digits, `.`, `_` and `-`.",
+            f"must be a folder name of at most {MAX_NAME} letters, digits, `.`, `_` and `-`.",
             f"Set run.name={folder_name(name)}.",
         )
 

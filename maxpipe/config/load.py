@@ -21,6 +21,7 @@ from typing import Any, Literal
 import yaml
 from omegaconf import OmegaConf
 
+from maxpipe import redact
 from maxpipe.config.check import DEFAULT, check, did_you_mean, is_override
 from maxpipe.config.inputs import Input, locate, nearby
 from maxpipe.config.names import because, key_meant, list_meant, override_meant, value_meant
@@ -129,7 +130,11 @@ class _Assignment:
     """Where to look: the file with its line, or the command line."""
 
     def problem(self, rule: str, action: str, *, given: bool = True) -> Problem:
-        text = _shortened(self.raw) if given else ""
+        is_secret = self.path[:2] == ("launch", "environment")
+        raw = redact.variables(self.raw) if is_secret else self.raw
+        if is_secret and len(self.path) > 2:
+            raw = redact.REDACTED
+        text = _shortened(raw) if given else ""
         return Problem(f"{self.place}: {'.'.join(self.path)}", text, rule, action)
 
 

@@ -360,8 +360,9 @@ class RuntimeConfig:
     of the documents. While one process compiles nobody is judged, as that takes what it takes. 0
     waits forever."""
     stop_grace_seconds: int = 0
-    """Time from SIGTERM to the end of the process, in which the running step ends and is saved.
-    When it is over the run is left as it is, to go on from its newest checkpoint. 0 is no limit."""
+    """Time from SIGTERM, SIGHUP or Ctrl-C to the end of the process, in which the running step ends
+    and is saved. When it is over the run is left as it is, to go on from its newest checkpoint. 0
+    is no limit."""
     compilation_cache: str = "~/.cache/maxpipe/compiled"
     """Folder in which compiled programs are kept between runs. Empty turns the cache off. Not used
     by several CPU devices: XLA loses the order in which such a program's devices meet."""

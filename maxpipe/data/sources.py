@@ -37,6 +37,7 @@ _SYNTHETIC_WORDS = 1024
 _TFDS_NAME = re.compile(r"[A-Za-z]\w*(/[\w+.-]+)?(:\d+\.\d+\.\d+)?")
 _MAX_DEPTH = 256
 """Of brackets inside brackets in a document's JSON."""
+_ANYTHING: Any = Any
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 # Tests hold text that is broken on purpose, the others are not part of the library.
 _CORPUS_SKIPPED_FOLDERS = {
@@ -192,7 +193,7 @@ class JsonLinesSource:
         except OSError as error:
             raise _unreadable(path, error) from error
         try:
-            return _field_of(parse(line, Any, most_depth=_MAX_DEPTH), self._field, path)
+            return _field_of(parse(line, _ANYTHING, most_depth=_MAX_DEPTH), self._field, path)
         except ValueError as error:
             raise ConfigError.one(
                 f"{path}:{_line_number(path, start)}",
@@ -245,7 +246,7 @@ class ArrayRecordSource:
         if not self._json:
             return _decode(raw, where)
         try:
-            record = parse(raw, Any, most_depth=_MAX_DEPTH)
+            record = parse(raw, _ANYTHING, most_depth=_MAX_DEPTH)
         except ValueError as error:
             raise ConfigError.one(
                 where,
@@ -492,7 +493,7 @@ def _decode(raw: bytes, where: str, errors: str = "strict") -> str:
 
 def _is_json_object(raw: bytes) -> bool:
     try:
-        return isinstance(parse(raw, Any, most_depth=_MAX_DEPTH), dict)
+        return isinstance(parse(raw, _ANYTHING, most_depth=_MAX_DEPTH), dict)
     except ValueError:
         return False
 

@@ -72,7 +72,7 @@ def launch(loaded: Loaded, inputs: Sequence[str], processes: int) -> int:
             if failure is None:
                 return ExitCode.DONE
             if requests.count:
-                return _stopped(failure, requests.count, restarts.saved())
+                return _stopped(failure, requests, restarts.saved())
             again = restarts.again(failure.code)
             _report(failure, logs, again, attempt, restarts)
             if not again:
@@ -93,15 +93,18 @@ def _commands(inputs: Sequence[str], processes: int, devices: int) -> list[list[
 
 
 class _Requests:
-    """Counts SIGTERM and SIGINT instead of ending on them."""
+    """Counts the signals that ask to stop instead of ending on them."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.number = signal.SIGTERM
+        """The newest."""
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> _Requests:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._receive)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -110,6 +113,15 @@ class _Requests:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
+        self.number = signal.Signals(number)
+
+    @property
+    def code(self) -> int:
+        """With which a launcher ends that was asked to stop."""
+        by_key = self.number == signal.SIGINT
+        if self.count > 1:
+            return ExitCode.INTERRUPTED if by_key else 128 + signal.SIGKILL
+        return ExitCode.INTERRUPTED if by_key else ExitCode.PREEMPTED
 
 
 def _attempt(
@@ -134,15 +146,19 @@ def _attempt(
         while running:
             if requests.count > passed_on:
                 passed_on = requests.count
-                number = signal.SIGTERM if passed_on == 1 else signal.SIGKILL
-                _send(number, processes)
+                _send(requests.number if passed_on == 1 else signal.SIGKILL, processes)
+                if passed_on == 1:
+                    by_key = requests.number == signal.SIGINT
+                    again = "press Ctrl-C again" if by_key else "signal again"
+                    _say(f"stopping after this step, and saving; {again} to kill all processes")
             with contextlib.suppress(queue.Empty):
                 rank = ends.get(timeout=_POLL_SECONDS)
                 running.discard(rank)
                 code = processes[rank].returncode
                 if code != 0 and failure is None:
                     failure = Failure(rank, code)
-                    grace = patience if code == ExitCode.PREEMPTED else GRACE_SECONDS
+                    saved = code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
+                    grace = patience if saved else GRACE_SECONDS
                     deadline = time.monotonic() + grace
             if time.monotonic() > deadline:
                 deadline = float("inf")
@@ -212,16 +228,16 @@ def _send(number: signal.Signals, processes: Sequence[subprocess.Popen[bytes]]) 
         process.send_signal(number)  # nothing, when it has ended
 
 
-def _stopped(failure: Failure, requests: int, step: int | None) -> int:
+def _stopped(failure: Failure, requests: _Requests, step: int | None) -> int:
     """The exit code of a launcher that was asked to stop."""
     saved = "nothing is saved yet" if step is None else f"step {step} is saved"
-    if requests > 1:
+    if requests.count > 1:
         _say(f"killed: {saved}")
-        return 128 + signal.SIGKILL
+        return requests.code
     # A process that is still starting has nothing to save, and ends by the signal itself.
-    if failure.code in (ExitCode.PREEMPTED, -signal.SIGTERM):
+    if failure.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED, -requests.number):
         _say(f"stopped: {saved}; start the same command again to go on")
-        return ExitCode.PREEMPTED
+        return requests.code
     _say(f"process {failure.process} did not stop as asked: {described(failure.code)}; {saved}")
     return 128 - failure.code if failure.code < 0 else failure.code
 

@@ -10,8 +10,8 @@ from typing import TypedDict
 from maxpipe.errors import ExitCode
 from maxpipe.files import records
 
-FINAL = (ExitCode.CONFIG, ExitCode.BUG, ExitCode.STORAGE)
-"""Failures that another start would only repeat."""
+FINAL = (ExitCode.CONFIG, ExitCode.BUG, ExitCode.STORAGE, ExitCode.INTERRUPTED)
+"""Failures that another start would only repeat, and a person's Ctrl-C."""
 
 _CHECKPOINTS, _RECORDS = "checkpoints", "events.jsonl"
 _MEANINGS = {
@@ -21,6 +21,7 @@ _MEANINGS = {
     ExitCode.HANG: "a hang, or another process is missing",
     ExitCode.STORAGE: "storage or checkpoint",
     ExitCode.PREEMPTED: "stopped and saved",
+    ExitCode.INTERRUPTED: "stopped by Ctrl-C",
 }
 
 
@@ -56,8 +57,16 @@ def _told(run_dir: Path) -> int | None:
 
 
 def killed(code: int) -> bool:
-    """Whether a signal ended the process: negative for Python, above 128 for a shell."""
-    return code < 0 or code > 128
+    """Whether a signal ended the process: negative for Python, above 128 for a shell.
+
+    Ctrl-C does not count: a run that it stops says so, and one that has not begun dies of it.
+    """
+    return (code < 0 or code > 128) and not interrupted(code)
+
+
+def interrupted(code: int) -> bool:
+    """Whether Ctrl-C stopped the process."""
+    return code in (ExitCode.INTERRUPTED, -signal.SIGINT)
 
 
 def is_final(code: int) -> bool:
@@ -71,6 +80,8 @@ def described(code: int) -> str:
         number = -code if code < 0 else code - 128
         known = {each.value for each in signal.Signals}
         return f"killed by {signal.Signals(number).name if number in known else number}"
+    if interrupted(code):
+        code = int(ExitCode.INTERRUPTED)
     meaning = _MEANINGS.get(ExitCode(code)) if code in set(ExitCode) else None
     return f"exit code {code}{f' ({meaning})' if meaning else ''}"
 

@@ -17,7 +17,7 @@ import jax
 from maxpipe import runtime
 from maxpipe.checkpoint.place import run_folder
 from maxpipe.config.load import Loaded
-from maxpipe.errors import ExitCode, Preempted
+from maxpipe.errors import ExitCode
 from maxpipe.hardware import peak_flops
 from maxpipe.model.count import train_flops_per_token
 from maxpipe.phases import DATA, EVAL, LOOP, SAVE, STEP, Phases
@@ -33,7 +33,7 @@ def train(loaded: Loaded) -> int:
     Raises:
         ConfigError: the config does not fit the machine, the data or the run's checkpoint.
         StorageError: checkpoints cannot be read or written.
-        Preempted: the run was asked to stop, and has saved.
+        Preempted: the run was asked to stop, and has saved; Interrupted by Ctrl-C.
         NumbersError: loss or gradients are such that the config does not let the run go on.
         ReplicaError: devices that should hold the same hold something else.
     """
@@ -51,7 +51,7 @@ def train(loaded: Loaded) -> int:
         )
         loaded = fit_to_devices(loaded)
         console = stack.enter_context(Console(config.log.progress, process_index=link.index))
-        link.say = console.warn
+        link.say, link.tell = console.warn, console.tell
         run = set_up(loaded, console, link, phases, stack)
         with phases.enter(LOOP):
             _run_loop(run)
@@ -115,7 +115,7 @@ def _leave(run: Run, step: int) -> None:
     run.console.note(f"asked to stop: saving step {step}")
     _save_and_wait(run, step)
     run.events.write("preempted", step=step)
-    raise Preempted(
+    raise run.link.stopped(
         f"{run_folder(run.config.run)}: stopped after step {step} of {run.total_steps}\n"
         "  The state is saved.\n"
         "  Start the same command again to go on."

@@ -289,7 +289,7 @@ def _ledger(
     stack.push(ends)
 
     def told_to_leave(code: int, text: str) -> None:
-        if code == ExitCode.PREEMPTED:
+        if code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
             events.write("preempted", step=phases.step, saved=False)
         else:
             events.write("failed", code=code, text=text[:1000])

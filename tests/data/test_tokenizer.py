@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 from pathlib import Path
@@ -55,10 +56,14 @@ def write_byte_fallback(path: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def byte_level_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("byte_level")
-    path = train_byte_level(folder / "tokenizer.json", ["<|endoftext|>"])
-    return open_tokenizer(TokenizerConfig(kind="huggingface", path=path))
+    return Path(train_byte_level(folder / "tokenizer.json", ["<|endoftext|>"]))
+
+
+@pytest.fixture(scope="module")
+def byte_level(byte_level_file: Path) -> Tokenizer:
+    return open_tokenizer(TokenizerConfig(kind="huggingface", path=str(byte_level_file)))
 
 
 def check_contract(tokenizer: Tokenizer, text: str) -> None:
@@ -151,3 +156,28 @@ def test_check_vocab() -> None:
     [problem] = error.value.problems
     assert (problem.where, problem.given) == ("model.vocab_size", "258")
     assert "(259)" in problem.rule and "model.vocab_size=384" in problem.action
+
+
+@pytest.mark.fault("H4")
+def test_a_tokenizer_that_panics_is_a_mistake(byte_level_file: Path, tmp_path: Path) -> None:
+    """The library's Rust code ends with an exception that is no `Exception`."""
+    content = json.loads(byte_level_file.read_text())
+    table = base64.b64encode(b"\x10\0\0\0abcdefghijklmnopqrst").decode()
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": table}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    tokenizer = open_tokenizer(TokenizerConfig(kind="huggingface", path=str(path)))
+    for act in (lambda: tokenizer.encode("a text"), lambda: tokenizer.count(["a text"])):
+        with pytest.raises(ConfigError, match="must be a tokenizer that works on every text"):
+            act()
+
+
+@pytest.mark.fault("H4")
+def test_numbers_of_tokens_do_not_fill_the_memory(byte_level_file: Path, tmp_path: Path) -> None:
+    content = json.loads(byte_level_file.read_text())
+    content["added_tokens"][0]["id"] = 2**32 - 1
+    content["model"]["vocab"]["<|endoftext|>"] = 2**32 - 1
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="must be a tokenizer.json file"):
+        open_tokenizer(TokenizerConfig(kind="huggingface", path=str(path)))

@@ -104,34 +104,43 @@ def test_progress_keeps_a_run_going(launch: Callable[..., int], tmp_path: Path):
 
 STOPS = """
 import signal, sys, time
-def stop(*_):
+def stop(number, _):
     print("saved", flush=True)
-    sys.exit(75)
-signal.signal(signal.SIGTERM, stop)
+    sys.exit(130 if number == signal.SIGINT else 75)
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    signal.signal(number, stop)
 print("ready", flush=True)
 time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.fault("H5")
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
+)
 def test_a_signal_is_passed_on_and_nothing_starts_again(
-    launch: Callable[..., int], capsys: Capture, tmp_path: Path, number: signal.Signals
+    launch: Callable[..., int], capsys: Capture, tmp_path: Path, number: signal.Signals, code: int
 ):
     logs = [tmp_path / f"run/logs/process-{rank}.log" for rank in (0, 1)]
     signal_when(lambda: all(log.exists() and "ready" in log.read_text() for log in logs), number)
-    assert launch(STOPS, STOPS) == 75
-    assert "launch: stopped: nothing is saved yet; start the same" in capsys.readouterr().err
+    assert launch(STOPS, STOPS) == code
+    said = capsys.readouterr().err
+    assert "launch: stopping after this step, and saving" in said
+    assert "launch: stopped: nothing is saved yet; start the same" in said
     for log in logs:
         assert log.read_text().count("ready") == log.read_text().count("saved") == 1
 
 
-def test_a_second_signal_kills(launch: Callable[..., int], capsys: Capture, tmp_path: Path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 137), (signal.SIGINT, 130)])
+def test_a_second_signal_kills(
+    launch: Callable[..., int], capsys: Capture, tmp_path: Path, number: signal.Signals, code: int
+):
     deaf = "import signal, time\nsignal.signal(15, lambda *_: print('no', flush=True))\n"
     deaf += "print('ready', flush=True)\nwhile True: time.sleep(1)"
     log = tmp_path / "run/logs/process-0.log"
     signal_when(lambda: log.exists() and "ready" in log.read_text(), signal.SIGTERM)
-    signal_when(lambda: log.exists() and "no" in log.read_text().split("ready")[-1], signal.SIGINT)
-    assert launch(deaf) == 137
+    signal_when(lambda: log.exists() and "no" in log.read_text().split("ready")[-1], number)
+    assert launch(deaf) == code
     assert "launch: killed: nothing is saved yet" in capsys.readouterr().err
 
 

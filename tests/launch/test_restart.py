@@ -14,7 +14,8 @@ def save(run_dir: Path, step: int) -> None:
     (run_dir / "checkpoints" / str(step)).mkdir(parents=True)
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 70, 74, 127])
+@pytest.mark.fault("H5")
+@pytest.mark.parametrize("code", [0, 1, 2, 70, 74, 127, 130, -2])
 def test_what_another_start_would_repeat_is_final(tmp_path: Path, code: int):
     restarts = Restarts(3, tmp_path)
     save(tmp_path, 4)  # progress changes nothing
@@ -68,6 +69,8 @@ def test_only_complete_checkpoints_count(tmp_path: Path):
         (-127, "killed by 127"),
         (74, "exit code 74 (storage or checkpoint)"),
         (1, "exit code 1"),
+        (130, "exit code 130 (stopped by Ctrl-C)"),
+        (-2, "exit code 130 (stopped by Ctrl-C)"),
     ],
 )
 def test_codes_in_words(code: int, words: str):

@@ -1,0 +1,283 @@
+"""Run folders that somebody else wrote: whatever is in them is an explained error, or left out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from maxpipe import goodput, hardware
+from maxpipe.checkpoint.place import FOLDER, files, home_of
+from maxpipe.cli import main
+from maxpipe.errors import MaxpipeError
+from maxpipe.launch.logs import Log
+from maxpipe.launch.restart import newest_step
+from maxpipe.telemetry import EventLog, MetricWriter
+
+Capture = pytest.CaptureFixture[str]
+
+TIME = "2026-01-01T00:00:00Z"
+DEEP = "[" * 20_000
+
+
+def _texts() -> dict[str, bytes]:
+    records = {
+        "endless times": {"time": TIME, "event": "begin", "uptime": 1e308},
+        "late": {"time": "9999-12-31T23:59:59-14:00", "event": "begin", "uptime": -1e300},
+        "texts as numbers": {"time": TIME, "event": "start", "step": "9", "seconds": {"x": "1"}},
+        "numbers as objects": {"time": 7, "event": [], "step": {}, "format": [], "files": 3},
+        "lists": {"version": [1], "files": [{}], "sha256": 1, "facts": [], "config": [], "data": 0},
+        "huge whole number": {"step": 10**4000, "format": 10**30, "time": TIME, "event": "time"},
+        "control characters": {"\x1b]0;x\x07": "\x1b[31m\r\n\u202e", "event": "\x1b[2J"},
+        "half of a pair": {"time": "\ud800", "event": "\udfff", "step": 1},
+    }
+    found = {name: json.dumps(record).encode() + b"\n" for name, record in records.items()}
+    infinite = b'{"time": Infinity, "event": "begin", "uptime": NaN, "step": -Infinity, '
+    infinite += b'"format": 2, "config": {}, "data": {}, "metrics": {"eval/loss": Infinity}}\n'
+    return found | {
+        "empty": b"",
+        "binary": bytes(range(256)) * 40,
+        "deep": DEEP.encode(),
+        "deep objects": b'{"step":' * 20_000,
+        "infinite": infinite,
+        "many digits": b'{"step": ' + b"9" * 100_000 + b"}\n",
+        "one long line": b"x" * (3 << 20),
+        "yaml": b"run: {name: [" + b"{a: " * 2000 + b"\n\x1b[31m: 1\n",
+    }
+
+
+TEXTS = _texts()
+ODD = ("pipe", "folder", "dangling link", "link to itself", "device", "gigantic")
+HOSTILE = (*TEXTS, *ODD)
+SOME = ("binary", "deep", "numbers as objects", "infinite", "control characters", "pipe")
+"""Each of which once was a traceback or a wait; the rest takes its time in `make test-faults`."""
+SOME_FIRST = [*SOME, *(pytest.param(k, marks=pytest.mark.faults) for k in HOSTILE if k not in SOME)]
+
+
+def plant(path: Path, kind: str) -> None:
+    """Puts something hostile in the place of a file."""
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "dangling link":
+        path.symlink_to(path.parent / "nowhere")
+    elif kind == "link to itself":
+        path.symlink_to(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "gigantic":
+        path.touch()
+        os.truncate(path, 1 << 42)
+    else:
+        path.write_bytes(TEXTS[kind])
+
+
+@contextlib.contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    def late(*_: object) -> None:
+        raise AssertionError(f"it hangs: nothing came of it within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run(capsys: Capture, *arguments: object) -> str:
+    """What a command prints, which ends in time, with a code that explains itself."""
+    with at_most(60):
+        code = main([str(each) for each in arguments])
+    printed = "".join(capsys.readouterr())
+    assert code in (0, 2, 74), printed
+    assert "Traceback" not in printed
+    assert all(each.isprintable() or each == "\n" for each in printed), repr(printed)[:400]
+    return printed
+
+
+@pytest.mark.fault("H1")
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_commands_on_records(kind: str, tmp_path: Path, capsys: Capture):
+    plant(tmp_path / "events.jsonl", kind)
+    run(capsys, "goodput", tmp_path)
+    run(capsys, "goodput", tmp_path, "--json")
+
+
+@pytest.mark.fault("H1")
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_commands_on_configs(kind: str, tmp_path: Path, capsys: Capture):
+    path = tmp_path / "config.yml"
+    plant(path, kind)
+    run(capsys, "config", "print", path)
+    run(capsys, "schedule", path)
+    run(capsys, "schedule", f"file:{path}")
+    run(capsys, "plan", path, "--topology", "v5p:2x2x1")
+    with contextlib.suppress(MaxpipeError):
+        home_of(tmp_path)
+
+
+@pytest.mark.fault("H1")
+@pytest.mark.parametrize("name", ["config.yml", "manifest.json", "facts/metadata"])
+@pytest.mark.parametrize("kind", SOME_FIRST)
+def test_commands_on_checkpoints(name: str, kind: str, copy: Path, capsys: Capture):
+    plant(copy / name if name == "config.yml" else copy / FOLDER / "6" / name, kind)
+    run(capsys, "checkpoints", "list", copy)
+    run(capsys, "checkpoints", "verify", copy)
+    run(capsys, "checkpoints", "show", copy, "--step", 6)
+    run(capsys, "checkpoints", "diff", f"{copy}@3", f"{copy}@6")
+    run(capsys, "checkpoints", "prune", copy, "--keep", 1)
+    assert (copy / FOLDER / "3").is_dir() or name == "config.yml"
+
+
+@pytest.mark.fault("H1")
+@pytest.mark.parametrize("kind", ["empty", "deep", "binary", "pipe", "lists", "gigantic"])
+def test_a_checkpoint_without_manifest(kind: str, copy: Path, capsys: Capture):
+    """Nothing vouches for its files, and orbax reads them."""
+    (copy / FOLDER / "6" / "manifest.json").unlink()
+    (copy / FOLDER / "6" / "commit_success.txt").touch()
+    plant(copy / FOLDER / "6" / "state" / "_METADATA", kind)
+    run(capsys, "checkpoints", "show", copy)
+    run(capsys, "checkpoints", "list", copy)
+
+
+@pytest.mark.fault("H1")
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_a_start_reads(kind: str, tmp_path: Path):
+    """Records lost or warned of, at most; nothing hangs, and nothing is written elsewhere."""
+    plant(tmp_path / "metrics.jsonl", kind)
+    plant(tmp_path / "events.jsonl", kind)
+    with at_most(20):
+        assert newest_step(tmp_path, "gs://bucket") in (None, 1)
+        MetricWriter(tmp_path, tensorboard=False, resume_step=3).write(4, {"train/loss": 1.0})
+        EventLog(tmp_path).write("begin")
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.fault("H1")
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_measured_figures(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plant(tmp_path / "x.yml", kind)
+    monkeypatch.setattr(hardware, "measured_folder", lambda: tmp_path)
+    hardware.known.cache_clear()
+    try:
+        with at_most(20), pytest.raises(MaxpipeError):
+            hardware.known()
+    finally:
+        hardware.known.cache_clear()
+
+
+@pytest.mark.fault("H1")
+@pytest.mark.parametrize("name", ["a" * 300, "a\nb\x1b[31m", "\udcff", "x" * 5000, ""])
+def test_names_of_folders(name: str, tmp_path: Path, capsys: Capture):
+    for command in ("goodput", "checkpoints list", "checkpoints verify", "config print"):
+        run(capsys, *command.split(), f"{tmp_path}/{name}")
+    run(capsys, "config", "print", f"{tmp_path}/{name}.yml")
+
+
+# --- what is written and deleted --------------------------------------------------------------
+
+
+@pytest.mark.fault("H2")
+@pytest.mark.parametrize("kind", ["dangling link", "pipe", "link"])
+def test_logs_are_not_written_through_what_lies_there(kind: str, tmp_path: Path):
+    mine, log = tmp_path / "mine", tmp_path / "logs" / "process-0.log"
+    mine.write_text("mine\n")
+    log.parent.mkdir()
+    if kind == "link":
+        log.symlink_to(mine)
+    else:
+        plant(log, kind)
+    with at_most(10), pytest.raises(MaxpipeError, match="process-0.log: cannot be written"):
+        Log(log).begin(1, "maxpipe train")
+    assert mine.read_text() == "mine\n" and not (log.parent / "nowhere").exists()
+
+
+def _by_config(own: Path, other: Path) -> None:
+    shutil.rmtree(own / FOLDER)
+    text = f"checkpoint: {{dir: {other.parent}}}\nrun: {{name: {other.name}}}\ntrain: {{steps: 1}}"
+    tiny = Path(__file__).parents[2] / "configs/model/tiny.yml"
+    (own / "config.yml").write_text(f"{tiny.read_text()}\n{text}\n")
+
+
+def _by_link(own: Path, other: Path) -> None:
+    shutil.rmtree(own / FOLDER)
+    (own / FOLDER).symlink_to(other / FOLDER)
+
+
+@pytest.mark.fault("H3")
+@pytest.mark.parametrize("lead", [_by_config, _by_link])
+def test_prune_stays_in_the_folder_that_was_named(
+    lead: Callable[[Path, Path], None], saved: Path, copy: Path, tmp_path: Path, capsys: Capture
+):
+    """A run folder from elsewhere leads to the checkpoints of another run."""
+    other = tmp_path / "other"
+    shutil.copytree(saved, other)
+    lead(copy, other)
+    for dry in ([], ["--dry-run"]):
+        said = run(capsys, "checkpoints", "prune", copy, "--keep", 1, *dry)
+        assert f"they are in {other / FOLDER}" in said and "add --elsewhere" in said
+    assert sorted(os.listdir(other / FOLDER)) == ["3", "6"]
+    run(capsys, "checkpoints", "prune", copy, "--keep", 1, "--elsewhere")
+    assert os.listdir(other / FOLDER) == ["6"]
+
+
+@pytest.mark.fault("H3")
+def test_prune_deletes_a_link_and_not_what_it_leads_to(copy: Path, tmp_path: Path, capsys: Capture):
+    outside = Path(shutil.copytree(copy / FOLDER / "3", tmp_path / "outside"))
+    before = sorted(outside.rglob("*"))
+    shutil.rmtree(copy / FOLDER / "3")
+    (copy / FOLDER / "3").symlink_to(outside)
+    run(capsys, "checkpoints", "prune", copy, "--keep", 1)
+    assert sorted(outside.rglob("*")) == before
+    assert os.listdir(copy / FOLDER) == ["6"]
+
+
+@pytest.mark.fault("H1")
+def test_links_that_lead_into_themselves_are_not_walked(copy: Path, capsys: Capture):
+    """Two of them made 2 to the 40 paths."""
+    for name in ("a", "b"):
+        (copy / FOLDER / "6" / name).symlink_to(copy / FOLDER / "6")
+    with at_most(10):
+        assert len(files(copy / FOLDER / "6")) < 100  # type: ignore[arg-type]
+        run(capsys, "checkpoints", "list", copy)
+
+
+# --- goodput ----------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("H1")
+def test_bad_records_are_left_out_and_good_ones_count(tmp_path: Path):
+    good = [
+        {"event": "begin", "uptime": 0.0},
+        {"event": "start", "uptime": 2.0, "step": 0, "seconds": {"compiling": 2.0}},
+        {"event": "time", "uptime": 12.0, "step": 10, "seconds": {"step": 10.0}},
+    ]
+    lines = [json.dumps({"time": TIME} | record).encode() + b"\n" for record in good]
+    (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
+    expected = goodput.facts(goodput.read(tmp_path))
+    bad = b"".join(text.rstrip(b"\n") + b"\n" for text in TEXTS.values())
+    (tmp_path / "events.jsonl").write_bytes(bad.join(lines))
+    assert goodput.facts(goodput.read(tmp_path)) == expected
+    assert re.search(r"steps that count", goodput.page(goodput.read(tmp_path)))
+
+
+def test_a_year_of_records_takes_seconds(tmp_path: Path):
+    """It took time in the square of their number."""
+    with (tmp_path / "events.jsonl").open("w") as file:
+        file.write(json.dumps({"time": TIME, "event": "begin", "uptime": 0.0}) + "\n")
+        for step in range(1, 20_001):
+            record = {"time": TIME, "event": "time", "step": step, "seconds": {"step": 1.0}}
+            file.write(json.dumps(record) + "\n")
+    with at_most(20):
+        assert goodput.read(tmp_path).seconds[goodput.PRODUCTIVE] == 20_000
