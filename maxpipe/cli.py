@@ -14,7 +14,16 @@ from collections.abc import Sequence
 
 import maxpipe
 from maxpipe import redact
-from maxpipe.commands import checkpoints, config, doctor, goodput, launch, plan, schedule
+from maxpipe.commands import (
+    checkpoints,
+    config,
+    doctor,
+    eval,
+    goodput,
+    launch,
+    plan,
+    schedule,
+)
 from maxpipe.commands.parser import Parser, add_inputs, subcommands
 from maxpipe.errors import ExitCode, MaxpipeError
 
@@ -106,6 +115,7 @@ def _parser() -> Parser:
     config.add(commands)
     schedule.add(commands)
     checkpoints.add(commands)
+    eval.add(commands)
     goodput.add(commands)
     doctor.add(commands)
     parser.command_names = tuple(commands.choices)

@@ -54,16 +54,17 @@ class Loaded:
     """Full key to "default", the path of a file, or the text of an override."""
 
 
-def load(args: Sequence[str]) -> Loaded:
+def load(args: Sequence[str], saved: Mapping[str, Any] | None = None, origin: str = "") -> Loaded:
     """The config that files and `section.key=value` overrides describe.
 
-    Files merge left to right and overrides follow, wherever they stand among the files.
+    Files merge left to right onto what was `saved` (`to_dict`, by the name of `origin`), and
+    overrides follow, wherever they stand among the files.
 
     Raises:
         ConfigError: with every mistake in the files, the overrides and the values.
     """
     problems: list[Problem] = []
-    assignments: list[_Assignment] = []
+    assignments = list(_from_values(saved or {}, origin))
     overrides = [arg for arg in args if is_override(arg) or arg.startswith("-")]
     files = [arg for arg in args if arg not in overrides]
     documents = [_read_file(file, problems) for file in files]
@@ -77,16 +78,7 @@ def load(args: Sequence[str]) -> Loaded:
 
 def from_dict(values: Mapping[str, Any]) -> Config:
     """The config that nested dicts describe, under the rules of a file."""
-    problems: list[Problem] = []
-    assignments: list[_Assignment] = []
-    for section, content in values.items():
-        raw = _as_raw(content)
-        if isinstance(raw, dict) and section in SECTIONS:
-            for name, value in raw.items():
-                assignments += _split((section, name), value, "from_dict", "from_dict")
-        else:
-            assignments.append(_Assignment((str(section),), raw, "from_dict", "from_dict"))
-    return _build(assignments, problems, is_complete=True).config
+    return load([], values, "from_dict").config
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
@@ -290,6 +282,16 @@ def _raw(node: yaml.Node) -> Raw:
             for key, value in node.value
         }
     return None if node.tag == "tag:yaml.org,2002:null" else node.value
+
+
+def _from_values(values: Mapping[str, Any], origin: str) -> Iterator[_Assignment]:
+    for section, content in values.items():
+        raw = _as_raw(content)
+        if isinstance(raw, dict) and section in SECTIONS:
+            for name, value in raw.items():
+                yield from _split((section, name), value, origin, origin)
+        else:
+            yield _Assignment((str(section),), raw, origin, origin)
 
 
 def _as_raw(value: Any) -> Raw:
