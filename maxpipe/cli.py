@@ -16,6 +16,7 @@ import maxpipe
 from maxpipe import redact
 from maxpipe.commands import (
     checkpoints,
+    completion,
     config,
     doctor,
     eval,
@@ -118,5 +119,6 @@ def _parser() -> Parser:
     eval.add(commands)
     goodput.add(commands)
     doctor.add(commands)
+    completion.add(commands, parser)
     parser.command_names = tuple(commands.choices)
     return parser
