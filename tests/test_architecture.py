@@ -92,6 +92,7 @@ FORBIDDEN = [
     ("maxpipe.doctor", "jax", "a process of its own looks at devices"),
     ("maxpipe.launch", "jax", "the launcher holds no device"),
     ("maxpipe.checkpoint.place", "jax", "launcher and doctor ask it, too"),
+    ("maxpipe.checkpoint.address", "jax", "launcher and doctor ask it, too"),
 ]
 
 # Importing one of these (or anything below it) imports no jax, not even indirectly.
@@ -105,6 +106,7 @@ JAX_FREE = (
     "maxpipe.doctor",
     "maxpipe.config",
     "maxpipe.checkpoint.place",
+    "maxpipe.checkpoint.address",
     *(f"maxpipe.pipeline.{name}" for name in TABLES),
     "maxpipe.data",
     "maxpipe.telemetry",
