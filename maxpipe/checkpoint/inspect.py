@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, TypedDict
@@ -18,11 +19,12 @@ from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.folder import Damaged, Folder, local_time
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import open_run
-from maxpipe.checkpoint.place import files
+from maxpipe.checkpoint.place import FOLDER, files, in_bucket
 from maxpipe.checkpoint.retention import Rules, Saved, kept
 from maxpipe.checkpoint.selection import best, chosen, opened
 from maxpipe.checkpoint.trees import differences, digest, leaves
-from maxpipe.errors import StorageError
+from maxpipe.errors import ConfigError, StorageError
+from maxpipe.files import full
 
 
 class Listed(TypedDict):
@@ -179,6 +181,29 @@ def pruned(run_dir: str, rules: Rules, *, dry_run: bool) -> Iterator[str]:
             yield from _pruned(folder, rules, dry_run=False)
 
 
+def check_own(run_dir: str, folder: Folder) -> None:
+    """What is to be deleted lies in the run's own folder.
+
+    A folder that somebody else wrote may lead, by its config.yml or by a link, to the checkpoints
+    of another run.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if in_bucket(run_dir):
+        return
+    own = os.path.join(full(run_dir), FOLDER)
+    real = folder.path if in_bucket(folder.path) else os.path.realpath(folder.path)
+    if os.fspath(real) != os.path.join(os.path.realpath(full(run_dir)), FOLDER):
+        by = "is a link" if os.path.islink(own) else "its config.yml has checkpoint.dir"
+        raise ConfigError.one(
+            f"run folder {run_dir}",
+            None,
+            f"must hold the checkpoints that are to be deleted; {by}, and they are in {real}.",
+            "Look whose they are with `maxpipe checkpoints list`, then add --elsewhere.",
+        )
+
+
 def _pruned(folder: Folder, rules: Rules, *, dry_run: bool) -> Iterator[str]:
     saved = [one for step in folder.steps() if (one := folder.saved(step))]
     reasons = kept(saved, rules)
@@ -197,17 +222,20 @@ def _pruned(folder: Folder, rules: Rules, *, dry_run: bool) -> Iterator[str]:
     yield f"{freed / 2**20:.1f} MiB {'would be freed' if dry_run else 'freed'}"
 
 
-def deleted(address: Address, *, force: bool) -> Iterator[str]:
+def deleted(address: Address, *, force: bool, elsewhere: bool = False) -> Iterator[str]:
     """Deletes one checkpoint, but never the newest good one unless by `force`.
 
     Raises:
-        ConfigError: no step is named, or it is the newest good one.
+        ConfigError: no step is named, it is the newest good one, or it is not in the run's own
+            folder and nobody said `elsewhere`.
         StorageError: a run is using the folder.
     """
     if address.step is None:
         raise address.wrong("names no step to delete.", f"Give {address.given}@STEP.")
     checkpoints = opened(address)
     folder = checkpoints.durable
+    if not elsewhere:
+        check_own(address.place or address.run_dir, folder)
     with RunLock(folder.path.parent):
         step = chosen(checkpoints, address)
         newer = [each for each in folder.steps() if each > step]

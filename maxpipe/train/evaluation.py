@@ -264,8 +264,8 @@ def _tell_other_documents(chosen: _Chosen, loader: Loader, say: Say) -> None:
     for name, before, now in compare(saved, loader.fingerprint()):
         if name in _ORDER:
             say(
-                f"warning: data: {name} was {before} when step {chosen.facts.step} was saved and "
-                f"is {now}: documents of the training may be among those for validation"
+                f"warning: data: {name} was {before!r} when step {chosen.facts.step} was saved and "
+                f"is {now!r}: documents of the training may be among those for validation"
             )
 
 
