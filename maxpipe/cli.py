@@ -16,7 +16,18 @@ from typing import Any, TextIO
 
 import maxpipe
 from maxpipe import redact
-from maxpipe.commands import checkpoints, config, configs, doctor, goodput, launch, plan, schedule
+from maxpipe.commands import (
+    checkpoints,
+    completion,
+    config,
+    configs,
+    doctor,
+    eval,
+    goodput,
+    launch,
+    plan,
+    schedule,
+)
 from maxpipe.commands.parser import Parser, add_inputs, subcommands
 from maxpipe.errors import ExitCode, MaxpipeError
 
@@ -168,8 +179,10 @@ def _parser() -> Parser:
     config.add(commands)
     schedule.add(commands)
     checkpoints.add(commands)
+    eval.add(commands)
     goodput.add(commands)
     doctor.add(commands)
     configs.add(commands)
+    completion.add(commands, parser)
     parser.command_names = tuple(commands.choices)
     return parser

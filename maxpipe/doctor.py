@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maxpipe import environment, redact
+from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.place import (
+    FOLDER,
+    entries,
     first_line,
     home,
     in_bucket,
@@ -97,6 +100,7 @@ def examine(inputs: Sequence[str]) -> Iterator[Check]:
             yield from _explained("config", error)
     yield from folders(patient)
     if patient.config is not None:
+        yield from source(patient.config)
         yield from data(patient.config)
     yield clock()
     yield from devices(patient)
@@ -175,6 +179,40 @@ def folders(patient: Patient) -> Iterator[Check]:
             action = "Set runtime.compilation_cache to a folder that can be written."
             cache = dataclasses.replace(cache, status="warning", action=action)
         yield cache
+
+
+def source(config: Config) -> Iterator[Check]:
+    """Whether the checkpoint is there that a new run starts from."""
+    name, given = "restore from", config.checkpoint.restore_from
+    if not given:
+        return
+    try:
+        if _steps(home(run_folder(config.run), config.checkpoint)):
+            text = f"{given} is not read: the run has checkpoints of its own"
+            yield Check(name, "ok", text)
+            return
+        found = parse(given, "checkpoint.restore_from", config.run.dir)
+        steps = _steps(found.home)
+    except ConfigError as error:
+        yield from _explained(name, error)
+        return
+    except (StorageError, OSError) as error:
+        reason = first_line(error) if isinstance(error, OSError) else str(error).splitlines()[0]
+        action = "Look after the storage, and this account's rights there."
+        yield Check(name, "FAILED", f"{given} cannot be read: {reason}.", action)
+        return
+    if not steps or (isinstance(found.step, int) and found.step not in steps):
+        has = f"has steps {', '.join(map(str, steps))}" if steps else "has no checkpoint"
+        action = "Set checkpoint.restore_from to one that is there, such as RUN@newest."
+        yield Check(name, "FAILED", f"{given} is not there: {found.home} {has}.", action)
+        return
+    which = found.step if found.step is not None else "newest"
+    yield Check(name, "ok", f"{found.home}, step {which}, {config.checkpoint.restore} of it")
+
+
+def _steps(path: str) -> list[int]:
+    names = [entry.name for entry in entries(located(os.path.join(path, FOLDER)))]
+    return sorted(int(name) for name in names if re.fullmatch(r"[0-9]{1,18}", name))
 
 
 def _checkpoints(path: str, config: Config) -> Check:

@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over batches: `loss` in nats, `targets` tokens, `bytes` of text they stand for."""
+
+    loss: float
+    targets: float
+    bytes: float
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`eval/loss` in nats per target token and `eval/nats_per_byte` of the text."""
+        return {
+            "eval/loss": self.loss / max(self.targets, 1.0),
+            "eval/nats_per_byte": self.loss / max(self.bytes, 1.0),
+        }
 
 
 def evaluate(
@@ -13,11 +31,8 @@ def evaluate(
     params: Any,
     batches: Iterable[Any],
     stops: Callable[[], bool] = lambda: False,
-) -> dict[str, float] | None:
-    """`eval/loss` in nats per target token and `eval/nats_per_byte` of the text.
-
-    Nothing if `stops`, which is asked after each batch, says so.
-    """
+) -> Totals | None:
+    """Sums over the batches. Nothing if `stops`, which is asked after each batch, says so."""
     total = dict.fromkeys(("loss", "targets", "bytes"), 0.0)
 
     def add(sums: Mapping[str, jax.Array]) -> None:
@@ -35,7 +50,4 @@ def evaluate(
             return None
     if before is not None:
         add(before)
-    return {
-        "eval/loss": total["loss"] / max(total["targets"], 1.0),
-        "eval/nats_per_byte": total["loss"] / max(total["bytes"], 1.0),
-    }
+    return Totals(**total)

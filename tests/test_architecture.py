@@ -65,6 +65,7 @@ LEVELS = {
     "maxpipe.train": 6,
     "maxpipe.train.run": 7,
     "maxpipe.train.resume": 7,
+    "maxpipe.train.evaluation": 7,
     "maxpipe.train.loop": 7,
     "maxpipe.executable": 5,
     "maxpipe.environment": 5,
@@ -96,6 +97,7 @@ FORBIDDEN = [
     ("maxpipe.doctor", "jax", "a process of its own looks at devices"),
     ("maxpipe.launch", "jax", "the launcher holds no device"),
     ("maxpipe.checkpoint.place", "jax", "launcher and doctor ask it, too"),
+    ("maxpipe.checkpoint.address", "jax", "launcher and doctor ask it, too"),
 ]
 
 # Importing one of these (or anything below it) imports no jax, not even indirectly.
@@ -111,6 +113,7 @@ JAX_FREE = (
     "maxpipe.doctor",
     "maxpipe.config",
     "maxpipe.checkpoint.place",
+    "maxpipe.checkpoint.address",
     *(f"maxpipe.pipeline.{name}" for name in TABLES),
     "maxpipe.data",
     "maxpipe.telemetry",
@@ -129,6 +132,7 @@ ROOT_CONFIG = (
     "maxpipe.train.loop",
     "maxpipe.train.run",
     "maxpipe.train.resume",
+    "maxpipe.train.evaluation",
     "maxpipe.evaluate",
     "maxpipe.generate",
     "maxpipe.plan",

@@ -167,6 +167,26 @@ def test_a_place_in_a_bucket_is_tried(config: list[str], bucket: Bucket):
         bucket.refused.clear()
 
 
+def test_what_a_run_starts_from_is_looked_for(config: list[str], tmp_path: Path):
+    def checks(source: str) -> Check:
+        loaded = load([*config, f"run.dir={tmp_path}", f"checkpoint.restore_from={source}"])
+        (check,) = doctor.source(loaded.config)
+        return check
+
+    (tmp_path / "base" / "checkpoints" / "120").mkdir(parents=True)
+    for source, step in (("base", "newest"), ("base@120", "120"), ("base@best", "best")):
+        check = checks(source)
+        assert (check.status, check.text) == ("ok", f"{tmp_path}/base, step {step}, all of it")
+    explained(checks("base@7"), "base@7 is not there", "has steps 120", "RUN@newest")
+    explained(checks("bse"), "checkpoint.restore_from = bse", "Did you mean base?")
+    (tmp_path / "none").mkdir()
+    explained(checks(f"{tmp_path}/none"), "has no checkpoint")
+    own = load([*config, f"run.dir={tmp_path}", "run.name=base", "checkpoint.restore_from=nothing"])
+    (check,) = doctor.source(own.config)
+    assert check.status == "ok" and "has checkpoints of its own" in check.text
+    assert list(doctor.source(load(config).config)) == []
+
+
 def test_a_cache_that_cannot_be_written_is_a_warning(config: list[str], tmp_path: Path):
     (tmp_path / "cache").write_text("a file in the way")
     found = by_name(list(doctor.folders(Patient.of(load(config)))))

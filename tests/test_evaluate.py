@@ -135,7 +135,7 @@ def test_loss_equals_the_plain_loop(
         for number in range(loader.num_batches)
     ]
     found = evaluate(steps.compile_eval(), steps.init().params, batches)
-    assert found == pytest.approx(expected, rel=SAME)
+    assert found is not None and found.metrics == pytest.approx(expected, rel=SAME)
 
 
 @pytest.mark.parametrize("rows", [4, 12, 28])
@@ -157,7 +157,7 @@ def test_a_batch_may_have_any_size_that_the_devices_divide(
         batch["example_ids"] = np.arange(rows, dtype=np.int32)
         batches.append(jax.device_put(batch, steps.batch_sharding))
     found = evaluate(steps.compile_eval(rows), steps.init().params, batches)
-    assert found == pytest.approx(expected, rel=SAME)
+    assert found is not None and found.metrics == pytest.approx(expected, rel=SAME)
 
 
 def sums(loss: float, targets: float, size: float) -> Mapping[str, jax.Array]:
@@ -167,12 +167,13 @@ def sums(loss: float, targets: float, size: float) -> Mapping[str, jax.Array]:
 
 def test_batches_weigh_as_many_as_their_targets():
     found = evaluate(lambda params, batch: sums(*batch), None, [(6.0, 2.0, 4.0), (2.0, 6.0, 6.0)])
-    assert found == {"eval/loss": 1.0, "eval/nats_per_byte": 0.8}
+    assert found is not None and found.metrics == {"eval/loss": 1.0, "eval/nats_per_byte": 0.8}
+    assert (found.loss, found.targets, found.bytes) == (8.0, 8.0, 10.0)
 
 
 def test_nothing_to_evaluate():
     found = evaluate(lambda params, batch: sums(*batch), None, [(0.0, 0.0, 0.0)])
-    assert found == {"eval/loss": 0.0, "eval/nats_per_byte": 0.0}
+    assert found is not None and found.metrics == {"eval/loss": 0.0, "eval/nats_per_byte": 0.0}
     assert evaluate(lambda params, batch: sums(*batch), None, []) == found
 
 
@@ -194,4 +195,4 @@ def test_sums_of_many_batches_are_exact():
     count = 50
     batches = [(float(np.float32(0.1)), 1.0, 1.0)] * count
     found = evaluate(lambda params, batch: sums(*batch), None, batches)
-    assert found is not None and found["eval/loss"] == float(np.float32(0.1))
+    assert found is not None and found.metrics["eval/loss"] == float(np.float32(0.1))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.cli import main
+from maxpipe.cli import _parser, main
 from maxpipe.config.load import load
 from maxpipe.config.schema import Config
 
@@ -32,6 +32,13 @@ def test_the_first_screen_trains_and_draws() -> None:
     first = "\n".join(README.splitlines()[:40])
     for text in ("make quickstart", "final validation loss", "stage  3 F", "maxpipe train"):
         assert text in first
+
+
+def test_every_command_is_in_the_table() -> None:
+    names = _parser().command_names
+    assert {"eval", "goodput", "completion", "checkpoints"} <= set(names)
+    for name in names:
+        assert re.search(rf"^\| `maxpipe {name}\b", README, re.MULTILINE), name
 
 
 def test_keys_and_paths_that_are_named_exist() -> None:

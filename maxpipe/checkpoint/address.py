@@ -61,15 +61,16 @@ class Address:
         return _wrong(self.given, self.where, rule, action)
 
 
-def parse(text: str, where: str = "", runs: str = "") -> Address:
-    """What `text` names. `where` is the config key that gave it, `runs` what holds all runs.
+def parse(text: str, where: str = "", runs: str = "", begin: Path = Path()) -> Address:
+    """What `text` names. `where` is the config key that gave it, `runs` what holds all runs, and
+    `begin` where relative paths begin.
 
     Raises:
         ConfigError: there is no such run, or there are two that could be meant.
     """
     if in_bucket(text):
         return _in_bucket(text, where)
-    finder = _Finder(text, where, runs or RunConfig().dir)
+    finder = _Finder(text, where, runs or RunConfig().dir, begin)
     if not text.strip() or "\0" in text:
         finder.refuse("must name a run.", "Give the folder of a run, by default runs/<run.name>.")
     found, suffix = finder.find(text), _SUFFIX.fullmatch(text)
@@ -135,6 +136,7 @@ class _Finder:
     given: str
     where: str
     runs: str
+    begin: Path
 
     def refuse(self, rule: str, action: str) -> NoReturn:
         raise _wrong(self.given, self.where, rule, action)
@@ -158,9 +160,9 @@ class _Finder:
         return None
 
     def _candidates(self, text: str) -> Iterator[Path]:
-        yield full(text, self.where or "path")
+        yield self.begin / full(text, self.where or "path")
         if _is_name(text):
-            yield full(self.runs, "run.dir") / text
+            yield self.begin / full(self.runs, "run.dir") / text
 
     def _address(self, path: Path) -> Address:
         def inside(place: Path, step: Step) -> Address:

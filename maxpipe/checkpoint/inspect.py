@@ -19,11 +19,12 @@ from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.folder import Damaged, Folder, local_time
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import open_run
-from maxpipe.checkpoint.place import files
+from maxpipe.checkpoint.place import FOLDER, files, in_bucket
 from maxpipe.checkpoint.retention import Rules, Saved, kept
 from maxpipe.checkpoint.selection import best, chosen, opened
 from maxpipe.checkpoint.trees import differences, digest, leaves
-from maxpipe.errors import StorageError
+from maxpipe.errors import ConfigError, StorageError
+from maxpipe.files import full
 
 
 class Listed(TypedDict):
@@ -224,17 +225,20 @@ def _pruned(folder: Folder, rules: Rules, *, dry_run: bool) -> Iterator[str]:
     yield f"{freed / 2**20:.1f} MiB {'would be freed' if dry_run else 'freed'}"
 
 
-def deleted(address: Address, *, force: bool) -> Iterator[str]:
+def deleted(address: Address, *, force: bool, elsewhere: bool = False) -> Iterator[str]:
     """Deletes one checkpoint, but never the newest good one unless by `force`.
 
     Raises:
-        ConfigError: no step is named, or it is the newest good one.
+        ConfigError: no step is named, it is the newest good one, or it is not in the run's own
+            folder and nobody said `elsewhere`.
         StorageError: a run is using the folder.
     """
     if address.step is None:
         raise address.wrong("names no step to delete.", f"Give {address.given}@STEP.")
     checkpoints = opened(address)
     folder = checkpoints.durable
+    if not elsewhere:
+        check_own(address.place or address.run_dir, folder)
     with RunLock(folder.path.parent):
         step = chosen(checkpoints, address)
         newer = [each for each in folder.steps() if each > step]

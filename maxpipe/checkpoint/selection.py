@@ -33,20 +33,25 @@ def chosen(checkpoints: Checkpoints, address: Address) -> int:
     Raises:
         ConfigError: there is none of that step, or none that was evaluated.
     """
-    found = _chosen(checkpoints, address) if jax.process_index() == 0 else 0
-    return int(first_of_all(str(found) if jax.process_index() == 0 else ""))
+    is_first = jax.process_index() == 0
+    return int(first_of_all(str(step_of(checkpoints.durable, address)) if is_first else ""))
 
 
-def _chosen(checkpoints: Checkpoints, address: Address) -> int:
-    steps, step = checkpoints.steps(), address.step
+def step_of(folder: Folder, address: Address) -> int:
+    """The same as this process sees it, in a folder with checkpoints. Needs no devices.
+
+    Raises:
+        ConfigError: there is none of that step, or none that was evaluated.
+    """
+    steps, step = folder.steps(), address.step
     if step == "best":
-        return best(checkpoints.durable, address)[0]
+        return best(folder, address)[0]
     if step is None or step == "newest":
         return steps[-1]
     if step in steps:
         return step
     rule = f"must be one of the saved steps: {_listed(steps)}."
-    aside = [name for name in checkpoints.durable.put_aside() if name.startswith(f"{step}.")]
+    aside = [name for name in folder.put_aside() if name.startswith(f"{step}.")]
     if aside:
         rule = f"was found damaged, and is {aside[-1]} now; the saved steps are {_listed(steps)}."
     raise address.wrong(rule, f"Take {address.at(steps[-1])}, the newest.")

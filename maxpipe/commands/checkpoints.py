@@ -96,7 +96,10 @@ def _delete(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint.address import parse
 
     _use_no_devices()
-    return _print(inspect.deleted(parse(options.checkpoint), force=options.force))
+    lines = inspect.deleted(
+        parse(options.checkpoint), force=options.force, elsewhere=options.elsewhere
+    )
+    return _print(lines)
 
 
 def _prune(options: argparse.Namespace) -> int:
@@ -237,6 +240,11 @@ def _add_delete(actions: Commands) -> None:
     add_address(delete, step=True, needed=True)
     delete.add_argument(
         "--force", action="store_true", help="delete the newest good checkpoint, too"
+    )
+    delete.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="delete also where checkpoint.dir of the run's config.yml, or a link, leads",
     )
     delete.set_defaults(command=_delete)
 

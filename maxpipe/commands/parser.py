@@ -108,7 +108,7 @@ def add_inputs(parser: argparse.ArgumentParser, first: str = "", about: str = ""
     )
 
 
-RUN, CHECKPOINT = "RUN", "RUN[@STEP]"
+RUN, CHECKPOINT, STEP = "RUN", "RUN[@STEP]", "RUN@STEP"
 """How an argument is shown that `maxpipe.checkpoint.address` reads."""
 
 
@@ -126,7 +126,7 @@ def add_address(
         about = about or "RUN@STEP, RUN@newest, RUN@best, or the path to a checkpoint's folder"
     parser.add_argument(
         name or ("checkpoint" if step else "run"),
-        metavar="RUN@STEP" if needed else shown,
+        metavar=STEP if needed else shown,
         help=about or "folder of a run, its name below runs/, or gs://...",
     )
 

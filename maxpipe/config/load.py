@@ -57,17 +57,24 @@ class Loaded:
     """Full keys that were -1, of which the devices have decided the value."""
 
 
-def load(args: Sequence[str], *, to_train: bool = False) -> Loaded:
+def load(
+    args: Sequence[str],
+    saved: Mapping[str, Any] | None = None,
+    origin: str = "",
+    *,
+    to_train: bool = False,
+) -> Loaded:
     """The config that files and `section.key=value` overrides describe.
 
-    Files merge left to right and overrides follow, wherever they stand among the files. A file may
-    be given by the name of a config that maxpipe ships. `to_train`: it must say what to train on.
+    Files merge left to right onto what was `saved` (`to_dict`, by the name of `origin`), and
+    overrides follow, wherever they stand among the files. A file may be given by the name of a
+    config that maxpipe ships. `to_train`: it must say what to train on.
 
     Raises:
         ConfigError: with every mistake in the files, the overrides and the values.
     """
     problems: list[Problem] = []
-    assignments: list[_Assignment] = []
+    assignments = list(_from_values(saved or {}, origin))
     overrides = [arg for arg in args if is_override(arg) or arg.startswith("-")]
     files = [arg for arg in args if arg not in overrides]
     located = [_located(arg, problems) for arg in files]
@@ -84,16 +91,7 @@ def load(args: Sequence[str], *, to_train: bool = False) -> Loaded:
 
 def from_dict(values: Mapping[str, Any]) -> Config:
     """The config that nested dicts describe, under the rules of a file."""
-    problems: list[Problem] = []
-    assignments: list[_Assignment] = []
-    for section, content in values.items():
-        raw = _as_raw(content)
-        if isinstance(raw, dict) and section in SECTIONS:
-            for name, value in raw.items():
-                assignments += _split((section, name), value, "from_dict", "from_dict")
-        else:
-            assignments.append(_Assignment((str(section),), raw, "from_dict", "from_dict"))
-    return _build(assignments, problems, None, is_complete=True).config
+    return load([], values, "from_dict").config
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
@@ -278,6 +276,16 @@ def _raw(node: yaml.Node) -> Raw:
             for key, value in node.value
         }
     return None if node.tag == "tag:yaml.org,2002:null" else node.value
+
+
+def _from_values(values: Mapping[str, Any], origin: str) -> Iterator[_Assignment]:
+    for section, content in values.items():
+        raw = _as_raw(content)
+        if isinstance(raw, dict) and section in SECTIONS:
+            for name, value in raw.items():
+                yield from _split((section, name), value, origin, origin)
+        else:
+            yield _Assignment((str(section),), raw, origin, origin)
 
 
 def _as_raw(value: Any) -> Raw:

@@ -273,9 +273,13 @@ class CheckpointConfig:
     local_every: int = 0
     """Steps between checkpoints in `checkpoint.local_dir`."""
     restore_from: str = ""
-    """Folder of another run whose newest checkpoint starts this one: parameters, optimizer state,
-    step and data position. `gs://BUCKET/PATH/<run.name>` names one in a bucket. Not read when this
-    run already has a checkpoint."""
+    """Checkpoint of another run that starts this one: `RUN@STEP`, `RUN@newest`, `RUN@best` (the
+    smallest `eval/loss`) or the path to its folder; `RUN` alone is the newest. `RUN` is a folder,
+    the name of one in `run.dir`, or `gs://BUCKET/PATH/NAME`. When this run has a checkpoint of its
+    own it goes on from that, and this is not read."""
+    restore: Literal["all", "weights"] = "all"
+    """What is taken from `checkpoint.restore_from`: `all` goes on with parameters, optimizer state,
+    step and data position; `weights` begins at step 0 with its parameters only, on any data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,7 +319,7 @@ class EvalConfig:
     every: int = 0
     """Steps between evaluations. 0 evaluates only after the last step."""
     batches: int = 8
-    """Batches per evaluation. 0 turns evaluation off."""
+    """Batches per evaluation. 0 turns evaluation off; `maxpipe eval` takes all then."""
     batch_size: int = 0
     """Sequences per batch over all devices, any multiple of the data and fsdp sizes. 0 takes
     `train.batch_size`."""

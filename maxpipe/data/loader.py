@@ -14,12 +14,13 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.packing import (
+    DocumentIndex,
     EncodedDocuments,
     PackedSequences,
     Permutation,
@@ -28,6 +29,7 @@ from maxpipe.data.packing import (
 )
 from maxpipe.data.sources import Moved, open_source
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
+from maxpipe.errors import ConfigError
 
 # Raised whenever the same seed and data give other batches than before.
 _ORDER_VERSION = 1
@@ -35,6 +37,7 @@ _SEQUENCE_ORDER = 1
 
 Batch = dict[str, np.ndarray]
 Rows = Sequence[int] | slice
+Split = Literal["validation", "train", "all"]
 
 
 class Batches(Iterator[Batch]):
@@ -186,6 +189,65 @@ class Datasets:
             self.validation.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """Documents that were indexed, before anything is cut from them."""
+
+    documents: EncodedDocuments
+    tokenizer: Tokenizer
+    index: DocumentIndex
+    config: DataConfig
+    seed: int
+    sequence_length: int
+    fingerprint: Mapping[str, Any]
+
+    def loader(self, order: np.ndarray, *, batch_size: int, repeat: bool) -> Loader:
+        return Loader(
+            PackedSequences(self.documents, order, self.sequence_length),
+            batch_size=batch_size,
+            repeat=repeat,
+            seed=self.seed,
+            threads=self.config.threads,
+            prefetch_batches=self.config.prefetch_batches,
+            fingerprint=self.fingerprint,
+        )
+
+    def split(self) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of the training and of the validation documents."""
+        count = len(self.index.lengths)
+        return split_documents(count, self.config.validation_fraction, self.seed)
+
+
+def _open(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    *,
+    seed: int,
+    batch_size: int,
+    sequence_length: int,
+    cache_dir: str | None,
+    moved: Moved | None,
+    keep: bool = True,
+) -> _Opened:
+    source = open_source(data, seed, moved)
+    encoder = open_tokenizer(tokenizer)
+    index = build_index(source, encoder, cache_dir, moved, keep=keep)
+    fingerprint = {
+        "order_version": _ORDER_VERSION,
+        "source": source.name,
+        "documents": len(source),
+        "tokens": int(index.lengths.sum()),
+        "source_digest": source.fingerprint(),
+        "tokenizer": encoder.fingerprint(),
+        "seed": seed,
+        "validation_fraction": data.validation_fraction,
+        "batch_size": batch_size,
+        "sequence_length": sequence_length,
+    }
+    documents = EncodedDocuments(source, encoder, index)
+    return _Opened(documents, encoder, index, data, seed, sequence_length, fingerprint)
+
+
 def build(
     data: DataConfig,
     tokenizer: TokenizerConfig,
@@ -206,41 +268,70 @@ def build(
     Raises:
         ConfigError: anything the user has to change in `data` or `tokenizer`.
     """
-    source = open_source(data, seed, moved)
-    encoder = open_tokenizer(tokenizer)
-    train, validation = split_documents(len(source), data.validation_fraction, seed)
-    index = build_index(source, encoder, cache_dir, moved)
-    documents = EncodedDocuments(source, encoder, index)
-    fingerprint = {
-        "order_version": _ORDER_VERSION,
-        "source": source.name,
-        "documents": len(source),
-        "tokens": int(index.lengths.sum()),
-        "source_digest": source.fingerprint(),
-        "tokenizer": encoder.fingerprint(),
-        "seed": seed,
-        "validation_fraction": data.validation_fraction,
-        "batch_size": batch_size,
-        "sequence_length": sequence_length,
-    }
-
-    def loader(order: np.ndarray, repeat: bool) -> Loader:
-        return Loader(
-            PackedSequences(documents, order, sequence_length),
-            batch_size=batch_size if repeat else eval_batch_size or batch_size,
-            repeat=repeat,
-            seed=seed,
-            threads=data.threads,
-            prefetch_batches=data.prefetch_batches,
-            fingerprint=fingerprint,
-        )
-
-    return Datasets(
-        train=loader(train, repeat=True),
-        validation=loader(validation, repeat=False) if len(validation) else None,
-        tokenizer=encoder,
-        unigram_entropy=index.unigram_entropy,
+    found = _open(
+        data,
+        tokenizer,
+        seed=seed,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        cache_dir=cache_dir,
+        moved=moved,
     )
+    train, validation = found.split()
+    size = eval_batch_size or batch_size
+    return Datasets(
+        train=found.loader(train, batch_size=batch_size, repeat=True),
+        validation=found.loader(validation, batch_size=size, repeat=False)
+        if len(validation)
+        else None,
+        tokenizer=found.tokenizer,
+        unigram_entropy=found.index.unigram_entropy,
+    )
+
+
+def build_once_through(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    split: Split,
+    *,
+    seed: int,
+    batch_size: int,
+    sequence_length: int,
+    eval_batch_size: int = 0,
+    cache_dir: str | None = None,
+    moved: Moved | None = None,
+) -> tuple[Loader, Tokenizer]:
+    """Every sequence of a split once, in a fixed order, in batches as `build` makes for validation.
+
+    What is in `cache_dir` is used, and nothing is written there.
+
+    Raises:
+        ConfigError: anything the user has to change in `data` or `tokenizer`, or a split without
+            documents.
+    """
+    found = _open(
+        data,
+        tokenizer,
+        seed=seed,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        cache_dir=cache_dir,
+        moved=moved,
+        keep=False,
+    )
+    if split == "all":
+        order = np.arange(len(found.index.lengths))
+    else:
+        order = found.split()[split == "validation"]
+    if not len(order):
+        raise ConfigError.one(
+            "data.validation_fraction",
+            data.validation_fraction,
+            "leaves no documents for validation.",
+            "Evaluate on all documents with --split all, or on others with data.path=FILES.",
+        )
+    size = eval_batch_size or batch_size
+    return found.loader(order, batch_size=size, repeat=False), found.tokenizer
 
 
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

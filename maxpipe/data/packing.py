@@ -121,9 +121,16 @@ class DocumentIndex:
 
 
 def build_index(
-    source: Source, tokenizer: Tokenizer, cache_dir: str | None, moved: Moved | None = None
+    source: Source,
+    tokenizer: Tokenizer,
+    cache_dir: str | None,
+    moved: Moved | None = None,
+    *,
+    keep: bool = True,
 ) -> DocumentIndex:
     """The index of a source: from `cache_dir` if it is there, else by reading every document.
+
+    With `keep` it is there the next time.
 
     The index does not depend on seed, split or sequence length.
     """
@@ -136,7 +143,7 @@ def build_index(
         if cached is not None:
             return cached
     index = _read_all(source, tokenizer, moved)
-    if path is not None:
+    if path is not None and keep:
         _save_index(path, index)
     return index
 

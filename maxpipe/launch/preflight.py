@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from maxpipe import redact
+from maxpipe.checkpoint import address
 from maxpipe.checkpoint.place import home, run_folder
 from maxpipe.config.check import MESH_AXES, where
 from maxpipe.config.load import Loaded, to_dict
@@ -237,12 +238,22 @@ def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
         "tokenizer.path": tokenizer.path if tokenizer.kind == "huggingface" else "",
         "runtime.executable": config.runtime.executable,
     }
-    folder = workdir / run_folder(config.run)
-    if newest_step(folder, config.checkpoint.dir) is None:  # else it is not read
-        named["checkpoint.restore_from"] = config.checkpoint.restore_from
+    folder, source = workdir / run_folder(config.run), config.checkpoint.restore_from
+    if source and newest_step(folder, config.checkpoint.dir) is None:  # else it is not read
+        named["checkpoint.restore_from"] = _run_of(source, config.run.dir, workdir)
     for key, path in named.items():
         if path:
             yield key, path if is_remote(path) else str(workdir / os.path.expanduser(path))
+
+
+def _run_of(source: str, runs: str, workdir: Path) -> str:
+    """Absolute path of the run that `checkpoint.restore_from` names; itself if there is none."""
+    try:
+        found = address.parse(source, "checkpoint.restore_from", runs, workdir)
+    except ConfigError:
+        return source
+    run = found.place or found.run_dir
+    return run if is_remote(run) else os.path.abspath(run)
 
 
 def _exists(path: str) -> bool:

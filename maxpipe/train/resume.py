@@ -9,14 +9,16 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from maxpipe import redact
+from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.folder import Facts, Folder
-from maxpipe.checkpoint.manager import Checkpoints, open_run
+from maxpipe.checkpoint.manager import Checkpoints, Restored
 from maxpipe.checkpoint.place import FOLDER, home, home_of, in_bucket, run_folder
+from maxpipe.checkpoint.selection import chosen, opened
 from maxpipe.config.check import total_steps, where
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.rules import shown
@@ -66,6 +68,9 @@ class Position(TypedDict):
     guard: NotRequired[Guarded | None]
 
 
+_NEW_START = "checkpoint.restore_from to a run with this model, or to '' for a fresh start"
+
+
 class Start(NamedTuple):
     """Where a run begins, or begins again."""
 
@@ -98,7 +103,8 @@ def restore_or_init(
                 f"  what it says of model and data cannot be used: {error}.\n"
                 "  Use the release of maxpipe that has saved it, or set run.name to a new name."
             ) from error
-        check_model(model, to_dict(config)["model"], loaded.origins)
+        otherwise = "run.name to a new name" if own else _NEW_START
+        check_model(model, to_dict(config)["model"], loaded.origins, otherwise)
         if own and facts.step == total_steps(config.train):
             _check_finished(facts, loaded)
         others = compare(data["fingerprint"], datasets.train.fingerprint())
@@ -115,17 +121,61 @@ def restore_or_init(
         words = f"resuming {run_folder(config.run)} after step {found.step}"
         if found.folder.parent != checkpoints.durable.path:
             words += f", from {found.folder}"
-    elif source := config.checkpoint.restore_from:
-        with open_run(source, where("checkpoint.restore_from", loaded.origins)) as other:
-            found = other.restore_newest(steps.abstract_saved, partial(accept, own=False))
-        assert found is not None
-        words = f"starting from {source} after step {found.step}"
+        if config.checkpoint.restore_from:
+            words += ": its own checkpoints come before checkpoint.restore_from"
+    elif config.checkpoint.restore_from:
+        if config.checkpoint.restore == "weights":
+            return _with_weights(loaded, steps, datasets, console)
+        found = restore_other(loaded, steps.abstract_saved, partial(accept, own=False))
+        words = f"starting from {config.checkpoint.restore_from} after step {found.step}"
     else:
         _must_be_new(loaded, checkpoints)
         return Start(steps.init(), f"starting a new run in {run_folder(config.run)}")
     guarded = found.facts.data.get("guard")
     state = steps.from_saved(found.state, initial(config.guard, guarded))
     return Start(state, words, found.facts.data["step"] - found.step, guarded)
+
+
+def _with_weights(loaded: Loaded, steps: Steps, datasets: Datasets, console: Console) -> Start:
+    """A new run, but for its parameters."""
+    config = loaded.config
+
+    def accept(facts: Facts) -> None:
+        check_model(facts.config["model"], to_dict(config)["model"], loaded.origins, _NEW_START)
+        before, now = (
+            each["tokenizer"] for each in (facts.data["fingerprint"], datasets.train.fingerprint())
+        )
+        if before != now:
+            console.warn(
+                f"tokenizer: was {before} when step {facts.step} was saved and is {now}: "
+                "the weights know other tokens by these ids"
+            )
+
+    found = restore_other(loaded, {"params": steps.abstract_saved["params"]}, accept)
+    source = config.checkpoint.restore_from
+    words = (
+        f"starting a new run in {run_folder(config.run)} with the weights of {source}, "
+        f"step {found.step}"
+    )
+    return Start(steps.with_weights(found.state["params"]), words)
+
+
+def restore_other(loaded: Loaded, abstract: Any, accept: Callable[[Facts], None]) -> Restored:
+    """The checkpoint that `checkpoint.restore_from` names, by default its run's newest good one.
+
+    Raises:
+        ConfigError: there is none, or `accept` refuses it.
+        StorageError: it cannot be read.
+    """
+    config = loaded.config
+    key = where("checkpoint.restore_from", loaded.origins)
+    address = parse(config.checkpoint.restore_from, key, config.run.dir)
+    with opened(address) as other:
+        if address.step is None:
+            found = other.restore_newest(abstract, accept)
+            assert found is not None
+            return found
+        return other.restore(chosen(other, address), abstract, accept)
 
 
 def _must_be_new(loaded: Loaded, checkpoints: Checkpoints) -> None:
@@ -146,8 +196,15 @@ def _must_be_new(loaded: Loaded, checkpoints: Checkpoints) -> None:
             )
 
 
-def check_model(saved: dict[str, Any], wanted: dict[str, Any], origins: Mapping[str, str]) -> None:
+def check_model(
+    saved: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    origins: Mapping[str, str],
+    otherwise: str = "run.name to a new name",
+) -> None:
     """Compares the `model` sections of a checkpoint and of a config.
+
+    `otherwise` is what else the user may set.
 
     Raises:
         ConfigError: with every key that must be as it was saved.
@@ -157,7 +214,7 @@ def check_model(saved: dict[str, Any], wanted: dict[str, Any], origins: Mapping[
             where(f"model.{key}", origins),
             str(wanted.get(key)),
             f"must be {saved.get(key)}, the value of the checkpoint's model.",
-            f"Set model.{key}={saved.get(key)}, or run.name to a new name.",
+            f"Set model.{key}={saved.get(key)}, or {otherwise}.",
         )
         for key in sorted(saved.keys() | wanted.keys())
         if key not in _FREE_MODEL_KEYS and saved.get(key) != wanted.get(key)

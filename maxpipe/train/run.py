@@ -105,9 +105,10 @@ class Run:
             return {}
         with self.batches(loader, 0, min(count, loader.num_batches)) as batches:
             stops = self.link.stops_here
-            metrics = evaluate(self.eval_step, self.state.params, batches, stops)
-        if metrics is None:
+            totals = evaluate(self.eval_step, self.state.params, batches, stops)
+        if totals is None:
             return {}
+        metrics = totals.metrics
         self.evaluated = (step, metrics)
         self.writer.write(step, metrics)
         self.console.note(

@@ -235,6 +235,21 @@ class Steps:
         return jax.jit(convert, out_shardings=self.state_sharding)
 
     @cached_property
+    def stack_params(self) -> Any:
+        """Parameters as a checkpoint holds them -> as the steps take them."""
+        return jax.jit(self.partition.stack, out_shardings=self.state_sharding.params)
+
+    def with_weights(self, params: Tree) -> TrainState:
+        """A fresh state, but for parameters in the form that a checkpoint holds."""
+
+        def convert(saved: Tree) -> TrainState:
+            params, guard = self.partition.stack(saved), initial(self.guard)
+            optimizer, step = self.optimizer.init(params), jnp.zeros((), jnp.int32)
+            return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
+
+        return jax.jit(convert, out_shardings=self.state_sharding)(params)
+
+    @cached_property
     def abstract_saved(self) -> Tree:
         """Shapes, types and shardings of the saved form."""
         shapes = jax.eval_shape(self.to_saved, self.abstract_state)

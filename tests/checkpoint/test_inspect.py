@@ -224,6 +224,24 @@ def test_delete_refuses_the_newest_good_checkpoint(six: Path, capsys: Capture):
     assert steps(six) == []
 
 
+def test_delete_stays_in_the_run_s_folder(six: Path, tmp_path: Path, capsys: Capture):
+    """A config.yml of somebody else, or a link, may lead to another run's checkpoints."""
+    foreign, linked = tmp_path / "foreign", tmp_path / "linked"
+    for folder in (foreign, linked):
+        folder.mkdir()
+    model = (Path(__file__).parents[2] / "configs/model/tiny.yml").read_text()
+    leads = f"checkpoint: {{dir: {six.parent}}}\nrun: {{name: six}}\ntrain: {{steps: 6}}\n"
+    (foreign / "config.yml").write_text(f"{model}\n{leads}")
+    (linked / FOLDER).symlink_to(six / FOLDER)
+    for folder in (foreign, linked):
+        where, rule, action = run(capsys, "delete", f"{folder}@1", code=2)
+        assert where == f"run folder {folder}" and str(six / FOLDER) in rule
+        assert action.endswith("add --elsewhere.")
+    assert steps(six) == list("123456")
+    run(capsys, "delete", f"{foreign}@1", "--elsewhere")
+    assert steps(six) == list("23456")
+
+
 def test_delete_leaves_a_running_run_alone(six: Path, capsys: Capture):
     with RunLock(six):
         said = run(capsys, "delete", f"{six}@1", "--force", code=74)

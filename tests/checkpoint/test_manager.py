@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from maxpipe.checkpoint import manager, manifest
+from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.folder import Damaged, Folder
 from maxpipe.checkpoint.inspect import listed, shown
 from maxpipe.checkpoint.lock import RunLock
@@ -115,7 +116,7 @@ def test_unfinished_save_is_no_checkpoint(copy: Path, caplog: Logs):
 
 def test_reader_leaves_no_trace(saved: Path, tmp_path: Path, capsys: Capture):
     before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
-    assert list(listed(str(saved), None)) and list(shown(str(saved), None))
+    assert list(listed(parse(str(saved)), None)) and list(shown(parse(str(saved))))
     assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
     assert capsys.readouterr().err == ""
     for missing in (tmp_path / "nothing", tmp_path):

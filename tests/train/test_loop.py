@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import shutil
 import signal
 import time
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import open_run
+from maxpipe.cli import main
 from maxpipe.config.load import load, to_dict
 from tests.train.runs import (
     SAME,
@@ -23,6 +26,7 @@ from tests.train.runs import (
     losses,
     records,
     saved_digest,
+    wait_for,
 )
 
 STEPS = 24
@@ -244,6 +248,136 @@ def test_another_run_starts_from_the_newest_checkpoint(
     assert list(records(tmp_path / "next")) == [26, 28]
     assert losses(tmp_path / "next")[26] < losses(unbroken)[12]
     assert saved_digest(unbroken) == before
+
+
+@pytest.mark.parametrize(("address", "step"), [("{}@12", 12), ("{}/checkpoints/8", 8)])
+@pytest.mark.faults
+def test_another_run_starts_from_any_step(
+    address: str, step: int, unbroken: Path, tiny: Path, run: Run, tmp_path: Path
+):
+    source = address.format(unbroken)
+    arguments = ("run.name=next", f"run.dir={tmp_path}", "train.steps=24", "eval.every=12")
+    output = run("train", tiny, *arguments, f"checkpoint.restore_from={source}")
+    assert f"starting from {source} after step {step}" in output
+    # The same data position, rate and moments: the rest of the curve is that of the run.
+    assert losses(tmp_path / "next") == {
+        each: loss for each, loss in losses(unbroken).items() if each > step
+    }
+    assert saved_digest(tmp_path / "next") == saved_digest(unbroken)
+
+
+def test_weights_only_are_a_new_start(unbroken: Path, tiny: Path, run: Run, tmp_path: Path):
+    shutil.copytree(unbroken, tmp_path / "teacher")
+    arguments = (tiny, f"run.dir={tmp_path}", "run.name=next", "train.steps=4", "eval.every=4")
+    arguments += ("checkpoint.restore_from=teacher@best", "checkpoint.restore=weights")
+    arguments += ("data.validation_fraction=0.3", "optim.schedule=constant")
+    output = run("train", *arguments)
+    assert "with the weights of teacher@best, step 24" in output
+    assert "warning" not in output, "other data is no surprise in a new run"
+    assert list(records(tmp_path / "next")) == [2, 4]
+    assert losses(tmp_path / "next", "train/lr")[2] < 0.01  # warming up again
+    assert losses(tmp_path / "next")[2] < losses(unbroken)[2] - 1
+    with open_run(tmp_path / "next") as checkpoints:
+        facts = checkpoints.durable.facts(4)
+        assert (facts.step, facts.data["step"]) == (4, 4)
+    forget_after(tmp_path / "teacher", 0)  # is not needed any more
+    output = run("train", *arguments)
+    assert "after step 4: its own checkpoints come before checkpoint.restore_from" in output
+
+
+# --- evaluating --------------------------------------------------------------------------
+
+
+def state_of(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Size and time of change of everything below a folder, and of the folder itself."""
+    found = [folder, *folder.rglob("*")]
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in found}
+
+
+def test_eval_gives_what_the_run_has_logged(unbroken: Path, run: Run):
+    """Bit for bit on the same layout, beside a run that holds the lock, and without a trace."""
+    before = state_of(unbroken.parent)
+    with RunLock(unbroken):
+        held = state_of(unbroken.parent)
+        output = run("eval", f"{unbroken}@12", "--json")
+        assert state_of(unbroken.parent) == held
+    found = json.loads(output[output.index("{") :])
+    logged = records(unbroken)[12]
+    assert found["nats_per_token"] == logged["eval/loss"]
+    assert found["nats_per_byte"] == logged["eval/nats_per_byte"]
+    assert found["perplexity"] == math.exp(logged["eval/loss"])
+    assert (found["checkpoint"], found["step"]) == (f"{unbroken}@12", 12)
+    assert (found["split"], found["batches"], found["mesh"]) == ("validation", 4, "stage 4")
+    assert set(before) == set(state_of(unbroken.parent))
+
+
+def test_eval_under_another_layout(unbroken: Path, run: Run):
+    """Two devices do not hold the run's four stages: fsdp takes their place."""
+    output = run("eval", f"{unbroken}@best", "mesh.cpu_devices=2", "--json")
+    assert "the run's mesh (ici_stage 4) does not fit the 2 device(s) here" in output
+    found = json.loads(output[output.index("{") :])
+    assert (found["step"], found["mesh"]) == (STEPS, "fsdp 2")
+    assert found["nats_per_token"] == pytest.approx(losses(unbroken, "eval/loss")[STEPS], rel=SAME)
+
+
+@pytest.mark.faults
+def test_eval_on_other_text(unbroken: Path, run: Run, tmp_path: Path):
+    """All of it counts, in batches of any size, also under a mesh that is given."""
+    (tmp_path / "own.txt").write_text("the cat sat on the mat " * 20)
+    text = (f"data.path={tmp_path}/own.txt", "eval.batch_size=3", "mesh.cpu_devices=1")
+    layout = ("mesh.ici_stage=1", "pipeline.microbatches=2")
+    output = run("eval", f"{unbroken}/checkpoints/24", *text, *layout)
+    rows = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in output.splitlines()[-6:])
+    # 460 bytes, one document: every byte but the first, and the end, is a target.
+    assert re.search(r"all documents, (\d+) of \1 batches, 461 tokens", rows["data"])
+    loss = float(rows["loss"].split()[0])
+    assert float(rows["perplexity"]) == pytest.approx(math.exp(loss), rel=1e-4)
+    assert 1 < loss < 6
+
+
+@pytest.mark.faults
+def test_eval_ends_at_the_first_interrupt(unbroken: Path, start: Start):
+    process = start("eval", unbroken, "--split", "train", "eval.batches=0", "eval.batch_size=4")
+    wait_for(process, "compiling")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in output
+
+
+MISTAKES = {
+    "{}@13": "must be one of the saved steps: 4, 8, 12, 16, 20, 24.",
+    "{} train.sequence_length=0": "train.sequence_length",
+    "{} --splits all": "is not an option of this command",
+    "{} mesh.ici_stage=3": "must multiply to the number of devices",
+    "{} data.validation_fraction=0 eval.batches=0": "--split all",
+    "{} data.path=nowhere": "data.path",
+    "{} model.d_mlp=48 model.tied_embeddings=true": "model.d_mlp = 48\n  must be 32",
+}
+
+
+@pytest.mark.parametrize("arguments", list(MISTAKES)[:3])
+def test_eval_explains_mistakes(arguments: str, unbroken: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["eval", *arguments.format(unbroken).split()]) == 2
+    output = capsys.readouterr().err
+    is_explained(output)
+    assert MISTAKES[arguments] in output
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("arguments", list(MISTAKES)[3:])
+def test_eval_explains_what_does_not_fit(arguments: str, unbroken: Path, run: Run):
+    output = run("eval", *arguments.format(unbroken).split(), code=2)
+    is_explained(output)
+    assert MISTAKES[arguments] in output and "compiling" not in output
+
+
+def test_eval_of_a_damaged_checkpoint(copy: Path, capsys: pytest.CaptureFixture[str]):
+    (copy / "checkpoints" / "24" / "facts" / "metadata").write_text("{}")
+    assert main(["eval", str(copy)]) == 74
+    output = capsys.readouterr().err
+    is_explained(output)
+    assert f"{copy / 'checkpoints' / '24'}: " in output and "20" in output
+    assert (copy / "checkpoints" / "24").is_dir(), "nothing is renamed"
 
 
 # --- mistakes ------------------------------------------------------------------------------

@@ -1,0 +1,264 @@
+"""`maxpipe completion`: what a shell offers when TAB is pressed.
+
+A shell gets a few lines that ask the command itself, so that what is offered is what this version
+takes. Answers are read from the parser; nothing heavy is imported for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import glob
+import os
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from maxpipe.commands.parser import CHECKPOINT, RUN, STEP, Commands, Parser
+from maxpipe.errors import ExitCode
+
+ASK = "--words"
+"""Hidden option: the words of the line so far, the one to complete last. Answers one per line;
+those that a space may follow end with one."""
+
+_BASH = """\
+_maxpipe() {
+    local line="${COMP_LINE:0:COMP_POINT}" word cut each space
+    local -a words
+    IFS=$' \\t\\n' read -ra words <<< "$line"
+    [[ "$line" == *[[:space:]] ]] && words+=("")
+    word="${words[${#words[@]}-1]}"
+    # Where a word has one of these signs, bash replaces what follows it only.
+    cut="${word%"${word##*[$COMP_WORDBREAKS]}"}"
+    COMPREPLY=()
+    while IFS= read -r each; do
+        each="${each#"$cut"}"
+        space="${each##*[! ]}"
+        each="${each%"$space"}"
+        COMPREPLY+=("${each// /\\\\ }$space")
+    done < <("${words[0]}" completion --words "${words[@]:1}" 2>/dev/null)
+}
+complete -o nospace -F _maxpipe maxpipe
+"""
+_ZSH = """\
+#compdef maxpipe
+_maxpipe() {
+    local each
+    for each in ${(f)"$($words[1] completion --words "${(@)words[2,CURRENT]}" 2>/dev/null)"}; do
+        if [[ $each == *' ' ]]; then
+            compadd -- "${each% }"
+        else
+            compadd -S '' -- "$each"
+        fi
+    done
+}
+if [ "$funcstack[1]" = _maxpipe ]; then
+    _maxpipe "$@"
+else
+    compdef _maxpipe maxpipe
+fi
+"""
+_FISH = """\
+function __maxpipe
+    set -l words (commandline -opc) (commandline -ct)
+    $words[1] completion --words $words[2..-1] 2>/dev/null | string trim --right
+end
+complete -c maxpipe -f -a '(__maxpipe)'
+"""
+_SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+
+_FILES = (".yml", ".yaml")
+_MOST_STEPS = 1000
+
+
+def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
+    """What may stand in the place of the last of `words`, which follow the program's name."""
+    *before, current = words or [""]
+    command, arguments = _command(parser, before)
+    choices = _choices(command)
+    if choices:
+        return _beginning(current, (f"{name} " for name in choices))
+    option = _option(command, arguments[-1]) if arguments else None
+    if option is not None and option.nargs != 0:
+        if option.choices:
+            return _beginning(current, (f"{each} " for each in option.choices))
+        return _paths(current, ())
+    if current.startswith("-"):
+        names = (name for each in command._actions for name in each.option_strings)
+        shown = (name for name in names if name.startswith("--") and name != ASK)
+        return _beginning(current, (f"{name} " for name in shown))
+    found: list[str] = []
+    for each in _expected(command, arguments):
+        found += _values(each, current)
+    return sorted(set(found))
+
+
+def _command(parser: Parser, before: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str]]:
+    """The parser of the command that the words name, and those of its arguments that are there."""
+    found: argparse.ArgumentParser = parser
+    arguments: list[str] = []
+    for word in before:
+        choices = _choices(found)
+        if word in choices:
+            found, arguments = choices[word], []
+        elif not choices:
+            arguments.append(word)
+    return found, arguments
+
+
+def _choices(parser: argparse.ArgumentParser) -> dict[str, Parser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return action.choices
+    return {}
+
+
+def _option(parser: argparse.ArgumentParser, word: str) -> argparse.Action | None:
+    return parser._option_string_actions.get(word)
+
+
+def _expected(
+    parser: argparse.ArgumentParser, arguments: Sequence[str]
+) -> Iterator[argparse.Action]:
+    """The positional that comes next, given those that are there."""
+    count, skip = 0, False
+    for word in arguments:
+        option = _option(parser, word)
+        if skip or option is not None or word.startswith("-"):
+            skip = not skip and option is not None and option.nargs != 0
+            continue
+        count += 1
+    for action in parser._actions:
+        if action.option_strings:
+            continue
+        if count == 0 or action.nargs in ("*", "+"):
+            yield action
+            return
+        count -= 1
+
+
+def _values(action: argparse.Action, current: str) -> list[str]:
+    """What an argument may be, by how it is shown."""
+    shown = str(action.metavar or "")
+    if action.choices:
+        return _beginning(current, (f"{each} " for each in action.choices))
+    if shown in (RUN, CHECKPOINT, STEP):
+        return _runs(current, with_step=shown != RUN)
+    if shown == "KEY":
+        sections = (f"{section} " for section in _sections())
+        return _beginning(current, [*sections, *(f"{key} " for key, _ in _keys())])
+    if shown.endswith("section.key=value"):
+        return [*_assignments(current), *_paths(current, _FILES)]
+    return _paths(current, ())
+
+
+def _sections() -> dict[str, type]:
+    from maxpipe.config.schema import Config
+
+    return typing.get_type_hints(Config)
+
+
+def _keys() -> Iterator[tuple[str, object]]:
+    for section, declared in _sections().items():
+        hints = typing.get_type_hints(declared)
+        yield from ((f"{section}.{each.name}", hints[each.name]) for each in _fields(declared))
+
+
+def _fields(declared: type) -> tuple[dataclasses.Field, ...]:
+    return dataclasses.fields(declared)  # pyright: ignore[reportArgumentType]
+
+
+def _assignments(current: str) -> list[str]:
+    """Keys, section by section, and values where the type names them."""
+    key, sign, value = current.partition("=")
+    if not sign:
+        if "." not in current:
+            return _beginning(current, (f"{section}." for section in _sections()))
+        return _beginning(current, (f"{name}=" for name, _ in _keys()))
+    hint = dict(_keys()).get(key)
+    if hint is bool:
+        return _beginning(current, (f"{key}={word} " for word in ("true", "false")))
+    if typing.get_origin(hint) is typing.Literal:
+        return _beginning(current, (f"{key}={word} " for word in typing.get_args(hint)))
+    if key == "checkpoint.restore_from":
+        return [f"{key}={each}" for each in _runs(value, with_step=True)]
+    if key.rpartition(".")[2].endswith(("path", "dir", "executable")):
+        return [f"{key}={each}" for each in _paths(value, ())]
+    return []
+
+
+def _runs(current: str, *, with_step: bool) -> list[str]:
+    """Runs by name and by path; behind an `@` the steps of one."""
+    from maxpipe.config.schema import RunConfig
+
+    run, sign, _ = current.rpartition("@")
+    below = Path(RunConfig().dir)
+    if with_step and sign:
+        folders = [Path(run), below / run] if "/" not in run else [Path(run)]
+        steps = [name for each in folders for name in _numbers(each / "checkpoints")]
+        return _beginning(current, (f"{run}@{each} " for each in ("newest", "best", *steps)))
+    names = _numbers_or_names(below)
+    return [
+        *_beginning(current, (f"{name} " for name in names)),
+        *_paths(current, (), folders=True),
+    ]
+
+
+def _numbers(folder: Path) -> list[str]:
+    found = (name for name in _numbers_or_names(folder) if name.isascii() and name.isdigit())
+    return sorted(found, key=int)[-_MOST_STEPS:]
+
+
+def _numbers_or_names(folder: Path) -> list[str]:
+    """Names of the folders in one, but for hidden ones."""
+    try:
+        with os.scandir(folder) as entries:
+            return [each.name for each in entries if each.is_dir() and each.name[0] != "."]
+    except (OSError, ValueError):
+        return []
+
+
+def _paths(current: str, suffixes: tuple[str, ...], *, folders: bool = False) -> list[str]:
+    """Files with one of the suffixes, if any are given, and folders, which end with `/`."""
+    try:
+        written = os.path.expanduser(current)
+    except (OSError, RuntimeError):
+        return []
+    found = []
+    for path in sorted(glob.glob(f"{glob.escape(written)}*")):
+        path = current + path[len(written) :]
+        if os.path.isdir(os.path.expanduser(path)):
+            found.append(f"{path}/")
+        elif not folders and path.endswith(suffixes or ("",)):
+            found.append(f"{path} ")
+    return found
+
+
+def _beginning(current: str, words: typing.Iterable[str]) -> list[str]:
+    return [word for word in words if word.startswith(current)]
+
+
+def add(commands: Commands, root: Parser) -> None:
+    """Adds the command; `root` is the parser of all of them."""
+
+    def command(options: argparse.Namespace) -> int:
+        if options.words is not None:
+            for each in candidates(root, options.words):
+                print(each)
+        elif options.shell is None:
+            parser.error("the following arguments are required: SHELL")
+        else:
+            print(_SCRIPTS[options.shell], end="")
+        return ExitCode.DONE
+
+    parser = commands.add_parser(
+        "completion",
+        help="let TAB complete commands, keys, values, files, runs and steps",
+        description="Print what makes a shell complete the words of this command.",
+        epilog="bash: add to ~/.bashrc    source <(maxpipe completion bash)\n"
+        "zsh:  add to ~/.zshrc, after compinit    source <(maxpipe completion zsh)\n"
+        "fish: maxpipe completion fish > ~/.config/fish/completions/maxpipe.fish",
+    )
+    parser.add_argument("shell", nargs="?", choices=tuple(_SCRIPTS), metavar="SHELL")
+    parser.add_argument(ASK, nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(command=command)

@@ -1,0 +1,328 @@
+"""What a checkpoint makes of some text: restored without its optimizer, under any layout.
+
+Nothing is written, neither into the run's folder nor beside it, and no lock is taken: the run may
+go on meanwhile, or be somebody else's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import jax
+
+from maxpipe import runtime
+from maxpipe.checkpoint.address import Address
+from maxpipe.checkpoint.folder import Damaged, Facts, Folder
+from maxpipe.checkpoint.manager import Checkpoints, open_run
+from maxpipe.checkpoint.place import FOLDER, first_line, run_folder
+from maxpipe.checkpoint.selection import step_of
+from maxpipe.config.check import DEFAULT, check
+from maxpipe.config.load import Loaded, load, to_dict
+from maxpipe.config.schema import Config, MeshConfig, PipelineConfig
+from maxpipe.data.loader import Loader, Split, build_once_through, compare
+from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.errors import ConfigError, NumbersError, Preempted, StorageError
+from maxpipe.evaluate import Totals, evaluate
+from maxpipe.files import full
+from maxpipe.mesh import build_mesh, describe
+from maxpipe.phases import COMPILE, DATA_SET_UP, EVAL, RESTORE, Phases
+from maxpipe.train.build import batches, steps_of
+from maxpipe.train.resume import check_model
+from maxpipe.train.run import fit_to_devices, shared_facts
+from maxpipe.train.step import Steps
+
+Say = Callable[[str], None]
+
+# Of the run's settings these say nothing about what its parameters make of text.
+_LEFT_OUT = ("checkpoint", "guard", "launch", "log")
+_OF_ITS_PROCESSES = ("num_processes", "process_id", "coordinator", "executable")
+_SOURCE = ("data.source", "data.path", "data.tfds_dir", "data.field")
+_ORDER = ("order_version", "source", "documents", "source_digest", "seed", "validation_fraction")
+"""What of a fingerprint decides which documents are for validation."""
+_REPORT_SECONDS = 10.0
+
+
+class Report(TypedDict):
+    """What was found. Losses are means over target `tokens`, or over `bytes` of their text."""
+
+    checkpoint: str
+    step: int
+    source: str
+    split: Split
+    batches: int
+    all_batches: int
+    tokens: int
+    bytes: int
+    nats_per_token: float
+    nats_per_byte: float
+    perplexity: float
+    mesh: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """A checkpoint and its own config, changed by what the user gave."""
+
+    name: str
+    home: str
+    facts: Facts
+    loaded: Loaded
+
+    def is_given(self, *prefixes: str) -> bool:
+        """Whether the user gave a key that begins so."""
+        return any(
+            key.startswith(prefixes) and origin not in (DEFAULT, self.name)
+            for key, origin in self.loaded.origins.items()
+        )
+
+
+def evaluate_checkpoint(
+    address: Address, inputs: Sequence[str], split: Split | None, say: Say
+) -> Report | None:
+    """Loss of a checkpoint, by default of its run's own evaluation; None in all processes but one.
+
+    `inputs` are files and overrides that change the checkpoint's own config. `split` says which
+    documents count: by default those for validation. Of a source that `inputs` name it is all, and
+    of these all batches.
+    `say` is told what goes on.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or the config does not fit it or the devices.
+        StorageError: the checkpoint is damaged.
+        NumbersError: the loss is not finite.
+        Preempted: the processes were asked to stop.
+    """
+    chosen = _choose(address, inputs)
+    phases = Phases()
+    with _processes(chosen.loaded.config, phases) as stops:
+        if jax.process_index():
+            say = _silent
+        config = _fitted(chosen, say)
+        is_other = chosen.is_given(*_SOURCE)
+        split = split or ("all" if is_other else "validation")
+        with phases.enter(DATA_SET_UP):
+            loader, tokenizer = _documents(config, split, phases)
+        with contextlib.closing(loader):
+            _must_be_its_tokenizer(chosen, tokenizer)
+            if not is_other:
+                _tell_other_documents(chosen, loader, say)
+            steps = steps_of(config, build_mesh(config.mesh), tokenizer.byte_lengths)
+            with phases.enter(RESTORE):
+                say(f"restoring the parameters of {chosen.name}")
+                params = _restore(chosen, config, steps)
+            with phases.enter(COMPILE):
+                say("compiling")
+                step = steps.compile_eval(config.eval.batch_size)
+            count = loader.num_batches
+            if not is_other or chosen.is_given("eval.batches"):
+                count = min(config.eval.batches or count, count)
+            with phases.enter(EVAL), batches(steps.batch_sharding, loader, 0, count) as source:
+                told = _told(source, count, phases, say)
+                totals = evaluate(step, params, told, stops)
+    if totals is None:
+        raise Preempted(
+            f"{chosen.name}: evaluation was asked to stop\n"
+            "  Nothing was changed.\n"
+            "  Start the same command again."
+        )
+    mesh = describe(steps.partition.mesh)
+    found = _report(chosen, totals, loader, split, count, mesh)
+    return None if jax.process_index() else found
+
+
+def _choose(address: Address, inputs: Sequence[str]) -> _Chosen:
+    """Before any device is used: the checkpoint's config says which."""
+    home = address.home
+    folder = Folder(os.path.join(home, FOLDER))
+    if not folder.steps():
+        open_run(address.run_dir, address.where, address.place)  # says so
+    step = step_of(folder, address)
+    try:
+        facts = folder.facts(step)
+    except Damaged as damage:
+        others = [str(each) for each in folder.steps() if each != step]
+        other = f"Take {address.at(int(others[-1]))}, or bring" if others else "Bring"
+        raise StorageError(
+            f"{folder / step}: cannot be evaluated\n  {damage}.\n  {other} its files back."
+        ) from damage
+    except OSError as error:
+        raise StorageError(
+            f"{folder / step}: cannot be reached\n"
+            f"  {first_line(error)}.\n"
+            "  Try again when the storage answers."
+        ) from error
+    saved = {section: keys for section, keys in facts.config.items() if section not in _LEFT_OUT}
+    if isinstance(own := saved.get("runtime"), Mapping):
+        saved["runtime"] = {key: own[key] for key in own if key not in _OF_ITS_PROCESSES}
+    name = address.at(step)
+    return _Chosen(name, home, facts, load(inputs, saved, name))
+
+
+@contextlib.contextmanager
+def _processes(config: Config, phases: Phases) -> Iterator[Callable[[], bool]]:
+    """Devices, and other processes if there are any; tells whether all were asked to stop."""
+    if config.runtime.num_processes == 1:
+        runtime.start(config.runtime, config.mesh.cpu_devices)
+        yield lambda: False  # a signal ends a process that has nothing to save
+    else:
+        facts = shared_facts(config)
+        where = run_folder(config.run)
+        joined = runtime.joined(config.runtime, config.mesh.cpu_devices, phases, facts, where)
+        with joined as link:
+            yield link.stops_here
+
+
+def _silent(text: str) -> None:
+    """What processes other than the first say."""
+
+
+def _fitted(chosen: _Chosen, say: Say) -> Config:
+    """The config with a mesh that the devices here allow: the run's own, or fsdp over all."""
+    try:
+        return fit_to_devices(chosen.loaded).config
+    except ConfigError:
+        if chosen.is_given("mesh.ici_", "mesh.dcn_", "pipeline."):
+            raise
+    config, count = chosen.loaded.config, jax.device_count()
+    simple = _on_fsdp(config, count)
+    problems = check(simple, chosen.loaded.origins)
+    own = " x ".join(f"{axis} {size}" for axis, size in _sizes(config.mesh).items() if size != 1)
+    if problems:
+        raise ConfigError.one(
+            "mesh",
+            own or "one device",
+            f"is the run's, and there are {count} devices here; over fsdp {count} it does not go "
+            f"either: {problems[0].where.rpartition(': ')[2]} {problems[0].rule}",
+            "Give a mesh for these devices, and a pipeline that fits it: mesh.ici_fsdp=..., "
+            "pipeline.microbatches=1, eval.batch_size=...",
+        )
+    say(
+        f"the run's mesh ({own or 'one device'}) does not fit the {count} device(s) here: "
+        f"evaluating with fsdp {count}, without a pipeline"
+    )
+    return simple
+
+
+def _sizes(mesh: MeshConfig) -> dict[str, int]:
+    """Sizes of axes by the names of their keys."""
+    values = dataclasses.asdict(mesh)
+    return {key: size for key, size in values.items() if key.startswith(("ici_", "dcn_"))}
+
+
+def _on_fsdp(config: Config, count: int) -> Config:
+    """The config on one stage, with microbatches no larger than before."""
+    shards = math.prod(
+        size for key, size in _sizes(config.mesh).items() if key.endswith(("_data", "_fsdp"))
+    )
+    largest = max(1, config.train.batch_size // (shards * config.pipeline.microbatches))
+    mine = max(1, config.train.batch_size // count)
+    microbatches = next(
+        each for each in range(1, mine + 1) if mine % each == 0 and mine // each <= largest
+    )
+    mesh = MeshConfig(
+        ici_fsdp=count, cpu_devices=config.mesh.cpu_devices, axis_rules=config.mesh.axis_rules
+    )
+    pipeline = PipelineConfig(
+        microbatches=microbatches, weight_gather=config.pipeline.weight_gather
+    )
+    return dataclasses.replace(config, mesh=mesh, pipeline=pipeline)
+
+
+def _documents(config: Config, split: Split, phases: Phases) -> tuple[Loader, Tokenizer]:
+    return build_once_through(
+        config.data,
+        config.tokenizer,
+        split,
+        seed=config.run.seed,
+        batch_size=config.train.batch_size,
+        sequence_length=config.train.sequence_length,
+        eval_batch_size=config.eval.batch_size,
+        cache_dir=str(full(config.run.dir, "run.dir") / ".index"),
+        moved=phases.progress,
+    )
+
+
+def _must_be_its_tokenizer(chosen: _Chosen, tokenizer: Tokenizer) -> None:
+    saved = chosen.facts.data.get("fingerprint", {}).get("tokenizer")
+    if saved != tokenizer.fingerprint():
+        raise ConfigError.one(
+            "tokenizer",
+            chosen.loaded.config.tokenizer.path or chosen.loaded.config.tokenizer.kind,
+            f"must be the one that {chosen.name} was trained with: it was {saved}, and this is "
+            f"{tokenizer.fingerprint()}.",
+            "Set tokenizer.kind and tokenizer.path to that of the run.",
+        )
+
+
+def _tell_other_documents(chosen: _Chosen, loader: Loader, say: Say) -> None:
+    saved = chosen.facts.data.get("fingerprint", {})
+    for name, before, now in compare(saved, loader.fingerprint()):
+        if name in _ORDER:
+            say(
+                f"warning: data: {name} was {before!r} when step {chosen.facts.step} was saved and "
+                f"is {now!r}: documents of the training may be among those for validation"
+            )
+
+
+def _restore(chosen: _Chosen, config: Config, steps: Steps) -> Any:
+    def accept(facts: Facts) -> None:
+        wanted = to_dict(config)["model"]
+        check_model(facts.config["model"], wanted, chosen.loaded.origins, "leave it out")
+
+    wanted = {"params": steps.abstract_saved["params"]}
+    with Checkpoints(chosen.home, write=False) as checkpoints:
+        found = checkpoints.restore(chosen.facts.step, wanted, accept)
+    return steps.stack_params(found.state["params"])
+
+
+def _told(source: Iterator[Any], count: int, phases: Phases, say: Say) -> Iterator[Any]:
+    """The same batches; from time to time the user hears how many are done."""
+    begin = last = time.monotonic()
+    for number, batch in enumerate(source):
+        phases.progress(number)
+        yield batch
+        now = time.monotonic()
+        if now - last > _REPORT_SECONDS:
+            last, left = now, (now - begin) / (number + 1) * (count - number - 1)
+            say(f"batch {number + 1} of {count}, {left:.0f} s left")
+
+
+def _report(
+    chosen: _Chosen, totals: Totals, loader: Loader, split: Split, count: int, mesh: str
+) -> Report:
+    metrics = totals.metrics
+    loss = metrics["eval/loss"]
+    if not totals.targets:
+        raise ConfigError.one(
+            "data",
+            loader.fingerprint()["source"],
+            "has no token whose loss counts: each document needs two tokens in one sequence.",
+            "Give documents with text, or a larger train.sequence_length.",
+        )
+    if not math.isfinite(loss):
+        raise NumbersError(
+            f"{chosen.name}: the loss is {loss}\n"
+            "  its parameters give numbers that are not finite.\n"
+            "  Evaluate an earlier step, or with model.compute_dtype=float32."
+        )
+    return {
+        "checkpoint": chosen.name,
+        "step": chosen.facts.step,
+        "source": loader.fingerprint()["source"],
+        "split": split,
+        "batches": count,
+        "all_batches": loader.num_batches,
+        "tokens": int(totals.targets),
+        "bytes": int(totals.bytes),
+        "nats_per_token": loss,
+        "nats_per_byte": metrics["eval/nats_per_byte"],
+        "perplexity": math.exp(min(loss, 700.0)),
+        "mesh": mesh,
+    }
