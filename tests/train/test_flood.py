@@ -1,0 +1,74 @@
+"""A run of two processes, at whose port hundreds of strangers talk all the time."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from maxpipe.hub import free_port
+from tests.strangers import Flood, measured
+from tests.train.runs import Run, Start, ends, losses, saved_digest, wait_for
+
+pytestmark = pytest.mark.faults
+
+MESSAGES, CONNECTIONS = 5000, 500
+SHARE = 0.05
+JAX_SERVICE = "event_engine"
+"""Threads of gRPC, on which jax's own service answers at the port once all have come."""
+KEYS = (
+    "runtime.cpu_collectives=gloo",  # the same bits in any number of processes
+    "train.steps=300",
+    "checkpoint.every=100",
+    "eval.batches=0",
+    "log.every=1",
+)
+
+
+@pytest.mark.fault("P1")
+def test_ten_thousand_messages_before_and_during_a_run(
+    tiny: Path, start: Start, run: Run, tmp_path: Path
+) -> None:
+    run("train", tiny, f"run.dir={tmp_path / 'alone'}", *KEYS)
+    port = free_port()
+    shared = ("train", tiny, f"run.dir={tmp_path}", *KEYS, "mesh.cpu_devices=2")
+    shared += ("runtime.num_processes=2", f"runtime.coordinator=127.0.0.1:{port}")
+    processes = [start(*shared, "runtime.process_id=0")]
+    try:
+        is_open(port)
+        with Flood(port, 1, CONNECTIONS) as flood, measured(processes[0].pid) as before:
+            flood.send(MESSAGES, 90)
+        assert flood.num_messages >= MESSAGES
+        processes.append(start(*shared, "runtime.process_id=1"))
+        with Flood(port, 2, CONNECTIONS) as flood:
+            flood.send(200, 2)  # while it comes
+            wait_for(processes[0], "step 1/")
+            with measured(processes[0].pid, JAX_SERVICE) as during:
+                flood.send(MESSAGES, 90, a_second=200)
+            assert flood.num_messages >= MESSAGES
+            outputs = ends(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert losses(tmp_path / "run") == losses(tmp_path / "alone/run")
+    assert saved_digest(tmp_path / "run") == saved_digest(tmp_path / "alone/run")
+    assert "\x1b" not in outputs[0]
+    print(f"of a core: {before[0]:.1%} before and {during[0]:.1%} during the run")
+    assert before[0] < SHARE and during[0] < SHARE
+
+
+def is_open(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            time.sleep(0.5)
+            return
+    raise AssertionError("nobody listens")
