@@ -90,7 +90,7 @@ class Flood:
             if passed > seconds:
                 return
             time.sleep(max(0.0, (self.num_messages - first) / a_second - passed))
-            if self._chance.random() < 0.02:
+            if self._chance.random() < 0.005:
                 wanted = self._chance.choice([1, 8, self._most // 2 or 1, self._most])
             while len(self._open) > wanted:
                 self._close(next(iter(self._open)))
