@@ -219,7 +219,8 @@ class Hub:
 
     def tend(self) -> float:
         """What the thread does between messages; the seconds after which it is to be done again."""
-        behind = [each.wire for each in self._members.values() if each.wire and each.wire.waits]
+        wires = [each.wire for each in list(self._members.values())]  # the main thread joins
+        behind = [wire for wire in wires if wire and wire.waits]
         for wire in behind:
             wire.push()
         soon = _BEHIND_SECONDS if behind else math.inf

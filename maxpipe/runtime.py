@@ -220,6 +220,8 @@ def _gather(config: RuntimeConfig, link: Link, facts: Mapping[str, str], folder:
             key = given
             if key is None and link.index == 0:
                 key = stack.enter_context(secret.left_in(folder, address[1]))
+                stack.callback(setattr, link, "on_leave", link.on_leave)
+                link.on_leave = lambda code, text: secret.take_back(folder, address[1])
         try:
             trouble = link.gather(
                 address, facts, lambda: key or secret.found_in(folder, address[1])

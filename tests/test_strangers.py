@@ -218,9 +218,8 @@ def test_a_name_that_others_may_understand_otherwise_is_listened_at_everywhere(
     port = free_port()
     opened = Listener(("outside", port), KEY, 2, said.append)
     try:
-        assert said == [
-            f"outside is no address of this host: process 0 listens at port {port} of all"
-        ]
+        (text,) = said
+        assert text.endswith("every address: which one others mean by outside is not known")
         with socket.socket() as sock:
             sock.connect(("127.0.0.2", port))
     finally:
