@@ -302,7 +302,9 @@ def _bound(config: RuntimeConfig) -> str | None:
 
 def _not_together(config: RuntimeConfig, trouble: Trouble) -> MaxpipeError:
     rank = f"process {config.process_id} of {config.num_processes}"
-    if trouble.late:
+    if trouble.action:
+        action = trouble.action
+    elif trouble.late:
         action = (
             "Start all again where they can reach this address; for hosts that take longer to "
             "come, set a larger runtime.init_timeout_seconds."
