@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from pathlib import Path
@@ -10,11 +11,11 @@ import pytest
 
 from maxpipe.hub import free_port
 from tests.strangers import Flood, measured
-from tests.train.runs import Run, Start, ends, losses, saved_digest, wait_for
+from tests.train.runs import Run, Start, ends, losses, saved_digest
 
 pytestmark = pytest.mark.faults
 
-MESSAGES, CONNECTIONS = 5000, 500
+BEFORE, DURING, CONNECTIONS = 9000, 1000, 500
 SHARE = 0.05
 JAX_SERVICE = "event_engine"
 """Threads of gRPC, on which jax's own service answers at the port once all have come."""
@@ -39,16 +40,19 @@ def test_ten_thousand_messages_before_and_during_a_run(
     try:
         is_open(port)
         with Flood(port, 1, CONNECTIONS) as flood, measured(processes[0].pid) as before:
-            flood.send(MESSAGES, 90)
-        assert flood.num_messages >= MESSAGES
+            flood.send(BEFORE, 120)
+        assert flood.num_messages >= BEFORE
         processes.append(start(*shared, "runtime.process_id=1"))
+        during: list[float] = []
         with Flood(port, 2, CONNECTIONS) as flood:
-            flood.send(200, 2)  # while it comes
-            wait_for(processes[0], "step 1/")
-            with measured(processes[0].pid, JAX_SERVICE) as during:
-                flood.send(MESSAGES, 90, a_second=150)
-            assert flood.num_messages >= MESSAGES
-            outputs = ends(processes)
+            # The whole life of process 1, of which joining and compiling is most where steps are
+            # fast.
+            while all(process.poll() is None for process in processes):
+                with contextlib.suppress(OSError), measured(processes[0].pid, JAX_SERVICE) as part:
+                    flood.send(300, 2, a_second=150)
+                during += part
+        assert flood.num_messages >= DURING
+        outputs = ends(processes)
     finally:
         for process in processes:
             process.kill()
@@ -57,8 +61,9 @@ def test_ten_thousand_messages_before_and_during_a_run(
     assert losses(tmp_path / "run") == losses(tmp_path / "alone/run")
     assert saved_digest(tmp_path / "run") == saved_digest(tmp_path / "alone/run")
     assert "\x1b" not in outputs[0]
-    print(f"of a core: {before[0]:.1%} before and {during[0]:.1%} during the run")
-    assert before[0] < SHARE and during[0] < SHARE
+    share = sum(during) / len(during)  # of equal times, but for the last
+    print(f"of a core: {before[0]:.1%} before and {share:.1%} during the run")
+    assert before[0] < SHARE and share < SHARE
 
 
 def is_open(port: int) -> None:
