@@ -41,7 +41,7 @@ class Problem:
 def printable(text: str) -> str:
     """`text` without characters that a terminal would obey; lines stay lines."""
     return "".join(
-        each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode()
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
         for each in text
     )
 

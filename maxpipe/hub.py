@@ -67,6 +67,8 @@ class Trouble:
     text: str
     late: bool = False
     """Some did not come, or cannot be reached; else what they were told does not fit."""
+    action: str = ""
+    """What helps, where it is known."""
 
 
 class Hello(TypedDict):
@@ -227,7 +229,8 @@ class Hub:
 
     def tend(self) -> float:
         """What the thread does between messages; the seconds after which it is to be done again."""
-        behind = [each.wire for each in self._members.values() if each.wire and each.wire.waits]
+        wires = [each.wire for each in list(self._members.values())]  # the main thread joins
+        behind = [wire for wire in wires if wire and wire.waits]
         for wire in behind:
             wire.push()
         soon = _BEHIND_SECONDS if behind else math.inf
@@ -304,7 +307,8 @@ class Hub:
         """Tells those who came who did not; returns the same."""
         with self._lock:
             missing = f"{self._named(self._missing())} of {self._count}"
-            text = f"{missing} did not come within {self._limits.init_seconds:g} s{self._refusal}"
+            text = f"{missing} did not come within {self._limits.init_seconds:g} s"
+            text += self._refusal + (f"; {strangers}" if (strangers := self._strangers()) else "")
             self._tell({"refused": text, "late": True})
         return Trouble(text, late=True)
 
@@ -469,10 +473,18 @@ class Hub:
             f"waiting for {self._named(missing)} ({there}): are they started, and can they reach "
         )
         text += "this host at runtime.coordinator?"
-        if self._listener is not None and self._listener.num_refused:
-            text += f" {self._listener.num_refused} connections did not know the run's secret, the "
-            text += f"last from {self._listener.last_refused}."
+        if strangers := self._strangers():
+            text += f" {strangers}."
         self._say(text)
+
+    def _strangers(self) -> str:
+        """Who came and was not of this run; perhaps those who are missing."""
+        if self._listener is None or not self._listener.num_refused:
+            return ""
+        return (
+            f"{self._listener.num_refused} connections did not know the run's secret, the last "
+            f"from {self._listener.last_refused}"
+        )
 
     def _lost(self, member: Member) -> None:
         beat = member.beat

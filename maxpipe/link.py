@@ -54,6 +54,7 @@ from maxpipe.hub import (
     from_peer,
 )
 from maxpipe.phases import WAITING, Phases
+from maxpipe.secret import VARIABLE
 from maxpipe.wire import NotOfThisRun, Wire, reach
 
 _AGAIN = "  Start the same command again to go on from the newest checkpoint."
@@ -72,6 +73,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _VERDICT_SECONDS = 2.0
 _GOODBYE_SECONDS = 5.0
 """For words that are on their way when a process leaves."""
+_NO_SECRET = "; it has left no secret in the run's folder"
+_OTHER_SECRET = "; what answers there does not know the secret of this run"
+_SAME_SECRET = (
+    f"Start all with the same {VARIABLE}, or without it and with run.dir in a folder that all "
+    "hosts see."
+)
 _BEHIND_SECONDS = 0.05
 _LONGEST_TEXT = 8000
 
@@ -244,13 +251,13 @@ class Link:
         while time.monotonic() < end():
             try:
                 if (key := secret()) is None:
-                    reason = "; it has left no secret in the run's folder, which all must see"
+                    reason = _NO_SECRET
                     raise ConnectionRefusedError
-                reason = ""
+                reason = "" if reason == _NO_SECRET else reason
                 wire = reach(address, key, end)
             except OSError as error:
                 if isinstance(error, NotOfThisRun):
-                    reason = "; what answers there does not know the secret of this run"
+                    reason = _OTHER_SECRET
                 if time.monotonic() - told > 10:
                     self.say(f"process {self.index} waits for process 0 at {where}{reason}")
                     told = time.monotonic()
@@ -260,7 +267,8 @@ class Link:
                 return wire
             wire.close()
         limit = f"within {self._limits.init_seconds:g} s"
-        return Trouble(f"process 0 was not found at {where} {limit}{reason}", late=True)
+        text = f"process 0 was not found at {where} {limit}{reason}"
+        return Trouble(text, late=True, action=_SAME_SECRET if reason else "")
 
     # What the run asks.
 

@@ -90,7 +90,7 @@ class Listener:
         host, port = address
         hosts = own_addresses(host)
         if not hosts:
-            say(f"{host} is no address of this host: process 0 listens at port {port} of all")
+            say(f"process 0 listens at every address: which one others mean by {host} is not known")
         dual = not hosts and socket.has_dualstack_ipv6()
         for each in hosts or [""]:
             family = socket.AF_INET6 if ":" in each or dual else socket.AF_INET

@@ -220,6 +220,8 @@ def _gather(config: RuntimeConfig, link: Link, facts: Mapping[str, str], folder:
             key = given
             if key is None and link.index == 0:
                 key = stack.enter_context(secret.left_in(folder, address[1]))
+                stack.callback(setattr, link, "on_leave", link.on_leave)
+                link.on_leave = lambda code, text: secret.take_back(folder, address[1])
         try:
             trouble = link.gather(
                 address, facts, lambda: key or secret.found_in(folder, address[1])
@@ -300,7 +302,9 @@ def _bound(config: RuntimeConfig) -> str | None:
 
 def _not_together(config: RuntimeConfig, trouble: Trouble) -> MaxpipeError:
     rank = f"process {config.process_id} of {config.num_processes}"
-    if trouble.late:
+    if trouble.action:
+        action = trouble.action
+    elif trouble.late:
         action = (
             "Start all again where they can reach this address; for hosts that take longer to "
             "come, set a larger runtime.init_timeout_seconds."

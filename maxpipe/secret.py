@@ -87,8 +87,13 @@ def left_in(folder: Path, port: int) -> Iterator[bytes]:
         found_in(folder, port)  # or else the others would be refused
         yield text.encode()
     finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
+        take_back(folder, port)
+
+
+def take_back(folder: Path, port: int) -> None:
+    """Removes what was left, if it is there."""
+    with contextlib.suppress(OSError):
+        file_in(folder, port).unlink()
 
 
 def found_in(folder: Path, port: int) -> bytes | None:

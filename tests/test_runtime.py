@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +30,37 @@ ROOT = Path(__file__).parents[1]
 SETTINGS: Any = jax.config
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    """A process that starts like a user's: no settings of jax in its environment."""
-    environment = {
+def environment() -> dict[str, str]:
+    """Without settings of jax."""
+    kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))
     }
+    return kept | {"PYTHONPATH": str(ROOT)}
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """A process that starts like a user's."""
     return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        env=environment | {"PYTHONPATH": str(ROOT)},
+        env=environment(),
         timeout=120,
         check=False,
     )
+
+
+@contextlib.contextmanager
+def background(code: str) -> Iterator[subprocess.Popen[str]]:
+    """The same, beside the test."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, env=environment()
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def started(config: str, cpu_devices: int = 1, then: str = "pass") -> str:
@@ -53,7 +73,7 @@ from maxpipe.phases import Phases
 from maxpipe.config.schema import RuntimeConfig
 from maxpipe.errors import MaxpipeError
 try:
-    folder = Path(tempfile.gettempdir(), "maxpipe-runtime")
+    folder = Path(tempfile.gettempdir(), 'maxpipe-runtime')
     with runtime.joined(RuntimeConfig({config}), {cpu_devices}, Phases(), {{}}, folder) as link:
         {then}
 except MaxpipeError as error:
@@ -153,6 +173,36 @@ def test_others_that_do_not_come(rank: int):
     is_explained(ran.stderr)
     assert ran.stderr.startswith(f"runtime.coordinator = {address}\n")
     assert f"process {rank} of 2" in ran.stderr and "within 2 s" in ran.stderr
+    if rank:
+        assert "it has left no secret in the run's folder" in ran.stderr
+        assert "Start all with the same MAXPIPE_RUN_SECRET" in ran.stderr
+
+
+@pytest.mark.multihost
+@pytest.mark.fault("P7")
+@pytest.mark.parametrize("host", ["localhost", socket.gethostname()])
+def test_processes_that_are_given_no_secret_find_one_in_the_runs_folder(host: str, tmp_path: Path):
+    """It is gone when all have come; also when process 0 is told to leave before."""
+    config = "platform='cpu', compilation_cache='', num_processes=2, "
+    config += f"coordinator='{host}:{free_port()}', process_id="
+    codes = [
+        started(f"{config}{rank}", then="print(sorted(os.listdir(folder)))").replace(
+            "tempfile.gettempdir(), 'maxpipe-runtime'", repr(str(tmp_path))
+        )
+        for rank in (0, 1)
+    ]
+    with background(codes[0]) as first:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.iterdir()):
+            assert time.monotonic() < deadline and first.poll() is None
+            time.sleep(0.05)
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(30) == 75
+        assert not list(tmp_path.iterdir())
+    with background(codes[0]) as first, background(codes[1]) as second:
+        outputs = [process.communicate(timeout=60) for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], outputs
+    assert [out for out, _ in outputs] == ["[]\n", "[]\n"]
 
 
 def test_cluster_that_is_not_there():

@@ -75,8 +75,8 @@ BANNED_CALLS = {
 BANNED_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 # What may open a socket: to find a free port of this machine, or to join the processes of a run.
 SOCKETS = {
-    *("maxpipe/doctor.py", "maxpipe/hub.py", "maxpipe/link.py", "maxpipe/runtime.py"),
-    "maxpipe/launch/local.py",
+    *("maxpipe/doctor.py", "maxpipe/hub.py", "maxpipe/link.py", "maxpipe/listener.py"),
+    *("maxpipe/runtime.py", "maxpipe/wire.py", "maxpipe/launch/local.py"),
 }
 # jax's own format of compiled programs is a pickle: see tests/test_executable.py.
 EXECUTABLES = {"maxpipe/executable.py"}

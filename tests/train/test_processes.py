@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from maxpipe import secret
 from tests.train.runs import (
     SAME,
     Run,
@@ -83,9 +84,10 @@ def test_only_the_first_process_speaks_and_only_in_our_lines(together: Path):
 
 
 def test_a_process_that_sees_another_folder_ends_both(
-    start: Start, arguments: tuple[object, ...], tmp_path: Path
+    start: Start, arguments: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """As where a host lacks the shared file system: its part of a checkpoint would be lost."""
+    monkeypatch.setenv(secret.VARIABLE, secret.new())  # or else they do not find each other
     other = [f"run.dir={tmp_path / 'other'}"]
     every = (*arguments, "mesh.cpu_devices=2", f"run.dir={tmp_path / 'one'}")
     with pair(start, *every, second=other) as processes:
