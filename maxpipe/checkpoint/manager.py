@@ -418,9 +418,11 @@ class Checkpoints:
         else:
             self._writer.refuse(Save(folder, facts.step, error=trouble))
 
-    def _check_locks(self) -> None:
+    def _check_locks(self, folder: Folder | None = None) -> None:
+        """Those of the run, or what holds one folder of checkpoints."""
         for lock in self._locks:
-            lock.check()
+            if folder is None or f"{folder.path}/".startswith(f"{lock.path.parent}/"):
+                lock.check()
 
     def _agree_on(self, error: BaseException | None) -> BaseException | None:
         """The error of the first process that has one; every process has to ask."""

@@ -32,6 +32,7 @@ _LIMIT_SECONDS = 3600
 _ATTEMPTS, _PAUSE_SECONDS = 5, 0.1
 
 _REPORTED_BY_US = ("exception was never retrieved", "Commit callback in background save thread")
+_REPORTED_BY_US += ("_SignalingThread.run() raised an exception",)
 
 
 @dataclass(slots=True)
@@ -49,10 +50,10 @@ class Save:
 class Writer:
     """`then(save)` runs in the background after a save succeeded, on process 0.
 
-    `check` raises StorageError when the folder is not the run's any more.
+    `check(folder)` raises StorageError when it is not the run's any more.
     """
 
-    def __init__(self, then: Callable[[Save], None], check: Callable[[], None]):
+    def __init__(self, then: Callable[[Save], None], check: Callable[[Folder], None]):
         ignore_orphans()
         self._then, self._check = then, check
         self._thread: threading.Thread | None = None
@@ -102,7 +103,7 @@ class Writer:
             if save.error is None:
                 with reaching(save.folder.path):
                     self._checkpointer.wait_until_finished()
-                    self._check()  # the rest goes by the folder's name
+                    self._check(save.folder)  # the rest goes by its name
                     if is_primary:
                         save.num_bytes = manifest.write(save.folder / save.step, save.step)
         except Exception as error:
@@ -115,7 +116,7 @@ class Writer:
 
     def _tidy(self, save: Save) -> None:
         try:
-            self._check()
+            self._check(save.folder)
         except StorageError:  # whose turn it is to tell; what is there now is left alone
             return
         for attempt in range(_ATTEMPTS):
