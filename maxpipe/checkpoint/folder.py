@@ -1,11 +1,11 @@
 """A folder of checkpoints on disk: which there are, what they hold, putting one aside.
 
 `<folder>/<step>/` holds arrays (`state/`, written by orbax), config and data position
-(`facts/metadata`, JSON) and a manifest. It is there from the moment that orbax has
-committed it, by a rename or, in a bucket, by `commit_success.txt`. Other names that may
-be there are no checkpoints, to orbax neither: `<step>.orbax-checkpoint-tmp` is being
-written or was never finished, `<step>.corrupt` was found damaged, `<step>.deleting` is
-going away.
+(`facts/metadata`, JSON), the arrays' digests in memory (`digests/`) and a manifest. It is
+there from the moment that orbax has committed it, by a rename or, in a bucket, by
+`commit_success.txt`. Other names that may be there are no checkpoints, to orbax neither:
+`<step>.orbax-checkpoint-tmp` is being written or was never finished, `<step>.corrupt` was
+found damaged, `<step>.deleting` is going away.
 """
 
 from __future__ import annotations
@@ -23,23 +23,20 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from maxpipe.checkpoint import manifest
+from maxpipe.checkpoint.contents import FACTS, STATE, shapes, understood
+from maxpipe.checkpoint.damage import Damaged, is_damage, retried
 from maxpipe.checkpoint.place import entries, exists, first_line, in_bucket, located, reading
 from maxpipe.checkpoint.retention import Saved
 from maxpipe.errors import StorageError
 
 Tree = Any
 
-FORMAT = 2
-"""Of what is saved now. Format 1 had no manifest, no time and no metrics; it is read, too."""
-STATE, FACTS = "state", "facts"
-"""Names of the two items inside a step's folder, as orbax is told to write them."""
+FORMAT = 3
+"""Of what is saved now. Format 1 had no manifest, no time and no metrics, format 2 no digests of
+the arrays; both are read, too."""
 
 _UNFINISHED = re.compile(r".*\.orbax-checkpoint-tmp.*|[0-9]+\.deleting")
 _COMMITTED = "commit_success.txt"
-
-
-class Damaged(Exception):
-    """What is on disk is not what was saved; the text is file and reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +123,10 @@ class Folder:
         path = self / step / FACTS / "metadata"
         try:
             with reading(path):
-                text = path.read_text()
+                text = retried(path.read_text)
             content = json.loads(text)
             number, found = content["format"], content["step"]
-            if number not in (1, FORMAT):
+            if number not in range(1, FORMAT + 1):
                 raise StorageError(
                     f"{self / step}: cannot be read\n"
                     f"  it has format {number}, and this release reads 1 to {FORMAT}.\n"
@@ -143,7 +140,7 @@ class Folder:
                 content.get("metrics") or None,
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, OSError) and not manifest.is_damage(error):
+            if not is_damage(error):
                 raise
             raise Damaged(f"{FACTS}/metadata cannot be read: {first_line(error)}") from error
         if found != step:
@@ -164,34 +161,22 @@ class Folder:
                 return None
         return Saved(step, facts.time, (facts.metrics or {}).get("eval/loss"))
 
-    def shapes(self, step: int) -> Tree:
-        """Shapes and types of the saved arrays.
-
-        Raises:
-            Damaged: they cannot be read.
-        """
-        try:
-            found = ocp.StandardCheckpointHandler().metadata(self / step / STATE)
-            return jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), found.tree
-            )
-        except Exception as error:  # orbax raises that very class for damaged arrays
-            raise Damaged(f"{STATE} cannot be read: {first_line(error)}") from error
-
     def arrays(self, step: int, abstract: Tree | None = None) -> Tree:
         """The saved arrays, placed like `abstract`, by default as numpy arrays.
 
         Raises:
             Damaged: they cannot be read.
+            OSError: they cannot be reached.
         """
-        if abstract is None:
-            shapes = self.shapes(step)
-            abstract = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes)
+        wanted = abstract
+        if wanted is None:
+            wanted = jax.tree.map(
+                lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes(self / step)
+            )
         handler = ocp.StandardCheckpointHandler()
-        try:
-            return handler.restore(self / step / STATE, args=ocp.args.StandardRestore(abstract))
-        except Exception as error:
-            raise Damaged(f"{STATE} cannot be read: {first_line(error)}") from error
+        return understood(
+            lambda: handler.restore(self / step / STATE, args=ocp.args.StandardRestore(wanted))
+        )
 
     def set_aside(self, step: int, why: str = "corrupt") -> str:
         """Rename a step, so that it is no checkpoint any more; returns its new name."""

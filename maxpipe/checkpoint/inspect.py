@@ -13,10 +13,12 @@ from typing import Any
 from etils import epath
 
 from maxpipe.checkpoint import manifest
+from maxpipe.checkpoint.contents import faults, recorded
+from maxpipe.checkpoint.damage import Damaged
 from maxpipe.checkpoint.folder import Folder, local_time
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, open_run
-from maxpipe.checkpoint.place import files
+from maxpipe.checkpoint.place import exists, files
 from maxpipe.checkpoint.retention import Rules, kept
 from maxpipe.checkpoint.trees import differences, digest, leaves
 from maxpipe.errors import ConfigError, StorageError
@@ -87,14 +89,14 @@ def verified(run_dir: str, step: int | None) -> Iterator[str]:
         steps = [chosen(checkpoints, step, "command line: --step")]
     for one in steps:
         path = folder / one
-        wrong = manifest.faults(path, one) if (sealed := manifest.is_in(path)) else []
+        wrong, sealed = _faults(folder, one)
         if (size := _num_bytes(path)) is None or one not in folder.steps():
             yield f"{one:>10}  was deleted meanwhile"
-        elif not sealed:
-            yield f"{one:>10}  unknown: it has no {manifest.FILE}"
         elif wrong:
             damaged.append(f"step {one}: {wrong[0]}")
             yield from (f"{one:>10}  damaged: {line}" for line in wrong)
+        elif not sealed:
+            yield f"{one:>10}  unknown: it has no {manifest.FILE}"
         else:
             yield f"{one:>10}  as it was saved, {size / 2**20:.1f} MiB"
     if damaged:
@@ -104,6 +106,21 @@ def verified(run_dir: str, step: int | None) -> Iterator[str]:
             "  Bring the files back. Or start the run: it resumes from the newest checkpoint that "
             "is as it was saved."
         )
+
+
+def _faults(folder: Folder, step: int) -> tuple[list[str], bool]:
+    """What is wrong with a step's files, arrays and facts, and whether it has a manifest."""
+    path = folder / step
+    if not exists(path):
+        return [], False
+    wrong = manifest.faults(path, step) if (sealed := manifest.is_in(path)) else []
+    try:
+        folder.facts(step)
+        wrong += [line for line in faults(path, step, recorded(path, step)) if line not in wrong]
+    except Damaged as damage:
+        if str(damage) not in wrong:
+            wrong.append(str(damage))
+    return wrong, sealed
 
 
 def pruned(run_dir: str, rules: Rules, *, dry_run: bool) -> Iterator[str]:
@@ -124,7 +141,8 @@ def _pruned(folder: Folder, rules: Rules, *, dry_run: bool) -> Iterator[str]:
     saved = [one for step in folder.steps() if (one := folder.saved(step))]
     reasons = kept(saved, rules)
     for step in reversed(folder.steps()):
-        if manifest.is_in(folder / step) and not manifest.faults(folder / step, step):
+        wrong, sealed = _faults(folder, step)
+        if sealed and not wrong:
             reasons.setdefault(step, "newest that is as it was saved")
             break
     freed = 0

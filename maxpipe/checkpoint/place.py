@@ -7,10 +7,12 @@ of their objects as of files, through gcsfs; what they have no word for is here.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
 import secrets
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 
 from etils import epath
 
+from maxpipe.checkpoint.damage import retried
 from maxpipe.config.load import load
 from maxpipe.config.schema import CheckpointConfig, RunConfig
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError
@@ -202,9 +205,13 @@ def try_out(folder: epath.Path) -> None:
 
 
 def exists(path: epath.Path) -> bool:
-    """Whether there is such a file or folder. For epath a bucket out of reach is an empty one."""
+    """Whether there is such a file or folder. For epath storage out of reach is empty.
+
+    Raises:
+        OSError: that cannot be said.
+    """
     if not in_bucket(path):
-        return path.exists()
+        return retried(lambda: _stat(path)) is not None
     with reading(path):
         try:
             _store().info(os.fspath(path))
@@ -214,10 +221,17 @@ def exists(path: epath.Path) -> bool:
 
 
 def entries(folder: epath.Path) -> list[epath.Path]:
-    """What is in a folder, in the order of names; nothing in one that is not there."""
+    """What is in a folder, in the order of names; nothing in one that is not there.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
     if not in_bucket(folder):
-        found = list(folder.iterdir()) if folder.is_dir() else []
-        return sorted(found, key=lambda entry: entry.name)
+        try:
+            names = retried(lambda: os.listdir(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [folder / name for name in sorted(names)]
     with reading(folder):
         try:
             names = _store().ls(os.fspath(folder), detail=False)
@@ -229,19 +243,32 @@ def entries(folder: epath.Path) -> list[epath.Path]:
 def files(folder: epath.Path) -> dict[str, int]:
     """Names below `folder` of all files, and their bytes."""
     if not in_bucket(folder):
-        return dict(_walk(folder))
+        return retried(lambda: dict(_walk(folder)))
     with reading(folder):
         found = _store().find(os.fspath(folder), detail=True)
     begin = len(os.fspath(folder)) - len(_BUCKET) + 1
     return {name[begin:]: info["size"] for name, info in found.items() if name[-1] != "/"}
 
 
-def _walk(folder: epath.Path) -> Iterator[tuple[str, int]]:
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            yield from ((f"{entry.name}/{name}", size) for name, size in _walk(entry))
-        else:
-            yield entry.name, os.lstat(entry).st_size
+def _walk(folder: epath.Path, prefix: str = "") -> Iterator[tuple[str, int]]:
+    with os.scandir(folder) as found:
+        for entry in found:
+            name, status = f"{prefix}{entry.name}", entry.stat(follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
+                yield from _walk(folder / entry.name, f"{name}/")
+            else:
+                yield name, status.st_size
+
+
+def _stat(path: epath.Path) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return None
+        raise
 
 
 def remedy(path: epath.PathLike, key: str) -> str:

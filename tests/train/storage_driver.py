@@ -24,7 +24,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxpipe.checkpoint import manager, manifest
+from maxpipe.checkpoint import manager
+from maxpipe.checkpoint.lock import FILE as LOCK
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, open_run
 from maxpipe.checkpoint.place import FOLDER
@@ -133,6 +134,8 @@ class Case:
         wrong = list(self._broken(code, unbroken))
         if code == 70:
             wrong.append(f"a traceback: {words}")
+        # What could not be removed names this process, which would be dead by now.
+        (self.run_dir / LOCK).unlink(missing_ok=True)
         code_after, words_after = attempt(lambda: train(self.run_dir))
         if code_after != 0:
             wrong.append(f"no way on: {words_after}")
@@ -208,7 +211,6 @@ def attempt(what: Any) -> tuple[int, str]:
 def hurry() -> None:
     """Attempts again without the pauses between them."""
     manager._FIRST_PAUSE_SECONDS = 0.01
-    manifest._PAUSE_SECONDS = 0.01
 
 
 def begin(folder: Path, first: int, count: int) -> None:
