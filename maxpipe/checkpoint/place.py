@@ -173,7 +173,7 @@ class Pinned:
         found: BaseException | None = error
         while found is not None:
             found.args = tuple(self._by_name(each) for each in found.args)
-            if isinstance(found, OSError):
+            if isinstance(found, OSError) and found.filename is not None:
                 found.filename = self._by_name(found.filename)
             found = found.__cause__
         return error

@@ -7,6 +7,7 @@ follows: a kill before it leaves a complete checkpoint that the next start compa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -174,7 +175,9 @@ class Writer:
         """Waits for the save that is under way."""
         if self._thread is not None:
             self._thread.join()
-        self._checkpointer.close()
+        # What orbax still has to say is about a save whose outcome has told it.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            self._checkpointer.close()
 
 
 @functools.cache

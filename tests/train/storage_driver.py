@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxpipe.checkpoint import manager
+from maxpipe.checkpoint import damage, manager
 from maxpipe.checkpoint.lock import FILE as LOCK
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, open_run
@@ -210,7 +210,7 @@ def attempt(what: Any) -> tuple[int, str]:
 
 def hurry() -> None:
     """Attempts again without the pauses between them."""
-    manager._FIRST_PAUSE_SECONDS = 0.01
+    manager._FIRST_PAUSE_SECONDS = damage.PAUSE_SECONDS = 0.01
 
 
 def begin(folder: Path, first: int, count: int) -> None:
