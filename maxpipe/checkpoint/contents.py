@@ -120,7 +120,7 @@ def _decoded(
         array = tensorstore.open(spec, open=True, read=True).result()
         found = Sum(str(array.dtype.numpy_dtype), tuple(array.shape))
 
-        chunk = array.chunk_layout.read_chunk.shape or ()  # a scalar has none
+        chunk: tuple[Any, ...] = array.chunk_layout.read_chunk.shape or ()  # a scalar has none
 
         def part(start: tuple[int, ...], array: Any = array, chunk: Any = chunk) -> Sum:
             ends = map(min, array.shape, map(operator.add, start, chunk))
@@ -129,7 +129,7 @@ def _decoded(
             one.add(values, start)
             return one
 
-        for one in pool.map(part, _starts(tuple(array.shape), tuple(chunk))):
+        for one in pool.map(part, _starts(tuple(array.shape), chunk)):
             found.join(one)
         yield name, found
 

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint import future
 from orbax.checkpoint._src.serialization import replica_slices
 
 from maxpipe.checkpoint import digests
@@ -59,10 +60,11 @@ def tapped(state: Tree) -> Iterator[Copies]:
         found = copy(values, *args, **options)
         for value, slices in zip(values, found, strict=True):
             parts = [
-                (part.data(), tuple(index.start or 0 for index in part.index))
+                (np.asarray(part.data()), tuple(index.start or 0 for index in part.index))
                 for part in slices.replica_slices
             ]
-            copies.update(dict.fromkeys(names[id(value)], parts))
+            for name in names[id(value)]:
+                copies[name] = parts
         return found
 
     replica_slices.transfer_arrays_to_host = copy_and_note
@@ -112,9 +114,9 @@ class Handler(ocp.AsyncCheckpointHandler):
 
     async def async_save(  # type: ignore[override]
         self, directory: epath.Path, args: Save
-    ) -> list[ocp.future.Future]:
+    ) -> list[future.Future]:
         writing = _write(directory, args)
-        return [ocp.future.CommitFutureAwaitingContractedSignals(writing, name=ITEM)]
+        return [future.CommitFutureAwaitingContractedSignals(writing, name=ITEM)]
 
     def save(self, directory: epath.Path, args: Save) -> None:
         raise NotImplementedError("the host copies come while orbax saves in the background")
@@ -144,7 +146,7 @@ async def _write(directory: epath.Path, args: Save) -> None:
             "version": _VERSION,
             "step": args.step,
             "processes": jax.process_count(),
-            "facts": facts_digest(args.facts),
+            "facts": facts_digest(args.facts) if jax.process_index() == 0 else "",
             "arrays": {name: one.part_entry() for name, one in found.items()},
         }
     )
@@ -179,7 +181,7 @@ def recorded(folder: epath.Path, step: int) -> Recorded:
             raise ValueError(f"{name} is of step {content['step']}")
         if number == 0:
             count, facts = content["processes"], content["facts"]
-        elif (content["processes"], content["facts"]) != (count, facts):
+        elif content["processes"] != count:
             raise ValueError(f"{name} is of another save")
         number += 1
     return Recorded(digests.joined(parts), facts)

@@ -63,7 +63,7 @@ def test_digests_are_those_of_other_releases():
     """They are compared with those in old manifests."""
     array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     assert f"{of_array(array).value:016x}" == "d077fd947d000000"
-    assert f"{of_array(np.int64(2**40 + 1)[None]).value:016x}" == "7363a95f44a83a8f"
+    assert f"{of_array(np.array([2**40 + 1])).value:016x}" == "7363a95f44a83a8f"
 
 
 @pytest.mark.fault("K1")
@@ -72,17 +72,13 @@ def test_every_flipped_bit_changes_it(dtype: str):
     array = values((13, 17), dtype)
     before, size = of_array(array).value, array.dtype.itemsize * 8
     found = {before}
-    chance = np.random.default_rng(2)
-    for place in chance.integers(0, array.size, 40):
+    places = set(np.random.default_rng(2).integers(0, array.size, 40).tolist())
+    for place in places:
         for bit in range(size):
             words = array.reshape(-1).view(np.uint8).copy()
             words[place * size // 8 + bit // 8] ^= 1 << bit % 8
             found.add(of_array(words.view(array.dtype).reshape(array.shape)).value)
-    assert len(found) == 1 + size * len(set(chance_places(array.size)))
-
-
-def chance_places(size: int) -> list[int]:
-    return list(np.random.default_rng(2).integers(0, size, 40))
+    assert len(found) == 1 + size * len(places)
 
 
 @pytest.mark.fault("K1")
@@ -120,15 +116,11 @@ def test_what_is_not_finite_is_counted(dtype: str):
         .reshape(3, 40)
         .astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     )
-    array[0, 0] = digests_largest(array)
+    array[0, 0] = ml_dtypes.finfo(array.dtype).max
     assert of_array(array).non_finite == 0
     array[1, 3], array[2, 39], array[0, 7] = np.nan, np.inf, -np.inf
     assert of_array(array).non_finite == 3
-    assert of_array(array.astype("float32").view("int32")).non_finite == 0
-
-
-def digests_largest(array: np.ndarray) -> Any:
-    return ml_dtypes.finfo(array.dtype).max
+    assert of_array(np.full(3, np.inf, "float32").view("int32")).non_finite == 0
 
 
 def test_what_is_not_the_whole_is_refused():
