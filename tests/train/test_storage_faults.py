@@ -19,7 +19,7 @@ import pytest
 from maxpipe.checkpoint.manager import open_run
 from maxpipe.errors import MaxpipeError
 from tests.train.conftest import ROOT
-from tests.train.runs import Run, Start, ends, losses, saved_digest
+from tests.train.runs import Run, Start, ends, saved_digest
 
 pytestmark = pytest.mark.faults
 
@@ -175,7 +175,6 @@ def test_the_command_on_storage_that_fails(
         assert good.get(path.name.partition(".")[0]) is None, f"{path}\n{output}"
     run(*every)
     assert saved_digest(run_dir) == saved_digest(unbroken)
-    assert losses(run_dir) == losses(unbroken) or "metrics.jsonl" in output
 
 
 def digest_of(path: Path) -> str | None:
