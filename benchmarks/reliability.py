@@ -13,17 +13,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import jax
 import numpy as np
+from etils import epath
 
+from maxpipe.checkpoint import contents, manifest
+from maxpipe.checkpoint.digests import of_array
 from maxpipe.checkpoint.manager import Checkpoints
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import CheckpointConfig, Config
@@ -118,8 +123,10 @@ def first_batches(config: Config) -> list[float]:
     return [statistics.median(seconds[place :: len(FAR)]) for place in range(len(FAR))]
 
 
-def seconds_of_saves(steps: Steps, folder: Path) -> tuple[float, float]:
-    """Of the part of a save that blocks, the copy of the state included, and of the whole save."""
+def seconds_of_saves(steps: Steps, folder: Path) -> tuple[float, float, Digesting]:
+    """Of the part of a save that blocks, the copy of the state included, and of the whole save;
+    and what its digests take.
+    """
     state = steps.init()
     jax.block_until_ready(steps.to_saved(state))
     whole: list[float] = []
@@ -139,7 +146,40 @@ def seconds_of_saves(steps: Steps, folder: Path) -> tuple[float, float]:
             blocking.append(time.perf_counter() - start)
             checkpoints.wait()
             whole.append(time.perf_counter() - start)
-    return statistics.median(blocking), statistics.median(whole)
+        digesting = _digesting(copies[0], checkpoints.durable / ROUNDS)
+    return statistics.median(blocking), statistics.median(whole), digesting
+
+
+@dataclass(frozen=True)
+class Digesting:
+    """Seconds on one thread, in turn, of the same arrays."""
+
+    in_memory: float
+    sha256: float
+    files: float
+    decoded: float
+    num_bytes: int
+
+    def row(self, what: str, seconds: float) -> str:
+        """A line of the table."""
+        return f"| {what}, {self.num_bytes / seconds / 1e9:.2f} GB/s | {seconds:.2f} | |"
+
+
+def _digesting(state: Any, step: epath.Path) -> Digesting:
+    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+    calls = (
+        lambda: [of_array(array) for array in arrays],
+        lambda: [hashlib.sha256(array).digest() for array in arrays],
+        lambda: manifest.faults(step, ROUNDS),
+        lambda: contents.decoded(step),
+    )
+    taken: list[list[float]] = [[] for _ in calls]
+    for _ in range(ROUNDS):
+        for call, seconds in zip(calls, taken, strict=True):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+    return Digesting(*map(statistics.median, taken), sum(array.nbytes for array in arrays))
 
 
 def table() -> str:
@@ -148,7 +188,7 @@ def table() -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         host = host_seconds(folder)
-        blocking, whole = seconds_of_saves(build_steps(config, jax.devices()[:1]), folder)
+        blocking, whole, digests = seconds_of_saves(build_steps(config, jax.devices()[:1]), folder)
     (step,) = medians([step_of(build_steps(config, jax.devices()[:1]))], 0.0)
     guard = seconds_of_guard(from_dict(CONFIG | {"train": SHORT}))
     near, far = first_batches(config)
@@ -165,7 +205,11 @@ def table() -> str:
             f"| the guard against bad numbers, in each step | {guard:.6f} | {guard / step:.3%} |",
             f"| together | {everything:.6f} | {everything / step:.3%} |",
             f"| a save, blocking part | {blocking:.3f} | {blocking / step:.1%} |",
-            f"| a save, until it is on disk with its digests | {whole:.2f} | |",
+            f"| a save, until it is on disk and was compared with memory | {whole:.2f} | |",
+            digests.row("digests of the arrays in memory, one thread", digests.in_memory),
+            digests.row("SHA-256 of the same arrays, one thread", digests.sha256),
+            digests.row("SHA-256 of the step's files", digests.files),
+            digests.row("decoding the step and digests of that", digests.decoded),
             f"| first batch of a run that goes on after {FAR[0]:,} steps | {near:.3f} | |",
             f"| the same after {FAR[1]:,} steps | {far:.3f} | |",
             "",

@@ -1,11 +1,11 @@
 """A folder of checkpoints on disk: which there are, what they hold, putting one aside.
 
 `<folder>/<step>/` holds arrays (`state/`, written by orbax), config and data position
-(`facts/metadata`, JSON) and a manifest. It is there from the moment that orbax has
-committed it, by a rename or, in a bucket, by `commit_success.txt`. Other names that may
-be there are no checkpoints, to orbax neither: `<step>.orbax-checkpoint-tmp` is being
-written or was never finished, `<step>.corrupt` was found damaged, `<step>.deleting` is
-going away.
+(`facts/metadata`, JSON), the arrays' digests in memory (`digests/`) and a manifest. It is
+there from the moment that orbax has committed it, by a rename or, in a bucket, by
+`commit_success.txt`. Other names that may be there are no checkpoints, to orbax neither:
+`<step>.orbax-checkpoint-tmp` is being written or was never finished, `<step>.corrupt` was
+found damaged, `<step>.deleting` is going away.
 """
 
 from __future__ import annotations
@@ -23,30 +23,28 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from maxpipe.checkpoint import manifest
-from maxpipe.checkpoint.place import (
-    entries,
-    exists,
-    first_line,
-    in_bucket,
-    located,
-    read,
+from maxpipe.checkpoint.contents import (
+    FACTS,
+    MOST_FACTS_BYTES,
+    STATE,
+    check_plain,
+    shapes,
+    understood,
 )
+from maxpipe.checkpoint.damage import Damaged, is_damage, retried
+from maxpipe.checkpoint.place import entries, exists, first_line, in_bucket, located, read
 from maxpipe.checkpoint.retention import Saved
 from maxpipe.errors import StorageError
 from maxpipe.typed import AnyFloat, parse
 
 Tree = Any
 
-FORMAT = 2
-"""Of what is saved now. Format 1 had no manifest, no time and no metrics; it is read, too."""
-STATE, FACTS = "state", "facts"
-"""Names of the two items inside a step's folder, as orbax is told to write them."""
+FORMAT = 3
+"""Of what is saved now. Format 1 had no manifest, no time and no metrics, format 2 no digests of
+the arrays; both are read, too."""
 
 _UNFINISHED = re.compile(r".*\.orbax-checkpoint-tmp.*|[0-9]+\.deleting")
 _COMMITTED = "commit_success.txt"
-
-
-_MOST_FACTS_BYTES = 1 << 24
 
 
 class _Said(TypedDict):
@@ -58,10 +56,6 @@ class _Said(TypedDict):
     data: dict[str, Any]
     time: NotRequired[float]
     metrics: NotRequired[dict[str, AnyFloat] | None]
-
-
-class Damaged(Exception):
-    """What is on disk is not what was saved; the text is file and reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +141,9 @@ class Folder:
         """
         path = self / step / FACTS / "metadata"
         try:
-            content = parse(read(path, _MOST_FACTS_BYTES), _Said)
+            content = parse(retried(lambda: read(path, MOST_FACTS_BYTES)), _Said)
             number, found = content["format"], content["step"]
-            if number not in (1, FORMAT):
+            if number not in range(1, FORMAT + 1):
                 raise StorageError(
                     f"{self / step}: cannot be read\n"
                     f"  it has format {number}, and this release reads 1 to {FORMAT}.\n"
@@ -163,7 +157,7 @@ class Folder:
                 content.get("metrics") or None,
             )
         except (OSError, ValueError) as error:
-            if isinstance(error, OSError) and not manifest.is_damage(error):
+            if not is_damage(error):
                 raise
             raise Damaged(f"{FACTS}/metadata cannot be read: {first_line(error)}") from error
         if found != step:
@@ -184,21 +178,6 @@ class Folder:
                 return None
         return Saved(step, facts.time, (facts.metrics or {}).get("eval/loss"))
 
-    def shapes(self, step: int) -> Tree:
-        """Shapes and types of the saved arrays.
-
-        Raises:
-            Damaged: they cannot be read.
-        """
-        try:
-            _check_plain(self / step / STATE)
-            found = ocp.StandardCheckpointHandler().metadata(self / step / STATE)
-            return jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), found.tree
-            )
-        except Exception as error:  # orbax raises that very class for damaged arrays
-            raise Damaged(f"{STATE} cannot be read: {first_line(error)}") from error
-
     def arrays(self, step: int, abstract: Tree | None = None) -> Tree:
         """The saved arrays, placed like `abstract`, by default as numpy arrays.
 
@@ -206,17 +185,20 @@ class Folder:
 
         Raises:
             Damaged: they cannot be read.
+            OSError: they cannot be reached.
         """
-        shapes = self.shapes(step) if abstract is None else None
-        try:
-            if abstract is None:  # a shape may say more than any memory has
-                abstract = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes)
-            _check_plain(self / step / STATE)
-            places = ocp.checkpoint_utils.construct_restore_args(abstract)
-            wanted = ocp.args.PyTreeRestore(abstract, places, partial_restore=True)
-            return ocp.PyTreeCheckpointHandler().restore(self / step / STATE, args=wanted)
-        except Exception as error:
-            raise Damaged(f"{STATE} cannot be read: {first_line(error)}") from error
+        saved = shapes(self / step) if abstract is None else None
+
+        def read_them() -> Tree:
+            check_plain(self / step / STATE)
+            wanted = abstract
+            if wanted is None:  # a shape may say more than any memory has
+                wanted = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved)
+            places = ocp.checkpoint_utils.construct_restore_args(wanted)
+            arguments = ocp.args.PyTreeRestore(wanted, places, partial_restore=True)
+            return ocp.PyTreeCheckpointHandler().restore(self / step / STATE, args=arguments)
+
+        return understood(read_them)
 
     def set_aside(self, step: int, why: str = "corrupt") -> str:
         """Rename a step, so that it is no checkpoint any more; returns its new name."""
@@ -237,21 +219,6 @@ class Folder:
         else:
             (self / step).rename(going)
         _delete(going)
-
-
-def _check_plain(folder: epath.Path) -> None:
-    """All that orbax will open there are files and folders: a pipe would be waited for.
-
-    Raises:
-        Damaged: something else is among them.
-    """
-    if in_bucket(folder):
-        return
-    for above, folders, names in os.walk(folder):
-        for name in (*folders, *names):
-            path = os.path.join(above, name)
-            if os.path.islink(path) or not (os.path.isfile(path) or os.path.isdir(path)):
-                raise Damaged(f"{name} is neither a file nor a folder")
 
 
 def _is_step(name: str) -> bool:

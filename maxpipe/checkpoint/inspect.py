@@ -16,10 +16,12 @@ from etils import epath
 
 from maxpipe.checkpoint import manifest
 from maxpipe.checkpoint.address import Address
-from maxpipe.checkpoint.folder import Damaged, Folder, local_time
+from maxpipe.checkpoint.contents import faults, recorded
+from maxpipe.checkpoint.damage import Damaged
+from maxpipe.checkpoint.folder import Folder, local_time
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import open_run
-from maxpipe.checkpoint.place import FOLDER, files, in_bucket
+from maxpipe.checkpoint.place import FOLDER, exists, files, in_bucket
 from maxpipe.checkpoint.retention import Rules, Saved, kept
 from maxpipe.checkpoint.selection import best, chosen, opened
 from maxpipe.checkpoint.trees import differences, digest, leaves
@@ -148,14 +150,14 @@ def verified(address: Address) -> Iterator[str]:
         steps = [chosen(checkpoints, address)]
     for one in steps:
         path = folder / one
-        wrong = manifest.faults(path, one) if (sealed := manifest.is_in(path)) else []
+        wrong, sealed = _faults(folder, one)
         if (size := _num_bytes(path)) is None or one not in folder.steps():
             yield f"{one:>10}  was deleted meanwhile"
-        elif not sealed:
-            yield f"{one:>10}  unknown: it has no {manifest.FILE}"
         elif wrong:
             damaged.append(f"step {one}: {wrong[0]}")
             yield from (f"{one:>10}  damaged: {line}" for line in wrong)
+        elif not sealed:
+            yield f"{one:>10}  unknown: it has no {manifest.FILE}"
         else:
             yield f"{one:>10}  as it was saved, {size / 2**20:.1f} MiB"
     if damaged:
@@ -165,6 +167,21 @@ def verified(address: Address) -> Iterator[str]:
             "  Bring the files back. Or start the run: it resumes from the newest checkpoint that "
             "is as it was saved."
         )
+
+
+def _faults(folder: Folder, step: int) -> tuple[list[str], bool]:
+    """What is wrong with a step's files, arrays and facts, and whether it has a manifest."""
+    path = folder / step
+    if not exists(path):
+        return [], False
+    wrong = manifest.faults(path, step) if (sealed := manifest.is_in(path)) else []
+    try:
+        folder.facts(step)
+        wrong += [line for line in faults(path, step, recorded(path, step)) if line not in wrong]
+    except Damaged as damage:
+        if str(damage) not in wrong:
+            wrong.append(str(damage))
+    return wrong, sealed
 
 
 def pruned(run_dir: str, rules: Rules, *, dry_run: bool, elsewhere: bool = False) -> Iterator[str]:
@@ -285,8 +302,9 @@ def compared(first: Address, second: Address) -> list[str]:
 
 
 def _is_right(folder: Folder, step: int) -> bool:
-    """Whether all bytes of a checkpoint are known to be those that were saved."""
-    return manifest.is_in(folder / step) and not manifest.faults(folder / step, step)
+    """Whether all bytes and arrays of a checkpoint are known to be those that were saved."""
+    wrong, sealed = _faults(folder, step)
+    return sealed and not wrong
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

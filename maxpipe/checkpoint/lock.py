@@ -180,17 +180,10 @@ class RunLock:
             raise StorageError(self.lost)
 
     def _why_lost(self) -> str:
-        folder = self.path.parent
-        if self._identity is not None:
-            try:
-                if _identity(os.stat(folder)) != self._identity:
-                    return self._lost_folder("is another folder now than when the run started")
-            except _GONE:
-                return self._lost_folder("was moved or deleted while the run was using it")
         try:
             holder = _read(self.path)
         except _GONE:
-            return (
+            return self._why_folder_lost() or (
                 f"{self.path}: is gone\n"
                 "  it was moved or deleted while the run was using it. Another start would have "
                 "been let in, so this run has written nothing more.\n"
@@ -198,13 +191,13 @@ class RunLock:
                 "from the newest checkpoint."
             )
         except _NoLock as error:
-            return (
+            return self._why_folder_lost() or (
                 f"{self.path}: is not this run's lock any more\n"
                 f"  {first_line(error)}. The run has written nothing more.\n"
                 "  Remove it, and start the same command again to go on from the newest checkpoint."
             )
-        if _token(holder) == self._token:
-            return ""
+        if (why := self._why_folder_lost()) or _token(holder) == self._token:
+            return why
         return (
             f"{self.path}: was taken over by another run\n"
             f"  it is held by {_words(holder)} now; this one gave no sign of life for more "
@@ -212,7 +205,15 @@ class RunLock:
             "  Let that run go on, or stop it and start this one again."
         )
 
-    def _lost_folder(self, what: str) -> str:
+    def _why_folder_lost(self) -> str:
+        if self._identity is None:  # in a bucket
+            return ""
+        try:
+            what = "is another folder now than when the run started"
+            if _identity(os.stat(self.path.parent)) == self._identity:
+                return ""
+        except _GONE:
+            what = "was moved or deleted while the run was using it"
         return (
             f"{self.path.parent}: {what}\n"
             "  a run's folder must stay where it is. Nothing more was written, there or here.\n"

@@ -3,11 +3,13 @@
 It is given trees that are already in their saved form and knows neither models nor
 pipelines, so that a checkpoint fits any layout. What can be trusted:
 
-- A checkpoint whose files are not what its manifest says is never used. It is renamed
-  `<step>.corrupt`, the reason is told, and the one before is tried.
+- A checkpoint whose files or arrays are not what was saved is never used. The one before is
+  tried; if that is good, the damaged one is renamed `<step>.corrupt` and the reason is told.
+- Two damaged ones in a row are more likely trouble of the storage: the run stops, and nothing
+  is renamed. Neither is it when the storage fails: only what was read, twice, can be wrong.
 - One without a manifest was saved by an older release, or its run was killed in the moment
-  between commit and manifest. Nobody can say whether its bytes are right: it is used, if
-  it can be read wholly and holds its own step, with a warning; then it gets a manifest.
+  between commit and manifest. It is compared with the digests of its arrays in memory, if it
+  has them, and otherwise used with a warning; then it gets a manifest.
 - When no checkpoint can be used, but there were some, the run does not start anew.
 """
 
@@ -28,12 +30,13 @@ from types import TracebackType
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 
 from maxpipe.checkpoint import manifest
-from maxpipe.checkpoint.folder import Damaged, Facts, Folder
+from maxpipe.checkpoint.contents import NotSaved, adopt
+from maxpipe.checkpoint.copies import ITEM
+from maxpipe.checkpoint.damage import Damaged
+from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.place import (
     FOLDER,
@@ -45,15 +48,15 @@ from maxpipe.checkpoint.place import (
     remedy,
     try_out,
 )
+from maxpipe.checkpoint.restore import Agree, Restored, answering, first_of_all, restore
 from maxpipe.checkpoint.retention import Rules, kept
-from maxpipe.checkpoint.trees import num_bytes, other_shapes
+from maxpipe.checkpoint.trees import num_bytes
 from maxpipe.checkpoint.writer import Save, Writer, ignore_orphans
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.files import full
 
 Tree = Any
-Agree = Callable[[str], str]
 Record = Callable[..., None]
 
 _LOG = logging.getLogger(__name__)
@@ -65,33 +68,17 @@ _LASTING_WORDS = ("No space left", "quota", "File too large", "Read-only", "ermi
 _LASTING_WORDS += ("Forbidden", "PERMISSION_DENIED")  # of a bucket
 # What orbax and tensorstore raise for a folder or file that is not as it should be.
 _FAULTS = (OSError, ValueError, KeyError, RuntimeError, StorageError)
-_TEXT_BYTES = 1024
-
-
-def first_of_all(text: str) -> str:
-    """The first text, by process, that is not empty; every process has to ask."""
-    if jax.process_count() == 1:
-        return text
-    mine = np.zeros(_TEXT_BYTES, np.uint8)
-    encoded = text.encode()[:_TEXT_BYTES]
-    mine[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    for row in np.asarray(multihost_utils.process_allgather(mine)):
-        if row.any():
-            return row.tobytes().rstrip(b"\0").decode(errors="ignore")
-    return ""
+_TOO_MANY = 2
+"""So many damaged checkpoints in a row are no damage, but trouble of the storage."""
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
-    """One checkpoint's content, and where it was."""
+class _Skipped:
+    """A checkpoint that looks damaged."""
 
-    facts: Facts
-    state: Tree
-    folder: epath.Path
-
-    @property
-    def step(self) -> int:
-        return self.facts.step
+    folder: Folder
+    step: int
+    reason: str
 
 
 class Checkpoints:
@@ -115,6 +102,7 @@ class Checkpoints:
         self._config = config or CheckpointConfig()
         self._record, self._agree, self._locks = record, agree, locks
         self._primary, self._alone = jax.process_index() == 0, jax.process_count() == 1
+        self._run_dir = os.fspath(run_dir)
         key = "checkpoint.dir" if self._config.dir else "run.dir"
         self.durable = Folder(os.path.join(home(run_dir, self._config), FOLDER), key)
         self._folders = [self.durable]
@@ -132,9 +120,10 @@ class Checkpoints:
             self._writer = Writer(self._prune, self._check_locks)
         self._place = self.durable  # of the newest
         # Of the steps, the newest that is known to be there; -1 of a run that starts anew.
-        self._newest = max(
-            (step for folder in self._folders for step in folder.steps()), default=-1
-        )
+        self._newest = -1
+        for folder in self._folders:
+            with answering(folder.path):
+                self._newest = max([self._newest, *folder.steps()])
 
     def _must_be_shared(self, folder: Folder) -> None:
         """A process that sees another folder would miss checkpoints, and write its part of them
@@ -174,29 +163,48 @@ class Checkpoints:
         Raises:
             StorageError: all are damaged, or one does not fit.
         """
-        skipped: list[str] = []
+        skipped: list[_Skipped] = []
         if self._primary:
             for oddity in (line for folder in self._folders for line in folder.oddities()):
                 _LOG.warning("%s", oddity)
         while (candidate := self._candidate(len(skipped))) is not None:
             folder, step = candidate
             try:
-                found = self._restore(folder, step, abstract, accept)
+                found = self._read(folder, step, abstract, accept)
             except Damaged as damage:
-                skipped.append(f"{folder / step}: {damage}")
-                self._skip(folder, step, str(damage), len(skipped))
+                skipped.append(_Skipped(folder, step, str(damage)))
+                if len(skipped) == _TOO_MANY:
+                    raise self._distrusted(skipped) from damage
             else:
+                for one in skipped:
+                    self._skip(one)
                 self._newest, self._place = step, folder
                 return found
         aside = [str(folder.path / name) for folder in self._folders for name in folder.put_aside()]
         if skipped or aside:
+            reasons = [f"{one.folder / one.step}: {one.reason}" for one in skipped]
             raise StorageError(
                 f"{self.durable.path}: no checkpoint can be used\n"
-                f"  {'; '.join(skipped or [f'{name} was found damaged' for name in aside])}.\n"
+                f"  {'; '.join(reasons or [f'{name} was found damaged' for name in aside])}.\n"
                 "  Bring the files of one back and give its folder its step as name again, or "
                 "move all of them away to start anew."
             )
         return None
+
+    def _distrusted(self, skipped: Sequence[_Skipped]) -> StorageError:
+        """Of several that look damaged in a row: nothing is renamed for that."""
+        newest = skipped[0]
+        reasons = "; ".join(f"{one.step}: {one.reason}" for one in skipped)
+        older = [step for step in newest.folder.steps() if step < skipped[-1].step]
+        return StorageError(
+            f"{newest.folder.path}: the newest {len(skipped)} checkpoints both look damaged\n"
+            f"  {reasons}.\n"
+            "  That is more often trouble of the storage or of this machine than lost data: "
+            "everything is left as it is. Look after both, then look with "
+            f"`maxpipe checkpoints verify {self._run_dir}`, and start again. To go back "
+            f"without them, move {' and '.join(str(one.folder / one.step) for one in skipped)} away"
+            + (f": the run resumes from step {older[-1]}." if older else ".")
+        )
 
     def restore(
         self,
@@ -212,7 +220,7 @@ class Checkpoints:
             StorageError: it is damaged.
         """
         try:
-            return self._restore(self.durable, step, abstract, accept)
+            return self._read(self.durable, step, abstract, accept)
         except Damaged as damage:
             older = [str(other) for other in self.steps() if other < step]
             raise StorageError(
@@ -227,11 +235,11 @@ class Checkpoints:
 
     def _candidate(self, num_skipped: int) -> tuple[Folder, int] | None:
         """The newest that is left, as process 0 sees it; of equal steps the durable one."""
-        found = sorted(
-            (-step, index) for index, folder in enumerate(self._folders) for step in folder.steps()
-        )
-        if self._writer is None:  # nothing was renamed
-            found = found[num_skipped:]
+        found = []
+        for index, folder in enumerate(self._folders):
+            with answering(folder.path):
+                found += [(-step, index) for step in folder.steps()]
+        found = sorted(found)[num_skipped:]
         mine = f"{found[0][1]} {-found[0][0]}" if found else "none"
         agreed = self._agree(mine if self._primary else "")
         if agreed == "none":
@@ -239,78 +247,33 @@ class Checkpoints:
         index, step = map(int, agreed.split())
         return self._folders[index], step
 
-    def _restore(
+    def _read(
         self, folder: Folder, step: int, abstract: Tree | None, accept: Callable[[Facts], None]
     ) -> Restored:
-        sealed, fault, facts, state = False, "", None, None
-        try:
-            if sealed := manifest.is_in(folder / step):
-                share = (jax.process_index(), jax.process_count())
-                fault = "; ".join(manifest.faults(folder / step, step, share)[:3])
-            facts = folder.facts(step)
-        except Damaged as damage:
-            fault = fault or str(damage)
-        except OSError as error:  # others may read it: nobody decides anything from this
-            raise StorageError(
-                f"{folder / step}: cannot be reached\n"
-                f"  {first_line(error)}. It is left as it is.\n"
-                "  Start again when the storage answers."
-            ) from error
-        self._all_agree(fault)
-        assert facts is not None
-        accept(facts)
-        try:
-            if abstract is not None:
-                self._must_fit(folder, step, abstract)
-            state = folder.arrays(step, abstract)
-            if "step" in state and int(state["step"]) != step:
-                fault = f"its state is that of step {int(state['step'])}"
-        except Damaged as damage:
-            if sealed:  # the bytes are right, and the step before would fare no better
-                raise StorageError(
-                    f"{folder / step}: cannot be restored\n"
-                    f"  its files are what was saved, but {damage}.\n"
-                    "  Use the release of maxpipe that has saved it."
-                ) from damage
-            fault = str(damage)
-        self._all_agree(fault)
-        if not sealed:
-            self._adopt(folder, step)
-        return Restored(facts, state, folder / step)
-
-    def _all_agree(self, fault: str) -> None:
-        if fault := self._agree(fault):
-            raise Damaged(fault)
-
-    def _must_fit(self, folder: Folder, step: int, abstract: Tree) -> None:
-        saved = folder.shapes(step)
-        lines = other_shapes({name: saved[name] for name in saved if name in abstract}, abstract)
-        if lines:
-            more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
-            raise StorageError(
-                f"{folder / step}: cannot be restored\n"
-                f"  {'; '.join(lines[:3])}{more}.\n"
-                "  Train with the model and optimizer that it was saved with, or set run.name to "
-                "a new name."
-            )
+        found = restore(folder, step, abstract, accept=accept, agree=self._agree)
+        with answering(folder / step):
+            if self._primary and not manifest.is_in(folder / step):
+                self._adopt(folder, step)
+        return found
 
     def _adopt(self, folder: Folder, step: int) -> None:
-        if self._primary:
-            _LOG.warning(
-                "%s has no %s: it was read wholly, but whether its bytes are those that were "
-                "saved, nobody can say",
-                folder / step,
-                manifest.FILE,
-            )
-        if self._primary and self._writer is not None:
+        """Give a step a manifest that has none."""
+        if exists(folder / step / ITEM):
+            words = "it was read wholly, and is what its run had in memory"
+        else:
+            words = "it was read wholly, but whether its bytes are those that were saved, nobody "
+            words += "can say"
+        _LOG.warning("%s has no %s: %s", folder / step, manifest.FILE, words)
+        if self._writer is not None:
             try:
                 with reaching(folder.path):
-                    manifest.write(folder / step, step)
-            except OSError as error:
-                _LOG.warning("%s: %s", folder / step / manifest.FILE, error.strerror or error)
+                    adopt(folder / step, step)
+            except (OSError, NotSaved) as error:
+                _LOG.warning("%s: %s", folder / step / manifest.FILE, first_line(error))
 
-    def _skip(self, folder: Folder, step: int, reason: str, count: int) -> None:
+    def _skip(self, skipped: _Skipped) -> None:
         """Tell why a step is not used, and rename it."""
+        folder, step, reason = skipped.folder, skipped.step, skipped.reason
         if self._primary:
             renamed = ""
             if self._writer is not None:
@@ -426,9 +389,11 @@ class Checkpoints:
         else:
             self._writer.refuse(Save(folder, facts.step, error=trouble))
 
-    def _check_locks(self) -> None:
+    def _check_locks(self, folder: Folder | None = None) -> None:
+        """Those of the run, or what holds one folder of checkpoints."""
         for lock in self._locks:
-            lock.check()
+            if folder is None or f"{folder.path}/".startswith(f"{lock.path.parent}/"):
+                lock.check()
 
     def _agree_on(self, error: BaseException | None) -> BaseException | None:
         """The error of the first process that has one; every process has to ask."""

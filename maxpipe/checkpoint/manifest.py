@@ -1,76 +1,106 @@
-"""The manifest of a checkpoint: size and SHA-256 of each of its files.
+"""The manifest of a checkpoint: what is in its files, and in its arrays.
 
-Neither the file system nor orbax notices when a bit of an array's bytes has turned.
-The manifest is written last, as one atomic replacement, when everything else is in
-place; it holds a digest of itself.
+Size and SHA-256 of each file find what changes on disk, with a file's name; neither the file
+system nor orbax notices when a bit of an array's bytes has turned. The digest of each array is
+that of memory when it was saved. The manifest is written last, as one atomic replacement, when
+the arrays were read back and compared; it holds a digest of itself. Version 1 listed files only.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import json
 import os
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from etils import epath
 
+from maxpipe.checkpoint.damage import is_damage, retried
+from maxpipe.checkpoint.digests import Entry
 from maxpipe.checkpoint.place import exists, files, in_bucket, open_file, read, reading
-from maxpipe.files import Unfit
-from maxpipe.typed import parse
+from maxpipe.checkpoint.signed import opened, signed
+from maxpipe.errors import StorageError
+from maxpipe.typed import checked
 
 FILE = "manifest.json"
 
-_VERSION = 1
-_DAMAGE = {errno.EIO, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
-_READING_ATTEMPTS, _PAUSE_SECONDS = 3, 1.0
+_VERSION = 2
 _PARTIAL = f"{FILE}.partial"
+_OWN = (FILE, _PARTIAL)
 _CHUNK_BYTES = 1 << 20
 _MOST_BYTES = 1 << 26
 # Reading is what takes time, on network file systems most of all.
 _NUM_THREADS = 16
+# Without these there is no checkpoint, whatever the list says.
+_ALWAYS = ("facts/metadata", "state/_METADATA", "state/manifest.ocdbt")
 
 
-class _File(TypedDict):
+class File(TypedDict):
+    """One file, as it is listed."""
+
     bytes: int
     sha256: str
 
 
-class _Manifest(TypedDict):
-    """What is in the file."""
-
-    version: int
+class _Content(TypedDict):
+    version: Literal[1, 2]
     step: int
-    files: dict[str, _File]
-    sha256: str
+    files: dict[str, File]
+    arrays: NotRequired[dict[str, Entry]]
 
 
-def write(folder: epath.Path, step: int) -> int:
-    """Write the manifest of everything in `folder`; returns the bytes of all files.
+def listed(folder: epath.Path) -> dict[str, File]:
+    """Size and digest of each file of `folder`, all of which are on the disk then.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    found, names = {}, _names(folder)
+    for name, file in zip(names, _digests(folder, names, flush=True, drop=True), strict=True):
+        if isinstance(file, OSError):
+            raise file
+        found[name] = file
+    return found
+
+
+def write(
+    folder: epath.Path, step: int, files: Mapping[str, File], arrays: Mapping[str, Entry]
+) -> list[str]:
+    """Write the manifest, if it is right; returns what is wrong.
+
+    The files are compared with it once more: a bit that turned while they were listed would
+    make a good checkpoint look damaged for ever.
 
     Raises:
         OSError: a file cannot be read, or the manifest not be written.
     """
-    listed, names = {}, _names(folder)
-    for name, found in zip(names, _digests(folder, names), strict=True):
-        if isinstance(found, OSError):
-            raise found
-        listed[name] = {"bytes": found[0], "sha256": found[1]}
-    content: dict[str, Any] = {"version": _VERSION, "step": step, "files": listed}
-    text = json.dumps(content | {"sha256": _own_digest(content)}, indent=1)
+    text = signed({"version": _VERSION, "step": step, "files": dict(files), "arrays": dict(arrays)})
     partial = folder / _PARTIAL
     partial.write_text(text)
     _flush(partial)
+    if partial.read_text() != text:
+        return [f"{FILE} has other content than was written"]
+    if wrong := _changed(folder, list(files), files):
+        return wrong
     partial.replace(folder / FILE)
-    return sum(file["bytes"] for file in listed.values())
+    return []
 
 
 def is_in(folder: epath.Path) -> bool:
     """Whether `folder` has a manifest."""
     return exists(folder / FILE)
+
+
+def arrays(folder: epath.Path, step: int) -> dict[str, Entry] | None:
+    """The arrays that are listed; None of a manifest of version 1.
+
+    Raises:
+        ValueError: the manifest cannot be used.
+        OSError: it cannot be read.
+        StorageError: it was written by a later release.
+    """
+    return _read(folder, step).get("arrays")
 
 
 def faults(folder: epath.Path, step: int, share: tuple[int, int] = (0, 1)) -> list[str]:
@@ -81,86 +111,101 @@ def faults(folder: epath.Path, step: int, share: tuple[int, int] = (0, 1)) -> li
 
     Raises:
         OSError: the files cannot be reached, which says nothing about what is in them.
+        StorageError: the manifest was written by a later release.
     """
     try:
-        listed = _read(folder, step)
-        present = files(folder)
+        expected = _read(folder, step)["files"]
+        present = {name: size for name, size in files(folder).items() if name not in _OWN}
     except OSError as error:
         if not is_damage(error):
             raise
         return [f"{FILE} cannot be read: {error.strerror or error}"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         return [f"{FILE} cannot be used: {error}"]
-    wrong = [f"{name} is missing" for name in listed if name not in present]
+    wrong = [f"{name} is missing" for name in expected if name not in present]
+    for name in sorted(present.keys() - expected.keys()):
+        # What belongs to nobody does no harm; among orbax' files it might be read.
+        if "/" in name and not os.path.basename(name).startswith("."):
+            wrong.append(f"{name} is not in {FILE}")
     index, count = share
-    names = [name for name in listed if name in present][index::count]
-    for name in [name for name in names if present[name] > listed[name]["bytes"]]:
+    names = [name for name in expected if name in present][index::count]
+    for name in [name for name in names if present[name] > expected[name]["bytes"]]:
         names.remove(name)  # nobody waits for what is gigantic
-        size = listed[name]["bytes"]
+        size = expected[name]["bytes"]
         wrong.append(f"{name} has {present[name]} bytes, not the {size} that were saved")
-    for name, found in zip(names, _digests(folder, names), strict=True):
-        size, sha256 = listed[name]["bytes"], listed[name]["sha256"]
-        if isinstance(found, OSError):
-            if not is_damage(found):
-                raise found
-            wrong.append(f"{name} cannot be read: {found.strerror or found}")
-        elif found[0] != size:
-            wrong.append(f"{name} has {found[0]} bytes, not the {size} that were saved")
-        elif found[1] != sha256:
-            wrong.append(f"{name} has other content than was saved")
-    return wrong
+    return wrong + _changed(folder, names, expected, drop=True)
 
 
-def is_damage(error: OSError) -> bool:
-    """Whether a file that cannot be read is lost. A server that does not answer loses nothing."""
-    return isinstance(error, FileNotFoundError | Unfit) or error.errno in _DAMAGE
-
-
-def _read(folder: epath.Path, step: int) -> dict[str, dict[str, Any]]:
-    content: dict[str, Any] = {**parse(read(folder / FILE, _MOST_BYTES), _Manifest)}
-    if content.pop("sha256") != _own_digest(content):
-        raise ValueError("its content is not what was saved")
-    if content["version"] != _VERSION:
-        raise ValueError(f"it has version {content['version']}, this release reads {_VERSION}")
+def _read(folder: epath.Path, step: int) -> _Content:
+    text = retried(lambda: read(folder / FILE, _MOST_BYTES))
+    found = opened(text, dict[str, Any])
+    if isinstance(version := found.get("version"), int) and version > _VERSION:
+        raise StorageError(
+            f"{folder}: cannot be read\n"
+            f"  its {FILE} has version {version}, and this release reads 1 to {_VERSION}.\n"
+            "  Use the release of maxpipe that has saved it, or a later one."
+        )
+    content = checked(found, _Content)
     if content["step"] != step:
         raise ValueError(f"it is of step {content['step']}")
-    return content["files"]
-
-
-def _own_digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    if lacking := [name for name in _ALWAYS if name not in content["files"]]:
+        raise ValueError(f"it does not list {lacking[0]}")
+    if content["version"] > 1 and not content.get("arrays"):
+        raise ValueError("it lists no arrays")
+    return content
 
 
 def _names(folder: epath.Path) -> list[str]:
     """Names below `folder` of all files but the manifest, sorted."""
-    return [name for name in sorted(files(folder)) if name not in (FILE, _PARTIAL)]
+    return [name for name in sorted(files(folder)) if name not in _OWN]
 
 
-def _digests(folder: epath.Path, names: Sequence[str]) -> list[tuple[int, str] | OSError]:
+def _changed(
+    folder: epath.Path, names: list[str], expected: Mapping[str, File], *, drop: bool = False
+) -> list[str]:
+    wrong = []
+    for name, found in zip(names, _digests(folder, names, drop=drop), strict=True):
+        size = expected[name]["bytes"]
+        if isinstance(found, OSError):
+            if not is_damage(found):
+                raise found
+            wrong.append(f"{name} cannot be read: {found.strerror or found}")
+        elif found["bytes"] != size:
+            wrong.append(f"{name} has {found['bytes']} bytes, not the {size} that were saved")
+        elif found != expected[name]:
+            wrong.append(f"{name} has other content than was saved")
+    return wrong
+
+
+def _digests(
+    folder: epath.Path, names: Sequence[str], *, flush: bool = False, drop: bool = False
+) -> list[File | OSError]:
     """Size and SHA-256 of each file, or why it cannot be read."""
 
-    def one(name: str) -> tuple[int, str] | OSError:
-        attempt = 1
-        while True:
-            try:
-                return _digest(folder / name)
-            except OSError as error:
-                if attempt == _READING_ATTEMPTS or isinstance(error, FileNotFoundError | Unfit):
-                    return error
-            attempt += 1
-            time.sleep(_PAUSE_SECONDS)
+    def one(name: str) -> File | OSError:
+        try:
+            return retried(lambda: _digest(folder / name, flush, drop))
+        except OSError as error:
+            return error
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         return list(pool.map(one, names))
 
 
-def _digest(path: epath.Path) -> tuple[int, str]:
+def _digest(path: epath.Path, flush: bool, drop: bool) -> File:
+    """Size and SHA-256. `flush` brings to the disk what the system holds in memory, and `drop` has
+    it read from there.
+    """
     total, size = hashlib.sha256(), 0
     with reading(path), open_file(path) as file:
+        if flush and not in_bucket(path):
+            os.fsync(file.fileno())
+        if drop and not in_bucket(path) and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while chunk := file.read(_CHUNK_BYTES):
             total.update(chunk)
             size += len(chunk)
-    return size, total.hexdigest()
+    return {"bytes": size, "sha256": total.hexdigest()}
 
 
 def _flush(path: epath.Path) -> None:

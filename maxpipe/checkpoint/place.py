@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from etils import epath
 
+from maxpipe.checkpoint.damage import retried
 from maxpipe.config.load import load
 from maxpipe.config.schema import CheckpointConfig, RunConfig
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError
@@ -171,7 +172,7 @@ class Pinned:
         found: BaseException | None = error
         while found is not None:
             found.args = tuple(self._by_name(each) for each in found.args)
-            if isinstance(found, OSError):
+            if isinstance(found, OSError) and found.filename is not None:
                 found.filename = self._by_name(found.filename)
             found = found.__cause__
         return error
@@ -203,9 +204,13 @@ def try_out(folder: epath.Path) -> None:
 
 
 def exists(path: epath.Path) -> bool:
-    """Whether there is such a file or folder. For epath a bucket out of reach is an empty one."""
+    """Whether there is such a file or folder. For epath storage out of reach is empty.
+
+    Raises:
+        OSError: that cannot be said.
+    """
     if not in_bucket(path):
-        return path.exists()
+        return retried(lambda: _stat(path)) is not None
     with reading(path):
         try:
             _store().info(os.fspath(path))
@@ -215,10 +220,17 @@ def exists(path: epath.Path) -> bool:
 
 
 def entries(folder: epath.Path) -> list[epath.Path]:
-    """What is in a folder, in the order of names; nothing in one that is not there."""
+    """What is in a folder, in the order of names; nothing in one that is not there.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
     if not in_bucket(folder):
-        found = list(folder.iterdir()) if folder.is_dir() else []
-        return sorted(found, key=lambda entry: entry.name)
+        try:
+            names = retried(lambda: os.listdir(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [folder / name for name in sorted(names)]
     with reading(folder):
         try:
             names = _store().ls(os.fspath(folder), detail=False)
@@ -255,7 +267,7 @@ def read(path: epath.Path, most: int) -> bytes:
 def files(folder: epath.Path) -> dict[str, int]:
     """Names below `folder` of all files, and their bytes."""
     if not in_bucket(folder):
-        return dict(_walk(folder))
+        return retried(lambda: dict(_walk(folder)))
     with reading(folder):
         found = _store().find(os.fspath(folder), detail=True)
     begin = len(os.fspath(folder)) - len(_BUCKET) + 1
@@ -285,6 +297,17 @@ def _size(entry: os.DirEntry[str]) -> int:
     except OSError:
         pass
     return entry.stat(follow_symlinks=False).st_size  # of a link that leads nowhere
+
+
+def _stat(path: epath.Path) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return None
+        raise
 
 
 def remedy(path: epath.PathLike, key: str) -> str:

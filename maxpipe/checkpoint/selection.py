@@ -9,8 +9,10 @@ from collections.abc import Sequence
 import jax
 
 from maxpipe.checkpoint.address import Address
-from maxpipe.checkpoint.folder import Damaged, Folder
-from maxpipe.checkpoint.manager import Checkpoints, first_of_all, open_run
+from maxpipe.checkpoint.damage import Damaged
+from maxpipe.checkpoint.folder import Folder
+from maxpipe.checkpoint.manager import Checkpoints, open_run
+from maxpipe.checkpoint.restore import first_of_all
 from maxpipe.config.rules import did_you_mean
 
 LOSS = "eval/loss"

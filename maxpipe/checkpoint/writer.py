@@ -1,28 +1,31 @@
 """Writes checkpoints in the background, one at a time.
 
-orbax copies the arrays to the host while the caller waits, then a thread writes and
-commits them. The manifest follows: a kill before it leaves a complete checkpoint whose
-bytes were never digested.
+orbax copies the arrays to the host while the caller waits, then threads write these copies and
+their digests, and commit both. Then everything is read back and compared, and the manifest
+follows: a kill before it leaves a complete checkpoint that the next start compares.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from maxpipe.checkpoint import manifest
-from maxpipe.checkpoint.folder import FACTS, STATE, Facts, Folder
-from maxpipe.checkpoint.place import Pinned, first_line, reaching
-from maxpipe.errors import StorageError
+from maxpipe.checkpoint import copies
+from maxpipe.checkpoint.contents import FACTS, STATE, NotSaved, seal
+from maxpipe.checkpoint.folder import Facts, Folder
+from maxpipe.checkpoint.place import Pinned, exists, first_line, reaching
+from maxpipe.errors import NumbersError, StorageError
 
 Tree = Any
 
@@ -32,6 +35,7 @@ _LIMIT_SECONDS = 3600
 _ATTEMPTS, _PAUSE_SECONDS = 5, 0.1
 
 _REPORTED_BY_US = ("exception was never retrieved", "Commit callback in background save thread")
+_REPORTED_BY_US += ("_SignalingThread.run() raised an exception",)
 
 
 @dataclass(slots=True)
@@ -49,17 +53,21 @@ class Save:
 class Writer:
     """`then(save)` runs in the background after a save succeeded, on process 0.
 
-    `check` raises StorageError when the folder is not the run's any more.
+    `check(folder)` raises StorageError when it is not the run's any more.
     """
 
-    def __init__(self, then: Callable[[Save], None], check: Callable[[], None]):
+    def __init__(self, then: Callable[[Save], None], check: Callable[[Folder], None]):
         ignore_orphans()
         self._then, self._check = then, check
         self._thread: threading.Thread | None = None
         self._save: Save | None = None
         self._checkpointer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(
-                **{STATE: ocp.StandardCheckpointHandler(), FACTS: ocp.JsonCheckpointHandler()}
+                **{
+                    STATE: ocp.StandardCheckpointHandler(),
+                    FACTS: ocp.JsonCheckpointHandler(),
+                    copies.ITEM: copies.Handler(),
+                }
             ),
             # Made in the background, a folder that cannot be made is noticed after minutes.
             async_options=ocp.AsyncOptions(
@@ -75,15 +83,24 @@ class Writer:
         assert self._save is None
         begin = time.monotonic()
         save, pinned = Save(folder, facts.step), None
+        copied: Future[copies.Copies | None] = Future()
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+        content = facts.to_json()
         items = ocp.args.Composite(
-            **{STATE: ocp.args.StandardSave(state), FACTS: ocp.args.JsonSave(facts.to_json())}
+            **{
+                STATE: ocp.args.StandardSave(state),
+                FACTS: ocp.args.JsonSave(content),
+                copies.ITEM: copies.Save(facts.step, shapes, content, copied),
+            }
         )
         try:
-            with reaching(folder.path):
+            with reaching(folder.path), copies.tapped(state) as found:
                 pinned = Pinned(folder.path)
                 self._checkpointer.save(pinned.path / str(facts.step), args=items)
+            copied.set_result(found)
         except Exception as error:
             save.error = pinned.named(error) if pinned else error
+            copied.set_result(None)
         save.blocking_seconds = time.monotonic() - begin
         self._save = save
         self._thread = threading.Thread(
@@ -102,9 +119,9 @@ class Writer:
             if save.error is None:
                 with reaching(save.folder.path):
                     self._checkpointer.wait_until_finished()
-                    self._check()  # the rest goes by the folder's name
+                    self._check(save.folder)  # the rest goes by its name
                     if is_primary:
-                        save.num_bytes = manifest.write(save.folder / save.step, save.step)
+                        save.num_bytes = seal(save.folder / save.step, save.step)
         except Exception as error:
             save.error = pinned.named(error) if pinned else error
         if pinned:
@@ -115,7 +132,7 @@ class Writer:
 
     def _tidy(self, save: Save) -> None:
         try:
-            self._check()
+            self._check(save.folder)
         except StorageError:  # whose turn it is to tell; what is there now is left alone
             return
         for attempt in range(_ATTEMPTS):
@@ -124,7 +141,7 @@ class Writer:
                     if save.error is None:
                         self._then(save)
                     else:
-                        save.folder.clean()
+                        self._take_back(save)
                 return
             except (OSError, StorageError) as error:  # costs space, no checkpoint
                 if attempt == _ATTEMPTS - 1:
@@ -132,6 +149,13 @@ class Writer:
                     _LOG.warning("%s: cannot be tidied up: %s", save.folder.path, reason)
                 # Writes that had begun when another one failed still go on for a moment.
                 time.sleep(_PAUSE_SECONDS)
+
+    def _take_back(self, save: Save) -> None:
+        """Delete what a failed save has left: what was never finished, or is known to be wrong."""
+        save.folder.clean()
+        is_wrong = isinstance(save.error, NotSaved | NumbersError)
+        if is_wrong and exists(save.folder / save.step):
+            save.folder.remove(save.step)
 
     @property
     def busy(self) -> bool:
@@ -151,7 +175,9 @@ class Writer:
         """Waits for the save that is under way."""
         if self._thread is not None:
             self._thread.join()
-        self._checkpointer.close()
+        # What orbax still has to say is about a save whose outcome has told it.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            self._checkpointer.close()
 
 
 @functools.cache

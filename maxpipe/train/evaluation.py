@@ -19,7 +19,8 @@ import jax
 
 from maxpipe import runtime
 from maxpipe.checkpoint.address import Address
-from maxpipe.checkpoint.folder import Damaged, Facts, Folder
+from maxpipe.checkpoint.damage import Damaged
+from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.manager import Checkpoints, open_run
 from maxpipe.checkpoint.place import FOLDER, first_line, run_folder
 from maxpipe.checkpoint.selection import step_of

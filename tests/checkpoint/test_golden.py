@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import maxpipe
-from maxpipe.checkpoint import manifest
+from maxpipe.checkpoint import contents, manifest
 from maxpipe.checkpoint.folder import FORMAT, Folder
 from maxpipe.checkpoint.manager import FOLDER, open_run
 from maxpipe.checkpoint.trees import digest
@@ -56,7 +56,9 @@ def test_this_release_has_one(request: pytest.FixtureRequest):
     if request.config.getoption("--update-golden") and not golden.exists():
         _make(golden)
     assert golden.exists(), "run pytest with --update-golden"
-    assert manifest.faults(Folder(golden / FOLDER) / STEP, STEP) == []
+    path = Folder(golden / FOLDER) / STEP
+    assert manifest.faults(path, STEP) == []
+    assert contents.faults(path, STEP, contents.recorded(path, STEP)) == []
 
 
 def _make(golden: Path) -> None:

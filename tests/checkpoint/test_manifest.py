@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from etils import epath
 
-from maxpipe.checkpoint import manifest
+from maxpipe.checkpoint import contents, manifest
+from maxpipe.checkpoint.signed import signed
+from maxpipe.errors import StorageError
 from tests.checkpoint.cases import files
 
 STEP = 6
@@ -108,8 +112,54 @@ def test_a_manifest_that_cannot_be_finished_is_none(step: Path, monkeypatch: pyt
 
     monkeypatch.setattr(manifest, "_flush", full)
     with pytest.raises(OSError, match="No space"):
-        manifest.write(epath.Path(step), STEP)
+        contents.seal(epath.Path(step), STEP)
     assert not manifest.is_in(epath.Path(step))
     monkeypatch.undo()
-    manifest.write(epath.Path(step), STEP)
+    contents.seal(epath.Path(step), STEP)
     assert faults(step) == [] and not list(step.glob("*.partial"))
+
+
+Cut = Callable[[dict[str, Any]], object]
+
+
+@pytest.mark.parametrize(
+    ("cut", "told"),
+    [
+        (lambda content: content.pop("arrays"), "it lists no arrays"),
+        (lambda content: content["arrays"].clear(), "it lists no arrays"),
+        (lambda content: content["arrays"].pop("params.embedding"), None),
+        (lambda content: content["files"].pop("facts/metadata"), "does not list facts/metadata"),
+        (lambda content: content["files"].pop("state/_METADATA"), "does not list state/_METADATA"),
+        (lambda content: content["files"].clear(), "does not list facts/metadata"),
+        (lambda content: content.pop("files"), "it lacks files"),
+        (lambda content: content.update(files=[]), "files must be an object"),
+        (lambda content: content.update(version=1.5), "version must be"),
+        (lambda content: content["files"].pop(_array_file(content)), "is not in manifest.json"),
+    ],
+)
+@pytest.mark.fault("K6")
+def test_a_list_that_is_not_complete_is_refused(cut: Cut, told: str | None, step: Path):
+    """Though its own digest is right."""
+    path = step / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["sha256"]
+    cut(content)
+    path.write_text(signed(content))
+    found = faults(step)
+    if told is None:  # only who knows the arrays can say
+        expected = contents.recorded(epath.Path(step), STEP)
+        found = contents.faults(epath.Path(step), STEP, expected)
+        told = "array params.embedding was never saved"
+    assert len(found) == 1 and told in found[0]
+
+
+def _array_file(content: dict[str, Any]) -> str:
+    return next(name for name in content["files"] if name.startswith("state/d/"))
+
+
+def test_a_manifest_of_a_later_release_is_no_damage(step: Path):
+    content = json.loads((step / "manifest.json").read_text()) | {"version": 3}
+    del content["sha256"]
+    (step / "manifest.json").write_text(signed(content))
+    with pytest.raises(StorageError, match="Use the release of maxpipe that has saved it"):
+        faults(step)

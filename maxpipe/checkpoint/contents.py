@@ -1,0 +1,248 @@
+"""What is in a step, read from its files: arrays as they are decoded, and the digests of memory.
+
+A step is what was saved when its arrays, decoded, have the digests that they had in memory, and
+its facts are those that were given. That is found out before a step gets its manifest, by
+`maxpipe checkpoints verify`, and by each restore of what that has read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+import tensorstore
+from etils import epath
+
+from maxpipe.checkpoint import copies, digests, manifest
+from maxpipe.checkpoint.copies import Recorded
+from maxpipe.checkpoint.damage import Damaged, is_damage, outage, retried
+from maxpipe.checkpoint.digests import Sum
+from maxpipe.checkpoint.place import exists, first_line, in_bucket, reaching, read, reading
+from maxpipe.checkpoint.trees import named
+from maxpipe.errors import MaxpipeError, NumbersError
+from maxpipe.typed import parse
+
+Tree = Any
+
+STATE, FACTS = "state", "facts"
+"""Names of the items inside a step's folder, as orbax is told to write them."""
+
+MOST_FACTS_BYTES = 1 << 24
+
+# At a time: each may be as large as one process' part of an array.
+_NUM_THREADS = 2
+
+
+class NotSaved(ValueError):
+    """What was written is not what was in memory; the text is file or array, and reason."""
+
+
+def shapes(folder: epath.Path) -> Tree:
+    """Shapes and types of a step's arrays.
+
+    Raises:
+        Damaged: they cannot be read.
+        OSError: they cannot be reached.
+    """
+
+    def read() -> Tree:
+        check_plain(folder / STATE)
+        found = ocp.StandardCheckpointHandler().metadata(folder / STATE)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), found.tree)
+
+    return understood(read)
+
+
+def check_plain(folder: epath.Path) -> None:
+    """All that orbax will open there are files and folders: a pipe would be waited for.
+
+    Raises:
+        Damaged: something else is among them.
+    """
+    if in_bucket(folder):
+        return
+    for above, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = os.path.join(above, name)
+            if os.path.islink(path) or not (os.path.isfile(path) or os.path.isdir(path)):
+                raise Damaged(f"{name} is neither a file nor a folder")
+
+
+def understood(read: Any) -> Any:
+    """What a call returns that reads arrays.
+
+    Raises:
+        Damaged: the content is not that of a checkpoint.
+        OSError: the storage failed, again and again.
+        Exception: what has nothing to do with storage, as it is.
+    """
+    try:
+        return retried(read)
+    except MaxpipeError:
+        raise
+    except Exception as error:  # orbax raises that very class for damaged arrays, too
+        if (failure := outage(error)) is not None:
+            raise failure from error
+        if not is_damage(error) and type(error) is not Exception:
+            raise  # memory that is full, for instance
+        raise Damaged(f"{STATE} cannot be read: {first_line(error)}") from error
+
+
+def recorded(folder: epath.Path, step: int) -> Recorded | None:
+    """What was in memory when the step was saved; None of an older release that did not tell.
+
+    Raises:
+        Damaged: it cannot be used.
+        OSError: it cannot be reached.
+    """
+    try:
+        if manifest.is_in(folder) and (listed := manifest.arrays(folder, step)) is not None:
+            return Recorded({name: Sum.of_entry(one) for name, one in listed.items()})
+        if not exists(folder / copies.ITEM):
+            return None
+        with reading(folder):
+            return retried(lambda: copies.recorded(folder, step))
+    except (OSError, ValueError) as error:
+        if is_damage(error):
+            raise Damaged(first_line(error)) from error
+        raise
+
+
+def decoded(folder: epath.Path) -> dict[str, Sum]:
+    """Digests of a step's arrays as they are on disk.
+
+    Raises:
+        Damaged: they cannot be decoded.
+        OSError: they cannot be reached.
+    """
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        return understood(lambda: dict(_decoded(folder, named(shapes(folder)), pool)))
+
+
+def _decoded(
+    folder: epath.Path, leaves: Mapping[str, Any], pool: ThreadPoolExecutor
+) -> Iterator[tuple[str, Sum]]:
+    base: Any = f"{folder / STATE}/"
+    if not in_bucket(folder):
+        base = {"driver": "file", "path": base}
+    for name in leaves:
+        spec = {
+            "driver": "zarr",
+            "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"},
+        }
+        array = tensorstore.open(spec, open=True, read=True).result()
+        found = Sum(str(array.dtype.numpy_dtype), tuple(array.shape))
+
+        chunk: tuple[Any, ...] = array.chunk_layout.read_chunk.shape or ()  # a scalar has none
+
+        def part(start: tuple[int, ...], array: Any = array, chunk: Any = chunk) -> Sum:
+            ends = map(min, array.shape, map(operator.add, start, chunk))
+            values = array[tuple(map(slice, start, ends))].read().result()
+            one = Sum(str(values.dtype), tuple(array.shape))
+            one.add(values, start)
+            return one
+
+        for one in pool.map(part, _starts(tuple(array.shape), chunk)):
+            found.join(one)
+        yield name, found
+
+
+def _starts(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Index of the first element of each chunk: each is decoded as a whole anyway."""
+    ranges = [range(0, size, each) for size, each in zip(shape, chunk, strict=True)]
+    return itertools.product(*ranges)
+
+
+def faults(folder: epath.Path, step: int, expected: Recorded | None) -> list[str]:
+    """What is wrong with the arrays and facts of a step, as they are on disk.
+
+    Raises:
+        OSError: they cannot be reached.
+    """
+    try:
+        found = decoded(folder)
+        if expected is None:
+            return digests.non_finite(found)
+        wrong = digests.differences(expected.arrays, found) or digests.non_finite(found)
+        return wrong + facts_faults(folder, expected)
+    except Damaged as damage:
+        return [str(damage)]
+
+
+def facts_faults(folder: epath.Path, expected: Recorded) -> list[str]:
+    """What is wrong with the facts, if their digest is known without a manifest."""
+    if not expected.facts:
+        return []
+    path = folder / FACTS / "metadata"
+    try:
+        content = parse(retried(lambda: read(path, MOST_FACTS_BYTES)), dict[str, Any])
+    except (OSError, ValueError) as error:
+        if not is_damage(error):
+            raise
+        return [f"{FACTS}/metadata cannot be read: {first_line(error)}"]
+    if copies.facts_digest(content) != expected.facts:
+        return [f"{FACTS}/metadata has other content than was saved"]
+    return []
+
+
+def seal(folder: epath.Path, step: int) -> int:
+    """Read a step back, compare it with what was in memory, and write its manifest.
+
+    Returns:
+        The bytes of all files.
+
+    Raises:
+        NotSaved: it is not what was in memory.
+        NumbersError: that holds NaN or infinity, and so is no state to go on from.
+        OSError: it cannot be read, or the manifest not be written.
+    """
+    with reaching(folder):
+        try:
+            expected = recorded(folder, step)
+        except Damaged as damage:
+            raise NotSaved(str(damage)) from damage
+        if expected is None:
+            raise NotSaved(f"{copies.ITEM} is missing")
+        if bad := digests.non_finite(expected.arrays):
+            raise _not_finite(folder, bad)
+        files = manifest.listed(folder)
+        # After the files: what is decoded was read from the disk then, not from memory.
+        if wrong := faults(folder, step, expected):
+            raise NotSaved("; ".join(wrong[:3]))
+        entries = {name: one.entry() for name, one in expected.arrays.items()}
+        if wrong := manifest.write(folder, step, files, entries):
+            raise NotSaved("; ".join(wrong[:3]))
+        return sum(file["bytes"] for file in files.values())
+
+
+def adopt(folder: epath.Path, step: int) -> None:
+    """Write the manifest of a step that was saved without, and was read wholly.
+
+    Raises:
+        NotSaved: it is not what was in memory, as far as that was recorded.
+        OSError: it cannot be read, or the manifest not be written.
+    """
+    if exists(folder / copies.ITEM):
+        seal(folder, step)
+        return
+    with reaching(folder):
+        files = manifest.listed(folder)
+        entries = {name: one.entry() for name, one in decoded(folder).items()}
+        if wrong := manifest.write(folder, step, files, entries):
+            raise NotSaved("; ".join(wrong[:3]))
+
+
+def _not_finite(folder: epath.Path, bad: list[str]) -> NumbersError:
+    more = f", and {len(bad) - 3} more arrays" if len(bad) > 3 else ""
+    return NumbersError(
+        f"{folder}: is not saved\n"
+        f"  {'; '.join(bad[:3])}{more}; a run cannot go on from such a state.\n"
+        "  Lower optim.learning_rate, or go back further with checkpoint.restore_from; the "
+        "checkpoints before this one stay."
+    )

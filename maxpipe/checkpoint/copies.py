@@ -1,0 +1,189 @@
+"""The host copies of arrays that a save writes, and their digests, as an item of the checkpoint.
+
+orbax copies each process' part of every array to its host while training waits. The digests
+are of these very copies, taken in the background while they are being written: there is no
+second copy, and what changes between memory and disk is noticed. Each process writes those of
+its own parts, `digests/<process>.json`, and orbax commits a step only when all have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any, Literal, TypedDict
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint import future
+from orbax.checkpoint._src.serialization import replica_slices
+
+from maxpipe.checkpoint import digests
+from maxpipe.checkpoint.digests import PartEntry, Sum
+from maxpipe.checkpoint.place import read
+from maxpipe.checkpoint.signed import opened, signed
+from maxpipe.checkpoint.trees import named
+
+Tree = Any
+Copies = dict[str, list[tuple[np.ndarray, tuple[int, ...]]]]
+"""By array: this process' parts and the index of the first element of each."""
+
+ITEM = "digests"
+_MOST_BYTES = 1 << 26
+
+_VERSION = 1
+
+
+class _Content(TypedDict):
+    version: Literal[1]
+    step: int
+    processes: int
+    facts: str
+    arrays: dict[str, PartEntry]
+    sha256: str
+
+
+@contextlib.contextmanager
+def tapped(state: Tree) -> Iterator[Copies]:
+    """What orbax copies to the host inside. It has no way to ask, so its copying is wrapped."""
+    arrays = named(state)
+    names: dict[int, list[str]] = {}
+    for name, leaf in arrays.items():
+        names.setdefault(id(leaf), []).append(name)
+    copies: Copies = {}
+    copy = replica_slices.transfer_arrays_to_host
+
+    def copy_and_note(values: Any, *args: Any, **options: Any) -> Any:
+        found = copy(values, *args, **options)
+        for value, slices in zip(values, found, strict=True):
+            parts = [
+                (np.asarray(part.data()), tuple(index.start or 0 for index in part.index))
+                for part in slices.replica_slices
+            ]
+            for name in names[id(value)]:
+                copies[name] = parts
+        return found
+
+    replica_slices.transfer_arrays_to_host = copy_and_note
+    try:
+        yield copies
+    finally:
+        replica_slices.transfer_arrays_to_host = copy
+    assert copies.keys() == arrays.keys(), "orbax copied arrays in another way"
+
+
+def sums(state: Tree, copies: Copies) -> dict[str, Sum]:
+    """Of this process' parts of all arrays."""
+    found = {}
+    for name, leaf in named(state).items():
+        found[name] = Sum(str(leaf.dtype), tuple(leaf.shape))
+        for part, start in copies[name]:
+            found[name].add(part, start)
+    return found
+
+
+def local_sums(state: Tree) -> dict[str, Sum]:
+    """Of the parts that this process holds of arrays on devices, each part in one process only.
+
+    An array of numpy, which every process holds, counts in process 0.
+    """
+    copies: Copies = {}
+    for name, leaf in named(state).items():
+        if isinstance(leaf, jax.Array):
+            copies[name] = [
+                (np.asarray(shard.data), tuple(index.start or 0 for index in shard.index))
+                for shard in leaf.addressable_shards
+                if shard.replica_id == 0
+            ]
+        else:
+            whole = [(leaf, (0,) * leaf.ndim)]
+            copies[name] = whole if jax.process_index() == 0 else []
+    return sums(state, copies)
+
+
+def facts_digest(facts: Mapping[str, Any]) -> str:
+    """Of config, data position and the rest, however they are laid out as text."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+class Handler(ocp.AsyncCheckpointHandler):
+    """Writes the digests of one process' parts."""
+
+    async def async_save(  # type: ignore[override]
+        self, directory: epath.Path, args: Save
+    ) -> list[future.Future]:
+        writing = _write(directory, args)
+        return [future.CommitFutureAwaitingContractedSignals(writing, name=ITEM)]
+
+    def save(self, directory: epath.Path, args: Save) -> None:
+        raise NotImplementedError("the host copies come while orbax saves in the background")
+
+    def restore(self, directory: epath.Path, args: Any = None) -> None:
+        raise NotImplementedError("they are read by `recorded`")
+
+
+@ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class Save(ocp.args.CheckpointArgs):
+    """`shapes` is like the state; `copies` comes when the host copies are made, or None."""
+
+    step: int
+    shapes: Tree
+    facts: Mapping[str, Any]
+    copies: Future[Copies | None]
+
+
+async def _write(directory: epath.Path, args: Save) -> None:
+    copies = args.copies.result()
+    if copies is None:  # the save has failed before there were any
+        return
+    found = sums(args.shapes, copies)
+    text = signed(
+        {
+            "version": _VERSION,
+            "step": args.step,
+            "processes": jax.process_count(),
+            "facts": facts_digest(args.facts) if jax.process_index() == 0 else "",
+            "arrays": {name: one.part_entry() for name, one in found.items()},
+        }
+    )
+    (directory / f"{jax.process_index()}.json").write_text(text)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recorded:
+    """What was in memory when a step was saved. Of an older release, without the facts' digest."""
+
+    arrays: dict[str, Sum]
+    facts: str = ""
+
+
+def recorded(folder: epath.Path, step: int) -> Recorded:
+    """What all processes have written into a step.
+
+    Raises:
+        ValueError: it is not what they wrote, or not all of it.
+        OSError: it cannot be read.
+    """
+    parts: list[dict[str, Sum]] = []
+    number, count, facts = 0, 1, ""
+    while number < count:
+        name = f"{ITEM}/{number}.json"
+        try:
+            content = opened(read(folder / ITEM / f"{number}.json", _MOST_BYTES), _Content)
+            parts.append({n: Sum.of_part_entry(one) for n, one in content["arrays"].items()})
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be used: {error}") from error
+        if content["step"] != step:
+            raise ValueError(f"{name} is of step {content['step']}")
+        if number == 0:
+            count, facts = content["processes"], content["facts"]
+        elif content["processes"] != count:
+            raise ValueError(f"{name} is of another save")
+        number += 1
+    return Recorded(digests.joined(parts), facts)

@@ -1,0 +1,79 @@
+"""What is damage and what is not: content that was read and is wrong, or storage that failed.
+
+A storage that does not answer loses nothing. Only what was read and is not what was saved may
+make a checkpoint be taken for damaged; anything else is tried again, and then ends the run.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from maxpipe.errors import MaxpipeError
+from maxpipe.files import Unfit
+
+T = TypeVar("T")
+
+ATTEMPTS, PAUSE_SECONDS = 3, 1.0
+"""How often storage is asked before it counts as failing, and the time in between."""
+
+# Something else is in the place of a file.
+_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+_CONTENT = (ValueError, LookupError, TypeError, AttributeError, EOFError, NotImplementedError)
+# tensorstore raises ValueError for all that goes wrong, and tells what in words.
+_SYSTEM_CALL = re.compile(r"os_error_code='([0-9]+)'")
+_OUTAGE = re.compile(
+    r"\b(UNAVAILABLE|RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAUTHENTICATED|DEADLINE_EXCEEDED|"
+    r"ABORTED|CANCELLED):"
+)
+
+
+class Damaged(Exception):
+    """What is on disk is not what was saved; the text is file or array, and reason."""
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether an error of reading says that the content is wrong, or gone."""
+    if outage(error) is not None or isinstance(error, MaxpipeError):
+        return False
+    return isinstance(error, (*_CONTENT, OSError))
+
+
+def outage(error: BaseException) -> OSError | None:
+    """The failure of the storage that an error of reading stands for; None of any other."""
+    for cause in _causes(error):
+        if isinstance(cause, OSError):
+            return None if isinstance(cause, Unfit) or cause.errno in _DAMAGE else cause
+        words = str(cause)
+        if found := _SYSTEM_CALL.search(words):
+            number = int(found[1])
+            return None if number in _DAMAGE else OSError(number, words.splitlines()[0])
+        if _OUTAGE.search(words):
+            return OSError(words.splitlines()[0])
+    return None
+
+
+def retried(call: Callable[[], T]) -> T:
+    """What the call returns; while the storage fails, it is asked again a few times.
+
+    Raises:
+        OSError: the storage still fails.
+        Exception: whatever else the call raises, at once.
+    """
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return call()
+        except Exception as error:
+            if outage(error) is None:
+                raise
+        time.sleep(PAUSE_SECONDS)
+    return call()
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__

@@ -1,0 +1,194 @@
+"""Reads one checkpoint and decides with all processes whether it is what was saved.
+
+The files are compared with the manifest and the arrays, once they are in memory, with the
+digests that they had in memory when they were saved. What looks damaged is read a second time:
+a bit may have turned on its way from the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+
+from maxpipe.checkpoint import contents, copies, digests, manifest
+from maxpipe.checkpoint.copies import Recorded
+from maxpipe.checkpoint.damage import Damaged
+from maxpipe.checkpoint.digests import Sum
+from maxpipe.checkpoint.folder import Facts, Folder
+from maxpipe.checkpoint.place import first_line
+from maxpipe.checkpoint.trees import other_shapes
+from maxpipe.errors import StorageError
+
+Tree = Any
+Agree = Callable[[str], str]
+
+_LOG = logging.getLogger(__name__)
+_TEXT_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """One checkpoint's content, and where it was."""
+
+    facts: Facts
+    state: Tree
+    folder: epath.Path
+
+    @property
+    def step(self) -> int:
+        return self.facts.step
+
+
+def first_of_all(text: str) -> str:
+    """The first text, by process, that is not empty; every process has to ask."""
+    if jax.process_count() == 1:
+        return text
+    mine = np.zeros(_TEXT_BYTES, np.uint8)
+    encoded = text.encode()[:_TEXT_BYTES]
+    mine[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    for row in np.asarray(multihost_utils.process_allgather(mine)):
+        if row.any():
+            return row.tobytes().rstrip(b"\0").decode(errors="ignore")
+    return ""
+
+
+@contextlib.contextmanager
+def answering(path: epath.PathLike) -> Iterator[None]:
+    """What goes wrong with the storage inside ends the run: nobody decides anything from it.
+
+    Raises:
+        StorageError: for any OSError. Other processes may see what this one does not.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be reached\n"
+            f"  {first_line(error)}. It is left as it is.\n"
+            "  Start again when the storage answers."
+        ) from error
+
+
+def restore(
+    folder: Folder,
+    step: int,
+    abstract: Tree | None,
+    *,
+    accept: Callable[[Facts], None] = lambda facts: None,
+    agree: Agree = first_of_all,
+) -> Restored:
+    """A checkpoint as arrays placed like `abstract`, by default as numpy arrays.
+
+    `accept` may raise before the arrays are read.
+
+    Raises:
+        Damaged: it was read twice, and is not what was saved.
+        StorageError: it cannot be reached, does not fit, or is of a later release.
+    """
+    try:
+        return _restore(folder, step, abstract, accept, agree)
+    except Damaged as damage:
+        first = str(damage)
+    found = _restore(folder, step, abstract, accept, agree)
+    if jax.process_index() == 0:
+        _LOG.warning(
+            "%s: %s at first, but not when it was read again: look after the storage and the "
+            "memory of this machine",
+            folder / step,
+            first,
+        )
+    return found
+
+
+def _restore(
+    folder: Folder,
+    step: int,
+    abstract: Tree | None,
+    accept: Callable[[Facts], None],
+    agree: Agree,
+) -> Restored:
+    path = folder / step
+    with answering(path):
+        fault, facts, expected = _before_arrays(folder, step)
+    _all_agree(agree, fault)
+    assert facts is not None
+    accept(facts)
+    state: Tree = None
+    found: dict[str, Sum] = {}
+    try:
+        with answering(path):
+            if abstract is not None:
+                _must_fit(path, abstract)
+            state = folder.arrays(step, abstract)
+        found = copies.local_sums(state)
+        if "step" in state and int(state["step"]) != step:
+            fault = f"its state is that of step {int(state['step'])}"
+    except Damaged as damage:
+        fault = str(damage)
+    _all_agree(agree, fault)
+    total = _over_processes(found)
+    wrong = digests.differences(_of(expected.arrays, total), total) if expected else []
+    if wrong := wrong or digests.non_finite(total):
+        raise Damaged("; ".join(wrong[:3]))
+    return Restored(facts, state, path)
+
+
+def _before_arrays(folder: Folder, step: int) -> tuple[str, Facts | None, Recorded | None]:
+    """What is wrong with the files, what they say, and what the arrays must be."""
+    path = folder / step
+    try:
+        if manifest.is_in(path):
+            share = (jax.process_index(), jax.process_count())
+            if wrong := manifest.faults(path, step, share):
+                return "; ".join(wrong[:3]), None, None
+        facts = folder.facts(step)
+        expected = contents.recorded(path, step)
+        wrong = contents.facts_faults(path, expected) if expected else []
+        return "; ".join(wrong), facts, expected
+    except Damaged as damage:
+        return str(damage), None, None
+
+
+def _all_agree(agree: Agree, fault: str) -> None:
+    if fault := agree(fault):
+        raise Damaged(fault)
+
+
+def _must_fit(path: epath.Path, abstract: Tree) -> None:
+    saved = contents.shapes(path)
+    lines = other_shapes({name: saved[name] for name in saved if name in abstract}, abstract)
+    if lines:
+        more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
+        raise StorageError(
+            f"{path}: cannot be restored\n"
+            f"  {'; '.join(lines[:3])}{more}.\n"
+            "  Train with the model and optimizer that it was saved with, or set run.name to "
+            "a new name."
+        )
+
+
+def _of(expected: Mapping[str, Sum], restored: Mapping[str, Sum]) -> dict[str, Sum]:
+    """Those of the sections of the state that were asked for: evaluation leaves out moments."""
+    sections = {name.partition(".")[0] for name in restored}
+    return {name: one for name, one in expected.items() if name.partition(".")[0] in sections}
+
+
+def _over_processes(sums: dict[str, Sum]) -> dict[str, Sum]:
+    """Of whole arrays, from those of each process' parts."""
+    if jax.process_count() > 1:
+        mine = np.array(
+            [(one.value, one.elements, one.non_finite) for one in sums.values()], np.uint64
+        )
+        rows = np.asarray(multihost_utils.process_allgather(mine.view(np.uint32)))
+        total = rows.view(np.uint64).sum(axis=0, dtype=np.uint64)  # modulo 2**64
+        for one, (value, elements, non_finite) in zip(sums.values(), total, strict=True):
+            one.value, one.elements, one.non_finite = int(value), int(elements), int(non_finite)
+    return sums

@@ -1,0 +1,33 @@
+"""JSON with a digest of itself: a bit that turned in it is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from maxpipe.typed import parse
+
+T = TypeVar("T")
+
+
+def signed(content: Mapping[str, Any]) -> str:
+    """As JSON with a digest of itself."""
+    return json.dumps({**content, "sha256": _own_digest(content)}, indent=1)
+
+
+def opened(text: str | bytes, kind: type[T]) -> T:
+    """What `signed` was given.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    content = parse(text, dict[str, Any])
+    if content.pop("sha256", None) != _own_digest(content):
+        raise ValueError("its content is not what was saved")
+    return parse(text, kind)
+
+
+def _own_digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,427 @@
+"""Bits that turn, files that are cut and storage that fails, between memory and disk and back."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+from orbax.checkpoint._src.serialization import replica_slices
+
+from maxpipe.checkpoint import contents, copies, damage, manager, manifest, place, writer
+from maxpipe.checkpoint.address import parse
+from maxpipe.checkpoint.folder import Folder
+from maxpipe.checkpoint.inspect import verified
+from maxpipe.checkpoint.manager import FOLDER, Checkpoints
+from maxpipe.checkpoint.signed import signed
+from maxpipe.checkpoint.trees import digest
+from maxpipe.config.schema import CheckpointConfig
+from maxpipe.errors import ExitCode, NumbersError, StorageError
+from tests.checkpoint.cases import abstract, config, data, put, save, tree
+
+Tree = dict[str, Any]
+Logs = pytest.LogCaptureFixture
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "_FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(damage, "PAUSE_SECONDS", 0.0)
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / FOLDER).iterdir())
+
+
+def arrays(step: Path) -> Path:
+    """The file with most of the arrays."""
+    return max((step / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
+
+
+def flip(path: Path, place: float = 0.5) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 4
+    path.write_bytes(content)
+
+
+def resume(run_dir: Path) -> tuple[int, list[str]]:
+    told: list[str] = []
+
+    def record(event: str, **fields: object) -> None:
+        told.append(f"{event} {fields['step']}: {fields['reason']}")
+
+    with Checkpoints(run_dir, record=record) as checkpoints:
+        found = checkpoints.restore_newest(abstract())
+    assert found is not None and digest(found.state) == digest(tree(found.step))
+    return found.step, told
+
+
+# --- between memory and disk ----------------------------------------------------------------
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+DAMAGES: dict[str, Damage] = {
+    "flipped": lambda step: flip(arrays(step)),
+    "flipped late": lambda step: flip(arrays(step), 0.9),
+    "cut": lambda step: cut(arrays(step)),
+    "emptied": lambda step: arrays(step).write_bytes(b""),
+    "no index": lambda step: cut(step / "state" / "manifest.ocdbt"),
+    "facts": lambda step: flip(step / "facts" / "metadata", 0.7),
+    "digests": lambda step: flip(step / "digests" / "0.json"),
+    "digests gone": lambda step: shutil.rmtree(step / "digests"),
+    "names": lambda step: (step / "state" / "_METADATA").write_text(
+        (step / "state" / "_METADATA").read_text().replace("embedding", "embeddinh")
+    ),
+}
+
+
+def before_seal(monkeypatch: pytest.MonkeyPatch, harm: Damage, times: int = 1) -> list[int]:
+    """Files are harmed after orbax has committed them and before they are compared."""
+    real, tried = contents.seal, []
+
+    def seal(folder: epath.Path, step: int) -> int:
+        tried.append(step)
+        if len(tried) <= times:
+            harm(Path(folder))
+        return real(folder, step)
+
+    monkeypatch.setattr(writer, "seal", seal)
+    return tried
+
+
+@pytest.mark.fault("K1")
+@pytest.mark.parametrize("harm", DAMAGES.values(), ids=DAMAGES)
+def test_what_turns_between_memory_and_disk_makes_the_save_fail(
+    harm: Damage, copy: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is tried again, and what was wrong is gone."""
+    tried, told = before_seal(monkeypatch, harm), list[str]()
+    record = lambda event, **fields: told.append(event)  # noqa: E731
+    with Checkpoints(copy, record=record) as checkpoints:
+        put(checkpoints, 9, last=True)
+    assert tried == [9, 9] and told == ["checkpoint_failed", "checkpoint"]
+    assert names(copy) == ["3", "6", "9"]
+    assert resume(copy) == (9, [])
+
+
+@pytest.mark.fault("K1")
+def test_what_is_wrong_each_time_is_never_sealed(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    before_seal(monkeypatch, DAMAGES["flipped"], 99)
+    with Checkpoints(copy) as checkpoints, pytest.raises(StorageError, match="9: cannot be"):
+        put(checkpoints, 9, last=True)
+    assert names(copy) == ["3", "6"]
+    go_on = CheckpointConfig(every=1, on_failure="go_on", retries=0)
+    with Checkpoints(copy, go_on) as checkpoints:
+        put(checkpoints, 9)
+        checkpoints._settle(checkpoints._writer and checkpoints._writer.outcome(wait=True))
+    assert names(copy) == ["3", "6"] and resume(copy) == (6, [])
+
+
+@pytest.mark.fault("K1")
+def test_host_copies_that_turn_while_they_are_written_are_noticed(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The digest is of what orbax was given; what it writes differs in one bit, once."""
+    real, left = copies.sums, [1]
+
+    def sums(state: Tree, taken: copies.Copies) -> Any:
+        if left[0]:
+            left[0] -= 1
+            part, start = taken["params.embedding"][0]
+            part = part.copy()
+            part.view(np.uint32)[3, 5] ^= 1 << 7
+            taken = taken | {"params.embedding": [(part, start)]}
+        return real(state, taken)
+
+    told: list[str] = []
+    monkeypatch.setattr(copies, "sums", sums)
+    with Checkpoints(copy, record=lambda event, **f: told.append(str(f.get("reason")))) as some:
+        put(some, 9, last=True)
+    assert told == ["array params.embedding has other content than was saved", "None"]
+    assert resume(copy) == (9, [])
+
+
+@pytest.mark.fault("K1")
+def test_a_bit_that_turns_while_files_are_listed_is_noticed(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Else a good checkpoint would look damaged for ever."""
+    real, left = manifest._digest, [1]
+
+    def digest_of(path: Any, flush: bool, drop: bool) -> manifest.File:
+        found = real(path, flush, drop)
+        if flush and left[0]:
+            left[0] -= 1
+            found["sha256"] = found["sha256"][::-1]
+        return found
+
+    monkeypatch.setattr(manifest, "_digest", digest_of)
+    told: list[str] = []
+    with Checkpoints(copy, record=lambda event, **f: told.append(event)) as checkpoints:
+        put(checkpoints, 9, last=True)
+    assert told == ["checkpoint_failed", "checkpoint"] and resume(copy) == (9, [])
+
+
+def test_there_is_one_host_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Digests are of the arrays that orbax writes, not of others like them."""
+    written: list[Any] = []
+    seen: list[Any] = []
+    transfer, sums = replica_slices.transfer_arrays_to_host, copies.sums
+
+    def transfer_and_note(*args: Any, **options: Any) -> Any:
+        found = transfer(*args, **options)
+        written.extend(part.data() for slices in found for part in slices.replica_slices)
+        return found
+
+    def note(state: Tree, taken: copies.Copies) -> Any:
+        seen.extend(part for parts in taken.values() for part, _ in parts)
+        return sums(state, taken)
+
+    monkeypatch.setattr(replica_slices, "transfer_arrays_to_host", transfer_and_note)
+    monkeypatch.setattr(copies, "sums", note)
+    save(tmp_path, 1)
+    assert len(seen) == 7 and {id(part) for part in seen} == {id(part) for part in written}
+    assert replica_slices.transfer_arrays_to_host is transfer_and_note
+
+
+# --- between commit and manifest ------------------------------------------------------------
+
+
+@pytest.mark.fault("K7")
+def test_a_step_that_lacks_its_manifest_is_compared_with_memory(copy: Path, caplog: Logs):
+    step = copy / FOLDER / "6"
+    (step / "manifest.json").unlink()
+    assert resume(copy) == (6, [])
+    assert "it was read wholly, and is what its run had in memory" in caplog.text
+    assert manifest.is_in(Folder(copy / FOLDER) / 6)
+    for harm in ("flipped", "facts", "digests"):
+        shutil.copytree(step, copy / "kept")
+        (step / "manifest.json").unlink()
+        DAMAGES[harm](step)
+        number, (told,) = resume(copy)
+        assert number == 3 and told.startswith("checkpoint_skipped 6: ")
+        shutil.rmtree(copy / FOLDER / "6.corrupt")
+        (copy / "kept").rename(step)
+
+
+# --- between disk and memory ----------------------------------------------------------------
+
+
+@pytest.mark.fault("K2")
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_bit_that_turns_on_its_way_into_memory_is_noticed(
+    times: int, copy: Path, monkeypatch: pytest.MonkeyPatch, caplog: Logs
+):
+    """Once, it is read again. Twice, the step is not what was saved."""
+    real, left = Folder.arrays, [times]
+
+    def read(self: Folder, step: int, wanted: Tree | None = None) -> Tree:
+        state = real(self, step, wanted)
+        if step == 6 and left[0]:
+            left[0] -= 1
+            state["optimizer"]["mu"]["embedding"] = -state["optimizer"]["mu"]["embedding"]
+        return state
+
+    monkeypatch.setattr(Folder, "arrays", read)
+    reason = "array optimizer.mu.embedding has other content than was saved"
+    if times == 1:
+        assert resume(copy) == (6, []) and names(copy) == ["3", "6"]
+        assert f"6: {reason} at first, but not when it was read again" in caplog.text
+    else:
+        assert resume(copy) == (3, [f"checkpoint_skipped 6: {reason}"])
+
+
+@pytest.mark.fault("K2")
+def test_a_file_that_is_read_wrong_once_is_no_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    real, left = manifest._digest, [1]
+
+    def digest_of(path: Any, *options: bool) -> manifest.File:
+        found = real(path, *options)
+        if "/6/state/d/" in str(path) and left[0]:
+            left[0] -= 1
+            found["sha256"] = found["sha256"][::-1]
+        return found
+
+    monkeypatch.setattr(manifest, "_digest", digest_of)
+    assert resume(copy) == (6, []) and names(copy) == ["3", "6"] and left == [0]
+
+
+# --- storage that fails ---------------------------------------------------------------------
+
+
+NUMBERS = [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENXIO, errno.EAGAIN, errno.EACCES]
+# (what reads, what of its first argument makes it fail)
+READERS = {
+    "a file": (manifest, "_digest", "/6/state"),
+    "a folder": (os, "listdir", FOLDER),
+    "the files of a step": (place, "_walk", "/6"),
+    "whether there is a manifest": (place, "_stat", "/6/manifest.json"),
+    "the manifest": (type(epath.Path("/")), "read_text", "/6/manifest.json"),
+    "facts": (type(epath.Path("/")), "read_text", "/6/facts"),
+    "shapes": (ocp.StandardCheckpointHandler, "metadata", "/6/state"),
+    "arrays": (ocp.StandardCheckpointHandler, "restore", "/6/state"),
+}
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, reader: str, error: Exception, times: int) -> list[int]:
+    owner, name, part = READERS[reader]
+    real, left = getattr(owner, name), [times]
+
+    def read(*args: Any, **options: Any) -> Any:
+        if any(part in str(each) for each in args[:2]) and left[0]:
+            left[0] -= 1
+            raise error
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, read)
+    return left
+
+
+@pytest.mark.fault("K5")
+@pytest.mark.parametrize("number", NUMBERS)
+def test_storage_that_fails_loses_nothing(number: int, copy: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is asked three times, whatever is read; then the run stops and nothing is changed."""
+    in_words = ValueError(f"UNKNOWN: Error reading x: it fails [os_error_code='{number}']")
+    for reader in READERS:
+        error = in_words if reader in ("shapes", "arrays") else OSError(number, "it fails")
+        with monkeypatch.context() as patch:
+            left = fails(patch, reader, error, 2)
+            assert resume(copy) == (6, []), reader
+            assert left == [0], reader
+        with monkeypatch.context() as patch:
+            fails(patch, reader, error, 10_000)
+            with pytest.raises(StorageError, match=r"cannot be (reached|written)\n.*it fails"):
+                resume(copy)
+        assert names(copy) == ["3", "6"], reader
+    assert resume(copy) == (6, [])
+
+
+def test_memory_that_is_full_is_no_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    fails(monkeypatch, "arrays", error, 99)
+    with pytest.raises((StorageError, jax.errors.JaxRuntimeError)):
+        resume(copy)
+    assert names(copy) == ["3", "6"]
+
+
+@pytest.mark.fault("K8")
+def test_one_damaged_step_of_several_is_renamed_two_are_not(tmp_path: Path):
+    save(tmp_path, 1, 2, 3)
+    before = digests_of_files(tmp_path)
+    for step in ("2", "3"):
+        flip(arrays(tmp_path / FOLDER / step))
+    for _ in range(2):
+        with pytest.raises(StorageError, match="newest 2 checkpoints both look") as refused:
+            resume(tmp_path)
+        assert "the run resumes from step 1." in str(refused.value)
+        assert names(tmp_path) == ["1", "2", "3"]
+    flip(arrays(tmp_path / FOLDER / "2"))  # back
+    assert resume(tmp_path)[0] == 2
+    assert names(tmp_path) == ["1", "2", "3.corrupt"]
+    assert {k: v for k, v in digests_of_files(tmp_path).items() if k[0] in "12"} == {
+        k: v for k, v in before.items() if k[0] in "12"
+    }
+
+
+def digests_of_files(run_dir: Path) -> dict[str, bytes]:
+    folder = run_dir / FOLDER
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+# --- numbers that are not finite ------------------------------------------------------------
+
+
+def spoiled(step: int, value: float = np.nan) -> Tree:
+    state = tree(step)
+    scale = state["optimizer"]["nu"]["layers"]["scale"]
+    state["optimizer"]["nu"]["layers"]["scale"] = scale.at[1, 2].set(value)
+    return state
+
+
+@pytest.mark.fault("K3")
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("last", [True, False])
+def test_a_state_that_is_not_finite_is_never_saved(value: float, last: bool, copy: Path):
+    settings = CheckpointConfig(on_failure="go_on")
+    with pytest.raises(NumbersError) as refused, Checkpoints(copy, settings) as checkpoints:
+        checkpoints.save(9, lambda: spoiled(9, value), config(9), data(9), last=last)
+        checkpoints.wait()
+    assert refused.value.exit_code == ExitCode.CONFIG
+    where, rule, _ = str(refused.value).splitlines()
+    assert where == f"{copy / FOLDER / '9'}: is not saved"
+    assert "array optimizer.nu.layers.scale holds 1 values that are NaN or infinite" in rule
+    assert names(copy) == ["3", "6"] and resume(copy) == (6, [])
+
+
+@pytest.mark.fault("K4")
+@pytest.mark.parametrize("release", ["this", "older"])
+def test_a_checkpoint_that_is_not_finite_is_damaged(
+    release: str, copy: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr("maxpipe.checkpoint.digests.non_finite", lambda sums: [])
+        with Checkpoints(copy) as checkpoints:
+            checkpoints.save(9, lambda: spoiled(9), config(9), data(9), last=True)
+    if release == "older":
+        as_version_1(copy / FOLDER / "9")
+    (found,) = (line for line in collected(copy) if "damaged" in line)
+    assert found.startswith("         9  damaged: array optimizer.nu.layers.scale holds 1 values")
+    step, (told,) = resume(copy)
+    assert step == 6 and "array optimizer.nu.layers.scale holds 1 values" in told
+    assert names(copy) == ["3", "6", "9.corrupt"]
+
+
+def as_version_1(step: Path) -> None:
+    """As a release without digests of arrays has left it."""
+    shutil.rmtree(step / "digests")
+    content = json.loads((step / "manifest.json").read_text())
+    files = {n: one for n, one in content["files"].items() if not n.startswith("digests/")}
+    old = {"version": 1, "step": content["step"], "files": files}
+    (step / "manifest.json").write_text(signed(old))
+
+
+# --- the command ----------------------------------------------------------------------------
+
+
+def collected(run_dir: Path) -> list[str]:
+    found: list[str] = []
+    with contextlib.suppress(StorageError):
+        for line in verified(parse(str(run_dir))):
+            found.append(line)
+    return found
+
+
+@pytest.mark.fault("K9")
+def test_verify_decodes_and_names_the_array(copy: Path):
+    step = copy / FOLDER / "6"
+    other = save(copy.parent / "other", 7) / FOLDER / "7"
+    shutil.rmtree(step / "state")
+    shutil.copytree(other / "state", step / "state")
+    folder = epath.Path(step)
+    listed = manifest.arrays(folder, 6)
+    assert listed and not manifest.write(folder, 6, manifest.listed(folder), listed)
+    assert manifest.faults(folder, 6) == [], "the files are what the manifest says"
+    found = collected(copy)
+    assert found[0].startswith("         3  as it was saved")
+    assert found[1:] == [
+        f"         6  damaged: array {name} has other content than was saved"
+        for name in sorted(listed)
+    ]

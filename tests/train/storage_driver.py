@@ -1,0 +1,243 @@
+"""Runs whose storage fails, many in one process: real saves, resumes and prunes, without a model.
+
+    LD_PRELOAD=... STORAGE_FAULTS_ROOT=FOLDER python storage_driver.py FOLDER FIRST COUNT
+
+runs the faults number FIRST to FIRST + COUNT - 1 below FOLDER, and prints one JSON line for each,
+in which `wrong` says what must never happen. The number of a fault is the seed of what it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import json
+import logging
+import random
+import shutil
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxpipe.checkpoint import damage, manager
+from maxpipe.checkpoint.lock import FILE as LOCK
+from maxpipe.checkpoint.lock import RunLock
+from maxpipe.checkpoint.manager import Checkpoints, open_run
+from maxpipe.checkpoint.place import FOLDER
+from maxpipe.checkpoint.trees import digest
+from maxpipe.cli import main
+from maxpipe.config.schema import CheckpointConfig
+from maxpipe.errors import MaxpipeError
+
+Tree = dict[str, Any]
+
+STEPS, EVERY = 6, 2
+CONFIG = CheckpointConfig(every=EVERY, keep=2, retries=1)
+
+SILENT, FAILURES = ("flip", "cut", "lose"), ("eio", "enospc", "edquot", "estale")
+ACTIONS = {
+    "read": ("flip", "cut", *FAILURES),
+    "write": (*SILENT, *FAILURES),
+    "fsync": FAILURES,
+    "rename": FAILURES,
+    "open": FAILURES,
+}
+PHASES = ("save", "restore", "prune")
+Calls = dict[tuple[str, str], int]
+"""How many calls of a kind there are in a phase that is not disturbed."""
+
+
+# A run: what it computes at each step depends on every bit of the step before.
+
+
+def initial() -> Tree:
+    values = np.random.default_rng(0)
+    params = {"a": values.normal(size=(40, 8)).astype("f4"), "b": np.zeros((3, 8), "f4")}
+    return {"step": np.int32(0), "params": params, "moments": {"a": params["a"] * 0}}
+
+
+def advance(state: Tree, step: int) -> Tree:
+    noise = np.random.default_rng(step)
+
+    def moved(leaf: np.ndarray) -> np.ndarray:
+        return (leaf * np.float32(0.9) + noise.normal(size=leaf.shape)).astype("f4")
+
+    return {"step": np.int32(step)} | {
+        name: jax.tree.map(moved, state[name]) for name in ("params", "moments")
+    }
+
+
+def expected() -> dict[int, str]:
+    """Digests of the unbroken run, by step."""
+    state, found = initial(), {}
+    for step in range(1, STEPS + 1):
+        state = advance(state, step)
+        found[step] = digest(state)
+    return found
+
+
+def abstract() -> Tree:
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=place), initial()
+    )
+
+
+def train(run_dir: Path, config: CheckpointConfig = CONFIG) -> str:
+    """Start or resume the run, and end it; the digest of its last state."""
+    with RunLock(run_dir) as lock, Checkpoints(run_dir, config, locks=[lock]) as checkpoints:
+        found = checkpoints.restore_newest(abstract())
+        state = initial() if found is None else jax.tree.map(np.asarray, found.state)
+        for step in range(int(state["step"]) + 1, STEPS + 1):
+            state = advance(state, step)
+            checkpoints.poll()
+            if checkpoints.due(step):
+                save(checkpoints, step, state)
+        save(checkpoints, STEPS, state, last=True)
+        return digest(state)
+
+
+def save(checkpoints: Checkpoints, step: int, state: Tree, *, last: bool = False) -> None:
+    arrays = jax.tree.map(jax.numpy.asarray, state)
+    checkpoints.save(step, lambda: arrays, {}, {"step": step}, last=last)
+
+
+# A fault.
+
+
+class Case:
+    """One fault in one operation of one run."""
+
+    def __init__(self, number: int, folder: Path, template: Path, calls: Calls):
+        chance = random.Random(number)
+        self.number, self.phase = number, PHASES[number % len(PHASES)]
+        kind = chance.choice([kind for kind in ACTIONS if calls[self.phase, kind]])
+        first = chance.randint(1, calls[self.phase, kind])
+        count = chance.choice([1, 1, 1, 3, 0])  # once, a few times, from then on
+        self.plan = f"{kind} {chance.choice(ACTIONS[kind])} {first} {count} {number}"
+        self.run_dir = folder / f"case-{number}" / "run"
+        if self.phase != "save":
+            shutil.copytree(template, self.run_dir)
+
+    def run(self, unbroken: dict[int, str]) -> dict[str, Any]:
+        """What happened, as JSON."""
+        shim = ctypes.CDLL(None)
+        assert shim.storage_faults_arm(self.plan.encode()) == 0
+        code, words = self.attempt()
+        done = shim.storage_faults_done()
+        shim.storage_faults_arm(b"")
+        wrong = list(self._broken(code, unbroken))
+        if code == 70:
+            wrong.append(f"a traceback: {words}")
+        # What could not be removed names this process, which would be dead by now.
+        (self.run_dir / LOCK).unlink(missing_ok=True)
+        code_after, words_after = attempt(lambda: train(self.run_dir))
+        if code_after != 0:
+            wrong.append(f"no way on: {words_after}")
+        else:
+            wrong += (f"after it: {each}" for each in self._broken(0, unbroken))
+        if not wrong:
+            shutil.rmtree(self.run_dir.parent)
+        return {
+            "number": self.number,
+            "phase": self.phase,
+            "plan": self.plan,
+            "done": done,
+            "code": code,
+            "words": words[-400:],
+            "wrong": wrong,
+        }
+
+    def attempt(self) -> tuple[int, str]:
+        if self.phase == "prune":
+            arguments = ["checkpoints", "prune", str(self.run_dir), "--keep", "1"]
+            return attempt(lambda: main(arguments))
+        return attempt(lambda: train(self.run_dir))
+
+    def _broken(self, code: int, unbroken: dict[int, str]) -> Iterator[str]:
+        """What must never be, of what lies in the folder now."""
+        if code == 0 and self.phase != "prune":
+            yield from self._other_bits(STEPS, unbroken)
+        folder = self.run_dir / FOLDER
+        for path in folder.glob("*.*") if folder.is_dir() else ():
+            step, _, kind = path.name.partition(".")
+            if kind.startswith("corrupt") and is_good(path, int(step), unbroken):
+                yield f"a good checkpoint is {path.name}"
+        if self.phase == "prune":
+            kept = [step for step in (2, 4) if is_good(folder / str(step), step, unbroken)]
+            if 4 not in kept:
+                yield "the newest good checkpoint was deleted"
+
+    def _other_bits(self, step: int, unbroken: dict[int, str]) -> Iterator[str]:
+        if not is_good(self.run_dir / FOLDER / str(step), step, unbroken):
+            yield f"exit 0, and step {step} is not that of the unbroken run"
+
+
+def is_good(path: Path, step: int, unbroken: dict[int, str]) -> bool:
+    """Whether it restores, without faults, to what the unbroken run has."""
+    if not path.is_dir():
+        return False
+    run_dir = path.parent.parent / "looked at"
+    shutil.copytree(path, run_dir / FOLDER / str(step))
+    try:
+        with open_run(run_dir) as checkpoints:
+            return digest(checkpoints.restore(step).state) == unbroken[step]
+    except MaxpipeError:
+        return False
+    finally:
+        shutil.rmtree(run_dir)
+
+
+def attempt(what: Any) -> tuple[int, str]:
+    """Exit code and last words, as the command would have them."""
+    heard = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(heard), contextlib.redirect_stderr(heard):
+            result = what()
+    except MaxpipeError as error:
+        told = str(error)
+        explained = len(told.splitlines()) >= 3
+        return (int(error.exit_code), told) if explained else (70, f"not explained: {told}")
+    except Exception:
+        return 70, traceback.format_exc()
+    return (result if isinstance(result, int) else 0), heard.getvalue()
+
+
+def hurry() -> None:
+    """Attempts again without the pauses between them."""
+    manager._FIRST_PAUSE_SECONDS = damage.PAUSE_SECONDS = 0.01
+
+
+def begin(folder: Path, first: int, count: int) -> None:
+    logging.getLogger("maxpipe").setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    hurry()
+    unbroken = expected()
+    whole = folder / "template" / "run"
+    assert train(whole, CheckpointConfig(every=EVERY, keep=10)) == unbroken[STEPS]
+    shutil.rmtree(whole / FOLDER / str(STEPS))
+    calls = counted(folder, whole)
+    for number in range(first, first + count):
+        print(json.dumps(Case(number, folder, whole, calls).run(unbroken)), flush=True)
+
+
+def counted(folder: Path, template: Path) -> Calls:
+    shim, calls = ctypes.CDLL(None), {(phase, kind): 1 for phase in PHASES for kind in ACTIONS}
+    for number, phase in enumerate(PHASES):
+        for kind in ACTIONS:
+            case = Case(number, folder / kind, template, calls)
+            shim.storage_faults_arm(f"{kind} note 1 0 0".encode())
+            case.attempt()
+            calls[phase, kind] = shim.storage_faults_done()
+            shim.storage_faults_arm(b"")
+            shutil.rmtree(folder / kind)
+    return calls
+
+
+if __name__ == "__main__":
+    begin(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
