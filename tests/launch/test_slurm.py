@@ -243,7 +243,7 @@ def test_submit_calls_sbatch(
         ("launch.queue=$(id)", "launch.queue = $(id)", "must be a name of letters"),
         ("launch.workdir=a;b", "launch.workdir = a;b", "must be a path of letters"),
         ("launch.program=", "launch.program = ''", "must be a path of letters"),
-        ("launch.environment=[A=b]", "launch.environment = [A=b]", "without values"),
+        ("launch.environment=[A=b]", "launch.environment = [A=<redacted>]", "without values"),
         ("--write /tmp/a%b", "command line: --write = /tmp/a%b", "Name another folder"),
         ("--submit --dry-run", "command line: maxpipe launch slurm", "not allowed with"),
     ],
