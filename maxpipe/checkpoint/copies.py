@@ -143,6 +143,7 @@ async def _write(directory: epath.Path, args: Save) -> None:
     if copies is None:  # the save has failed before there were any
         return
     found = sums(args.shapes, copies)
+    copies.clear()  # orbax may hold on to this save until the next
     text = signed(
         {
             "version": _VERSION,
