@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,6 +128,8 @@ def evaluate_checkpoint(
             with phases.enter(EVAL), batches(steps.batch_sharding, loader, 0, count) as source:
                 told = _told(source, count, phases, say)
                 totals = evaluate(step, params, told, stops)
+    if totals is None and chosen.loaded.config.runtime.num_processes == 1:
+        raise KeyboardInterrupt
     if totals is None:
         raise Preempted(
             f"{chosen.name}: evaluation was asked to stop\n"
@@ -170,14 +173,32 @@ def _choose(address: Address, inputs: Sequence[str]) -> _Chosen:
 def _processes(config: Config, phases: Phases) -> Iterator[Callable[[], bool]]:
     """Devices, and other processes if there are any; tells whether all were asked to stop."""
     if config.runtime.num_processes == 1:
-        runtime.start(config.runtime, config.mesh.cpu_devices)
-        yield lambda: False  # a signal ends a process that has nothing to save
+        with _interrupts() as asked:
+            runtime.start(config.runtime, config.mesh.cpu_devices)
+            yield asked
     else:
         facts = shared_facts(config)
         where = run_folder(config.run)
         joined = runtime.joined(config.runtime, config.mesh.cpu_devices, phases, facts, where)
         with joined as link:
             yield link.stops_here
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Tells whether Ctrl-C came: where C++ calls Python, the exception is lost."""
+    asked = False
+
+    def interrupt(number: int, frame: Any) -> None:
+        nonlocal asked
+        asked = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _silent(text: str) -> None:

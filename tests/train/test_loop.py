@@ -311,6 +311,7 @@ def test_eval_gives_what_the_run_has_logged(unbroken: Path, run: Run):
     assert set(before) == set(state_of(unbroken.parent))
 
 
+@pytest.mark.faults
 def test_eval_under_another_layout(unbroken: Path, run: Run):
     """Two devices do not hold the run's four stages: fsdp takes their place."""
     output = run("eval", f"{unbroken}@best", "mesh.cpu_devices=2", "--json")
