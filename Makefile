@@ -13,7 +13,7 @@ PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq -c $
 BASE := $(VENV)/installed-$(LANE)
 DEV := $(VENV)/installed-dev-$(LANE)
 
-.PHONY: help quickstart test test-fast test-matrix test-faults check docs bench clean
+.PHONY: help quickstart test test-fast test-matrix test-faults test-wheel check docs bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -25,13 +25,16 @@ test: $(DEV)  ## run all tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-fast: $(DEV)  ## run the tests that take seconds
-	@$(BIN)/python -m pytest -m "not slow and not multihost and not matrix and not faults" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not multihost and not matrix and not faults and not wheel" $(PYTEST_ARGS)
 
 test-matrix: $(DEV)  ## every schedule x gather x remat x idle x stages (an hour)
 	@$(BIN)/python -m pytest -m matrix tests/pipeline/test_executor.py tests/train/test_step.py -n 2
 
 test-faults: $(DEV)  ## runs that are killed, hang and go on (half an hour)
 	@$(BIN)/python -m pytest -m faults -n 2
+
+test-wheel: $(DEV)  ## install the wheel on every Python that is here, and train (minutes)
+	@$(BIN)/python -m pytest -m wheel tests/test_wheel.py $(WHEEL_ARGS)
 
 check: $(DEV)  ## format, lint, types, and whether generated docs are up to date
 	@$(BIN)/ruff format --check --quiet --output-format concise . || \

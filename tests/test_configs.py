@@ -81,6 +81,8 @@ def test_copies_have_the_name_that_is_given(here: Path, capsys: Capture):
     assert load(["mine.yaml", "train.steps=1"]).config.run.name == "mine"
     err = told(capsys, "configs", "copy", "tiny", "mine", code=2)
     assert "must end in .yml or .yaml" in err and "Write mine.yml." in err
+    told(capsys, "configs", "copy", "tiny", "x" * 300 + ".yml", code=74)
+    told(capsys, "configs", "copy", "tiny", "a\nb.yml", code=2)
     assert "cannot be written" in told(capsys, "configs", "copy", "tiny", "no/a.yml", code=74)
 
 
@@ -113,6 +115,9 @@ def test_a_first_run_replaces_nothing(here: Path, capsys: Capture):
     (here / "file").touch()
     assert "is a file" in told(capsys, "init", "file", code=2)
     told(capsys, "init", "file/below", code=74)
+    told(capsys, "init", "x" * 300, code=74)
+    for name in ("", "a\nb: c", "\udcff"):
+        assert "can be printed" in told(capsys, "init", name, code=2)
     os.chdir(here / "first")
     told(capsys, "init", "../second/third")
     assert load(["../second/third/run.yml"]).config.run.name == "third"

@@ -158,7 +158,7 @@ def test_a_place_of_checkpoints_is_looked_at(
 def test_a_place_in_a_bucket_is_tried(config: list[str], bucket: Bucket):
     loaded = load([*config, "checkpoint.dir=gs://bucket/runs"])
     found = by_name(list(doctor.folders(Patient.of(loaded))))["checkpoint folder"]
-    assert found == Check(found.name, "ok", "gs://bucket/runs/run can be written")
+    assert found == Check(found.name, "ok", "gs://bucket/runs/tiny can be written")
     bucket.refused.add("POST")
     try:
         found = by_name(list(doctor.folders(Patient.of(loaded))))["checkpoint folder"]

@@ -33,8 +33,8 @@ def _show(options: argparse.Namespace) -> int:
 
 def _copy(options: argparse.Namespace) -> int:
     found = _named(options.name)
-    path = full(options.file or f"{found.name}{shipped.SUFFIX}", "command line: FILE")
-    if path.is_dir():
+    path = _place(options.file or f"{found.name}{shipped.SUFFIX}", "command line: FILE")
+    if os.path.isdir(path):
         path /= f"{found.name}{shipped.SUFFIX}"
     _write(path, found.text, overwrite=options.overwrite)
     print(f"wrote {path}")
@@ -49,10 +49,10 @@ def _init(options: argparse.Namespace) -> int:
     from maxpipe.config.first_run import text
     from maxpipe.config.rules import folder_name
 
-    folder = full(options.folder, "command line: DIR")
+    folder = _place(options.folder, "command line: DIR")
     path = folder / FIRST_RUN
     name = folder_name(os.path.basename(os.path.abspath(folder)))
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not os.path.isdir(folder):
         rule = "is a file, and must be a folder, or free."
         raise ConfigError.one("command line: DIR", folder, rule, f"Name {folder}-run.")
     try:
@@ -64,6 +64,14 @@ def _init(options: argparse.Namespace) -> int:
     print(f"check it: maxpipe doctor {shlex.quote(str(path))}")
     print(f"train it: {_train(path)}")
     return ExitCode.DONE
+
+
+def _place(given: str, where: str) -> Path:
+    """A path that messages and comments can show as it is."""
+    if not given or not given.isprintable():
+        rule = "must be a path of characters that can be printed."
+        raise ConfigError.one(where, ascii(given), rule, "Name another one.")
+    return full(given, where)
 
 
 def _train(path: Path) -> str:

@@ -10,8 +10,10 @@ from pathlib import Path
 from maxpipe import shipped
 from maxpipe.config.rules import did_you_mean, folder_name
 from maxpipe.errors import ConfigError, Problem
+from maxpipe.files import read
 
 SUFFIXES = (".yml", ".yaml")
+_MAX_BYTES = 1 << 20
 _LIST = "`maxpipe configs list` shows the configs that maxpipe ships"
 
 
@@ -48,7 +50,7 @@ def _refuse_two_meanings(found: shipped.Shipped) -> None:
     """A file of the same name that says something else may be what is meant."""
     here = Path(f"{found.name}{shipped.SUFFIX}")
     try:
-        if not here.is_file() or here.read_bytes() == found.path.read_bytes():
+        if not here.is_file() or read(here, _MAX_BYTES) == found.path.read_bytes():
             return
     except OSError:
         pass

@@ -381,6 +381,15 @@ def test_eval_of_a_damaged_checkpoint(copy: Path, capsys: pytest.CaptureFixture[
     assert (copy / "checkpoints" / "24").is_dir(), "nothing is renamed"
 
 
+def test_a_first_run_trains(run: Run, tmp_path: Path):
+    assert "maxpipe train" in run("init", tmp_path / "first")
+    file, small = tmp_path / "first/run.yml", ("train.sequence_length=32", "eval.batches=1")
+    output = run("train", file, "train.steps=6", *small, "log.every=1", f"run.dir={tmp_path}/runs")
+    assert f"done: 6 steps, files in {tmp_path}/runs/first" in output
+    found = losses(tmp_path / "runs/first")
+    assert found[6] < found[1]
+
+
 # --- mistakes ------------------------------------------------------------------------------
 
 
