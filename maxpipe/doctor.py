@@ -29,6 +29,7 @@ from maxpipe.checkpoint.place import (
     run_folder,
     try_out,
 )
+from maxpipe.config.check import cautions
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
 from maxpipe.data.sources import open_source
@@ -87,7 +88,12 @@ def examine(inputs: Sequence[str]) -> Iterator[Check]:
     patient = Patient()
     if inputs:
         try:
-            patient = Patient.of(load(inputs))
+            loaded = load(inputs)
+            patient = Patient.of(loaded)
+            yield from (
+                Check("config", "warning", f"{each.where} = {each.given} {each.rule}", each.action)
+                for each in cautions(loaded.config)
+            )
             yield Check("config", "ok", f"read from {counted(len(inputs), 'argument')}")
         except ConfigError as error:
             yield from _explained("config", error)

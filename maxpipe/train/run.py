@@ -26,7 +26,7 @@ from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, open_run
 from maxpipe.checkpoint.place import FOLDER, home, home_of, run_folder
-from maxpipe.config.check import check, total_steps, where
+from maxpipe.config.check import cautions, check, total_steps, where
 from maxpipe.config.load import Loaded, to_dict, to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, Loader, build, compare
@@ -212,6 +212,9 @@ def set_up(
     stack.callback(datasets.close)
     steps = steps_of(config, build_mesh(config.mesh), datasets.tokenizer.byte_lengths)
     console.banner(_facts(config, steps, datasets, length))
+    if process == 0:
+        for each in cautions(config):
+            console.warn(f"{each.where} = {each.given} {each.rule} {each.action}")
     _check_same_data(link, datasets)
     restore = partial(_restore_or_init, loaded, steps, checkpoints, datasets, console)
     with phases.enter(RESTORE):
@@ -374,6 +377,8 @@ def _restore_or_init(
     def accept(facts: Facts, *, own: bool = True) -> None:
         _check_model(facts.config["model"], to_dict(config)["model"], loaded.origins)
         others = compare(facts.data["fingerprint"], datasets.train.fingerprint())
+        if others and (before := facts.config["data"]["path"]) != config.data.path:
+            others = [("data.path", before or "''", config.data.path or "''"), *others]
         if others and own and not config.data.allow_change:
             raise _other_data(others, facts.step)
         words = f"when step {facts.step} was saved"

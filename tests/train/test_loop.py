@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import shutil
 import signal
 import time
@@ -272,6 +273,17 @@ def test_other_data_needs_a_flag(copy: Path, tiny: Path, run: Run):
     output = run(*arguments, code=2)
     is_explained(output)
     assert "when step 24 was saved: validation_fraction was 0.2 and is 0.3" in output
+    more = copy.parent / "more"
+    more.mkdir()
+    (more / "a.txt").write_text("some other text\n" * 400)
+    (more / "b.txt").write_text("and more of it\n" * 400)
+    output = run(*arguments[:2], "data.source=text", f"data.path={more}", code=2)
+    assert f"data.path was '' and is {more}; source was " in output
+    assert "; the number of documents was " in output and " and is 2; the number of" in output
+    assert re.search(
+        r"the digest of names, sizes and content of the files was [0-9a-f]{12} and", output
+    )
+    assert not re.search(r"[0-9a-f]{13}", output)
     output = run(*arguments, "data.allow_change=true")
     assert "warning: data: validation_fraction was 0.2 when step 24 was saved and is 0.3" in output
 
