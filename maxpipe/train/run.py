@@ -10,8 +10,10 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import platform
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 
 import maxpipe
-from maxpipe import redact
+from maxpipe import board, redact
 from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, open_run
@@ -38,8 +40,11 @@ from maxpipe.link import Link
 from maxpipe.mesh import build_mesh, describe, resolve
 from maxpipe.model.count import num_params
 from maxpipe.phases import COMPILE, DATA_SET_UP, RESTORE, Phases
+from maxpipe.pipeline.pictures import drawing as timeline
+from maxpipe.pipeline.table import Schedule
 from maxpipe.sharding import local_rows, place_rows
 from maxpipe.telemetry import Console, EventLog, MetricWriter
+from maxpipe.train import pictures
 from maxpipe.train.build import steps_of
 from maxpipe.train.guard import initial
 from maxpipe.train.replicas import explain
@@ -58,6 +63,10 @@ _OWN_KEYS = frozenset(
 # Model keys that may change between a checkpoint and the run that resumes it.
 _FREE_MODEL_KEYS = frozenset({"dropout", "attention", "compute_dtype"})
 
+
+_log = logging.getLogger("maxpipe")
+_MOST_TICKS = 160
+"""Of the timeline that TensorBoard shows."""
 
 WRITTEN_FILES = ("config.yml", "metrics.jsonl", "metrics.jsonl.new", "events.jsonl")
 
@@ -234,7 +243,7 @@ def set_up(
         train_step, eval_step = _programs(config, steps, datasets, console, length - first)
     events.write("start", step=first, devices=jax.device_count(), seconds=phases.take())
     writer = _writer(config, first)
-    writer.text("config", f"```yaml\n{to_yaml(redact.within(config))}```")
+    _show(writer, config, steps, begin.state, train_step, stack)
     if process == 0:
         _write_config(run_dir / "config.yml", config)
     run = Run(
@@ -359,6 +368,60 @@ def _check_same_data(link: Link, datasets: Datasets) -> None:
 
 def _writer(config: Config, first: int) -> MetricWriter:
     return MetricWriter(run_folder(config.run), config.log.tensorboard, first, jax.process_index())
+
+
+_HYPERPARAMETERS = ("model", "mesh", "pipeline", "train", "optim", "data", "tokenizer")
+
+
+def _show(
+    writer: MetricWriter,
+    config: Config,
+    steps: Steps,
+    state: TrainState,
+    program: Any,
+    stack: contextlib.ExitStack,
+) -> None:
+    """Starts to put what TensorBoard shows of a run besides its numbers, once per start.
+
+    In a thread of its own: the first pictures take a second.
+    """
+    writer.text("config", f"```yaml\n{to_yaml(redact.within(config))}```")
+    if jax.process_index() == 0 and config.log.tensorboard:
+        shapes = jax.tree.map(_shape, state.params)
+        arguments = (writer, config, steps.train_schedule, shapes, program)
+        drawing = threading.Thread(target=_draw, args=arguments, name="drawing")
+        drawing.start()
+        stack.callback(drawing.join)
+
+
+def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def _draw(
+    writer: MetricWriter, config: Config, schedule: Schedule, params: Any, program: Any
+) -> None:
+    """Charts, settings and pictures."""
+    values = to_dict(redact.within(config))
+    chosen = {
+        f"{section}.{key}": value if isinstance(value, bool | int | float | str) else str(value)
+        for section in _HYPERPARAMETERS
+        for key, value in values[section].items()
+    }
+    try:
+        writer.show(board.charts)
+        writer.show(lambda: board.hyperparameters(chosen, config.run.name))
+        if schedule.num_ticks <= _MOST_TICKS:
+            writer.show(lambda: board.image("run/timeline", timeline(schedule)))
+        else:
+            words = f"The step has {counted(schedule.num_ticks, 'tick')}, too many to draw here: "
+            words += "`maxpipe schedule CONFIG --perfetto FILE` writes all of them."
+            writer.text("run/timeline", words)
+        if program is not None:
+            writer.show(lambda: board.image("run/memory", pictures.memory(program)))
+        writer.show(lambda: board.image("run/sharding", pictures.sharding(params)))
+    except Exception as error:  # a picture that fails may not cost a step
+        _log.warning("TensorBoard lacks a picture of this run: %s", error)
 
 
 def _write_config(path: Path, config: Config) -> None:

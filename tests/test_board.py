@@ -1,0 +1,70 @@
+"""What TensorBoard finds in a run's event files, read back as TensorBoard reads them."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from maxpipe import board
+from maxpipe.metrics import METRICS
+from maxpipe.pipeline.pictures import drawing
+from maxpipe.pipeline.schedule import build
+from maxpipe.telemetry import MetricWriter
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> EventAccumulator:
+    folder = tmp_path_factory.mktemp("run")
+    writer = MetricWriter(folder, tensorboard=True, resume_step=0)
+    writer.show(board.charts)
+    writer.show(lambda: board.hyperparameters({"optim.learning_rate": 0.5, "a.b": "c"}, "mine"))
+    schedule = build("1f1b", stages=3, repeats=1, microbatches=5)
+    writer.show(lambda: board.image("run/timeline", drawing(schedule)))
+    writer.write(3, {metric.tag: 1.0 for metric in METRICS})
+    accumulator = EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
+    return accumulator
+
+
+def test_custom_charts_begin_with_the_loss(found: EventAccumulator) -> None:
+    (event,) = found.Tensors("custom_scalars__config__")
+    layout: Any = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])  # pyright: ignore
+    first, *others = layout.category[0].chart
+    assert list(first.multiline.tag) == ["^train/loss$", "^eval/loss$"]
+    assert {"throughput", "MFU", "memory"} <= {chart.title for chart in others}
+    assert found.PluginTagToContent("custom_scalars")
+
+
+def test_settings_are_those_of_the_run(found: EventAccumulator) -> None:
+    data = found.PluginTagToContent("hparams")
+    content: Any = plugin_data_pb2.HParamsPluginData.FromString(  # pyright: ignore
+        data["_hparams_/session_start_info"]
+    )
+    values = content.session_start_info.hparams
+    assert values["optim.learning_rate"].number_value == 0.5
+    assert values["a.b"].string_value == "c"
+
+
+def test_the_timeline_is_a_picture(found: EventAccumulator) -> None:
+    assert "run/timeline" in found.PluginTagToContent("images")
+    (event,) = found.Tensors("run/timeline")
+    width, height, png = event.tensor_proto.string_val
+    with Image.open(BytesIO(png)) as image:
+        assert image.format == "PNG"
+        assert image.width >= int(width) > 100 and image.height >= int(height) > 50
+
+
+def test_all_numbers_are_there(found: EventAccumulator) -> None:
+    assert sorted(found.Tags()["scalars"]) == sorted(metric.tag for metric in METRICS)
+
+
+def test_nothing_is_made_without_tensorboard(tmp_path: Path) -> None:
+    writer = MetricWriter(tmp_path, tensorboard=False, resume_step=0)
+    writer.show(lambda: pytest.fail("was asked"))
