@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import maxpipe
 from maxpipe import redact
-from maxpipe.commands import checkpoints, config, doctor, goodput, launch, plan, schedule
+from maxpipe.commands import board, checkpoints, config, doctor, goodput, launch, plan, schedule
 from maxpipe.commands.parser import Parser, add_inputs, subcommands
 from maxpipe.errors import ExitCode, MaxpipeError
 
@@ -110,6 +110,7 @@ def _parser() -> Parser:
     schedule.add(commands)
     checkpoints.add(commands)
     goodput.add(commands)
+    board.add(commands)
     doctor.add(commands)
     parser.command_names = tuple(commands.choices)
     return parser

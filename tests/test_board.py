@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,13 @@ from typing import Any
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from maxpipe import board
+from maxpipe.cli import main
+from maxpipe.commands.board import link
 from maxpipe.metrics import METRICS
 from maxpipe.pipeline.pictures import drawing
 from maxpipe.pipeline.schedule import build
@@ -63,6 +68,33 @@ def test_the_timeline_is_a_picture(found: EventAccumulator) -> None:
 
 def test_all_numbers_are_there(found: EventAccumulator) -> None:
     assert sorted(found.Tags()["scalars"]) == sorted(metric.tag for metric in METRICS)
+
+
+def test_runs_have_their_own_names(tmp_path: Path, found: EventAccumulator) -> None:
+    """As TensorBoard sees them; one that begins later is shown, too."""
+    runs, links = tmp_path / "runs", tmp_path / "links"
+    links.mkdir()
+    (runs / "no-run").mkdir(parents=True)
+    for name, count in (("mine", 1), ("a,b:c", 2)):
+        (runs / name).mkdir()
+        shutil.copytree(found.path, runs / name / "tensorboard")
+        assert link(runs, links) == count
+    seen = EventMultiplexer()
+    seen.AddRunsFromDirectory(str(links))
+    seen.Reload()
+    assert set(seen.Runs()) == {"mine", "a,b:c"}
+    assert seen.GetAccumulator("mine").Scalars("train/loss")
+    assert link(runs / "mine", tmp_path / "runs" / "no-run") == 1
+    assert os.listdir(runs / "no-run") == ["mine"]
+
+
+@pytest.mark.parametrize("folder", ["nowhere", "file"])
+def test_a_folder_that_is_none_is_explained(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["board", str(tmp_path / folder)]) == 2
+    assert "is no folder of runs." in capsys.readouterr().err
 
 
 def test_nothing_is_made_without_tensorboard(tmp_path: Path) -> None:

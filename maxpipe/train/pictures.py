@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +42,8 @@ def sharding(params: Any) -> Canvas:
     rows = [("parameter", "shape", "on a device", "split over")]
     for path, array in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        axes = [_words(axis) for axis in array.sharding.spec]
+        mesh = array.sharding.mesh.shape
+        axes = [_words(axis, mesh) for axis in array.sharding.spec]
         part = array.sharding.shard_shape(array.shape)
         rows.append((name, _shape(array.shape), _shape(part), ", ".join(axes)))
     if len(rows) > _MOST_ROWS:
@@ -59,8 +60,10 @@ def sharding(params: Any) -> Canvas:
     return _sized(canvas, y)
 
 
-def _words(axis: str | Sequence[str] | None) -> str:
-    return "-" if axis is None else axis if isinstance(axis, str) else " x ".join(axis) or "-"
+def _words(axis: str | Sequence[str] | None, mesh: Mapping[str, int]) -> str:
+    """The axes that really split this dim."""
+    axes = (axis,) if isinstance(axis, str) else axis or ()
+    return " x ".join(f"{each} {mesh[each]}" for each in axes if mesh[each] > 1) or "-"
 
 
 def _shape(shape: Sequence[int]) -> str:
