@@ -83,7 +83,7 @@ def test_runs_have_their_own_names(tmp_path: Path, found: EventAccumulator) -> N
     seen.AddRunsFromDirectory(str(links))
     seen.Reload()
     assert set(seen.Runs()) == {"mine", "a,b:c"}
-    assert seen.GetAccumulator("mine").Scalars("train/loss")
+    assert seen.Tensors("mine", "train/loss")
     assert link(runs / "mine", tmp_path / "runs" / "no-run") == 1
     assert os.listdir(runs / "no-run") == ["mine"]
 
