@@ -8,6 +8,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -22,6 +23,8 @@ from maxpipe.metrics import METRICS
 from maxpipe.pipeline.pictures import drawing
 from maxpipe.pipeline.schedule import build
 from maxpipe.telemetry import MetricWriter
+from maxpipe.train import pictures
+from maxpipe.train.loop import memory_in_use
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +98,43 @@ def test_a_folder_that_is_none_is_explained(
     (tmp_path / "file").write_text("")
     assert main(["board", str(tmp_path / folder)]) == 2
     assert "is no folder of runs." in capsys.readouterr().err
+
+
+class FakeDevice:
+    """Tells of its memory as GPUs and TPUs do, or as CPUs do."""
+
+    def __init__(self, peak: int | None):
+        self._peak = peak
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return None if self._peak is None else {"peak_bytes_in_use": self._peak}
+
+
+@pytest.mark.parametrize(("peaks", "most"), [([3, 7, 5], 7.0), ([None, None], None)])
+def test_memory_is_told_where_the_device_does(
+    peaks: list[int | None], most: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "local_devices", lambda: [FakeDevice(peak) for peak in peaks])
+    found = memory_in_use()
+    assert found.get("memory/device_peak_bytes") == most
+    assert 2**20 < found["memory/host_bytes"] < 2**40
+
+
+def test_sharding_shows_what_a_device_holds() -> None:
+    mesh = jax.make_mesh((2, 1), ("fsdp", "tensor"), devices=jax.devices()[:2])
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp", "tensor"))
+    params = {"a": {"b": jax.ShapeDtypeStruct((6, 5), "float32", sharding=split)}}
+    texts = [label.text for label in pictures.sharding(params).labels]
+    assert texts[4:] == ["a.b", "6 x 5", "3 x 5", "fsdp 2, -"]
+
+
+def test_memory_of_the_step_is_a_bar_for_each_use() -> None:
+    program = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((512, 256 * 2), "float32"))
+    drawn = pictures.memory(program.compile())
+    texts = [label.text for label in drawn.labels]
+    assert texts[0].startswith("memory of the train step on one device: ")
+    assert texts[1].startswith("1.0 MiB  arguments")
+    assert texts[3].startswith("1.0 MiB  results")
 
 
 def test_nothing_is_made_without_tensorboard(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def _closing_words(run: Run, evaluated: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
-def _memory() -> dict[str, float]:
+def memory_in_use() -> dict[str, float]:
     """Memory in use, of what tells: CPU devices do not."""
     found = {}
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
@@ -203,7 +203,7 @@ class Meter:
             "perf/tflops_per_device": self._flops_per_device / seconds / 1e12,
             "pipe/bubble_pct": 100 * self._run.steps.train_schedule.idle_fraction(),
         }
-        metrics |= _memory()
+        metrics |= memory_in_use()
         if self._peak is not None:
             metrics["perf/mfu"] = self._flops_per_device / seconds / self._peak
         self._run.events.write("time", step=step, seconds=self._run.phases.take())

@@ -296,6 +296,12 @@ def test_changes_that_do_no_harm_are_noted(copy: Path, tiny: Path, run: Run):
     assert output.count("config: ") == 1
 
 
+def test_a_folder_that_nobody_can_make_is_explained(tiny: Path, run: Run):
+    output = run("train", tiny, "run.dir=/proc/nowhere", code=74)
+    is_explained(output)
+    assert "/proc/nowhere" in output and "cannot be written" in output and "set run.dir" in output
+
+
 @pytest.mark.parametrize("place", ["run", "run/checkpoints"])
 def test_file_in_the_place_of_a_folder(place: str, tiny: Path, run: Run, tmp_path: Path):
     (tmp_path / place).parent.mkdir(exist_ok=True)
