@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 from xml.sax.saxutils import escape
 
 _LARGE_PIXELS = 12e6
@@ -99,7 +99,7 @@ class Canvas:
                 f'pointer-events="none">{escape(label.text)}</text>'
             )
 
-    def png(self, path: Path) -> None:
+    def png(self, path: Path | IO[bytes]) -> None:
         """Writes it as PNG, at twice the size of the SVG where that is not too large."""
         from PIL import Image, ImageDraw, ImageFont
 

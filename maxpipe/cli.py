@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import maxpipe
 from maxpipe import redact
 from maxpipe.commands import (
+    board,
     checkpoints,
     completion,
     config,
@@ -181,6 +182,7 @@ def _parser() -> Parser:
     checkpoints.add(commands)
     eval.add(commands)
     goodput.add(commands)
+    board.add(commands)
     doctor.add(commands)
     configs.add(commands)
     completion.add(commands, parser)

@@ -32,6 +32,7 @@ from maxpipe.checkpoint.place import (
     run_folder,
     try_out,
 )
+from maxpipe.config.check import cautions
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
 from maxpipe.config.training import check_training
@@ -93,6 +94,10 @@ def examine(inputs: Sequence[str]) -> Iterator[Check]:
         try:
             loaded = load(inputs)
             patient = Patient.of(loaded)
+            yield from (
+                Check("config", "warning", f"{each.where} = {each.given} {each.rule}", each.action)
+                for each in cautions(loaded.config)
+            )
             yield Check("config", "ok", f"read from {counted(len(inputs), 'argument')}")
             if unsaid := check_training(loaded.config, loaded.origins):
                 yield from _explained("training", ConfigError(unsaid))

@@ -16,6 +16,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from maxpipe.config.check import MESH_AXES, resolved
+from maxpipe.config.rules import divisors, up
 from maxpipe.config.schema import MeshConfig
 from maxpipe.errors import ConfigError
 from maxpipe.words import counted
@@ -50,7 +51,7 @@ def resolve(config: MeshConfig, devices: Sequence[Device]) -> MeshConfig:
     Raises:
         ConfigError: the sizes do not multiply to the number of devices or of slices.
     """
-    slices = _num_slices(devices)
+    slices, given = _num_slices(devices), config
     config = resolved(config, len(devices), slices)
     ici, dcn = _sizes(config)
     _check_slices(dcn, slices, devices[0].platform)
@@ -58,6 +59,8 @@ def resolve(config: MeshConfig, devices: Sequence[Device]) -> MeshConfig:
     if total != len(devices):
         wanted = " x ".join(f"{axis} {i * d}" for axis, i, d in zip(AXES, ici, dcn, strict=True))
         kind = devices[0].platform
+        if rest := next((key for key in _INSIDE if getattr(given, key) == -1), ""):
+            raise _nothing_left(given, rest, math.prod(dcn), devices)
         processes = len({device.process_index for device in devices})
         raise ConfigError.one(
             "mesh",
@@ -69,6 +72,30 @@ def resolve(config: MeshConfig, devices: Sequence[Device]) -> MeshConfig:
             else "Set mesh.ici_data=-1 to use what is left, or another size for an axis.",
         )
     return config
+
+
+_INSIDE = tuple(f"ici_{axis}" for axis in AXES)
+
+
+def _nothing_left(
+    given: MeshConfig, rest: str, slices: int, devices: Sequence[Device]
+) -> ConfigError:
+    """For a -1 beside sizes that do not divide the devices."""
+    count, kind = len(devices), devices[0].platform
+    inside = {key: size for key in _INSIDE if (size := getattr(given, key)) > 1}
+    fixed = math.prod(inside.values()) * slices
+    sizes = [f"mesh.{key}={size}" for key, size in inside.items()]
+    sizes += [f"mesh.dcn_* {slices}"] if slices > 1 else []
+    processes = len({device.process_index for device in devices})
+    enough = up(count, math.lcm(fixed, processes))
+    more = f"mesh.cpu_devices={enough // processes}, or " if kind == "cpu" else ""
+    return ConfigError.one(
+        f"mesh.{rest}",
+        "-1",
+        f"is what is left of {counted(count, f'{kind} device')}, and the other sizes "
+        f"({', '.join(sizes)}) multiply to {fixed}, which does not divide {count}.",
+        f"Set {more}the other sizes so that they multiply to {divisors(count)}.",
+    )
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:

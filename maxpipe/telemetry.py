@@ -144,10 +144,14 @@ class EventLog:
     def write(self, event: str, **fields: object) -> None:
         """Append one event. Fields that JSON has no form for are written as text."""
         if self._file is not None:
-            now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            record: dict[str, object] = {"time": now.replace("+00:00", "Z")}
+            record: dict[str, object] = {"time": _now()}
             record |= {"uptime": round(time.monotonic() - self._since, 3), "event": event}
             self._file.append(_json_line(redact.within(record | fields)))
+
+
+def _now() -> str:
+    """UTC in ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _ends_inside_a_line(path: Path) -> bool:
@@ -160,7 +164,7 @@ def _ends_inside_a_line(path: Path) -> bool:
 
 
 class MetricWriter:
-    """`metrics.jsonl` (one object per logged step) and TensorBoard scalars.
+    """`metrics.jsonl`, one object with its time per logged step, and what TensorBoard shows.
 
     Records of steps after `resume_step`, the last step in the restored
     checkpoint, are dropped: they are about to be made again. Numbers that are
@@ -197,6 +201,7 @@ class MetricWriter:
         at = None
         if self._last is not None and self._last[0] == step:
             _, at, record = self._last
+        record["time"] = _now()
         record |= values
         offset = self._file.append(_json_line(record), at)
         self._last = None if offset < 0 else (step, offset, record)
@@ -207,6 +212,12 @@ class MetricWriter:
         """Show a text in TensorBoard, e.g. the resolved config."""
         if self._events is not None:
             self._events.text(tag, redact.text(markdown))
+
+    def show(self, summary: Callable[[], Any]) -> None:
+        """Show in TensorBoard what this makes; it is not called without TensorBoard."""
+        events = self._events
+        if events is not None:
+            events.summary(summary())
 
     def close(self) -> None:
         """Nothing is buffered: safe to skip when a process dies."""
@@ -296,6 +307,9 @@ class _TensorBoardFile:
         for tag, value in values.items():
             summary.value.add(tag=tag, simple_value=value)
         self._write(step=step, summary=summary)
+
+    def summary(self, summary: Any) -> None:
+        self._write(summary=summary)
 
     def text(self, tag: str, markdown: str) -> None:
         metadata = self._summary.SummaryMetadata(

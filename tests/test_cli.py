@@ -313,6 +313,28 @@ def test_a_drawing_that_cannot_be_written_is_a_storage_error(
         assert f"\n  cannot be written: {reason}.\n" in err
 
 
+@pytest.mark.parametrize("more", [[], ["--repeats", "3"]])
+def test_1f1b_and_interleaved_are_not_compared_as_one(more: list[str], capsys: Capture):
+    assert main(["schedule", "--compare", "1f1b,interleaved", *more]) == 0
+    out = capsys.readouterr().out
+    (first, second) = re.findall(r"^(?:1f1b|interleaved) +(.*)$", out, re.MULTILINE)
+    assert first != second and "come to the same" not in out
+
+
+def test_schedules_that_come_to_the_same_are_named(capsys: Capture):
+    assert main(["schedule", "--compare", "1f1b,interleaved,gpipe", "--stages", "1"]) == 0
+    assert "v_half" not in capsys.readouterr().out
+    assert main(["schedule", "--compare", "zb_v,zb_v"]) == 0
+    assert "zb_v and zb_v come to the same at these sizes." in capsys.readouterr().out
+
+
+def test_one_of_a_thing_is_named_in_the_singular(capsys: Capture):
+    assert main(["schedule", "1f1b", "--stages", "1", "--microbatches", "1"]) == 0
+    summary = " ".join(capsys.readouterr().out.splitlines()[:2])
+    assert not re.search(r"\b1 \w+s\b", summary.replace("groups of 1", ""))
+    assert "1 stage x 1 repeat, 1 microbatch" in summary
+
+
 def test_schedules_are_compared_side_by_side(capsys: Capture):
     names = f"gpipe,interleaved,zb_v,dualpipe_v,file:{HANDWRITTEN}"
     assert main(["schedule", "--compare", names, "--repeats", "3", "--costs", "1,1,2"]) == 0

@@ -5,11 +5,15 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from maxpipe import metrics
 from maxpipe.cli import main
 from maxpipe.plan.advice import TERMS
 
@@ -103,6 +107,53 @@ def test_every_fault_is_shown_by_a_test(update_golden: bool) -> None:
     lines = ["| id | what happens | what comes of it | shown by |", "|---|---|---|---|"]
     lines += [f"| {fault} | {a} | {b} | {'<br>'.join(shown[fault])} |" for fault, a, b in rows]
     replace_block(page, "faults", "\n".join([*lines, ""]), update_golden)
+
+
+def test_every_metric_is_explained(update_golden: bool) -> None:
+    replace_block(DOCS / "metrics.md", "metrics", metrics.table(), update_golden)
+
+
+def test_every_metric_that_is_written_is_declared() -> None:
+    """By the tags in the code: `train/`, `eval/`, `perf/`, `pipe/` and `memory/`."""
+    declared = [metric.tag for metric in metrics.METRICS]
+    assert len(declared) == len(set(declared))
+    written: set[str] = set()
+    for name in ("train/step.py", "train/loop.py", "evaluate.py"):
+        code = (TESTS.parent / "maxpipe" / name).read_text(encoding="utf-8")
+        written |= set(re.findall(r'"((?:train|eval|perf|pipe|memory)/\w+)"', code))
+    assert written == set(declared)
+    assert {tag for _, tags in metrics.CHARTS for tag in tags} <= set(declared)
+
+
+@pytest.mark.parametrize("page", ["data.md", "first_run.md"])
+def test_the_commands_of_a_page_work(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    if "maxpipe init" in text and "init" not in printed_help():
+        pytest.skip("this version has no `maxpipe init`")
+    (tmp_path / "configs").symlink_to(TESTS.parent / "configs")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for block in blocks:
+        ran = subprocess.run(
+            ["bash", "-euc", block],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | {"PATH": path},
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert "FAILED" not in ran.stdout
+
+
+def printed_help() -> str:
+    """The commands that there are."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main(["--help"])
+    return out.getvalue()
 
 
 def test_the_schedule_in_the_guide_runs(update_golden: bool) -> None:

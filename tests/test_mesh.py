@@ -81,8 +81,6 @@ def test_other_keys_stay() -> None:
         ({}, 1),
         ({"ici_stage": 3}, 3),
         ({"ici_stage": 16}, 16),
-        ({"ici_stage": 3, "ici_data": -1}, 6),
-        ({"ici_stage": 16, "ici_data": -1}, 16),
         ({"dcn_data": 3, "ici_stage": 2}, 6),
     ],
 )
@@ -100,6 +98,24 @@ def test_wrong_products_are_config_errors(
     # The action works.
     again = MeshConfig(**given, cpu_devices=total)
     resolve(again, fake_devices(1, total, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("given", "needed"),
+    [({"ici_stage": 16, "ici_data": -1}, 16), ({"ici_stage": 3, "ici_fsdp": -1}, 9)],
+)
+def test_what_is_left_beside_sizes_that_do_not_divide(given: dict[str, Any], needed: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(MeshConfig(**given), fake_devices(1, 8, "cpu"))
+    (problem,) = caught.value.problems
+    stages = given["ici_stage"]
+    assert problem.where in ("mesh.ici_data", "mesh.ici_fsdp") and problem.given == "-1"
+    assert (
+        f"(mesh.ici_stage={stages}) multiply to {stages}, which does not divide 8" in problem.rule
+    )
+    assert "1, 2, 4 or 8" in problem.action
+    assert f"Set mesh.cpu_devices={needed}, or" in problem.action
+    resolve(MeshConfig(**given), fake_devices(1, needed, "cpu"))
 
 
 def test_the_action_counts_devices_of_one_process() -> None:

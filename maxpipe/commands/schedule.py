@@ -37,6 +37,8 @@ def _schedule(options: argparse.Namespace) -> int:
             own["group"] = 0
         if options.compare is not None:
             own["repeats"] = _only_repeats(name) or sizes["repeats"]
+            if name == "1f1b":
+                own["repeats"] = 1  # with more it is what `interleaved` is
         placed.append(schedule.build(name, **own))
     if options.compare is not None:
         print(draw.comparison(placed, costs))
@@ -234,7 +236,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--compare",
         metavar="NAME,NAME,...",
-        help="print a table of these schedules; --repeats counts where it can be chosen",
+        help="print a table of these schedules; --repeats counts where it can be chosen, and 1f1b "
+        "has one",
     )
     for kind, about in _DRAWINGS.items():
         parser.add_argument(f"--{kind}", metavar="FILE", help=f"write {about}")

@@ -33,6 +33,7 @@ from maxpipe.config.rules import (
 from maxpipe.config.schema import Config, MeshConfig, TrainConfig
 from maxpipe.errors import Problem
 from maxpipe.files import scheme
+from maxpipe.words import counted
 
 LOGICAL_AXES = ("batch", "embed", "heads", "kv_heads", "head_size", "mlp", "vocab", "norm")
 """Names that model code gives to the dims of its arrays."""
@@ -119,6 +120,18 @@ def check(config: Config, origins: Mapping[str, str], skip: Collection[str] = ()
             given = shown(redact.variables(value) if key == "launch.environment" else value)
             problems.append(Problem(where(key, origins), given, text, action))
     return problems
+
+
+def cautions(config: Config) -> Iterator[Problem]:
+    """What can be trained but is hardly meant."""
+    warmup, steps = config.optim.warmup_steps, total_steps(config.train)
+    if warmup >= steps > 0:
+        yield Problem(
+            "optim.warmup_steps",
+            str(warmup),
+            f"is the whole run of {counted(steps, 'step')}: the rate never reaches its peak.",
+            f"Set optim.warmup_steps={steps // 10}, or a longer run.",
+        )
 
 
 # Rules on single values.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import re
 import textwrap
 import typing
 from pathlib import Path
@@ -131,7 +132,9 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _first_sentence(key: str) -> str:
-    return field_docs()[key].split(". ")[0].removesuffix(".") + "."
+    # A full stop ends a sentence unless a letter stands alone before it, as in `e.g.`
+    first = re.split(r"(?<!\b\w)\.(?=\s)", field_docs()[key])[0]
+    return first.removesuffix(".") + "."
 
 
 def _names(section: str) -> list[str]:

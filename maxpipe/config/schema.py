@@ -94,9 +94,9 @@ class MeshConfig:
     ici_tensor: int = 1
     """Shards of heads and MLP inside a slice."""
     ici_context: int = 1
-    """Shards of the sequence inside a slice."""
+    """Not supported yet, must be 1: shards of the sequence inside a slice."""
     ici_expert: int = 1
-    """Shards of the experts inside a slice."""
+    """Not supported yet, must be 1: shards of the experts inside a slice."""
     dcn_data: int = 1
     """Replicas of the parameters across slices."""
     dcn_fsdp: int = 1
@@ -106,9 +106,9 @@ class MeshConfig:
     dcn_tensor: int = 1
     """Shards of heads and MLP across slices."""
     dcn_context: int = 1
-    """Shards of the sequence across slices."""
+    """Not supported yet, must be 1: shards of the sequence across slices."""
     dcn_expert: int = 1
-    """Shards of the experts across slices."""
+    """Not supported yet, must be 1: shards of the experts across slices."""
     cpu_devices: int = 1
     """Number of virtual devices when running on CPU. Ignored on TPU and GPU."""
     axis_rules: dict[str, list[str]] = field(default_factory=dict)

@@ -9,6 +9,7 @@ not know how rows are placed on devices.
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -334,11 +335,29 @@ def build_once_through(
     return found.loader(order, batch_size=size, repeat=False), found.tokenizer
 
 
+_WORDS = {
+    "documents": "the number of documents",
+    "tokens": "the number of tokens",
+    "source_digest": "the digest of names, sizes and content of the files",
+    "tokenizer": "the tokenizer",
+    "order_version": "the order of samples",
+}
+
+
+def _short(value: Any) -> Any:
+    """Digests by their first 12 digits."""
+    return (
+        re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b", r"\1", value)
+        if isinstance(value, str)
+        else value
+    )
+
+
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The (name, saved, current) of each entry in which two fingerprints differ."""
+    """The (name, saved, current) of each entry in which two fingerprints differ, for people."""
     names = [*saved, *(name for name in current if name not in saved)]
     return [
-        (name, saved.get(name), current.get(name))
+        (_WORDS.get(name, name), _short(saved.get(name)), _short(current.get(name)))
         for name in names
         if saved.get(name) != current.get(name)
     ]

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import DataConfig
 from maxpipe.errors import ConfigError
 from maxpipe.files import opened
@@ -130,7 +131,7 @@ class FileSource:
             raise ConfigError.one(
                 "data.path",
                 os.path.commonpath([file.path for file in files]),
-                f"must hold text: {counted(len(files), 'file')}, all empty.",
+                f"must hold text: {counted(len(files), 'file')} with nothing inside.",
                 "Set data.path to a folder with text, or data.source=corpus.",
             )
 
@@ -173,7 +174,7 @@ class JsonLinesSource:
             raise ConfigError.one(
                 "data.path",
                 files[0].path,
-                "must hold JSON objects, one per line: there are "
+                "must hold JSON objects, one per line: "
                 f"{counted(len(files), 'file')} without lines.",
                 "Set data.path to a file with lines, or data.source=corpus.",
             )
@@ -296,16 +297,7 @@ class TfdsSource:
                 try_gcs=False,
             )
         except Exception as error:  # tfds reports a missing dataset in many ways
-            raise ConfigError.one(
-                "data.path",
-                dataset,
-                f"must be prepared as ArrayRecord in {folder or 'the tfds default folder'} with a "
-                f"train split: {_shortened(str(error))}",
-                # The tfds command needs TensorFlow, the library does not.
-                'Run: python -c "import tensorflow_datasets as tfds; tfds.builder('
-                f"{dataset!r}, data_dir={folder or None!r}, file_format='array_record')"
-                '.download_and_prepare()"',
-            ) from error
+            raise _not_prepared(tfds, dataset, folder, error) from error
         if not len(self._examples):
             raise ConfigError.one(
                 "data.path", dataset, "must have examples in its train split.", "Prepare it again."
@@ -321,6 +313,32 @@ class TfdsSource:
         info = self._examples.dataset_info
         split = info.splits["train"]
         return _digest([info.full_name, self._field, split.num_bytes, *split.shard_lengths])
+
+
+def _not_prepared(tfds: Any, dataset: str, folder: str, error: Exception) -> ConfigError:
+    place = folder or "the tfds default folder"
+    rule = f"must be prepared as ArrayRecord in {place} with a train split: "
+    name = re.split("[/:]", dataset)[0]
+    known = tfds.list_builders(with_community_datasets=False)
+    if name not in known:
+        guess = did_you_mean(name, known)
+        action = (
+            f"Set data.path={guess}, if that is meant."
+            if guess
+            else "Correct the name, or data.tfds_dir."
+        )
+        rule += f"there is none, and tfds has no script that makes a dataset {name}."
+        return ConfigError.one("data.path", dataset, rule, action)
+    # Reading needs neither package; most scripts that make a dataset need both.
+    code = f"import tensorflow_datasets as tfds; tfds.builder({dataset!r}, "
+    code += f"data_dir={os.path.expanduser(folder) or None!r}, file_format='array_record')"
+    return ConfigError.one(
+        "data.path",
+        dataset,
+        rule + _shortened(str(error)),
+        "Run once: pip install tensorflow importlib_resources, then "
+        f'python -c "{code}.download_and_prepare()"',
+    )
 
 
 class SyntheticSource:

@@ -161,13 +161,20 @@ def _check(job: Job) -> None:
         raise ConfigError.one(key, value_of(job.config, key), rule, action)
 
 
+_BUCKET_NAME = r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]"
+
+
 def _check_volume(volume: str) -> None:
     """A bucket is mounted as a whole."""
     if volume.startswith(_BUCKET):
         bucket, _, below = volume.removeprefix(_BUCKET).partition("/")
-        if not re.fullmatch(r"[a-z0-9][a-z0-9._-]+[a-z0-9]", bucket) or volume != _BUCKET + bucket:
+        if not re.fullmatch(_BUCKET_NAME, bucket) or volume != _BUCKET + bucket:
+            is_name = re.fullmatch(_BUCKET_NAME, bucket)
             rule = "must be the name of a bucket, without a folder: it is mounted as a whole."
-            action = f"Set launch.volume=gs://{bucket or 'BUCKET'}"
+            if not is_name:
+                rule = "must name a bucket: 3 to 63 lower-case letters, digits, `-`, `_` and `.`, "
+                rule += "with a letter or digit at both ends."
+            action = f"Set launch.volume=gs://{bucket if is_name else 'my-bucket'}"
             action += f" and run.dir={below.strip('/')}/runs." if below.strip("/") else "."
             raise ConfigError.one("launch.volume", volume, rule, action)
     elif not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", volume):

@@ -151,7 +151,20 @@ def comparison(schedules: Sequence[Schedule], costs: Costs) -> str:
     ]
     first = schedules[0]
     sizes = f"{counted(first.num_stages, 'stage')}, {counted(first.num_microbatches, 'microbatch')}"
-    return "\n".join([sizes, *lines, "", *_LEGEND])
+    return "\n".join([sizes, *lines, *_equal(rows[1:]), "", *_LEGEND])
+
+
+def _equal(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Says which schedules are one at these sizes."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, *numbers in rows:
+        names.setdefault(tuple(numbers), []).append(name)
+    same = [
+        f"{' and '.join(each)} come to the same at these sizes."
+        for each in names.values()
+        if len(each) > 1
+    ]
+    return ["", *same] if same else []
 
 
 def _ratio(costs: Costs) -> str:

@@ -117,7 +117,8 @@ def _meant(text: str, kinds: Mapping[str, Hardware]) -> str:
         kind = _GENERAL.get(kind) or did_you_mean(kind, kinds) or "v5p"
         name = kind + name[name.find(":") :] if ":" in name else kind
     sizes = [int(size) for size in re.findall(r"\d+", name.removeprefix(kind))]
-    if len(sizes) == kinds[kind].torus_dims:
+    sizes = [size for size in sizes if size]
+    if sizes and len(sizes) == kinds[kind].torus_dims and math.prod(sizes) <= _most(kinds[kind]):
         return f"{kind}:{'x'.join(map(str, sizes))}"
     # Google Cloud's names of accelerators, such as v5p-64, count cores.
     cores = _CORES_PER_CHIP.get(kind, 1) if name.startswith(f"{kind}-") else 1
@@ -126,8 +127,13 @@ def _meant(text: str, kinds: Mapping[str, Hardware]) -> str:
 
 def _shaped(hardware: Hardware, count: int) -> str:
     """So many devices in the shape in which they are joined, no more than a slice holds."""
-    count = max(1, min(count, hardware.largest_slice))
+    count = max(1, min(count, _most(hardware)))
     return f"{hardware.topology}:{'x'.join(map(str, _cube(count, max(1, hardware.torus_dims))))}"
+
+
+def _most(hardware: Hardware) -> int:
+    """Chips of the largest slice."""
+    return hardware.largest_slice // _DEVICES_PER_CHIP.get(hardware.topology, 1)
 
 
 def at_hand(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> Topology:

@@ -8,8 +8,10 @@ killed and resumed computes, bit for bit, what an unbroken one does.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -138,6 +140,19 @@ def _closing_words(run: Run, evaluated: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
+def memory_in_use() -> dict[str, float]:
+    """Memory in use, of what tells: CPU devices do not."""
+    found = {}
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
+    if peaks:
+        found["memory/device_peak_bytes"] = float(max(peaks))
+    with contextlib.suppress(OSError):  # not Linux
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        found["memory/host_bytes"] = float(pages * os.sysconf("SC_PAGE_SIZE"))
+    return found
+
+
 class Meter:
     """Time and throughput between reports."""
 
@@ -194,6 +209,7 @@ class Meter:
             "perf/tflops_per_device": self._flops_per_device / seconds / 1e12,
             "pipe/bubble_pct": 100 * self._run.steps.train_schedule.idle_fraction(),
         }
+        metrics |= memory_in_use()
         if self._peak is not None:
             metrics["perf/mfu"] = self._flops_per_device / seconds / self._peak
         self._run.events.write("time", step=step, seconds=self._run.phases.take())

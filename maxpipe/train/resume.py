@@ -108,6 +108,8 @@ def restore_or_init(
         if own and facts.step == total_steps(config.train):
             _check_finished(facts, loaded)
         others = compare(data["fingerprint"], datasets.train.fingerprint())
+        if others and (before := _data_path(facts.config)) != config.data.path:
+            others = [("data.path", before or "''", config.data.path or "''"), *others]
         if others and own and not config.data.allow_change:
             raise _other_data(others, facts.step)
         words = f"when step {facts.step} was saved"
@@ -176,6 +178,10 @@ def restore_other(loaded: Loaded, abstract: Any, accept: Callable[[Facts], None]
             assert found is not None
             return found
         return other.restore(chosen(other, address), abstract, accept)
+
+
+def _data_path(saved: Mapping[str, Mapping[str, Any]]) -> str:
+    return str(saved.get("data", {}).get("path", ""))
 
 
 def _must_be_new(loaded: Loaded, checkpoints: Checkpoints) -> None:

@@ -9,8 +9,10 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import platform
+import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +22,11 @@ from typing import Any
 import jax
 
 import maxpipe
-from maxpipe import files, redact
+from maxpipe import board, files, redact
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, local_folder
 from maxpipe.checkpoint.place import home, run_folder
-from maxpipe.config.check import check, total_steps, where
+from maxpipe.config.check import cautions, check, total_steps, where
 from maxpipe.config.load import Loaded, to_dict, to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, Loader
@@ -35,7 +37,10 @@ from maxpipe.link import Link
 from maxpipe.mesh import build_mesh, describe, resolve
 from maxpipe.model.count import num_params
 from maxpipe.phases import COMPILE, DATA_SET_UP, RESTORE, Phases
+from maxpipe.pipeline.pictures import drawing as timeline
+from maxpipe.pipeline.table import Schedule
 from maxpipe.telemetry import Console, EventLog, MetricWriter
+from maxpipe.train import pictures
 from maxpipe.train.build import batches, datasets_of, steps_of
 from maxpipe.train.replicas import explain
 from maxpipe.train.resume import OWN_KEYS, OWN_SECTIONS, Start, restore_or_init
@@ -43,6 +48,10 @@ from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
 from maxpipe.train.watch import Watch
 from maxpipe.words import counted
+
+_log = logging.getLogger("maxpipe")
+_MOST_TICKS = 160
+"""Of the timeline that TensorBoard shows."""
 
 WRITTEN_FILES = ("config.yml", "metrics.jsonl", "metrics.jsonl.new", "events.jsonl")
 
@@ -183,6 +192,9 @@ def set_up(
     stack.callback(datasets.close)
     steps = steps_of(config, build_mesh(config.mesh), datasets.tokenizer.byte_lengths)
     console.banner(_facts(config, steps, datasets, length))
+    if process == 0:
+        for each in cautions(config):
+            console.warn(f"{each.where} = {each.given} {each.rule} {each.action}")
     _check_same_data(link, datasets)
     restore = partial(restore_or_init, loaded, steps, checkpoints, datasets, console)
     with phases.enter(RESTORE):
@@ -205,7 +217,7 @@ def set_up(
         MetricWriter, run_dir, config.log.tensorboard, process_index=process, ours=ours
     )
     writer = open_writer(resume_step=first)
-    writer.text("config", f"```yaml\n{to_yaml(redact.within(config))}```")
+    _show(writer, config, steps, begin.state, train_step, stack)
     if process == 0:
         _write_config(run_dir / "config.yml", config, locks)
     run = Run(
@@ -320,6 +332,60 @@ def _check_same_data(link: Link, datasets: Datasets) -> None:
             f"must hold the same documents for every process; {groups} see different ones.",
             "Copy the same files to every host, or name a folder that all share.",
         )
+
+
+_HYPERPARAMETERS = ("model", "mesh", "pipeline", "train", "optim", "data", "tokenizer")
+
+
+def _show(
+    writer: MetricWriter,
+    config: Config,
+    steps: Steps,
+    state: TrainState,
+    program: Any,
+    stack: contextlib.ExitStack,
+) -> None:
+    """Starts to put what TensorBoard shows of a run besides its numbers, once per start.
+
+    In a thread of its own: the first pictures take a second.
+    """
+    writer.text("config", f"```yaml\n{to_yaml(redact.within(config))}```")
+    if jax.process_index() == 0 and config.log.tensorboard:
+        shapes = jax.tree.map(_shape, state.params)
+        arguments = (writer, config, steps.train_schedule, shapes, program)
+        drawing = threading.Thread(target=_draw, args=arguments, name="drawing")
+        drawing.start()
+        stack.callback(drawing.join)
+
+
+def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def _draw(
+    writer: MetricWriter, config: Config, schedule: Schedule, params: Any, program: Any
+) -> None:
+    """Charts, settings and pictures."""
+    values = to_dict(redact.within(config))
+    chosen = {
+        f"{section}.{key}": value if isinstance(value, bool | int | float | str) else str(value)
+        for section in _HYPERPARAMETERS
+        for key, value in values[section].items()
+    }
+    try:
+        writer.show(board.charts)
+        writer.show(lambda: board.hyperparameters(chosen, config.run.name))
+        if schedule.num_ticks <= _MOST_TICKS:
+            writer.show(lambda: board.image("run/timeline", timeline(schedule)))
+        else:
+            words = f"The step has {counted(schedule.num_ticks, 'tick')}, too many to draw here: "
+            words += "`maxpipe schedule CONFIG --perfetto FILE` writes all of them."
+            writer.text("run/timeline", words)
+        if program is not None:
+            writer.show(lambda: board.image("run/memory", pictures.memory(program)))
+        writer.show(lambda: board.image("run/sharding", pictures.sharding(params)))
+    except Exception as error:  # a picture that fails may not cost a step
+        _log.warning("TensorBoard lacks a picture of this run: %s", error)
 
 
 def _write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:

@@ -313,3 +313,13 @@ def test_following_the_actions_ends_in_a_config_that_loads(values: dict[str, obj
             break
         given += [suggestion(problem) for problem in found]
     assert problems(given) == []
+
+
+@pytest.mark.parametrize(("warmup", "is_told"), [(99, False), (100, True), (5000, True)])
+def test_a_warm_up_longer_than_the_run_is_told(warmup: int, is_told: bool):
+    config = load([BASE[0], "train.steps=100", f"optim.warmup_steps={warmup}"]).config
+    told = [each for each in check.cautions(config) if each.where == "optim.warmup_steps"]
+    assert bool(told) == is_told
+    if told:
+        assert "the whole run of 100 steps" in told[0].rule
+        assert "Set optim.warmup_steps=10," in told[0].action

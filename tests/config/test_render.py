@@ -142,3 +142,21 @@ def test_a_model_file_is_what_its_header_says(path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(ROOT)
     config = load(command[1].split()).config
     assert f"{_num_parameters(config.model):,} parameters" in header
+
+
+def test_sections_list_whole_sentences():
+    """`e.g.` does not end one."""
+    text = render.explain("data")
+    assert "the name of the dataset,\n                       e.g. `c4/en:3.1.0`. (default" in text
+    for section in SECTIONS:
+        assert not re.search(
+            r"\b(e\.g|i\.e)\.? \(default", " ".join(render.explain(section).split())
+        )
+
+
+@pytest.mark.parametrize("key", ["ici_context", "ici_expert", "dcn_context", "dcn_expert"])
+def test_axes_that_do_not_work_yet_say_so(key: str):
+    assert "Not supported yet, must be 1" in render.explain(f"mesh.{key}")
+    section = render.explain("mesh").partition(key)[2]
+    assert section.lstrip().startswith("Not supported yet")
+    assert re.search(rf"`{key}` .* Not supported yet", render.markdown())

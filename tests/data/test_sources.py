@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,10 +197,10 @@ def test_nothing_but_empty_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source="text", path=f"{tmp_path}/*.txt"), 0)
-    explained(error, "data.path", str(tmp_path), "all of its 1 files are empty")
+    explained(error, "data.path", str(tmp_path), "1 file with nothing inside")
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source="jsonl", path=f"{tmp_path}/a.jsonl"), 0)
-    explained(error, "data.path", "a.jsonl", "have no lines")
+    explained(error, "data.path", "a.jsonl", "1 file without lines")
 
 
 @pytest.mark.parametrize(
@@ -269,12 +270,41 @@ def test_bad_array_record_is_named(tmp_path: Path) -> None:
     explained(error, "record 2", "body", "which is missing")
 
 
-@pytest.mark.parametrize("name", ["tiny:2.0.0", "no_such_dataset"])
-def test_tfds_not_prepared(name: str, tfds_dir: str) -> None:
+def test_the_command_that_prepares_a_tfds_dataset_does(tmp_path: Path) -> None:
+    script = PREPARE.partition("Tiny(data_dir")[0] + textwrap.dedent(f"""
+        from maxpipe.config.schema import DataConfig
+        from maxpipe.data.sources import open_source
+        from maxpipe.errors import ConfigError
+
+        config = DataConfig(source="tfds", path="tiny", tfds_dir={str(tmp_path)!r})
+        try:
+            open_source(config, 0)
+        except ConfigError as error:
+            command = error.problems[0].action.split('python -c "')[1].removesuffix('"')
+        exec(command)
+        print(len(open_source(config, 0)))
+    """)
+    file = tmp_path / "code" / "prepare.py"
+    file.parent.mkdir()
+    file.write_text(script)
+    ran = subprocess.run([sys.executable, file, "", *TEXTS], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split()[-1] == str(len(TEXTS))
+
+
+@pytest.mark.parametrize(
+    ("name", "action"),
+    [
+        ("ag_news_subse:1.0.0", "Set data.path=ag_news_subset, if"),
+        ("qqqqqqqqqqq", "Correct the name, or data.tfds_dir."),
+        ("ag_news_subset:1.0.0", "tfds.builder('ag_news_subset:1.0.0', data_dir='"),
+    ],
+)
+def test_tfds_not_prepared(name: str, action: str, tfds_dir: str) -> None:
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source="tfds", path=name, tfds_dir=tfds_dir), 0)
     explained(error, "data.path", name, "must be prepared as ArrayRecord")
-    assert f"tfds.builder('{name}', data_dir='{tfds_dir}'" in error.value.problems[0].action
+    assert action in error.value.problems[0].action
 
 
 def test_tfds_field_that_is_no_text(tfds_dir: str) -> None:

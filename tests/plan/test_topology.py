@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from maxpipe.errors import ConfigError
 from maxpipe.plan.topology import parse
@@ -44,3 +48,36 @@ def test_mistakes_are_explained(text: str, slices: int, says: str) -> None:
     where, rule, action = str(caught.value).splitlines()
     assert where.startswith("command line: --") and rule.startswith("  ")
     assert action.startswith("  ")
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("h100x8", "h100:8"),
+        ("8xH100", "h100:8"),
+        ("H100:8", "h100:8"),
+        ("h100-pciex4", "h100-pcie:4"),
+        ("v5p-64", "v5p:2x4x4"),
+        ("v5litepod-16", "v5e:4x4"),
+        ("TPU-v5p:2x2x4", "v5p:2x2x4"),
+        ("v5p:8", "v5p:2x2x2"),
+        ("gpu:4", "h100:4"),
+        ("nothing", "v5p:2x2x2"),
+        ("b200x99999", "b200:8"),
+    ],
+)
+def test_what_was_meant_is_named_and_can_be_had(text: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert re.search(rf" {meant}[.?]$", str(caught.value))
+    assert str(parse(meant)).startswith(f"{meant}, ")
+
+
+@given(st.text(alphabet="vhbtpu0123456789x:-*_ ", max_size=12))
+def test_any_text_is_explained_by_a_topology_that_exists(text: str) -> None:
+    try:
+        parse(text)
+    except ConfigError as error:
+        named = re.search(r"([a-z0-9-]+:[0-9x]+)(?:, and more than one of them)?[.?]$", str(error))
+        assert named, error
+        parse(named[1])

@@ -417,6 +417,17 @@ def test_other_data_needs_a_flag(copy: Path, tiny: Path, run: Run):
     output = run(*arguments, code=2)
     is_explained(output)
     assert "when step 24 was saved: validation_fraction was 0.2 and is 0.3" in output
+    more = copy.parent / "more"
+    more.mkdir()
+    (more / "a.txt").write_text("some other text\n" * 400)
+    (more / "b.txt").write_text("and more of it\n" * 400)
+    output = run(*arguments[:3], f"data.path={more}", code=2)
+    assert re.search(rf"saved: data\.path was \S+ and is {re.escape(str(more))};", output)
+    assert re.search(r"; the number of documents was \d+ and is 2; the number of tokens", output)
+    assert re.search(
+        r"the digest of names, sizes and content of the files was [0-9a-f]{12} and", output
+    )
+    assert not re.search(r"[0-9a-f]{20}", output)
     output = run(*arguments, "data.allow_change=true")
     assert "warning: data: validation_fraction was 0.2 when step 24 was saved and is 0.3" in output
 
@@ -466,6 +477,12 @@ def test_a_finished_run_takes_changes_that_are_none(copy: Path, tiny: Path, run:
     output = run("train", tiny, f"run.dir={moved.parent}", *changes)
     assert "all 24 steps are done: nothing is left to train" in output
     assert "config: eval.batches was 4 when step 24 was saved and is 5" in output
+
+
+def test_a_folder_that_nobody_can_make_is_explained(tiny: Path, run: Run):
+    output = run("train", tiny, "run.dir=/proc/nowhere", code=74)
+    is_explained(output)
+    assert "/proc/nowhere" in output and "cannot be written" in output and "set run.dir" in output
 
 
 @pytest.mark.parametrize("place", ["run", "run/checkpoints"])

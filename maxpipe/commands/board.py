@@ -1,0 +1,100 @@
+"""`maxpipe board`: TensorBoard on a folder of runs, each under its own name."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from maxpipe.commands.parser import Commands, integer
+from maxpipe.errors import ConfigError, ExitCode
+
+_EVENTS = "tensorboard"
+"""The folder of a run that holds its event files."""
+_LOOK_SECONDS = 2.0
+
+
+def link(folder: Path, links: Path) -> int:
+    """Links to the event files of every run in the folder, or of the run that it is.
+
+    TensorBoard names a run by the path of its files, and these lie in `<run>/tensorboard`.
+
+    Returns:
+        The number of runs.
+    """
+    found = 0
+    for name, events in _runs(folder):
+        found += 1
+        with contextlib.suppress(FileExistsError):
+            (links / name).symlink_to(events.absolute(), target_is_directory=True)
+    return found
+
+
+def _runs(folder: Path) -> Iterator[tuple[str, Path]]:
+    if (folder / _EVENTS).is_dir():
+        yield folder.absolute().name, folder / _EVENTS
+        return
+    for path in sorted(folder.iterdir()):
+        if (path / _EVENTS).is_dir():
+            yield path.name, path / _EVENTS
+
+
+def _board(options: argparse.Namespace) -> int:
+    folder = Path(options.folder)
+    if not folder.is_dir():
+        rule = "is no folder of runs."
+        action = "Name run.dir of your runs, or one run's folder; a run makes it when it starts."
+        raise ConfigError.one(f"command line: {options.folder}", None, rule, action)
+    with tempfile.TemporaryDirectory(prefix="maxpipe-board-") as name:
+        links = Path(name)
+        if not link(folder, links):
+            print(f"no runs in {folder} yet: they will be shown once they are there")
+        command = [sys.executable, "-m", "tensorboard.main", "--logdir", name]
+        command += ["--port", str(options.port), "--host", options.host]
+        signal.signal(signal.SIGTERM, _leave)
+        with subprocess.Popen(command) as process:
+            try:
+                code = _watch(process, folder, links)
+            except KeyboardInterrupt:
+                process.wait()  # the terminal has told it, too
+                return ExitCode.DONE
+            finally:
+                process.terminate()
+    if code:
+        rule = f"ended with exit code {code}; what it said stands above."
+        raise ConfigError.one("tensorboard", None, rule, "Set another --port, if it is in use.")
+    return ExitCode.DONE
+
+
+def _watch(process: subprocess.Popen[bytes], folder: Path, links: Path) -> int:
+    while True:
+        try:
+            return process.wait(_LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError):  # the folder may be moved meanwhile
+                link(folder, links)
+
+
+def _leave(*_: object) -> NoReturn:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "board",
+        help="TensorBoard on a folder of runs, each under its own name",
+        description="Start TensorBoard on a folder of runs, or on one run. Runs that begin later\n"
+        "are shown, too. Ctrl-C ends it.",
+        epilog="example: maxpipe board runs --port 6007",
+    )
+    parser.add_argument("folder", metavar="RUNS", nargs="?", default="runs")
+    parser.add_argument("--port", type=integer, metavar="NUMBER", default=6006)
+    parser.add_argument("--host", metavar="NAME", default="localhost", help="address to listen on")
+    parser.set_defaults(command=_board)

@@ -1,0 +1,100 @@
+"""Every number that a run writes, declared: its tag, its unit, what it means and when it is there.
+
+The page docs/metrics.md, TensorBoard's groups of charts and the test of what runs write are made
+from this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number of `metrics.jsonl` and TensorBoard."""
+
+    tag: str
+    unit: str
+    meaning: str
+    when: str = "each record"
+
+
+_EVALUATED = "after an evaluation"
+
+METRICS = (
+    Metric(
+        "train/loss",
+        "nats per token",
+        "Cross-entropy of the step's batch, before its update, over all tokens that are predicted.",
+    ),
+    Metric(
+        "train/grad_norm",
+        "",
+        "Norm of the whole gradient over all stages, before clipping by `optim.clip_norm`.",
+    ),
+    Metric("train/lr", "", "Learning rate of the step."),
+    Metric("train/tokens", "tokens", "Tokens in all steps up to this one."),
+    Metric("train/skipped", "steps", "Updates left out so far, see `guard.bad_steps`."),
+    Metric(
+        "train/spikes",
+        "steps",
+        "Spikes of loss or gradient norm so far.",
+        "with `guard.spike_sigmas`",
+    ),
+    Metric("eval/loss", "nats per token", "Cross-entropy of validation documents.", _EVALUATED),
+    Metric(
+        "eval/nats_per_byte",
+        "nats per byte",
+        "The same per byte of text, which compares across tokenizers.",
+        _EVALUATED,
+    ),
+    Metric(
+        "perf/step_s",
+        "seconds",
+        "Mean time of a step since the record before, without evaluations and saves.",
+    ),
+    Metric("perf/tokens_per_s", "tokens per second", "Tokens of all devices in that time."),
+    Metric(
+        "perf/tflops_per_device",
+        "10^12 operations per second",
+        "What the model needs, without what is replayed, in that time on each device.",
+    ),
+    Metric(
+        "perf/mfu",
+        "fraction",
+        "The same as a fraction of the device's peak.",
+        "on devices with a file in `configs/hardware`",
+    ),
+    Metric("perf/data_wait_s", "seconds", "Part of a step's time that waited for its batch."),
+    Metric(
+        "pipe/bubble_pct",
+        "percent",
+        "Slots of the schedule in which a stage has no work, `maxpipe schedule` draws them.",
+    ),
+    Metric(
+        "memory/device_peak_bytes",
+        "bytes",
+        "Most memory in use so far, of the device of process 0 that used most.",
+        "on TPU and GPU",
+    ),
+    Metric("memory/host_bytes", "bytes", "Resident memory of process 0.", "on Linux"),
+)
+
+CHARTS = (
+    ("loss", ("train/loss", "eval/loss")),
+    ("throughput", ("perf/tokens_per_s",)),
+    ("MFU", ("perf/mfu",)),
+    ("learning rate", ("train/lr",)),
+    ("gradient norm", ("train/grad_norm",)),
+    ("time of a step", ("perf/step_s", "perf/data_wait_s")),
+    ("memory", ("memory/device_peak_bytes", "memory/host_bytes")),
+)
+"""Title and tags of TensorBoard's custom charts, the most looked at first."""
+
+
+def table() -> str:
+    """The rows of docs/metrics.md."""
+    lines = ["| tag | unit | meaning | written |", "|---|---|---|---|"]
+    for each in METRICS:
+        lines.append(f"| `{each.tag}` | {each.unit} | {each.meaning} | {each.when} |")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,142 @@
+"""What TensorBoard finds in a run's event files, read back as TensorBoard reads them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from maxpipe import board
+from maxpipe.cli import main
+from maxpipe.commands.board import link
+from maxpipe.metrics import METRICS
+from maxpipe.pipeline.pictures import drawing
+from maxpipe.pipeline.schedule import build
+from maxpipe.telemetry import MetricWriter
+from maxpipe.train import pictures
+from maxpipe.train.loop import memory_in_use
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> EventAccumulator:
+    folder = tmp_path_factory.mktemp("run")
+    writer = MetricWriter(folder, tensorboard=True, resume_step=0)
+    writer.show(board.charts)
+    writer.show(lambda: board.hyperparameters({"optim.learning_rate": 0.5, "a.b": "c"}, "mine"))
+    schedule = build("1f1b", stages=3, repeats=1, microbatches=5)
+    writer.show(lambda: board.image("run/timeline", drawing(schedule)))
+    writer.write(3, {metric.tag: 1.0 for metric in METRICS})
+    accumulator = EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
+    return accumulator
+
+
+def test_custom_charts_begin_with_the_loss(found: EventAccumulator) -> None:
+    (event,) = found.Tensors("custom_scalars__config__")
+    layout: Any = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])  # pyright: ignore
+    first, *others = layout.category[0].chart
+    assert list(first.multiline.tag) == ["^train/loss$", "^eval/loss$"]
+    assert {"throughput", "MFU", "memory"} <= {chart.title for chart in others}
+    assert found.PluginTagToContent("custom_scalars")
+
+
+def test_settings_are_those_of_the_run(found: EventAccumulator) -> None:
+    data = found.PluginTagToContent("hparams")
+    content: Any = plugin_data_pb2.HParamsPluginData.FromString(  # pyright: ignore
+        data["_hparams_/session_start_info"]
+    )
+    values = content.session_start_info.hparams
+    assert values["optim.learning_rate"].number_value == 0.5
+    assert values["a.b"].string_value == "c"
+
+
+def test_the_timeline_is_a_picture(found: EventAccumulator) -> None:
+    assert "run/timeline" in found.PluginTagToContent("images")
+    (event,) = found.Tensors("run/timeline")
+    width, height, png = event.tensor_proto.string_val
+    with Image.open(BytesIO(png)) as image:
+        assert image.format == "PNG"
+        assert image.width >= int(width) > 100 and image.height >= int(height) > 50
+
+
+def test_all_numbers_are_there(found: EventAccumulator) -> None:
+    assert sorted(found.Tags()["scalars"]) == sorted(metric.tag for metric in METRICS)
+
+
+def test_runs_have_their_own_names(tmp_path: Path, found: EventAccumulator) -> None:
+    """As TensorBoard sees them; one that begins later is shown, too."""
+    runs, links = tmp_path / "runs", tmp_path / "links"
+    links.mkdir()
+    (runs / "no-run").mkdir(parents=True)
+    for name, count in (("mine", 1), ("a,b:c", 2)):
+        (runs / name).mkdir()
+        shutil.copytree(found.path, runs / name / "tensorboard")
+        assert link(runs, links) == count
+    seen = EventMultiplexer()
+    seen.AddRunsFromDirectory(str(links))
+    seen.Reload()
+    assert set(seen.Runs()) == {"mine", "a,b:c"}
+    assert seen.Tensors("mine", "train/loss")
+    assert link(runs / "mine", tmp_path / "runs" / "no-run") == 1
+    assert os.listdir(runs / "no-run") == ["mine"]
+
+
+@pytest.mark.parametrize("folder", ["nowhere", "file"])
+def test_a_folder_that_is_none_is_explained(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["board", str(tmp_path / folder)]) == 2
+    assert "is no folder of runs." in capsys.readouterr().err
+
+
+class FakeDevice:
+    """Tells of its memory as GPUs and TPUs do, or as CPUs do."""
+
+    def __init__(self, peak: int | None):
+        self._peak = peak
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return None if self._peak is None else {"peak_bytes_in_use": self._peak}
+
+
+@pytest.mark.parametrize(("peaks", "most"), [([3, 7, 5], 7.0), ([None, None], None)])
+def test_memory_is_told_where_the_device_does(
+    peaks: list[int | None], most: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "local_devices", lambda: [FakeDevice(peak) for peak in peaks])
+    found = memory_in_use()
+    assert found.get("memory/device_peak_bytes") == most
+    assert 2**20 < found["memory/host_bytes"] < 2**40
+
+
+def test_sharding_shows_what_a_device_holds() -> None:
+    mesh = jax.make_mesh((2, 1), ("fsdp", "tensor"), devices=jax.devices()[:2])
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp", "tensor"))
+    params = {"a": {"b": jax.ShapeDtypeStruct((6, 5), "float32", sharding=split)}}
+    texts = [label.text for label in pictures.sharding(params).labels]
+    assert texts[4:] == ["a.b", "6 x 5", "3 x 5", "fsdp 2, -"]
+
+
+def test_memory_of_the_step_is_a_bar_for_each_use() -> None:
+    program = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((512, 256 * 2), "float32"))
+    drawn = pictures.memory(program.compile())
+    texts = [label.text for label in drawn.labels]
+    assert texts[0].startswith("memory of the train step on one device: ")
+    assert texts[1].startswith("1.0 MiB  arguments")
+    assert texts[3].startswith("1.0 MiB  results")
+
+
+def test_nothing_is_made_without_tensorboard(tmp_path: Path) -> None:
+    writer = MetricWriter(tmp_path, tensorboard=False, resume_step=0)
+    writer.show(lambda: pytest.fail("was asked"))
