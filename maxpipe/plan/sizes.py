@@ -240,7 +240,7 @@ class Sizes:
         wide = 4 * self.activation + tokens * (4 + 2 * model.head_size + 2 * heads)
         named = self._named
         narrow = 4 * self.activation + 3 * named["gate"] + 2 * named["key"] + 2 * named["query"]
-        return 4 * wide + size * (narrow + 2 * model.d_model) + scores * (1 + 4 + size)
+        return 4 * wide + size * narrow + scores * (1 + 4 + size)
 
     def deferred_bytes(self) -> float:
         """What one layer's weight gradients wait for."""
