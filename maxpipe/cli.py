@@ -16,7 +16,7 @@ import maxpipe
 from maxpipe import redact
 from maxpipe.commands import checkpoints, config, doctor, goodput, launch, plan, schedule
 from maxpipe.commands.parser import Parser, add_inputs, subcommands
-from maxpipe.errors import ExitCode, MaxpipeError
+from maxpipe.errors import ExitCode, MaxpipeError, out_of_memory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.DONE)
+    except MemoryError as error:
+        print(_shown(out_of_memory(error)), file=sys.stderr)
+        return int(ExitCode.CONFIG)
     except Exception:
         print(redact.text(traceback.format_exc()), end="", file=sys.stderr)
         print(

@@ -2,8 +2,8 @@
 
 The layer is traced into a forward that also returns what its backward needs, and the backward as a
 function of that. Weights and the batch's own arrays are at hand in a backward slot anyway: they and
-what is computed from weights alone are never kept, as the data flow says, whatever its shape. With a
-split backward the trace is cut in two (`split`).
+what is computed from weights alone are never kept, as the data flow says, whatever its shape. With
+a split backward the trace is cut in two (`split`).
 """
 
 from __future__ import annotations

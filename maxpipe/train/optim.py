@@ -45,8 +45,8 @@ def build_optimizer(
     """AdamW with clipping by the norm of the whole gradient.
 
     `decayed` is a tree of bools: which parameters decay. `update` takes `norm`, that of the whole
-    gradient if it is known, and `taken`, a bool: unless it is true the state stays as it is, and the updates mean
-    nothing.
+    gradient if it is known, and `taken`, a bool: unless it is true the state stays as it is, and
+    the updates mean nothing.
     """
     clip = _clip(config.clip_norm) if config.clip_norm else optax.identity()
     return optax.chain(

@@ -17,10 +17,9 @@ import jax
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import of_device
-from maxpipe.pipeline.table import Schedule
 from maxpipe.plan.advice import ROOM, gib, largest
 from maxpipe.plan.memory import Memory, memory
-from maxpipe.plan.sizes import Sizes
+from maxpipe.plan.sizes import Sizes, schedule_of
 
 SURE = 1.2
 """A forecast of so many times the memory is not wrong enough for the run to fit."""
@@ -32,47 +31,40 @@ _CONTROL_GROUPS = (
 )
 
 
-def check_forecast(config: Config, schedule: Schedule, warn: Callable[[str], None]) -> None:
+def check_forecast(config: Config, warn: Callable[[str], None]) -> None:
     """Compares what the train step is predicted to take with what the devices here have.
 
     Raises:
         ConfigError: it surely does not fit.
     """
-    devices = jax.local_devices()
-    predicted = memory(Sizes(config), schedule, platform=devices[0].platform)
+    predicted = _predicted(config)
     _check(config, predicted.total, predicted, "the train step is predicted to take", SURE, warn)
 
 
-def check_program(
-    config: Config, schedule: Schedule, compiled: Any, warn: Callable[[str], None]
-) -> None:
+def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) -> None:
     """The same of what the compiler says of the compiled step.
 
     Raises:
         ConfigError: it does not fit.
     """
     said = compiled.memory_analysis()
-    if said is None:
-        return
+    if said is None or jax.local_devices()[0].platform == "tpu":
+        return  # the compiler for TPUs has refused what does not fit
     outputs = said.output_size_in_bytes - said.alias_size_in_bytes
     needed = said.argument_size_in_bytes + outputs + said.temp_size_in_bytes
-    devices = jax.local_devices()
-    platform = devices[0].platform
-    if platform == "tpu":  # the compiler has refused what does not fit; see decision 16
-        return
-    predicted = memory(Sizes(config), schedule, platform=platform)
+    predicted = _predicted(config)
     _check(config, needed, predicted, "the compiled train step takes", 1.0, warn)
 
 
 @contextlib.contextmanager
-def explained(config: Config, schedule: Schedule | None = None) -> Iterator[None]:
+def explained(config: Config) -> Iterator[None]:
     """An allocator that refuses memory inside is a mistake in the config, said in its words."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise _refused(config, schedule, error) from error
+        raise _refused(config, error) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -153,18 +145,23 @@ def _check(
     )
 
 
-def _refused(config: Config, schedule: Schedule | None, error: BaseException) -> ConfigError:
+def _predicted(config: Config) -> Memory:
+    platform = jax.local_devices()[0].platform
+    return memory(Sizes(config), schedule_of(config), platform=platform)
+
+
+def _refused(config: Config, error: BaseException) -> ConfigError:
     """What was asked for, what there is, and which keys take less."""
     asked = (str(error).splitlines() or [""])[0][:300] or "no more memory"
     device = jax.local_devices()[0]
-    there = host_memory() if isinstance(error, MemoryError) else device_memory(device)
-    whose = "this host" if isinstance(error, MemoryError) else f"a device ({device.device_kind})"
-    rule = f"ran out: {asked}"
-    rule += f"; {whose} can give {gib(there)}." if there is not None else "."
-    action = "Give the run more memory, or a smaller train.batch_size, train.sequence_length or "
-    action += "model."
-    if schedule is not None:
-        predicted = memory(Sizes(config), schedule, platform=device.platform)
-        rule += f" The train step takes, as predicted:\n{largest(predicted.terms)}"
-        action = "Change one of these keys: `maxpipe plan` says what each takes."
-    return ConfigError.one("memory", None, rule, action)
+    of_host = isinstance(error, MemoryError) or device.platform == "cpu"
+    there = host_memory() if of_host else device_memory(device)
+    whose = "this host has" if of_host else f"a device ({device.device_kind}) has"
+    has = "" if there is None else f"; {whose} {gib(there)}{' left' if of_host else ''}"
+    listed = largest(_predicted(config).terms)
+    return ConfigError.one(
+        "memory",
+        None,
+        f"ran out: {asked}{has}. The train step takes on each device, as predicted:\n{listed}",
+        "Change one of these keys, or use a machine with more memory.",
+    )

@@ -43,6 +43,7 @@ from maxpipe.telemetry import Console, EventLog, MetricWriter
 from maxpipe.train.build import steps_of
 from maxpipe.train.guard import initial
 from maxpipe.train.replicas import explain
+from maxpipe.train.room import check_forecast, check_program
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
 from maxpipe.train.watch import Watch
@@ -197,6 +198,7 @@ def set_up(
     config = loaded.config
     run_dir, process = run_folder(config.run), link.index
     length = total_steps(config.train)
+    check_forecast(config, console.warn)
     refuse_links(run_dir, WRITTEN_FILES)
     locks = _locks(config, stack) if process == 0 else []
     for lock in locks:
@@ -300,6 +302,7 @@ def _programs(
     else:
         with console.stage("compiling train step"):
             train_step = steps.compile_train()
+        check_program(config, train_step, console.warn)
     if config.eval.batches and datasets.validation is not None:
         with console.stage("compiling eval step"):
             eval_step = steps.compile_eval(config.eval.batch_size)

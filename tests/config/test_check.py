@@ -148,7 +148,7 @@ def test_a_range_is_explained_and_its_action_works(key: str):
     bound = BOUNDS[key]
     assert bound.holds(bound.example)
     assert bound.low_is_inside == bound.holds(bound.low)
-    outside = [int(bound.low) - 1]
+    outside: list[float] = [int(bound.low) - 1]
     if bound.high != float("inf"):
         outside.append(bound.high * 2 if bound.high > 1e9 else int(bound.high) + 1)
     for value in outside:

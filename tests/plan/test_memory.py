@@ -16,8 +16,7 @@ from maxpipe.config.schema import Config
 from maxpipe.mesh import AXES
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.memory import buffers, memory, state
-from maxpipe.plan.search import schedule_of
-from maxpipe.plan.sizes import Sizes, layer_weights
+from maxpipe.plan.sizes import Sizes, layer_weights, schedule_of
 from maxpipe.train.step import Steps
 from tests.cases import buffer_bytes
 
