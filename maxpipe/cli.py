@@ -30,7 +30,7 @@ from maxpipe.commands import (
     schedule,
 )
 from maxpipe.commands.parser import Parser, add_inputs, subcommands
-from maxpipe.errors import ExitCode, MaxpipeError
+from maxpipe.errors import ExitCode, MaxpipeError, out_of_memory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +57,9 @@ def _explained(argv: list[str]) -> int:
         return int(ExitCode.DONE)  # the reader, `head` perhaps, has seen enough
     except SystemExit:
         raise
+    except MemoryError as error:
+        _complain(redact.shown(str(out_of_memory(error))))
+        return int(ExitCode.CONFIG)
     except BaseException as error:  # Rust code that panics raises one that is no Exception
         if isinstance(error, OSError) and (trouble := _trouble(sys.stdout, "\n")):
             return _no_output(trouble)

@@ -67,6 +67,16 @@ class ConfigError(MaxpipeError):
         return cls([Problem(where, "" if given is None else str(given), rule, action)])
 
 
+def out_of_memory(error: MemoryError) -> ConfigError:
+    """Of the host, where nothing else is known."""
+    return ConfigError.one(
+        "memory",
+        None,
+        f"this host ran out: {error or 'no more memory'}.",
+        "End other programs, use a machine with more memory, or give the command less to read.",
+    )
+
+
 class AbsentError(MaxpipeError):
     """Processes of a run did not come in time or cannot be reached; another start may find them."""
 

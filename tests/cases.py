@@ -49,6 +49,31 @@ class Case:
     dropout: float = 0.0
     tied: bool = False
     dtype: str = "float32"
+    alike: int = 0
+    """Size of every dim of model and batch, so that nothing can be told by its shape."""
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.alike or TOKENS
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step."""
+        return (self.alike or 2) * self.microbatches * self.fsdp * self.data
+
+    @property
+    def model(self) -> ModelConfig:
+        """The small model, as this case has it."""
+        config = replace(
+            MODEL,
+            num_layers=self.layers,
+            dropout=self.dropout,
+            tied_embeddings=self.tied,
+            compute_dtype=self.dtype,  # type: ignore[arg-type]
+        )
+        names = ("d_model", "num_heads", "num_kv_heads", "head_size", "d_mlp", "vocab_size")
+        return replace(config, **dict.fromkeys(names if self.alike else (), self.alike))
 
     def __str__(self) -> str:
         shown = [f"{self.schedule}-P{self.stages}R{self.repeats}M{self.microbatches}"]
@@ -61,13 +86,7 @@ class Case:
 
 
 def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:
-    config = replace(
-        MODEL,
-        num_layers=case.layers,
-        dropout=case.dropout,
-        tied_embeddings=case.tied,
-        compute_dtype=case.dtype,  # type: ignore[arg-type]
-    )
+    config = case.model
     size = case.stages * case.fsdp * case.data * case.tensor
     mesh = MeshConfig(
         ici_stage=case.stages, ici_fsdp=case.fsdp, ici_data=case.data, ici_tensor=case.tensor
@@ -89,20 +108,23 @@ def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:
             idle=case.idle,  # type: ignore[arg-type]
         ),
         optim=OptimConfig(learning_rate=3e-3, warmup_steps=2),
-        train=TrainConfig(batch_size=rows, sequence_length=TOKENS),
+        train=TrainConfig(batch_size=rows, sequence_length=case.tokens),
         total_steps=total_steps,
         rules=AxisRules.from_config(mesh),
         seed=0,
-        byte_lengths=np.ones(MODEL.vocab_size, np.int32),
+        byte_lengths=np.ones(config.vocab_size, np.int32),
     )
 
 
-def batch_of(rows: int, step: int = 0) -> dict[str, np.ndarray]:
+_ORDINARY = Case()
+
+
+def batch_of(rows: int, step: int = 0, case: Case = _ORDINARY) -> dict[str, np.ndarray]:
     """Random tokens; every row holds two documents that meet at another place."""
-    random = np.random.default_rng(step)
-    ids = random.integers(0, MODEL.vocab_size, (rows, TOKENS + 1), np.int32)
-    cut = random.integers(1, TOKENS, (rows, 1))
-    place = np.arange(TOKENS, dtype=np.int32)
+    random, tokens = np.random.default_rng(step), case.tokens
+    ids = random.integers(0, case.model.vocab_size, (rows, tokens + 1), np.int32)
+    cut = random.integers(1, tokens, (rows, 1))
+    place = np.arange(tokens, dtype=np.int32)
     return {
         "tokens": ids[:, :-1],
         "targets": ids[:, 1:],

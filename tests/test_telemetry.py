@@ -44,7 +44,7 @@ def test_one_object_per_step_with_all_tags(tmp_path: Path):
     writer.write(30, {"train/loss": float("nan")})
     writer.close()
     found = _records(tmp_path / "metrics.jsonl")
-    times = [datetime.fromisoformat(record.pop("time")) for record in found]
+    times = [datetime.fromisoformat(str(record.pop("time"))) for record in found]
     assert times == sorted(times) and abs((datetime.now(UTC) - times[0]).total_seconds()) < 60
     assert found == [
         {"step": 10, "train/loss": 2.5},

@@ -9,6 +9,12 @@ BYTES_VOCABULARY = 259
 """256 bytes, begin, end and pad."""
 
 
+LARGEST = 3.4e38
+"""What devices compute with are float32 numbers: more is infinite."""
+SMALLEST = 1.2e-38
+"""Less is zero there."""
+
+
 class Bound(NamedTuple):
     """A range of one number; `example` is a value inside it."""
 
@@ -44,10 +50,12 @@ _RANGES = (
     ),
     Bound("model.head_size", 2, 2),
     Bound("model.vocab_size", BYTES_VOCABULARY, 2),
-    Bound("model.rope_theta", 10000.0, 1, low_is_inside=False),
-    Bound("model.rope_scaling", 1.0, 1, why="wave lengths are stretched, 1 leaves them alone"),
+    Bound(
+        "model.rope_theta", 10000.0, 1, LARGEST, "devices compute in float32", low_is_inside=False
+    ),
+    Bound("model.rope_scaling", 1.0, 1, LARGEST, "wave lengths are stretched, 1 leaves them alone"),
     Bound("model.rope_original_tokens", 8192, 1),
-    Bound("model.norm_epsilon", 1e-5, 0, low_is_inside=False, why="it keeps a root away from 0"),
+    Bound("model.norm_epsilon", 1e-5, SMALLEST, LARGEST, "it keeps a root away from 0 in float32"),
     Bound("model.dropout", 0.1, 0, 1, _SHARE_LEFT, high_is_inside=False),
     Bound("mesh.cpu_devices", 1, 1),
     Bound("pipeline.microbatches", 1, 1),
@@ -58,22 +66,22 @@ _RANGES = (
     Bound("train.tokens", 1000000, 0, why="0 takes the length from train.steps"),
     Bound("train.batch_size", 8, 1),
     Bound("train.sequence_length", 1024, 2, why="the last token of a sequence has no target"),
-    Bound("optim.learning_rate", 3e-4, 0, low_is_inside=False),
+    Bound("optim.learning_rate", 3e-4, 1e-30, LARGEST, "devices compute in float32"),
     Bound("optim.warmup_steps", 0, 0),
     Bound("optim.decay_fraction", 0.2, 0, 1),
     Bound("optim.final_fraction", 0.1, 0, 1),
     Bound("optim.beta1", 0.9, 0, 1, "1 would never forget", high_is_inside=False),
     Bound("optim.beta2", 0.95, 0, 1, "1 would never forget", high_is_inside=False),
-    Bound("optim.epsilon", 1e-8, 0, low_is_inside=False, why="it keeps a divisor away from 0"),
-    Bound("optim.weight_decay", 0.1, 0),
-    Bound("optim.clip_norm", 1.0, 0, why="0 turns clipping off"),
+    Bound("optim.epsilon", 1e-8, SMALLEST, LARGEST, "it keeps a divisor away from 0 in float32"),
+    Bound("optim.weight_decay", 0.1, 0, LARGEST, "devices compute in float32"),
+    Bound("optim.clip_norm", 1.0, 0, LARGEST, "0 turns clipping off; devices compute in float32"),
     Bound("data.validation_fraction", 0.05, 0, 0.5),
     Bound("data.prefetch_batches", 4, 1),
     Bound("data.threads", 2, 1),
     Bound("checkpoint.every", 1000, 0, why="0 saves the last step only"),
     Bound("checkpoint.keep", 3, 1, why="the newest checkpoint is never deleted"),
     Bound("guard.max_bad_steps", 5, 1),
-    Bound("guard.spike_sigmas", 6.0, 0, why="0 looks for none"),
+    Bound("guard.spike_sigmas", 6.0, 0, LARGEST, "0 looks for none; devices compute in float32"),
     Bound("guard.spike_window", 128, 2, why="fewer steps have no deviation"),
     Bound("guard.max_roll_backs", 3, 0),
     Bound("guard.replica_check_every", 100, 0, why="0 turns it off"),

@@ -370,6 +370,10 @@ class RuntimeConfig:
     compilation_cache: str = "~/.cache/maxpipe/compiled"
     """Folder in which compiled programs are kept between runs. Empty turns the cache off. Not used
     by several CPU devices: XLA loses the order in which such a program's devices meet."""
+    memory_check: Literal["stop", "warn"] = "stop"
+    """What happens when a step is predicted, or compiled, to take more memory than the devices
+    have, or the host has for CPU devices: the run does not start, or starts with a warning. A
+    prediction of less than 1.2 times the memory only warns."""
     executable: str = ""
     """Folder with a train step that `maxpipe compile --save` compiled ahead of time. It must have
     been made for this config, these devices and this version of jax."""

@@ -1,8 +1,9 @@
 """One layer, differentiated once: what a forward slot keeps and what backward slots make of it.
 
 The layer is traced into a forward that also returns what its backward needs, and the backward as a
-function of that. Weights and the batch's own arrays are at hand in a backward slot anyway and never
-kept. With a split backward the trace is cut in two (`split`).
+function of that. Weights and the batch's own arrays are at hand in a backward slot anyway: they and
+what is computed from weights alone are never kept, as the data flow says, whatever its shape. With
+a split backward the trace is cut in two (`split`).
 """
 
 from __future__ import annotations
@@ -105,69 +106,56 @@ def differentiate(
 
     traced = jax.make_jaxpr(run)(weights, x, constants)
     flat = Flat(traced)
-    leaves = [
-        _Leaf.of(atom, traced, weights, number if flat.is_constant(number) else None)
-        for atom, number in zip(traced.jaxpr.outvars[1:], flat.outputs[1:], strict=True)
-    ]
-    stored = list(dict.fromkeys(leaf.output for leaf in leaves if leaf.is_stored))
+    sources = _Sources.of(flat, len(jax.tree.leaves(weights)))
+    leaves = flat.outputs[1:]
+    stored = [leaf for leaf in dict.fromkeys(leaves) if sources.must_wait(leaf)]
 
     def forward(weights: Tree, x: jax.Array, constants: Tree) -> tuple[jax.Array, list[jax.Array]]:
         output, *found = jex.jaxpr_as_fun(traced)(*jax.tree.leaves((weights, x, constants)))
-        by_atom = {
-            leaf.output: value for leaf, value in zip(leaves, found, strict=True) if leaf.is_stored
-        }
-        return output, [by_atom[atom] for atom in stored]
+        values = dict(zip(leaves, found, strict=True))
+        return output, [values[leaf] for leaf in stored]
 
     def backward(
         weights: Tree, saved: list[jax.Array], constants: Tree, cotangent: jax.Array
     ) -> tuple[Tree, jax.Array]:
-        known = [*jax.tree.leaves(weights), None, *jax.tree.leaves(constants)]
-        values = dict(zip(stored, saved, strict=True))
-        values |= {
-            leaf.output: flat.constant(leaf.constant)
-            for leaf in leaves
-            if leaf.constant is not None
-        }
-        pullback = jax.tree.unflatten(structure[-1], [leaf.value(known, values) for leaf in leaves])
+        known = [*jax.tree.leaves(weights), *saved, *jax.tree.leaves(constants)]
+        values = flat.environment([*sources.weights, *stored, *sources.constants], known)
+        flat.run(sorted(flat.needed([leaf for leaf in leaves if leaf not in values])), values)
+        pullback = jax.tree.unflatten(structure[-1], [values[leaf] for leaf in leaves])
         return pullback(cotangent)
 
     output, saved = forward(weights, x, constants)
-    _check_no_weights(saved, weights)
     kept = tuple(Kept.of(jax.typeof(leaf)) for leaf in saved)
     pieces = Differentiated(forward, backward, _whole, _whole, kept, ())
     return _with_halves(pieces, weights, saved, constants, output) if halves else pieces
 
 
 @dataclass(frozen=True)
-class _Leaf:
-    """One array of the pullback: at hand anyway, the same always, or stored."""
+class _Sources:
+    """Where the values of a layer's forward come from, by their numbers in the flat program."""
 
-    output: Any
-    known: int | None = None
-    """Position among the arguments, when it is one that a backward slot has."""
-    constant: int | None = None
-    """Its number in the flat program, when it depends on no argument, as zeros do that a mask
-    leaves behind."""
+    flat: Flat
+    weights: list[int]
+    x: int
+    constants: list[int]
 
     @classmethod
-    def of(cls, atom: Any, traced: jex.ClosedJaxpr, weights: Tree, constant: int | None) -> _Leaf:
-        if isinstance(atom, jex.Literal):
-            return cls(atom)
-        if atom not in traced.jaxpr.invars:
-            return cls(atom, constant=constant)
-        place = traced.jaxpr.invars.index(atom)
-        is_input = place == len(jax.tree.leaves(weights))
-        return cls(atom, None if is_input else place)
+    def of(cls, flat: Flat, num_weights: int) -> _Sources:
+        weights, (x, *constants) = flat.inputs[:num_weights], flat.inputs[num_weights:]
+        return cls(flat, weights, x, constants)
 
-    @property
-    def is_stored(self) -> bool:
-        at_hand = self.known is not None or self.constant is not None
-        return not at_hand and not isinstance(self.output, jex.Literal)
+    def must_wait(self, value: int) -> bool:
+        """Whether a value has to be kept from the forward slot to the backward slot.
 
-    def value(self, known: list[Any], stored: dict[Any, jax.Array]) -> Any:
-        if isinstance(self.output, jex.Literal):
-            return self.output.val
-        return stored[self.output] if self.known is None else known[self.known]
+        Inputs other than `x` are at hand there. What follows from weights without `x` is computed
+        again, however dear: kept, it would take its room in every slot, and be the same in all of
+        them. So is what depends on nothing, as zeros do that a mask leaves behind. What follows
+        from the microbatch's own arrays alone waits: it is another one in each slot.
+        """
+        sources = self.flat.sources(value)
+        if self.x in sources:
+            return True
+        return bool(sources) and sources.isdisjoint(self.weights) and value not in self.constants
 
 
 def _with_halves(
@@ -203,10 +191,3 @@ def _with_halves(
 
 def _whole(*_: Any) -> Any:
     raise AssertionError("this layer's backward was not cut in two")
-
-
-def _check_no_weights(saved: list[jax.Array], weights: Tree) -> None:
-    """A weight that changed on its way into the layer would be kept in every slot."""
-    matrices = {leaf.shape for leaf in jax.tree.leaves(weights) if leaf.ndim > 1}
-    found = [leaf.shape for leaf in saved if leaf.shape in matrices]
-    assert not found, f"a slot would hold a weight of shape {found[0]}"

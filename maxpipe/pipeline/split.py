@@ -10,6 +10,7 @@ Source: partitioning the backward's jaxpr is JaxPP's way to zero-bubble schedule
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -152,16 +153,10 @@ class Flat:
                 stack += self.equations[equation][1]
         return found
 
-    def is_constant(self, value: int) -> bool:
-        """Whether a value depends on no input."""
-        sources = [number for index in self.needed([value]) for number in self.equations[index][1]]
-        return not {value, *sources}.intersection(self.inputs)
-
-    def constant(self, value: int) -> Any:
-        """A value that depends on no input, computed here."""
-        env = self.environment((), ())
-        self.run(sorted(self.needed([value])), env)
-        return env[value]
+    def sources(self, value: int) -> set[int]:
+        """Inputs that a value depends on."""
+        read = {number for index in self.needed([value]) for number in self.equations[index][1]}
+        return {value, *read}.intersection(self.inputs)
 
     def environment(self, names: Sequence[int], values: Arrays) -> dict[int, Any]:
         """Values by number, constants included."""
@@ -193,6 +188,7 @@ def _inner_program(equation: jex.JaxprEqn) -> tuple[Any, Sequence[Any]] | None:
 
 
 _UNBOUNDED = 2**31 - 1
+"""The flow's numbers have 32 bits: the bytes of a whole program are scaled down to stay below."""
 
 
 def _cut(
@@ -210,11 +206,12 @@ def _cut(
     if not wanted:
         return [], []
     source, sink = 2 * len(flat.aval), 2 * len(flat.aval) + 1
+    unit = 1 + sum(map(_bytes, flat.aval)) // _UNBOUNDED
     edges: dict[tuple[int, int], int] = {}
     stack, seen = list(wanted), set(wanted)
     while stack:
         value = stack.pop()
-        edges[2 * value, 2 * value + 1] = _width(flat.aval[value])
+        edges[2 * value, 2 * value + 1] = max(1, _bytes(flat.aval[value]) // unit)
         equation = flat.producer.get(value)
         if equation is None or flat.equations[equation][0].primitive.name in _DEAR:
             edges[source, 2 * value] = _UNBOUNDED
@@ -239,10 +236,8 @@ def _cut(
     return kept, again
 
 
-def _width(aval: Any) -> int:
-    # Scaled down so that sums of a whole program fit the flow's 32 bits.
-    size = int(np.prod(aval.shape)) * np.dtype(aval.dtype).itemsize
-    return max(1, size // 256)
+def _bytes(aval: Any) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def _between(flat: Flat, kept: Sequence[int], wanted: set[int], known: set[int]) -> list[int]:

@@ -37,8 +37,7 @@ from maxpipe.pipeline.table import Ring
 from maxpipe.pipeline.weights import WHOLE, LayerWeights
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.cost import Model, cost
-from maxpipe.plan.search import schedule_of
-from maxpipe.plan.sizes import BYTES, Sizes
+from maxpipe.plan.sizes import BYTES, Sizes, schedule_of
 from maxpipe.plan.topology import at_hand, placed
 from maxpipe.sharding import AxisRules
 from maxpipe.train.step import Steps, keep_of

@@ -26,7 +26,7 @@ from maxpipe.pipeline.table import Schedule
 from maxpipe.plan.advice import ROOM
 from maxpipe.plan.cost import Cost, cost
 from maxpipe.plan.memory import Memory, memory
-from maxpipe.plan.sizes import Sizes
+from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.words import counted
 
 AXES = ("stage", "data", "fsdp", "tensor")
@@ -136,19 +136,6 @@ def evaluate(config: Config, hardware: Hardware) -> Found:
     sizes, schedule = Sizes(config), schedule_of(config)
     held = memory(sizes, schedule, platform=hardware.platform)
     return Found(config, schedule, held, cost(sizes, schedule, hardware, held))
-
-
-def schedule_of(config: Config) -> Schedule:
-    """The table of a config whose mesh is resolved."""
-    pipeline = config.pipeline
-    return build(
-        pipeline.schedule,
-        stages=Sizes(config).stages,
-        repeats=pipeline.repeats,
-        microbatches=pipeline.microbatches,
-        group=pipeline.group,
-        delayed=pipeline.delayed_forwarding,
-    )
 
 
 # Candidates.

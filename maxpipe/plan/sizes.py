@@ -16,6 +16,8 @@ from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import Config, ModelConfig
 from maxpipe.model.count import scored_pairs
 from maxpipe.pipeline.cut import balanced_cut
+from maxpipe.pipeline.schedule import build
+from maxpipe.pipeline.table import Schedule
 
 Dims = tuple[tuple[int, str], ...]
 """Sizes of an array's dims and their logical axes."""
@@ -240,7 +242,7 @@ class Sizes:
         wide = 4 * self.activation + tokens * (4 + 2 * model.head_size + 2 * heads)
         named = self._named
         narrow = 4 * self.activation + 3 * named["gate"] + 2 * named["key"] + 2 * named["query"]
-        return 4 * wide + size * (narrow + 2 * model.d_model) + scores * (1 + 4 + size)
+        return 4 * wide + size * narrow + scores * (1 + 4 + size)
 
     def deferred_bytes(self) -> float:
         """What one layer's weight gradients wait for."""
@@ -250,3 +252,16 @@ class Sizes:
         if self.config.pipeline.remat == "none":
             return size * (8 * self.activation + 3 * named["gate"] + both)
         return size * (5 * self.activation + 4 * named["gate"] + both + norms)
+
+
+def schedule_of(config: Config) -> Schedule:
+    """The table of a config whose mesh is resolved."""
+    pipeline = config.pipeline
+    return build(
+        pipeline.schedule,
+        stages=Sizes(config).stages,
+        repeats=pipeline.repeats,
+        microbatches=pipeline.microbatches,
+        group=pipeline.group,
+        delayed=pipeline.delayed_forwarding,
+    )

@@ -55,12 +55,25 @@ def initial(config: GuardConfig, facts: Mapping[str, Any] | None = None) -> Guar
 
 
 def judge(
-    config: GuardConfig, mesh: Mesh, state: GuardState, loss: jax.Array, grad_norm: jax.Array
+    config: GuardConfig,
+    mesh: Mesh,
+    state: GuardState,
+    loss: jax.Array,
+    grad_norm: jax.Array,
+    finite: Tree = (),
+    specs: Tree = (),
 ) -> tuple[jax.Array, GuardState]:
-    """(whether the update is taken, what to remember); the answer is one for all devices."""
+    """(whether the update is taken, what to remember); the answer is one for all devices.
+
+    `finite` says of each entry of each parameter whether the update leaves it finite, divided over
+    the mesh as `specs` say: where it does not, nothing is updated.
+    """
     seen = jnp.stack([loss, grad_norm]).astype(jnp.float32)
     broken, spike = _anywhere(
-        mesh, jnp.stack([~jnp.isfinite(seen).all(), _is_spike(config, state.recent, seen)])
+        mesh,
+        jnp.stack([~jnp.isfinite(seen).all(), _is_spike(config, state.recent, seen)]),
+        finite,
+        specs,
     )
     spike = spike & ~broken
     taken = ~broken & ~(spike & (config.on_spike != "note"))
@@ -72,11 +85,10 @@ def judge(
 def unless_bad(taken: jax.Array | bool, new: Tree, old: Tree) -> Tree:
     """`new` where the update is taken, else `old`.
 
-    An entry that overflows although the gradient was finite stays as it was, too. The choice, entry
-    by entry, is fused into the arithmetic that makes `new`: where `old` has no other reader
-    afterwards, no second copy is held.
+    The choice, entry by entry, is fused into the arithmetic that makes `new`: where `old` has no
+    other reader afterwards, no second copy is held.
     """
-    return jax.tree.map(lambda new, old: jnp.where(taken & jnp.isfinite(new), new, old), new, old)
+    return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
 
 
 def _is_spike(config: GuardConfig, recent: jax.Array, seen: jax.Array) -> jax.Array:
@@ -91,20 +103,23 @@ def _is_spike(config: GuardConfig, recent: jax.Array, seen: jax.Array) -> jax.Ar
     return ((2 * count >= window) & (seen > limit)).any()
 
 
-def _anywhere(mesh: Mesh, flags: jax.Array) -> jax.Array:
-    """Flags that are up on any device, on every device.
+def _anywhere(mesh: Mesh, flags: jax.Array, finite: Tree, specs: Tree) -> jax.Array:
+    """(broken, spike) that are up on any device, on every device.
 
-    All devices compute the same numbers, unless one of them computes or remembers wrongly: then
-    they still have to decide alike, or processes would wait for each other forever.
+    A device looks at its own part of `finite`. Of all else devices compute the same numbers,
+    unless one of them computes or remembers wrongly: then they still have to decide alike, or
+    processes would wait for each other forever.
     """
+
+    def largest(flags: jax.Array, finite: Tree) -> jax.Array:
+        broken = ~jnp.array([leaf.all() for leaf in jax.tree.leaves(finite)], bool).all()
+        flags |= jnp.stack([broken, jnp.zeros_like(broken)])
+        return flags if mesh.size == 1 else jax.lax.pmax(flags.astype(jnp.int32), AXES)
+
     if mesh.size == 1:
-        return flags
-
-    def largest(flags: jax.Array) -> jax.Array:
-        return jax.lax.pmax(flags.astype(jnp.int32), AXES)
-
+        return largest(flags, finite)
     everywhere = PartitionSpec()
     agree = jax.shard_map(
-        largest, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
+        largest, mesh=mesh, in_specs=(everywhere, specs), out_specs=everywhere, check_vma=False
     )
-    return agree(flags).astype(bool)
+    return agree(flags, finite).astype(bool)

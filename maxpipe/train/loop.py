@@ -24,6 +24,7 @@ from maxpipe.hardware import peak_flops
 from maxpipe.model.count import train_flops_per_token
 from maxpipe.phases import DATA, EVAL, LOOP, SAVE, STEP, Phases
 from maxpipe.telemetry import Console
+from maxpipe.train.room import explained
 from maxpipe.train.run import Run, fit_to_devices, set_up, shared_facts
 from maxpipe.train.watch import RollBack
 from maxpipe.words import counted
@@ -54,9 +55,10 @@ def train(loaded: Loaded) -> int:
         loaded = fit_to_devices(loaded)
         console = stack.enter_context(Console(config.log.progress, process_index=link.index))
         link.say, link.tell = console.warn, console.tell
-        run = set_up(loaded, console, link, phases, stack)
-        with phases.enter(LOOP):
-            _run_loop(run)
+        with explained(loaded.config):
+            run = set_up(loaded, console, link, phases, stack)
+            with phases.enter(LOOP):
+                _run_loop(run)
     return ExitCode.DONE
 
 

@@ -44,16 +44,31 @@ def build_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with clipping by the norm of the whole gradient.
 
-    `decayed` is a tree of bools: which parameters decay. `update` takes `taken`, a bool: unless it
-    is true the state stays as it is, and the updates mean nothing.
+    `decayed` is a tree of bools: which parameters decay. `update` takes `norm`, that of the whole
+    gradient if it is known, and `taken`, a bool: unless it is true the state stays as it is, and
+    the updates mean nothing.
     """
-    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
+    clip = _clip(config.clip_norm) if config.clip_norm else optax.identity()
     return optax.chain(
         clip,
         _scale_by_adam(config.beta1, config.beta2, config.epsilon),
         optax.add_decayed_weights(config.weight_decay, decayed),
         _if_taken(optax.scale_by_learning_rate(learning_rate(config, total_steps))),
     )
+
+
+def _clip(limit: float) -> optax.GradientTransformationExtraArgs:
+    """optax's clipping, bit for bit, by a norm that is known already."""
+
+    def update(
+        updates: Tree, state: Tree, params: Tree = None, *, norm: Any = None, **_: Any
+    ) -> tuple[Tree, Tree]:
+        norm = optax.tree.norm(updates) if norm is None else norm
+        within = norm < limit
+        clip = lambda leaf: jnp.where(within, leaf, leaf / norm.astype(leaf.dtype) * limit)  # noqa: E731
+        return jax.tree.map(clip, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def _scale_by_adam(

@@ -44,6 +44,7 @@ from maxpipe.train import pictures
 from maxpipe.train.build import batches, datasets_of, steps_of
 from maxpipe.train.replicas import explain
 from maxpipe.train.resume import OWN_KEYS, OWN_SECTIONS, Start, restore_or_init
+from maxpipe.train.room import check_forecast, check_program
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
 from maxpipe.train.watch import Watch
@@ -177,6 +178,7 @@ def set_up(
     config = loaded.config
     run_dir, process = run_folder(config.run), link.index
     length = total_steps(config.train)
+    check_forecast(config, console.warn)
     check_writable(run_dir, WRITTEN_FILES)
     locks = _locks(config, stack) if process == 0 else []
     for lock in locks:
@@ -276,6 +278,7 @@ def _programs(
     else:
         with console.stage("compiling train step"):
             train_step = steps.compile_train()
+        check_program(config, train_step, console.warn)
     if config.eval.batches and datasets.validation is not None:
         with console.stage("compiling eval step"):
             eval_step = steps.compile_eval(config.eval.batch_size)

@@ -9,9 +9,10 @@ Source: the idea of one call that partitions a model is Pax's.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -275,11 +276,11 @@ class Steps:
             key = jax.random.fold_in(self._key(_DROPOUT), state.step)
         loss, gradients = self.engine.value_and_grad(self.train_schedule)(state.params, batch, key)
         norm = optax.tree.norm(gradients)
-        taken, guard = judge(self.guard, self.partition.mesh, state.guard, loss, norm)
-        updates, optimizer = self.optimizer.update(
-            gradients, state.optimizer, state.params, taken=taken
+        finite, specs = self._stays_finite(gradients, norm, state), self.partition.specs
+        taken, guard = judge(
+            self.guard, self.partition.mesh, state.guard, loss, norm, finite, specs
         )
-        params = unless_bad(taken, optax.apply_updates(state.params, updates), state.params)
+        params, optimizer = self._updated(gradients, norm, state.params, state.optimizer, taken)
         metrics = {
             "train/loss": loss,
             "train/grad_norm": norm,
@@ -289,6 +290,34 @@ class Steps:
         if self.guard.spike_sigmas:
             metrics["train/spikes"] = guard.spikes
         return TrainState(state.step + 1, params, optimizer, guard), metrics
+
+    def _updated(
+        self,
+        gradients: Tree,
+        norm: jax.Array,
+        params: Tree,
+        optimizer: Tree,
+        taken: jax.Array | bool,
+    ) -> tuple[Tree, Tree]:
+        """(parameters, optimizer state) after the update, or as they were."""
+        updates, new = self.optimizer.update(gradients, optimizer, params, norm=norm, taken=taken)
+        return unless_bad(taken, optax.apply_updates(params, updates), params), new
+
+    def _stays_finite(self, gradients: Tree, norm: jax.Array, state: TrainState) -> Tree:
+        """For each entry of each parameter, whether the update leaves it and its moments finite.
+
+        The barrier keeps this arithmetic apart from that of the update itself. Both are fused, one
+        into a reduction, the other into writes in place. Shared, the new state would stand in
+        memory beside the old one until the verdict.
+        """
+        given = jax.lax.optimization_barrier((gradients, norm, state.params, state.optimizer))
+        params, optimizer = self._updated(*given, taken=True)
+        # One expression for all three: where each is reduced by itself, XLA keeps what they share.
+        return jax.tree.map(
+            lambda *entries: reduce(operator.and_, map(jnp.isfinite, entries)),
+            params,
+            *moments(optimizer).values(),
+        )
 
     def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:
         loss, targets = self.engine.loss(schedule)(params, batch, None)

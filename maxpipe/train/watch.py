@@ -8,6 +8,7 @@ decides as one that was never interrupted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,9 +82,8 @@ class Watch:
         self._skipped, self._spikes = skipped, spikes
         self._in_row = self._in_row + 1 if was_skipped else 0
         if was_skipped or is_spike:
-            self._decide(
-                step, is_spike, float(metrics["train/loss"]), float(metrics["train/grad_norm"])
-            )
+            names = ("train/loss", "train/grad_norm", "train/lr")
+            self._decide(step, is_spike, *(float(metrics[name]) for name in names))
 
     def went_back(self, bad_step: int, step: int, facts: Mapping[str, Any] | None) -> None:
         """The run is after `step` again, with these facts; the batches in between are left out."""
@@ -95,7 +95,9 @@ class Watch:
             f"back from step {bad_step} to {step}, and on without the batches in between"
         )
 
-    def _decide(self, step: int, is_spike: bool, loss: float, grad_norm: float) -> None:
+    def _decide(
+        self, step: int, is_spike: bool, loss: float, grad_norm: float, rate: float
+    ) -> None:
         config = self._config
         action = config.on_spike if is_spike else config.bad_steps
         refusal = self._refusal(action)
@@ -105,11 +107,14 @@ class Watch:
             step=step,
             loss=loss,
             grad_norm=grad_norm,
+            rate=rate,
             action="stop" if refusal else action,
             batch=batch,
             **self._loader.ids(batch),
         )
         numbers = f"loss {loss:.4g}, gradient norm {grad_norm:.4g}"
+        if not is_spike and math.isfinite(loss) and math.isfinite(grad_norm):
+            numbers += f", learning rate {rate:.4g}: the update is not finite"
         if refusal:
             rule, remedy = refusal
             raise NumbersError(f"{self._run_dir}: step {step}: {numbers}\n  {rule}\n  {remedy}")

@@ -148,9 +148,9 @@ def test_a_range_is_explained_and_its_action_works(key: str):
     bound = BOUNDS[key]
     assert bound.holds(bound.example)
     assert bound.low_is_inside == bound.holds(bound.low)
-    outside = [int(bound.low) - 1]
+    outside: list[float] = [int(bound.low) - 1]
     if bound.high != float("inf"):
-        outside.append(int(bound.high) + 1)
+        outside.append(bound.high * 2 if bound.high > 1e9 else int(bound.high) + 1)
     for value in outside:
         [problem] = [p for p in problems([f"{key}={value}"]) if p.where.endswith(key)]
         assert problem.given == str(value if KEYS[key] is int else float(value))
@@ -158,6 +158,23 @@ def test_a_range_is_explained_and_its_action_works(key: str):
         assert bound.key in suggestion(problem)
         after = problems([suggestion(problem)])
         assert not [p for p in after if "must be " + str(bound) in p.rule]
+
+
+@pytest.mark.fault("N7")
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(f"optim.learning_rate={rate}" for rate in ("1e308", "3.5e38", "inf", "nan", "1e-46")),
+        "optim.learning_rate=1e-37 optim.warmup_steps=1000",
+        "optim.epsilon=1e-50",
+        "optim.weight_decay=1e39",
+        "optim.clip_norm=inf",
+        "model.norm_epsilon=1e-46",
+    ],
+)
+def test_numbers_that_float32_does_not_have_are_refused(value: str):
+    key = value.partition("=")[0]
+    assert [p for p in problems(value.split()) if p.where.endswith(key)]
 
 
 def test_every_number_has_a_range():

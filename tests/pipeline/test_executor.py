@@ -46,11 +46,10 @@ def plain_gradients(decoder: Decoder, batch: Any, key: jax.Array | None) -> tupl
 
 def check_gradients(case: Case) -> None:
     """The engine's loss and gradients equal automatic differentiation of the plain loop."""
-    rows = 2 * case.microbatches * case.fsdp * case.data
-    steps = steps_of(case, rows)
+    steps = steps_of(case, case.rows)
     parts = steps.partition
     key = jax.random.key(7) if case.dropout else None
-    batch: Any = batch_of(rows)
+    batch: Any = batch_of(case.rows, case=case)
     plain, wanted_loss, wanted = plain_gradients(parts.decoder, batch, key)
     run = steps.engine.value_and_grad(steps.train_schedule)
 
@@ -109,6 +108,9 @@ SHAPES = [
     Case(4, 2, 3, schedule="dualpipe_v", layers=10, dropout=0.3, remat="names"),
     Case(8, 1, 8, schedule="zb_h1", layers=8),
     Case(8, 2, 9, schedule="zb_v", layers=17, remat="names"),
+    # Every dim has the same size: what is a weight and what is not is told by the data flow alone.
+    Case(4, 1, 4, fsdp=2, layers=4, alike=4),
+    Case(2, 2, 4, schedule="zb_v", layers=4, alike=4, remat="none"),
 ]
 
 

@@ -156,10 +156,38 @@ def test_keeping_names_saves_their_matmuls() -> None:
     assert none < names
 
 
-def test_a_weight_that_would_be_kept_in_every_slot_is_noticed() -> None:
-    def scaled(weights: Any, x: jax.Array, constants: Any) -> jax.Array:
-        return jnp.sin(x @ (2 * weights["w"]))
+SIZE = 4
+DERIVED: dict[str, Any] = {
+    "scaled": lambda w, ids: 2 * w,
+    "narrow": lambda w, ids: w.astype(jnp.bfloat16).astype(jnp.float32),
+    "turned": lambda w, ids: w.T,
+    "normalised": lambda w, ids: w / jnp.linalg.norm(w, axis=0),
+    "product": lambda w, ids: w @ w.T,
+    "jitted": lambda w, ids: jax.jit(jnp.sin)(w),
+    "picked": lambda w, ids: jnp.sin(w)[ids],
+}
 
-    weights = {"w": jnp.ones((128, 128))}
-    with pytest.raises(AssertionError, match=r"a weight of shape \(128, 128\)"):
-        differentiate(scaled, Keep("none"), weights, jnp.ones((3, 128)), (), halves=False)
+
+@pytest.mark.parametrize("name", DERIVED)
+@pytest.mark.parametrize("halves", [False, True])
+def test_what_follows_from_weights_is_never_kept(name: str, halves: bool) -> None:
+    """Where all shapes are alike: a slot keeps what follows from the input, and nothing else."""
+
+    def layer(weights: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
+        return jnp.sin(x @ DERIVED[name](weights["w"], ids)) * jnp.cos(ids.astype(jnp.float32))
+
+    weights, x = (jax.random.normal(jax.random.key(n), (SIZE, SIZE)) for n in (1, 2))
+    arguments = {"w": weights}, x, jnp.arange(SIZE)[::-1]
+    pieces = differentiate(layer, Keep("none"), *arguments, halves=halves)
+    output, saved = pieces.forward(*arguments)
+    other_x = pieces.forward(arguments[0], x + 1, arguments[2])[1]
+    other_weights = pieces.forward({"w": weights + 1}, x, arguments[2])[1]
+    assert saved
+    for leaf, by_x, by_weights in zip(saved, other_x, other_weights, strict=True):
+        assert (leaf != by_x).any() or (leaf == by_weights).all()
+    wanted, pullback = jax.vjp(lambda w, x: layer(w, x, arguments[2]), *arguments[:2])
+    found = pieces.backward(arguments[0], saved, arguments[2], output)
+    for a, b in zip(
+        jax.tree.leaves((wanted, pullback(output))), jax.tree.leaves((output, found)), strict=True
+    ):
+        assert np.abs(a - b).max() <= 1e-6 * np.abs(a).max()

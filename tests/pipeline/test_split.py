@@ -99,8 +99,16 @@ def test_an_output_of_the_first_part_may_be_kept_as_well() -> None:
     assert nothing.kept == () and nothing.second([], [])[0].tolist() == [1, 1, 1]
 
 
-def test_values_that_depend_on_nothing_are_found_and_made() -> None:
-    inner = jax.jit(lambda x: (2 * x, jnp.broadcast_to(jnp.float32(3), x.shape)))
-    flat = Flat(jax.make_jaxpr(lambda x: (*inner(x), x))(jnp.ones(4)))
-    assert [flat.is_constant(value) for value in flat.outputs] == [False, True, False]
-    assert flat.constant(flat.outputs[1]).tolist() == [3.0] * 4
+def test_the_inputs_that_a_value_depends_on_are_found() -> None:
+    inner = jax.jit(lambda x, y: (2 * x, jnp.broadcast_to(jnp.float32(3), x.shape), x + y))
+    flat = Flat(jax.make_jaxpr(lambda x, y: (*inner(x, y), y))(jnp.ones(4), jnp.ones(4)))
+    x, y = flat.inputs
+    assert [flat.sources(value) for value in flat.outputs] == [{x}, set(), {x, y}, {y}]
+
+
+def test_values_are_made_of_what_is_given() -> None:
+    flat = Flat(jax.make_jaxpr(lambda x, y: (3 * x, x + y, jnp.ones(4)))(jnp.ones(4), jnp.ones(4)))
+    triple, _, ones = flat.outputs
+    values = flat.environment(flat.inputs[:1], [jnp.full(4, 2.0)])
+    flat.run(sorted(flat.needed([triple, ones])), values)
+    assert values[triple].tolist() == [6.0] * 4 and values[ones].tolist() == [1.0] * 4

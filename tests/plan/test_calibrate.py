@@ -22,8 +22,7 @@ from maxpipe.plan import calibrate
 from maxpipe.plan.calibrate import Measured, applied, step_of
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.cost import Model, cost
-from maxpipe.plan.search import schedule_of
-from maxpipe.plan.sizes import Sizes
+from maxpipe.plan.sizes import Sizes, schedule_of
 
 NUM_DEVICES = 4
 T = TypeVar("T")

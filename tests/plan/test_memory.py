@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+import yaml
 
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
 from maxpipe.mesh import AXES
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.memory import buffers, memory, state
-from maxpipe.plan.search import schedule_of
-from maxpipe.plan.sizes import Sizes, layer_weights
+from maxpipe.plan.sizes import Sizes, layer_weights, schedule_of
 from maxpipe.train.step import Steps
 from tests.cases import buffer_bytes
+
+ROOT = Path(__file__).parents[2]
 
 MODEL = {
     "num_layers": 12,
@@ -96,6 +99,13 @@ CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
 ]
 
 
+def check_buffers(config: Config, steps: Steps) -> None:
+    """What is predicted of each buffer is what the engine makes."""
+    found = buffer_bytes(steps)
+    for name, size in buffers(Sizes(config), steps.train_schedule).items():
+        assert size == found[name], name
+
+
 @pytest.mark.parametrize(("model", "mesh", "pipeline"), CASES)
 def test_buffers_and_state_are_those_of_the_engine(
     model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
@@ -103,15 +113,76 @@ def test_buffers_and_state_are_those_of_the_engine(
     config = config_of(model, mesh, pipeline)
     steps, sizes = steps_of(config), Sizes(config)
     if "ici_tensor" not in mesh:  # how buffers lie along it is the compiler's choice
-        found = buffer_bytes(steps)
-        for name, size in buffers(sizes, steps.train_schedule).items():
-            assert size == found[name], name
+        check_buffers(config, steps)
     shards = jax.tree.map(
         lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
         steps.abstract_state,
         steps.state_sharding,
     )
     assert state(sizes)["state"] == pytest.approx(sum(jax.tree.leaves(shards)), abs=64)
+
+
+def small_config(random: np.random.Generator) -> Config:
+    """Sizes out of a handful of numbers, so that many of them are the same."""
+    pick = lambda *values: values[random.integers(len(values))]  # noqa: E731
+    stages, fsdp, heads = pick(1, 2, 4), pick(1, 2), pick(1, 2, 4)
+    schedule = pick("interleaved", "1f1b", "gpipe", "circular", "zb_h1", "zb_v")
+    repeats = 2 if schedule == "zb_v" else pick(1, 2) if schedule in ("interleaved",) else 1
+    microbatches = pick(stages, 2 * stages)
+    return from_dict(
+        {
+            "model": {
+                "num_layers": 2 * stages * repeats,
+                "d_model": pick(2, 4),
+                "num_heads": heads,
+                "num_kv_heads": pick(1, heads),
+                "head_size": pick(2, 4),
+                "d_mlp": pick(2, 4),
+                "vocab_size": pick(259, 260),
+                "compute_dtype": pick("float32", "bfloat16"),
+                "tied_embeddings": pick(False, True),
+            },
+            "mesh": {"ici_stage": stages, "ici_fsdp": fsdp},
+            "pipeline": {
+                "schedule": schedule,
+                "repeats": repeats,
+                "microbatches": microbatches,
+                "weight_gather": pick("iteration", "visit", "step"),
+                "remat": pick("full", "chunk", "names", "none"),
+            },
+            "train": {
+                "batch_size": pick(1, 2, 4) * microbatches * fsdp,
+                "sequence_length": pick(2, 4),
+                "steps": 1,
+            },
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 12), pytest.param(12, 200, marks=pytest.mark.faults)]
+)
+def test_no_shape_is_taken_for_another(first: int, count: int) -> None:
+    """Whatever sizes coincide, each buffer holds what is predicted, and no weight is in a slot."""
+    for seed in range(first, first + count):
+        config = small_config(np.random.default_rng(seed))
+        try:
+            check_buffers(config, steps_of(config))
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {config}") from error
+
+
+def test_activations_of_a_weights_shape() -> None:
+    """In the first example, cut so that a microbatch has the shape of attention's last weight."""
+    text = (ROOT / "configs/quickstart.yml").read_text(encoding="utf-8")
+    sections = yaml.safe_load(text)
+    sections["train"] |= {"sequence_length": 32, "batch_size": 64}
+    for remat in ("full", "none"):
+        config = from_dict(sections | {"pipeline": sections["pipeline"] | {"remat": remat}})
+        model, train = config.model, config.train
+        rows = Sizes(config).rows
+        assert (rows, train.sequence_length) == (model.num_heads, model.head_size)
+        check_buffers(config, steps_of(config))
 
 
 def test_parameters_are_those_of_the_model() -> None:

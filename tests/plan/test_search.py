@@ -17,8 +17,8 @@ from maxpipe.errors import ConfigError
 from maxpipe.hardware import shipped
 from maxpipe.plan.cost import cost
 from maxpipe.plan.plan import best_layouts, fixed_keys, forecast, layout
-from maxpipe.plan.search import _seconds, candidates, evaluate, schedule_of, short_schedules
-from maxpipe.plan.sizes import Sizes
+from maxpipe.plan.search import _seconds, candidates, evaluate, short_schedules
+from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.plan.topology import parse
 
 LAYERS = {

@@ -16,6 +16,7 @@ from maxpipe.config.schema import GuardConfig, MeshConfig
 from maxpipe.mesh import build_mesh
 from maxpipe.train import optim, step
 from maxpipe.train.guard import GuardState, initial, judge, unless_bad
+from maxpipe.train.optim import moments
 from maxpipe.train.state import TrainState
 from tests.cases import Case, batch_of, steps_of
 
@@ -99,13 +100,18 @@ def test_another_window_keeps_the_newest_steps() -> None:
     assert initial(GuardConfig(), state.facts()).recent.shape == (2, 0)
 
 
-def test_an_entry_that_overflows_stays_as_it_was() -> None:
-    new = {"w": jnp.array([1.0, INF, NAN, 4.0]), "count": jnp.int32(5)}
-    old = {"w": jnp.zeros(4), "count": jnp.int32(4)}
-    found = unless_bad(jnp.array(True), new, old)
-    assert found["w"].tolist() == [1.0, 0.0, 0.0, 4.0] and int(found["count"]) == 5
+def test_one_number_that_is_not_finite_holds_back_the_whole_update() -> None:
+    mesh = build_mesh(MeshConfig(), jax.devices()[:1])
+    one = jnp.float32(1)
+    decide = jax.jit(
+        lambda finite: judge(GuardConfig(), mesh, initial(GuardConfig()), one, one, finite)
+    )
+    good, bad = jnp.ones(4, bool), jnp.array([True, True, False, True])
+    assert [bool(decide([good, each])[0]) for each in (good, bad)] == [True, False]
+    new, old = {"w": jnp.arange(4.0), "count": jnp.int32(5)}, {"w": jnp.ones(4), "count": 4}
+    assert unless_bad(jnp.array(True), new, old)["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
     found = unless_bad(jnp.array(False), new, old)
-    assert found["w"].tolist() == [0.0] * 4 and int(found["count"]) == 4
+    assert found["w"].tolist() == [1.0] * 4 and int(found["count"]) == 4
 
 
 # --- the step --------------------------------------------------------------------------------
@@ -213,6 +219,27 @@ def test_an_infinite_parameter_stops_all_updates_and_spoils_no_other(
     assert (int(state.step), int(state.guard.skipped)) == (2, 2)
 
 
+@pytest.mark.parametrize("place", ["params", "mu", "nu"])
+@pytest.mark.fault("N6")
+def test_an_update_that_overflows_on_one_device_is_a_bad_step(
+    place: str, steps: step.Steps, compiled: Any, on_host: TrainState
+) -> None:
+    """Loss and gradients are finite; one entry of what the update would leave is not."""
+    host = jax.tree.map(np.array, on_host)
+    numbers = moments(host.optimizer)
+    if place == "params":  # a finite moment, over the root of nothing
+        numbers["mu"]["embedding"][0, 0] = np.finfo(np.float32).max
+        numbers["nu"]["embedding"][0, 0] = 0
+    else:
+        numbers[place]["embedding"][0, 0] = INF
+    state = jax.device_put(host, steps.state_sharding)
+    before = bits((state.params, state.optimizer))
+    state, metrics = compiled(state, placed(steps, 0))
+    assert np.isfinite([float(metrics["train/loss"]), float(metrics["train/grad_norm"])]).all()
+    assert bits((state.params, state.optimizer)) == before
+    assert [int(shard.data) for shard in state.guard.skipped.addressable_shards] == [1] * 8
+
+
 def test_the_guard_takes_no_memory(
     steps: step.Steps, compiled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +247,8 @@ def test_the_guard_takes_no_memory(
     guarded = compiled.memory_analysis()
     for module in (step, optim):
         monkeypatch.setattr(module, "unless_bad", lambda taken, new, old: new)
+    monkeypatch.setattr(step.Steps, "_stays_finite", lambda *_: ())
+    monkeypatch.setattr(step, "judge", lambda *given: judge(*given[:5]))
     plain = dataclasses.replace(steps).compile_train().memory_analysis()
     assert guarded.temp_size_in_bytes <= plain.temp_size_in_bytes + 64
     assert guarded.alias_size_in_bytes == plain.alias_size_in_bytes

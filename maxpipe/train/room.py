@@ -1,0 +1,167 @@
+"""Whether a run fits the memory that is here: asked before anything is filled or compiled.
+
+A forecast that is well above what there is refuses the run; one that is near only warns. What the
+compiler says of the program is asked next. An allocator that refuses all the same is explained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxpipe.config.schema import Config
+from maxpipe.errors import ConfigError
+from maxpipe.hardware import of_device
+from maxpipe.plan.advice import ROOM, gib, largest
+from maxpipe.plan.memory import Memory, memory
+from maxpipe.plan.sizes import Sizes, schedule_of
+
+SURE = 1.2
+"""A forecast of so many times the memory is not wrong enough for the run to fit."""
+_KEY = "runtime.memory_check"
+_OVERRIDE = f"{_KEY}=warn starts it anyway"
+_CONTROL_GROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def check_forecast(config: Config, warn: Callable[[str], None]) -> None:
+    """Compares what the train step is predicted to take with what the devices here have.
+
+    Raises:
+        ConfigError: it surely does not fit.
+    """
+    predicted = _predicted(config)
+    _check(config, predicted.total, predicted, "the train step is predicted to take", SURE, warn)
+
+
+def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) -> None:
+    """The same of what the compiler says of the compiled step.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    said = compiled.memory_analysis()
+    if said is None or jax.local_devices()[0].platform == "tpu":
+        return  # the compiler for TPUs has refused what does not fit
+    outputs = said.output_size_in_bytes - said.alias_size_in_bytes
+    needed = said.argument_size_in_bytes + outputs + said.temp_size_in_bytes
+    predicted = _predicted(config)
+    _check(config, needed, predicted, "the compiled train step takes", 1.0, warn)
+
+
+@contextlib.contextmanager
+def explained(config: Config) -> Iterator[None]:
+    """An allocator that refuses memory inside is a mistake in the config, said in its words."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _refused(config, error) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator refused, of the host or of a device."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def device_memory(device: Any) -> float | None:
+    """Bytes that programs can have on a device, None where nobody says so.
+
+    Virtual CPU devices share what is left of the host's memory.
+    """
+    if device.platform == "cpu":
+        left = host_memory()
+        return None if left is None else left / len(jax.local_devices())
+    stats = device.memory_stats() or {}
+    if limit := stats.get("bytes_limit"):
+        return float(limit)
+    known = of_device(device.device_kind)
+    return known and known.memory_bytes
+
+
+def host_memory(
+    meminfo: str = "/proc/meminfo", groups: tuple[tuple[str, str], ...] = _CONTROL_GROUPS
+) -> float | None:
+    """Bytes that this process can still have: of the host, its control group, and its own limit."""
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        lines = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path(meminfo).read_text(), re.MULTILINE))
+        found.append(1024.0 * (int(lines["MemAvailable"]) + int(lines.get("SwapFree", 0))))
+    for limit, used in groups:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+            found.append(float(int(Path(limit).read_text()) - int(Path(used).read_text())))
+    found += [left for left in [_left_of_address_space()] if left is not None]
+    return max(0.0, min(found)) if found else None
+
+
+def _left_of_address_space() -> float | None:
+    """Under `ulimit -v`."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        return float(limit - pages * resource.getpagesize())
+    return None
+
+
+def _check(
+    config: Config,
+    needed: float,
+    predicted: Memory,
+    words: str,
+    sure: float,
+    warn: Callable[[str], None],
+) -> None:
+    device = jax.local_devices()[0]
+    there = device_memory(device)
+    if there is None or needed <= ROOM * there:
+        return
+    what = f"{words} {gib(needed)} on each device, which has {gib(there)}"
+    if device.platform == "cpu":
+        count = len(jax.local_devices())
+        what += f", its part of the {gib(count * there)} that this host has left for {count}"
+    terms = f"Largest, as predicted:\n{largest(predicted.terms)}"
+    if needed <= sure * there or config.runtime.memory_check == "warn":
+        warn(f"memory: {what}: it may not fit. {terms}")
+        return
+    raise ConfigError.one(
+        "memory",
+        None,
+        f"{what}. {terms}",
+        f"Change one of these keys: `maxpipe plan` says what each takes; {_OVERRIDE}.",
+    )
+
+
+def _predicted(config: Config) -> Memory:
+    platform = jax.local_devices()[0].platform
+    return memory(Sizes(config), schedule_of(config), platform=platform)
+
+
+def _refused(config: Config, error: BaseException) -> ConfigError:
+    """What was asked for, what there is, and which keys take less."""
+    asked = (str(error).splitlines() or [""])[0][:300] or "no more memory"
+    device = jax.local_devices()[0]
+    of_host = isinstance(error, MemoryError) or device.platform == "cpu"
+    there = host_memory() if of_host else device_memory(device)
+    whose = "this host has" if of_host else f"a device ({device.device_kind}) has"
+    has = "" if there is None else f"; {whose} {gib(there)}{' left' if of_host else ''}"
+    listed = largest(_predicted(config).terms)
+    return ConfigError.one(
+        "memory",
+        None,
+        f"ran out: {asked}{has}. The train step takes on each device, as predicted:\n{listed}",
+        "Change one of these keys, or use a machine with more memory.",
+    )
