@@ -39,7 +39,7 @@ from maxpipe.model.count import num_params
 from maxpipe.phases import DATA, LOOP, STEP, Phases
 from maxpipe.plan.calibrate import medians, step_of
 from maxpipe.plan.compile import build_steps
-from maxpipe.telemetry import EventLog
+from maxpipe.telemetry.records import EventLog
 from maxpipe.train.step import Steps
 
 ROUNDS, PAIRS = 3, 60

@@ -16,7 +16,7 @@ from typing import Any, NotRequired, TypedDict
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.files import full, records
 from maxpipe.phases import DATA, EVAL, LOOP, SAVE, SET_UP, STEP
-from maxpipe.telemetry import duration
+from maxpipe.telemetry.console import duration
 
 PRODUCTIVE, REDONE, DOWN, UNKNOWN = "productive", "redone", "down", "unknown"
 CAUSES = {

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe import metrics
 from maxpipe.cli import main
 from maxpipe.plan.advice import TERMS
+from maxpipe.telemetry import metrics
 
 TESTS = Path(__file__).parent
 DOCS = TESTS.parent / "docs"

@@ -23,7 +23,7 @@ from maxpipe.errors import ExitCode
 from maxpipe.hardware import peak_flops
 from maxpipe.model.count import train_flops_per_token
 from maxpipe.phases import DATA, EVAL, LOOP, SAVE, STEP, Phases
-from maxpipe.telemetry import Console
+from maxpipe.telemetry.console import Console
 from maxpipe.train.room import explained
 from maxpipe.train.run import Run, fit_to_devices, set_up, shared_facts
 from maxpipe.train.watch import RollBack

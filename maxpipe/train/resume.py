@@ -25,7 +25,7 @@ from maxpipe.config.rules import shown
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, compare
 from maxpipe.errors import ConfigError, Problem, StorageError
-from maxpipe.telemetry import Console
+from maxpipe.telemetry.console import Console
 from maxpipe.train.guard import initial
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 import maxpipe
-from maxpipe import board, files, redact
+from maxpipe import files, redact
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, local_folder
 from maxpipe.checkpoint.place import home, run_folder
@@ -39,7 +39,9 @@ from maxpipe.model.count import num_params
 from maxpipe.phases import COMPILE, DATA_SET_UP, RESTORE, Phases
 from maxpipe.pipeline.pictures import drawing as timeline
 from maxpipe.pipeline.table import Schedule
-from maxpipe.telemetry import Console, EventLog, MetricWriter
+from maxpipe.telemetry import board
+from maxpipe.telemetry.console import Console
+from maxpipe.telemetry.records import EventLog, MetricWriter
 from maxpipe.train import pictures
 from maxpipe.train.build import batches, datasets_of, steps_of
 from maxpipe.train.replicas import explain
@@ -203,14 +205,7 @@ def set_up(
         begin = restore()
     first = int(begin.state.step)
     phases.progress(first)
-    if first > length:
-        raise ConfigError.one(
-            where("train.steps" if config.train.steps else "train.tokens", loaded.origins),
-            config.train.steps or config.train.tokens,
-            f"is {counted(length, 'step')}; must be at least {first}, the step that this "
-            "run starts from.",
-            f"Set train.steps={first} or more, or run.name to a new name.",
-        )
+    _must_not_be_over(loaded, first, length)
     console.note(begin.words)
     with phases.enter(COMPILE):
         train_step, eval_step = _programs(config, steps, datasets, console, length - first)
@@ -250,6 +245,19 @@ def set_up(
     )
     stack.callback(lambda: run.writer.close())  # going back opens another one
     return run
+
+
+def _must_not_be_over(loaded: Loaded, first: int, length: int) -> None:
+    """The run's length in steps is at least the step that it starts from."""
+    config = loaded.config
+    if first > length:
+        raise ConfigError.one(
+            where("train.steps" if config.train.steps else "train.tokens", loaded.origins),
+            config.train.steps or config.train.tokens,
+            f"is {counted(length, 'step')}; must be at least {first}, the step that this "
+            "run starts from.",
+            f"Set train.steps={first} or more, or run.name to a new name.",
+        )
 
 
 def _locks(config: Config, stack: contextlib.ExitStack) -> list[RunLock]:

@@ -15,7 +15,8 @@ from typing import Any
 from maxpipe.config.schema import GuardConfig
 from maxpipe.data.loader import Loader
 from maxpipe.errors import NumbersError
-from maxpipe.telemetry import Console, EventLog
+from maxpipe.telemetry.console import Console
+from maxpipe.telemetry.records import EventLog
 
 
 class RollBack(Exception):

@@ -19,7 +19,7 @@ from maxpipe.cli import main
 from maxpipe.errors import MaxpipeError
 from maxpipe.launch.logs import Log
 from maxpipe.launch.restart import newest_step
-from maxpipe.telemetry import EventLog, MetricWriter
+from maxpipe.telemetry.records import EventLog, MetricWriter
 
 Capture = pytest.CaptureFixture[str]
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import logging
 import os
@@ -12,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe import telemetry
-from maxpipe.telemetry import Console, EventLog, MetricWriter
+from maxpipe.telemetry import records
+from maxpipe.telemetry.records import EventLog, MetricWriter
 
 
 def _records(path: Path) -> list[dict[str, object]]:
@@ -98,7 +97,7 @@ def test_full_disk_loses_records_not_the_run(tmp_path: Path, full_disk, caplog):
 @pytest.mark.fault("O1")
 def test_a_warning_returns_after_a_minute(tmp_path: Path, full_disk, caplog, monkeypatch):
     now = 1000.0
-    monkeypatch.setattr(telemetry.time, "monotonic", lambda: now)
+    monkeypatch.setattr(records.time, "monotonic", lambda: now)
     writer = MetricWriter(tmp_path, tensorboard=False, resume_step=0)
     full_disk(True)
     writer.write(1, {"train/loss": 1.0})
@@ -202,146 +201,9 @@ def test_events_are_kept_over_restarts(tmp_path: Path):
     assert (last["where"], last["seconds"], last["parts"]) == (str(tmp_path), None, [1, None])
 
 
-# --- console -----------------------------------------------------------------
-
-METRICS = {
-    "train/loss": 2.34561,
-    "train/lr": 3e-4,
-    "perf/step_s": 0.5,
-    "perf/data_wait_s": 0.005,
-    "perf/tokens_per_s": 12_345.0,
-    "perf/tflops_per_device": 3.21,
-}
-
-
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_plain_lines(monkeypatch: pytest.MonkeyPatch):
-    now = 0.0
-    monkeypatch.setattr(telemetry.time, "monotonic", lambda: now)
-    stream = io.StringIO()
-    with Console("auto", stream=stream) as console:
-        console.banner([("run", "runs/tiny"), ("parameters", "1.2M [float32]")])
-        with console.stage("compiling train step"):
-            now += 12.3
-        console.begin(110, 600)
-        now += 1.3
-        console.step(120, METRICS)
-        console.note("saved step 120")
-        now += 1.1
-        console.step(130, {"eval/loss": 2.5, "perf/mfu": 0.4123})
-    assert stream.getvalue().splitlines() == [
-        "run         runs/tiny",
-        "parameters  1.2M [float32]",
-        "compiling train step ...",
-        "compiling train step: 12.3s",
-        "step   120/600  loss 2.3456  12.3k tokens/s  3.2 TFLOP/s/device  data wait 1%  eta 1m02s",
-        "saved step 120",
-        "step   130/600  eval loss 2.5000  MFU 41.2%  eta 56.4s",
-    ]
-
-
-def test_a_stage_that_fails_says_so():
-    stream = io.StringIO()
-    with (
-        pytest.raises(RuntimeError, match="boom"),
-        Console("plain", stream=stream) as console,
-        console.stage("restoring"),
-    ):
-        raise RuntimeError("boom")
-    assert stream.getvalue().splitlines()[1].startswith("restoring: failed after 0.")
-
-
-def test_live_view_shows_metrics_stage_and_progress(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    stream = _Terminal()
-    with Console("auto", stream=stream) as console:
-        console.banner([("run", "runs/tiny [1]")])
-        with console.stage("compiling train step"):
-            assert console._view is not None and console._view._live is not None
-            console._view._live.refresh()
-        console.begin(0, 600)
-        console.step(120, METRICS)
-        logging.getLogger("orbax").warning("slow disk")
-    shown = stream.getvalue()
-    for text in (
-        "runs/tiny [1]",
-        "compiling train step ... 00:00",
-        "compiling train step: 0.0s",
-        "loss 2.3456",
-        "12.3k tokens/s",
-        "step 120/600",
-        "warning: orbax: slow disk",
-    ):
-        assert text in shown
-
-
-def test_dumb_terminals_get_plain_lines(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TERM", "dumb")
-    stream = _Terminal()
-    with Console("auto", stream=stream) as console:
-        console.note("hello")
-    assert stream.getvalue() == "hello\n"
-
-
-def test_only_warnings_of_other_processes_are_shown():
-    stream = io.StringIO()
-    with Console("live", process_index=3, stream=stream) as console:
-        console.banner([("run", "x")])
-        console.begin(0, 10)
-        console.step(1, METRICS)
-        with console.stage("saving"):
-            logging.getLogger("maxpipe").warning("disk is slow")
-    assert stream.getvalue() == "[process 3] warning: disk is slow\n"
-
-
-def test_library_chatter_stays_off_the_console():
-    from absl import logging as absl_logging
-
-    stream = io.StringIO()
-    root = logging.getLogger()
-    handlers = list(root.handlers)
-    with Console("plain", stream=stream):
-        absl_logging.info("saving checkpoint")
-        logging.getLogger("jax._src.dispatch").info("compiling")
-        absl_logging.warning("slow %s", "store")
-        logging.getLogger("maxpipe.data.sources").info("indexing: %d %%", 40)
-    assert stream.getvalue() == "warning: absl: slow store\nindexing: 40 %\n"
-    assert root.handlers == handlers
-
-
-def test_a_vanished_terminal_does_not_end_the_run():
-    class Gone(io.StringIO):
-        def write(self, _: str) -> int:
-            raise OSError(errno.EIO, "Input/output error")
-
-    for stream in (Gone(), io.StringIO()):
-        console = Console("plain", stream=stream)
-        if type(stream) is io.StringIO:
-            stream.close()
-        console.begin(0, 10)
-        console.step(1, METRICS)
-        console.close()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.04, "0.0s"), (59.96, "1m00s"), (62, "1m02s"), (3600, "1h00m"), (90_000, "1d01h")],
-)
-def test_durations(seconds: float, text: str):
-    assert telemetry.duration(seconds) == text
-
-
-# --- peak FLOP/s ---------------------------------------------------------------
-
-
 def test_importing_telemetry_is_cheap():
     code = (
-        "import sys, maxpipe.telemetry; "
+        "import sys, maxpipe.telemetry.console, maxpipe.telemetry.records; "
         "print([m for m in ('jax', 'tensorboard', 'rich', 'numpy', 'absl') if m in sys.modules])"
     )
     run = subprocess.run(
@@ -349,6 +211,6 @@ def test_importing_telemetry_is_cheap():
         capture_output=True,
         text=True,
         check=True,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
     )
     assert run.stdout.strip() == "[]"

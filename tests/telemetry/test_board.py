@@ -16,13 +16,13 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from maxpipe import board
 from maxpipe.cli import main
 from maxpipe.commands.board import link
-from maxpipe.metrics import METRICS
 from maxpipe.pipeline.pictures import drawing
 from maxpipe.pipeline.schedule import build
-from maxpipe.telemetry import MetricWriter
+from maxpipe.telemetry import board
+from maxpipe.telemetry.metrics import METRICS
+from maxpipe.telemetry.records import MetricWriter
 from maxpipe.train import pictures
 from maxpipe.train.loop import memory_in_use
 

@@ -11,7 +11,7 @@ from io import BytesIO
 from typing import Any
 
 from maxpipe.canvas import Canvas
-from maxpipe.metrics import CHARTS
+from maxpipe.telemetry.metrics import CHARTS
 
 
 def charts() -> Any:

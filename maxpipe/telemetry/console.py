@@ -1,0 +1,323 @@
+"""The console of a run: all text that a person sees while it lasts.
+
+It is given numbers, and cannot stop a run: a closed terminal costs lines, never steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, TextIO
+
+from maxpipe import redact
+
+if TYPE_CHECKING:
+    from rich.console import ConsoleRenderable, RenderableType
+    from rich.live import Live
+
+_log = logging.getLogger("maxpipe")
+
+# Rates are averaged over the last logged steps: long enough to be steady, short
+# enough that a run which slows down shows it.
+_RATE_WINDOW = 20
+
+
+class Console:
+    """All text a person sees while a run lasts.
+
+    `live` draws a view that is updated in place, `plain` prints lines, `auto`
+    takes `live` on a terminal only. Process 0 speaks; of the others only
+    warnings are shown, with the process named. While it is open it also shows log
+    records: maxpipe's own from INFO, those of libraries from WARNING.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["auto", "live", "plain"] = "auto",
+        *,
+        process_index: int = 0,
+        stream: TextIO | None = None,
+    ):
+        self._stream = sys.stdout if stream is None else stream
+        self._process_index = process_index
+        if mode == "auto":
+            mode = "live" if _is_terminal(self._stream) else "plain"
+        self._view = _LiveView(self._stream) if mode == "live" and process_index == 0 else None
+        self._progress = _Progress()
+        self._restore_logs = _show_logs(self)
+
+    def banner(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Print the facts of the run, one `(name, value)` per line."""
+        width = max((len(name) for name, _ in rows), default=0)
+        self._print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Show that `name`, e.g. "compiling train step", goes on, and how long it took."""
+        start, name = time.monotonic(), redact.text(name)
+        if self._view is not None:
+            self._view.stage = (name, start)
+            self._view.start()
+        else:
+            self._print(f"{name} ...")
+        outcome = "failed after "
+        try:
+            yield
+            outcome = ""
+        finally:
+            if self._view is not None:
+                self._view.stage = None
+            self._print(f"{name}: {outcome}{duration(time.monotonic() - start)}")
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """Start progress: `step` of `total_steps` are done. Call it once compiling is over."""
+        self._progress = _Progress(step, total_steps)
+        if self._view is not None:
+            self._view.progress = self._progress
+            self._view.start()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of one logged step, by the tags of `metrics.jsonl`."""
+        self._progress.advance(step)
+        if self._view is not None:
+            # A new dict: another thread may be drawing the old one.
+            latest = {tag: float(value) for tag, value in metrics.items()}
+            self._view.metrics = self._view.metrics | latest
+        else:
+            self._print(self._progress.line(metrics))
+
+    def note(self, text: str) -> None:
+        """Print a message between steps."""
+        self._print(text)
+
+    def tell(self, text: str) -> None:
+        """Print a message, on any process."""
+        named = f"[process {self._process_index}] " if self._process_index else ""
+        self._print(f"{named}{text}", every_process=True)
+
+    def warn(self, text: str) -> None:
+        """Print a warning, on any process."""
+        self.tell(f"warning: {text}")
+
+    def close(self) -> None:
+        """Leave the last state of a live view on the screen and stop updating it."""
+        if self._view is not None:
+            self._view.stop()
+        self._restore_logs()
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _print(self, text: str, every_process: bool = False) -> None:
+        if self._process_index != 0 and not every_process:
+            return
+        text = redact.shown(text)
+        # A terminal that went away (EIO, EPIPE, a closed stream) must not end the run.
+        with contextlib.suppress(OSError, ValueError):
+            if self._view is not None:
+                self._view.print(text)
+            else:
+                print(text, file=self._stream, flush=True)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def _show_logs(console: Console) -> Callable[[], None]:
+    """Make `console` the way of log records to the terminal; returns the undo."""
+    # Imported first, or absl would put its own handler back when jax or orbax import it.
+    from absl import logging as absl_logging
+
+    handler = _ConsoleHandler(console)
+    root, absl_handler = logging.getLogger(), absl_logging.get_absl_handler()
+    had_absl_handler, level = absl_handler in root.handlers, _log.level
+
+    def restore() -> None:
+        root.removeHandler(handler)
+        _log.setLevel(level)
+        if had_absl_handler and absl_handler not in root.handlers:
+            root.addHandler(absl_handler)
+
+    _log.setLevel(logging.INFO)
+    root.removeHandler(absl_handler)
+    root.addHandler(handler)
+    return restore
+
+
+class _ConsoleHandler(logging.Handler):
+    def __init__(self, console: Console):
+        super().__init__(logging.INFO)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        ours = record.name.partition(".")[0] == _log.name
+        try:
+            if record.levelno >= logging.WARNING:
+                self._console.warn(("" if ours else f"{record.name}: ") + record.getMessage())
+            elif ours:
+                self._console.note(record.getMessage())
+        except Exception:
+            self.handleError(record)
+
+
+class _Progress:
+    """Where the run is, how fast it goes, and when it will end."""
+
+    def __init__(self, first_step: int = 0, total_steps: int = 0):
+        self.step = first_step
+        self.total_steps = total_steps
+        self._marks = deque([(first_step, time.monotonic())], maxlen=_RATE_WINDOW)
+
+    def advance(self, step: int) -> None:
+        self.step = step
+        self._marks.append((step, time.monotonic()))
+
+    def eta_seconds(self) -> float | None:
+        """Time to the last step; None before two steps were seen or without a known end."""
+        (first, start), (last, end) = self._marks[0], self._marks[-1]
+        if last <= first or self.total_steps <= 0:
+            return None
+        return max(self.total_steps - last, 0) * max(end - start, 0.0) / (last - first)
+
+    def line(self, metrics: Mapping[str, float]) -> str:
+        total = str(self.total_steps) if self.total_steps else ""
+        count = f"{self.step:>{max(len(total), 5)}}" + (f"/{total}" if total else "")
+        parts = [f"step {count}", *(text for _, text in _highlights(metrics))]
+        eta = self.eta_seconds()
+        if eta is not None:
+            parts.append(f"eta {duration(eta)}")
+        return "  ".join(parts)
+
+
+def _highlights(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """The few numbers worth a line, as (tag, text), where `metrics` has them."""
+    forms = {
+        "train/loss": lambda value: f"loss {value:.4f}",
+        "eval/loss": lambda value: f"eval loss {value:.4f}",
+        "perf/tokens_per_s": lambda value: f"{_si(value)} tokens/s",
+        "perf/tflops_per_device": lambda value: f"{_short(value)} TFLOP/s/device",
+        "perf/mfu": lambda value: f"MFU {value:.1%}",
+    }
+    for tag, form in forms.items():
+        if tag in metrics:
+            yield tag, form(float(metrics[tag]))
+    wait, whole = metrics.get("perf/data_wait_s"), metrics.get("perf/step_s")
+    if wait is not None and whole:
+        yield "perf/data_wait_s", f"data wait {wait / whole:.0%}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.2g}"
+
+
+def _si(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def _number(value: float) -> str:
+    return _si(value) if value >= 10_000 else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """As people write it: `1m05s`."""
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours}h{minutes:02d}m"
+    return f"{hours // 24}d{hours % 24:02d}h"
+
+
+class _LiveView:
+    """The part of a terminal that is redrawn: latest metrics, stage, progress bar."""
+
+    def __init__(self, stream: TextIO):
+        from rich.console import Console as RichConsole
+
+        self.stage: tuple[str, float] | None = None
+        self.progress: _Progress | None = None
+        self.metrics: dict[str, float] = {}
+        self._console = RichConsole(
+            file=stream, force_terminal=True, highlight=False, markup=False, emoji=False
+        )
+        self._live: Live | None = None
+
+    def start(self) -> None:
+        from rich.live import Live
+
+        if self._live is None:
+            # Reads the fields above at every redraw, so setting them is enough.
+            self._live = Live(console=self._console, get_renderable=self._draw)
+            with contextlib.suppress(OSError, ValueError):
+                self._live.start()
+
+    def stop(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            if self._live is not None:
+                self._live.stop()
+        self._live = None
+
+    def print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def _draw(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        parts: list[ConsoleRenderable] = []
+        if self.metrics:
+            parts.append(self._draw_metrics())
+        if self.stage is not None:
+            name, start = self.stage
+            minutes, seconds = divmod(int(time.monotonic() - start), 60)
+            parts.append(Text(f"{name} ... {minutes:02d}:{seconds:02d}", style="yellow"))
+        if self.progress is not None:
+            parts.append(self._draw_progress(self.progress))
+        return Group(*parts)
+
+    def _draw_metrics(self) -> ConsoleRenderable:
+        """Every tag of a prefix in one column: train, perf, pipe, eval."""
+        from rich import box
+        from rich.table import Table
+
+        groups: dict[str, list[str]] = {}
+        texts = dict(_highlights(self.metrics))
+        for tag, value in self.metrics.items():
+            prefix, _, name = tag.partition("/")
+            groups.setdefault(prefix, []).append(texts.get(tag, f"{name} {_number(value)}"))
+        table = Table(*groups, box=box.SIMPLE_HEAD)
+        for row in range(max(map(len, groups.values()))):
+            table.add_row(*(rows[row] if row < len(rows) else "" for rows in groups.values()))
+        return table
+
+    def _draw_progress(self, progress: _Progress) -> ConsoleRenderable:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        eta = progress.eta_seconds()
+        total = progress.total_steps
+        line = Table.grid(padding=(0, 1))
+        line.add_row(
+            f"step {progress.step}/{total}" if total else f"step {progress.step}",
+            ProgressBar(total=total or None, completed=progress.step, width=40),
+            "" if eta is None else f"eta {duration(eta)}",
+        )
+        return line

@@ -1,0 +1,314 @@
+"""What a run writes: `metrics.jsonl`, `tensorboard/` and `events.jsonl` of its folder.
+
+Nothing here may stop a run: a full disk costs records, never steps. The run's folder is made by
+whoever starts the run, never here. `ours` is asked before each record: where the folder is not
+the run's any more, nothing is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from io import BytesIO
+from pathlib import Path
+from typing import Any, TypedDict
+
+from maxpipe import files, redact
+from maxpipe.typed import parse
+
+_log = logging.getLogger("maxpipe")
+
+_WARN_EVERY_SECONDS = 60.0
+Ours = Callable[[], bool]
+
+
+def _always() -> bool:
+    return True
+
+
+class _SafeFile:
+    """An append-only file whose failures are warnings, one per minute.
+
+    The file is opened for each record, so that a network file system may come
+    back. A record that fails half-way is cut off again: what was written before
+    and what is written later stays readable. Threads may write one after another.
+    """
+
+    def __init__(self, path: Path, ours: Ours = _always):
+        self.path, self._ours, self._lock = path, ours, threading.Lock()
+        self._warned_at = -math.inf
+
+    def append(self, data: bytes, at: int | None = None) -> int:
+        """Write `data` at offset `at`, or at the end; returns the offset, -1 after a failure.
+
+        With `at`, everything behind that offset is replaced.
+        """
+        if not self._ours():
+            return -1
+        with self.guard(), self._lock:
+            descriptor = files.opened(self.path, os.O_RDWR | os.O_CREAT)
+            try:
+                return _write_at(descriptor, data, at)
+            finally:
+                os.close(descriptor)
+        return -1
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Turn an OSError of the body into at most one warning per minute."""
+        try:
+            yield
+        except OSError as error:
+            now = time.monotonic()
+            if now - self._warned_at >= _WARN_EVERY_SECONDS:
+                self._warned_at = now
+                _log.warning(
+                    "cannot write %s: %s. Training goes on without these records.",
+                    self.path,
+                    error.strerror or error,
+                )
+
+
+def _write_at(descriptor: int, data: bytes, at: int | None) -> int:
+    end = os.lseek(descriptor, 0, os.SEEK_END)
+    start = end if at is None else at
+    written = 0
+    try:
+        while written < len(data):
+            written += os.pwrite(descriptor, data[written:], start + written)
+        if start + written < end:
+            os.ftruncate(descriptor, start + written)
+    except OSError:
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            os.ftruncate(descriptor, start)
+        raise
+    return start
+
+
+def _json_line(record: Mapping[str, object]) -> bytes:
+    return (json.dumps(_json_value(record), allow_nan=False, default=str) + "\n").encode()
+
+
+def _json_value(value: object) -> object:
+    # JSON has no NaN; a record that other tools cannot parse is worth less than a null.
+    if isinstance(value, Mapping):
+        return {str(key): _json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class EventLog:
+    """`events.jsonl`: what happened to a run, over all its restarts.
+
+    Records are `{"time": UTC in ISO 8601, "uptime": seconds, "event": ..., ...}` and never removed;
+    `uptime` is of a clock that nobody sets, from `since`, by default when the log was opened.
+    Only process 0 writes.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        process_index: int = 0,
+        since: float | None = None,
+        ours: Ours = _always,
+    ):
+        self._file = _SafeFile(run_dir / "events.jsonl", ours) if process_index == 0 else None
+        self._since = time.monotonic() if since is None else since
+        if self._file is not None and _ends_inside_a_line(self._file.path):
+            self._file.append(b"\n")
+
+    def write(self, event: str, **fields: object) -> None:
+        """Append one event. Fields that JSON has no form for are written as text."""
+        if self._file is not None:
+            record: dict[str, object] = {"time": _now()}
+            record |= {"uptime": round(time.monotonic() - self._since, 3), "event": event}
+            self._file.append(_json_line(redact.within(record | fields)))
+
+
+def _now() -> str:
+    """UTC in ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _ends_inside_a_line(path: Path) -> bool:
+    try:
+        with open(files.opened(path), "rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:  # missing or empty
+        return False
+
+
+class MetricWriter:
+    """`metrics.jsonl`, one object with its time per logged step, and what TensorBoard shows.
+
+    Records of steps after `resume_step`, the last step in the restored
+    checkpoint, are dropped: they are about to be made again. Numbers that are
+    not finite are `null` in the JSON file. Only process 0 writes.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        tensorboard: bool,
+        resume_step: int,
+        process_index: int = 0,
+        ours: Ours = _always,
+    ):
+        self._file: _SafeFile | None = None
+        self._events: _TensorBoardFile | None = None
+        self._last: tuple[int, int, dict[str, object]] | None = None  # step, offset, record
+        if process_index != 0:
+            return
+        self._file = _SafeFile(run_dir / "metrics.jsonl", ours)
+        with self._file.guard():
+            if not ours():
+                return
+            self._last = _drop_after(self._file.path, resume_step)
+        if tensorboard:
+            self._events = _TensorBoardFile(run_dir / "tensorboard", resume_step, ours)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record `metrics` of `step`; a second call for the same step adds to its record."""
+        if self._file is None:
+            return
+        values = {tag: float(value) for tag, value in metrics.items()}
+        record: dict[str, object] = {"step": step}
+        at = None
+        if self._last is not None and self._last[0] == step:
+            _, at, record = self._last
+        record["time"] = _now()
+        record |= values
+        offset = self._file.append(_json_line(record), at)
+        self._last = None if offset < 0 else (step, offset, record)
+        if self._events is not None:
+            self._events.scalars(step, values)
+
+    def text(self, tag: str, markdown: str) -> None:
+        """Show a text in TensorBoard, e.g. the resolved config."""
+        if self._events is not None:
+            self._events.text(tag, redact.text(markdown))
+
+    def show(self, summary: Callable[[], Any]) -> None:
+        """Show in TensorBoard what this makes; it is not called without TensorBoard."""
+        events = self._events
+        if events is not None:
+            events.summary(summary())
+
+    def close(self) -> None:
+        """Nothing is buffered: safe to skip when a process dies."""
+        self._file = self._events = None
+
+
+class _Record(TypedDict):
+    """A line of `metrics.jsonl`; the other keys are tags."""
+
+    step: int
+
+
+def _drop_after(path: Path, step: int) -> tuple[int, int, dict[str, object]] | None:
+    """Replace the file by one without later steps, doubled steps and torn lines.
+
+    Returns step, offset and content of the last record that is left.
+    """
+    kept: dict[int, tuple[int, int]] = {}
+    """Where the newest record of each step begins and ends."""
+    size = 0
+    try:
+        for offset, line in files.lines(path):
+            with contextlib.suppress(ValueError):
+                recorded = parse(line, _Record)["step"]
+                if recorded <= step and line.endswith(b"\n"):
+                    kept[recorded] = offset, offset + len(line)
+        size = os.path.getsize(path)
+    except FileNotFoundError:
+        return None
+    places = list(kept.values())
+    if sorted(places) != places or sum(end - begin for begin, end in places) != size:
+        places = _keep(path, places)
+    if not kept:
+        return None
+    with open(files.opened(path), "rb") as file:
+        begin, end = places[-1]
+        file.seek(begin)
+        return list(kept)[-1], begin, json.loads(file.read(end - begin))
+
+
+def _keep(path: Path, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Replace the file by these parts of it, in this order; returns where they are then."""
+    beside, moved, offset = path.with_name(path.name + ".new"), [], 0
+    with (
+        open(files.opened(path), "rb") as old,
+        open(files.opened(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as new,
+    ):
+        for begin, end in places:
+            old.seek(begin)
+            new.write(old.read(end - begin))
+            moved.append((offset, offset := offset + end - begin))
+    os.replace(beside, path)
+    return moved
+
+
+class _TensorBoardFile:
+    """One TensorBoard event file, written without TensorFlow and without a thread.
+
+    TensorBoard's `RecordWriter` frames the records. Its `EventFileWriter` is not
+    used: the thread inside dies on a full disk and takes all later records with
+    it, and it imports TensorFlow where that is installed.
+    """
+
+    def __init__(self, folder: Path, resume_step: int, ours: Ours):
+        # 0.4 s to import: paid by a run that writes, not by the command line.
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        # The generated modules define their names at run time; type checkers see none.
+        self._event: Any = event_pb2
+        self._summary: Any = summary_pb2
+        self._tensor: Any = tensor_pb2
+        self._types: Any = types_pb2
+        self._record_writer = RecordWriter
+        name = f"events.out.tfevents.{time.time_ns() // 1000:016d}.{os.getpid()}"
+        self._file = _SafeFile(folder / name, ours)
+        with self._file.guard():
+            folder.mkdir(exist_ok=True)
+        self._write(file_version="brain.Event:2")
+        if resume_step > 0:
+            # Tells TensorBoard to forget what earlier files say from this step on.
+            start = self._event.SessionLog(status=self._event.SessionLog.START)
+            self._write(step=resume_step + 1, session_log=start)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        summary = self._summary.Summary()
+        for tag, value in values.items():
+            summary.value.add(tag=tag, simple_value=value)
+        self._write(step=step, summary=summary)
+
+    def summary(self, summary: Any) -> None:
+        self._write(summary=summary)
+
+    def text(self, tag: str, markdown: str) -> None:
+        metadata = self._summary.SummaryMetadata(
+            plugin_data=self._summary.SummaryMetadata.PluginData(plugin_name="text"),
+            data_class=self._summary.DATA_CLASS_TENSOR,
+        )
+        tensor = self._tensor.TensorProto(
+            dtype=self._types.DT_STRING, string_val=[markdown.encode()]
+        )
+        summary = self._summary.Summary()
+        summary.value.add(tag=tag, metadata=metadata, tensor=tensor)
+        self._write(summary=summary)
+
+    def _write(self, **fields: Any) -> None:
+        record = BytesIO()
+        event = self._event.Event(wall_time=time.time(), **fields)
+        self._record_writer(record).write(event.SerializeToString())
+        self._file.append(record.getvalue())
