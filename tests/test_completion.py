@@ -58,7 +58,7 @@ def test_commands_and_options(ask: Ask):
 
 
 def test_keys_and_their_values(ask: Ask):
-    assert ask("train", "quick.yml", "pipe") == ["pipeline."]
+    assert ask("train", "quick.yml", "pipel") == ["pipeline."]
     assert ask("train", "pipeline.re") == ["pipeline.remat=", "pipeline.repeats="]
     assert ask("train", "pipeline.remat=n") == ["pipeline.remat=names ", "pipeline.remat=none "]
     assert ask("train", "log.tensorboard=") == ["log.tensorboard=false ", "log.tensorboard=true "]
@@ -69,14 +69,16 @@ def test_keys_and_their_values(ask: Ask):
 
 
 def test_files_runs_and_steps(ask: Ask):
-    assert ask("train", "q") == ["quick.yml "] == ask("train", "a.yml", "q")
+    assert ask("train", "quick.") == ["quick.yml "] == ask("train", "a.yml", "quick.")
+    assert ask("train", "q") == ["quick.yml ", "quickstart "]  # the second is shipped
+    assert ask("train", "llama3-8") == ["llama3-8b "] == ask("configs", "copy", "llama3-8")
     assert ask("checkpoints", "list", "") == ["bin/", "quick ", "runs/"]
     assert ask("checkpoints", "list", "runs/") == ["runs/quick/"]
     steps = [f"quick@{step} " for step in ("120", "8", "best", "newest")]
     assert ask("checkpoints", "show", "quick@") == steps
     assert ask("checkpoints", "diff", "quick", "runs/quick@1") == ["runs/quick@120 "]
     assert ask("checkpoints", "list", "quick@") == []  # takes a whole run
-    assert ask("eval", "qu") == ["quick "] and ask("eval", "quick", "qu") == ["quick.yml "]
+    assert ask("eval", "qu") == ["quick "] and ask("eval", "quick", "quick.") == ["quick.yml "]
     assert ask("eval", "--json", "qu") == ["quick "]
     assert ask("train", "checkpoint.restore_from=quick@b") == [
         "checkpoint.restore_from=quick@best "
@@ -113,7 +115,7 @@ def test_answers_load_nothing_heavy():
 
 LINES = {
     "maxpipe checkp": ("", ["checkpoints "]),
-    "maxpipe train quick": ("", ["quick.yml "]),
+    "maxpipe train quick": ("", ["quick.yml ", "quickstart "]),
     "maxpipe train quick.yml pipeline.remat=na": ("pipeline.remat=", ["names "]),
     "maxpipe eval quick@12": ("quick@", ["120 "]),
     "maxpipe checkpoints show runs/quick@": (

@@ -14,6 +14,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from maxpipe import shipped
 from maxpipe.commands.parser import CHECKPOINT, RUN, STEP, Commands, Parser
 from maxpipe.errors import ExitCode
 
@@ -147,9 +148,15 @@ def _values(action: argparse.Action, current: str) -> list[str]:
     if shown == "KEY":
         sections = (f"{section} " for section in _sections())
         return _beginning(current, [*sections, *(f"{key} " for key, _ in _keys())])
+    if shown == "NAME":
+        return _beginning(current, _shipped())
     if shown.endswith("section.key=value"):
-        return [*_assignments(current), *_paths(current, _FILES)]
+        return [*_assignments(current), *_beginning(current, _shipped()), *_paths(current, _FILES)]
     return _paths(current, ())
+
+
+def _shipped() -> Iterator[str]:
+    return (f"{name} " for name in shipped.configs())
 
 
 def _sections() -> dict[str, type]:

@@ -96,8 +96,9 @@ def test_the_compilers_word_is_taken_as_it_is(
 ) -> None:
     compiled: Any = jax.jit(lambda x: (x + 1, x @ x.T)).lower(np.ones((256, 256))).compile()
     said = compiled.memory_analysis()
-    needed = said.argument_size_in_bytes + said.output_size_in_bytes + said.temp_size_in_bytes
-    assert needed >= 3 * 4 * 256 * 256
+    # The arguments are in memory already, and so no part of what a host has left.
+    needed = said.output_size_in_bytes + said.temp_size_in_bytes
+    assert needed >= 2 * 4 * 256 * 256
     monkeypatch.setattr(room, "device_memory", lambda device: needed * 0.99)
     with pytest.raises(ConfigError, match="the compiled train step takes"):
         room.check_program(config, compiled, pytest.fail)
