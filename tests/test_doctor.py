@@ -220,7 +220,7 @@ def test_a_file_server_with_another_time(config: list[str], monkeypatch: pytest.
 
 def test_data_and_tokenizer(config: list[str], tmp_path: Path):
     read, tokens = doctor.data(load(config).config)
-    assert read.text == "text, 1 documents, the first of 18 characters"
+    assert read.text == "text, 1 document, the first of 18 characters"
     assert tokens.text == "bytes, 259 ids, 18 for 18 characters"
     # The tokenizer is looked at without data, and the other way round.
     missing, tokens = doctor.data(load([*config, f"data.path={tmp_path}/none"]).config)

@@ -23,6 +23,7 @@ ATTEMPTS, PAUSE_SECONDS = 3, 1.0
 # Something else is in the place of a file.
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 _CONTENT = (ValueError, LookupError, TypeError, AttributeError, EOFError, NotImplementedError)
+_CONTENT += (RecursionError,)  # of orbax, whose parser follows whatever nests
 # tensorstore raises ValueError for all that goes wrong, and tells what in words.
 _SYSTEM_CALL = re.compile(r"os_error_code='([0-9]+)'")
 _OUTAGE = re.compile(

@@ -129,7 +129,8 @@ def _prune(options: argparse.Namespace) -> int:
             "cannot be used, and it has the rules.",
             "Give the rules: --keep 3, for instance.",
         )
-    return _print(inspect.pruned(run_dir, rules, dry_run=options.dry_run))
+    lines = inspect.pruned(run_dir, rules, dry_run=options.dry_run, elsewhere=options.elsewhere)
+    return _print(lines)
 
 
 def _diff(options: argparse.Namespace) -> int:

@@ -281,10 +281,10 @@ READERS = {
     "a folder": (os, "listdir", FOLDER),
     "the files of a step": (place, "_walk", "/6"),
     "whether there is a manifest": (place, "_stat", "/6/manifest.json"),
-    "the manifest": (type(epath.Path("/")), "read_text", "/6/manifest.json"),
-    "facts": (type(epath.Path("/")), "read_text", "/6/facts"),
+    "the manifest": (place, "opened", "/6/manifest.json"),
+    "facts": (place, "opened", "/6/facts"),
     "shapes": (ocp.StandardCheckpointHandler, "metadata", "/6/state"),
-    "arrays": (ocp.StandardCheckpointHandler, "restore", "/6/state"),
+    "arrays": (ocp.PyTreeCheckpointHandler, "restore", "/6/state"),
 }
 
 
