@@ -50,7 +50,7 @@ KINDS: tuple[Callable[[random.Random], bytes], ...] = (
     lambda chance: _line({"hello": HELLO | {"count": chance.choice([0, 1, 3, -1, 10**30])}}),
     lambda chance: _line({"hello": HELLO}, {"failed": {"code": 0, "text": "\x1b[31m"}}),
     lambda chance: _line({"leave": {"code": 0, "text": "", "stacks": True}}, {"welcome": True}),
-    lambda chance: _mutated(chance, _line({"hello": HELLO}, {"stop": True}, {"bye": True})),
+    lambda chance: _mutated(chance, _line({"hello": HELLO}, {"stop": 75}, {"bye": True})),
     _greeting,
     lambda chance: _greeting(chance)[: chance.randint(1, 39)],
     lambda chance: _mutated(chance, _greeting(chance)),
