@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,11 @@ def write_module(folder: Path, text: str) -> Path:
 
 
 def records(folder: Path) -> dict[int, dict[str, Any]]:
-    """The lines of metrics.jsonl by step, of which each is there once and in order."""
+    """The lines of metrics.jsonl by step, of which each is there once and in order; no times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines]
     assert steps == sorted(set(steps))
+    assert all(datetime.fromisoformat(line.pop("time")).tzinfo == UTC for line in lines)
     return {line["step"]: line for line in lines}
 
 

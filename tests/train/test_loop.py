@@ -78,7 +78,7 @@ def test_metrics_have_the_documented_tags(unbroken: Path):
     assert list(found) == list(range(2, STEPS + 1, 2))
     always = {"step", "train/loss", "train/grad_norm", "train/lr", "train/tokens"}
     always |= {"perf/step_s", "perf/tokens_per_s", "perf/tflops_per_device", "perf/data_wait_s"}
-    always |= {"pipe/bubble_pct", "train/skipped"}
+    always |= {"pipe/bubble_pct", "train/skipped", "memory/host_bytes"}
     evaluated = {"eval/loss", "eval/nats_per_byte"}
     for step, record in found.items():
         assert set(record) == always | (evaluated if step in (12, 24) else set())
@@ -273,7 +273,7 @@ def test_weights_only_are_a_new_start(unbroken: Path, tiny: Path, run: Run, tmp_
     arguments += ("data.validation_fraction=0.3", "optim.schedule=constant")
     output = run("train", *arguments)
     assert "with the weights of teacher@best, step 24" in output
-    assert "warning" not in output, "other data is no surprise in a new run"
+    assert "warning: data" not in output, "other data is no surprise in a new run"
     assert list(records(tmp_path / "next")) == [2, 4]
     assert losses(tmp_path / "next", "train/lr")[2] < 0.01  # warming up again
     assert losses(tmp_path / "next")[2] < losses(unbroken)[2] - 1
@@ -348,7 +348,7 @@ def test_eval_ends_at_the_first_interrupt(unbroken: Path, start: Start):
 MISTAKES = {
     "{}@13": "must be one of the saved steps: 4, 8, 12, 16, 20, 24.",
     "{} train.sequence_length=0": "train.sequence_length",
-    "{} --splits all": "is not an option of this command",
+    "{} --splits all": "is not an option of `maxpipe eval`",
     "{} mesh.ici_stage=3": "must multiply to the number of devices",
     "{} data.validation_fraction=0 eval.batches=0": "--split all",
     "{} data.path=nowhere": "data.path",

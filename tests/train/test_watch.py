@@ -296,6 +296,7 @@ def test_a_copy_that_differs_stops_the_run_before_anything_is_saved(
                 state = state._replace(params=state.params | {"final_norm": {"scale": scale}})
             return state, metrics
 
+        step.memory_analysis = run.memory_analysis  # type: ignore[attr-defined]
         return step
 
     here.train("guard.replica_check_every=3", "train.steps=4")
