@@ -195,6 +195,9 @@ def _way_to_fill(mesh: MeshConfig, sizes: Sizes, topology: Topology) -> str:
     here = f"they multiply to {topology.num_devices}"
     if topology.num_slices > 1:
         here += f", the product of mesh.dcn_* being {topology.num_slices}"
+    if topology.platform == "cpu":  # nobody names a topology to train on one
+        more = f"mesh.cpu_devices={sizes.num_devices} or --topology cpu:{sizes.num_devices}"
+        return f"Set {more}, or sizes of axes so that {here}."
     return f"Set sizes of axes so that {here}, or name a topology of {sizes.num_devices} devices."
 
 
