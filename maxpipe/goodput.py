@@ -174,12 +174,15 @@ def _by_cause(attempts: list[Attempt]) -> dict[str, float]:
             total[phase if phase in total else SET_UP[0]] += seconds
             told += seconds
         for stretch in reversed(attempt.stretches):
+            steps = stretch.last - stretch.first
             counts = min(stretch.last, begun_later) - stretch.first
-            share = max(0.0, counts / max(1, stretch.last - stretch.first))
+            share = max(0.0, counts / steps) if steps else 1.0
             begun_later = min(begun_later, stretch.first)
             for phase, seconds in stretch.seconds.items():
                 told += seconds
-                if phase in (STEP, LOOP):
+                if phase in (STEP, LOOP) and attempt.first == attempt.last:
+                    total[SET_UP[0]] += seconds  # a finished run was started again
+                elif phase in (STEP, LOOP):
                     total[PRODUCTIVE] += share * seconds
                     total[REDONE] += (1 - share) * seconds
                 else:

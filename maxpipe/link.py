@@ -247,17 +247,18 @@ class Link:
             limit = begin + self._limits.init_seconds
             return min(limit, self._asked_at + _GOODBYE_SECONDS) if self._asked_at else limit
 
-        reason = ""
+        reason = _NO_SECRET
         while time.monotonic() < end():
             try:
-                if (key := secret()) is None:
-                    reason = _NO_SECRET
+                if (key := secret()) is None:  # or there no more, since process 0 has left
                     raise ConnectionRefusedError
                 reason = "" if reason == _NO_SECRET else reason
                 wire = reach(address, key, end)
             except OSError as error:
                 if isinstance(error, NotOfThisRun):
                     reason = _OTHER_SECRET
+                elif isinstance(error, socket.gaierror):
+                    reason = f"; no address is known here for that name: {error.strerror}"
                 if time.monotonic() - told > 10:
                     self.say(f"process {self.index} waits for process 0 at {where}{reason}")
                     told = time.monotonic()
@@ -268,7 +269,8 @@ class Link:
             wire.close()
         limit = f"within {self._limits.init_seconds:g} s"
         text = f"process 0 was not found at {where} {limit}{reason}"
-        return Trouble(text, late=True, action=_SAME_SECRET if reason else "")
+        about_secret = reason in (_NO_SECRET, _OTHER_SECRET)
+        return Trouble(text, late=True, action=_SAME_SECRET if about_secret else "")
 
     # What the run asks.
 

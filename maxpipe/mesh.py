@@ -62,14 +62,18 @@ def resolve(config: MeshConfig, devices: Sequence[Device]) -> MeshConfig:
         if rest := next((key for key in _INSIDE if getattr(given, key) == -1), ""):
             raise _nothing_left(given, rest, math.prod(dcn), devices)
         processes = len({device.process_index for device in devices})
+        if kind == "cpu" and total % processes == 0:
+            action = f"Set mesh.cpu_devices={total // processes}, or another size for an axis."
+        elif len(devices) % (total // config.ici_data) == 0:
+            action = "Set mesh.ici_data=-1 to use what is left, or another size for an axis."
+        else:
+            action = f"Set sizes of axes so that they multiply to {len(devices)}."
         raise ConfigError.one(
             "mesh",
             wanted,
             f"must multiply to the number of devices: it is {total}, and there are "
             f"{len(devices)} of kind {kind}.",
-            f"Set mesh.cpu_devices={total // processes}, or another size for an axis."
-            if kind == "cpu" and total % processes == 0
-            else "Set mesh.ici_data=-1 to use what is left, or another size for an axis.",
+            action,
         )
     return config
 

@@ -227,7 +227,12 @@ def _gather(config: RuntimeConfig, link: Link, facts: Mapping[str, str], folder:
                 address, facts, lambda: key or secret.found_in(folder, address[1])
             )
         except OSError as error:
-            trouble = Trouble(f"port {address[1]} cannot be used here: {error.strerror or error}")
+            text = f"port {address[1]} cannot be used here: {error.strerror or error}"
+            action = (
+                "End what listens there, perhaps an earlier start of this run; or name another "
+            )
+            action += "port in runtime.coordinator of every process."
+            trouble = Trouble(text, action=action)
     if trouble:
         raise _not_together(config, trouble)
 

@@ -21,6 +21,7 @@ from maxpipe.errors import ConfigError, StorageError
 VARIABLE = "MAXPIPE_RUN_SECRET"
 FILE_VARIABLE = "MAXPIPE_RUN_SECRET_FILE"
 
+_LEFT = ".secret-"
 _SHORTEST, _LONGEST = 32, 1024
 """Bytes. Whoever sees one greeting can try short secrets out at home."""
 _ACTION = (
@@ -53,13 +54,17 @@ def given(environment: Mapping[str, str] = os.environ) -> bytes | None:
     except OSError as error:
         # The path is not shown: by the variable's name it counts as a secret.
         rule = f"must name a private file that holds the run's secret: {error.strerror or error}."
-        action = "Give its owner alone the right to read it, as `chmod 600` does, on every host."
+        action = "Make it on every host, by `(umask 077; openssl rand -hex 32 > FILE)` and a copy."
+        if isinstance(error, PermissionError):
+            action = (
+                "Let it belong to this user, and nobody else read it (`chmod 600`), on every host."
+            )
         raise ConfigError.one(FILE_VARIABLE, None, rule, action) from error
 
 
 def file_in(folder: Path, port: int) -> Path:
     """Where process 0 leaves a secret for those that come to this port."""
-    return folder / f".secret-{port}"
+    return folder / f"{_LEFT}{port}"
 
 
 @contextlib.contextmanager
@@ -94,6 +99,16 @@ def take_back(folder: Path, port: int) -> None:
     """Removes what was left, if it is there."""
     with contextlib.suppress(OSError):
         file_in(folder, port).unlink()
+
+
+def sweep(folder: Path) -> None:
+    """Removes what processes left that were killed while they waited, at whatever port.
+
+    For who holds the folder's lock: all processes of its run have met.
+    """
+    for path in folder.glob(f"{_LEFT}*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def found_in(folder: Path, port: int) -> bytes | None:

@@ -84,6 +84,21 @@ def test_a_clock_that_was_set_back_takes_no_time_away(killed_once: Path) -> None
     assert "down" not in found.seconds and found.total == pytest.approx(298)
 
 
+def test_a_finished_run_that_is_started_again_does_no_step_again(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.write("begin")
+    ledger.write("start", 4, step=0, seconds={"start": 4})
+    ledger.write("time", 10, step=20, seconds={"step": 10})
+    ledger.write("time", 2, step=20, seconds={"save": 1, "loop": 1})
+    ledger.write("done", step=20)
+    ledger.write("begin")
+    ledger.write("start", 3, step=20, seconds={"start": 3})
+    ledger.write("time", 2, step=20, seconds={"loop": 2})
+    ledger.write("done", step=20)
+    found = goodput.read(tmp_path)
+    assert found.seconds == {"productive": 11, "save": 1, "start": 4 + 3 + 2}
+
+
 def test_steps_before_a_roll_back_do_not_count(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     ledger.write("begin")

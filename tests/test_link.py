@@ -20,6 +20,8 @@ import pytest
 
 from maxpipe import secret
 from maxpipe.hub import FromHub, Hub, Limits, Member, free_port
+from maxpipe.link import Link
+from maxpipe.phases import Phases
 from maxpipe.wire import Wire, reach
 
 ROOT = Path(__file__).parents[1]
@@ -508,6 +510,22 @@ def test_a_hub_that_did_not_come() -> None:
         processes[0].kill()
         codes, _, errors = ends(processes)
     assert codes[1] == 71 and "process 0 was not found at 127.0.0.1:" in errors[1]
+
+
+def test_a_name_that_nobody_knows_is_no_matter_of_the_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor is a secret that is there no more, since process 0 has given up meanwhile."""
+
+    def unknown(*arguments: object, **options: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", unknown)
+    found = iter([b"s" * 32])
+    with Link(Phases(), Limits(init_seconds=0.5), index=1, count=2) as link:
+        trouble = link.gather(("host0", 1), {}, lambda: next(found, None))
+    assert trouble is not None and trouble.late and not trouble.action
+    assert "no address is known here for that name: Name or service not known" in trouble.text
 
 
 def test_other_facts_are_refused_by_name() -> None:

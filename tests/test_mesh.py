@@ -122,8 +122,16 @@ def test_the_action_counts_devices_of_one_process() -> None:
     devices = [FakeDevice("cpu", process_index=process) for process in (0, 0, 1, 1)]
     with pytest.raises(ConfigError, match="Set mesh.cpu_devices=4,"):
         resolve(MeshConfig(ici_stage=8), devices)
-    with pytest.raises(ConfigError, match="Set mesh.ici_data=-1 "):
-        resolve(MeshConfig(ici_stage=3), devices)
+    with pytest.raises(ConfigError, match="so that they multiply to 4"):
+        resolve(MeshConfig(ici_stage=3), devices)  # what is left of 4 is no number
+
+
+def test_what_is_left_is_named_where_it_helps() -> None:
+    devices = fake_devices(1, 8, "gpu")
+    for size in (1, 3):
+        with pytest.raises(ConfigError, match="Set mesh.ici_data=-1 "):
+            resolve(MeshConfig(ici_stage=2, ici_data=size), devices)
+    assert resolve(MeshConfig(ici_stage=2, ici_data=-1), devices).ici_data == 4
 
 
 @pytest.mark.parametrize("given", [{"dcn_data": 4}, {"dcn_stage": 3}, {}])

@@ -46,10 +46,15 @@ def _runs(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _board(options: argparse.Namespace) -> int:
-    folder = Path(options.folder)
+    from maxpipe.checkpoint.address import run_names
+    from maxpipe.config.schema import RunConfig
+
+    folder, runs = Path(options.folder), RunConfig().dir
+    if not folder.is_dir() and options.folder in run_names(runs):
+        folder = Path(runs, options.folder)
     if not folder.is_dir():
         rule = "is no folder of runs."
-        action = "Name run.dir of your runs, or one run's folder; a run makes it when it starts."
+        action = "Name run.dir of your runs, or one run; its folder is made when it starts."
         raise ConfigError.one(f"command line: {options.folder}", None, rule, action)
     with tempfile.TemporaryDirectory(prefix="maxpipe-board-") as name:
         links = Path(name)
@@ -94,7 +99,9 @@ def add(commands: Commands) -> None:
         "are shown, too. Ctrl-C ends it.",
         epilog="example: maxpipe board runs --port 6007",
     )
-    parser.add_argument("folder", metavar="RUNS", nargs="?", default="runs")
+    parser.add_argument(
+        "folder", metavar="RUNS", nargs="?", default="runs", help="a folder of runs, or a run"
+    )
     parser.add_argument("--port", type=integer, metavar="NUMBER", default=6006)
     parser.add_argument("--host", metavar="NAME", default="localhost", help="address to listen on")
     parser.set_defaults(command=_board)

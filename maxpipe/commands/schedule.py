@@ -107,17 +107,26 @@ def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], d
 
 
 def _unknown_schedule(where: str, name: str) -> ConfigError:
+    from maxpipe import shipped
     from maxpipe.config.names import value_meant
+    from maxpipe.config.rules import did_you_mean
     from maxpipe.pipeline.schedule import FILE_PREFIX, SCHEDULES
 
     rule = f"is not a schedule: the schedules are {', '.join(SCHEDULES)} and {FILE_PREFIX}PATH."
-    is_file = name.endswith(".csv")
-    found = value_meant("pipeline.schedule", name, SCHEDULES)
-    guess = found.removeprefix("Set pipeline.schedule=").rstrip(".")
-    if found and guess not in SCHEDULES:
-        return ConfigError.one(where, None, rule, found)
-    guess = f"{FILE_PREFIX}{name}" if is_file else guess or "interleaved"
-    return ConfigError.one(where, None, rule, f"Did you mean `maxpipe schedule {guess}`?")
+    found = value_meant("pipeline.schedule", name, SCHEDULES).removeprefix("Set pipeline.schedule=")
+    guess = found.rstrip(".")
+    if found and guess not in SCHEDULES:  # there is a choice
+        return ConfigError.one(where, None, rule, f"Write {found}")
+    if name.endswith(".csv"):
+        guess = f"{FILE_PREFIX}{name}"
+    elif not guess and "--" not in where:
+        guess = did_you_mean(name, shipped.configs())
+    elif not name:
+        guess = "interleaved"
+    action = (
+        f"Did you mean `maxpipe schedule {guess}`?" if guess else "See `maxpipe schedule --help`."
+    )
+    return ConfigError.one(where, None, rule, action)
 
 
 def _check_alone(options: argparse.Namespace, names: list[str]) -> None:

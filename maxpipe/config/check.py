@@ -8,7 +8,9 @@ devices there are, what a -1 resolves to) is checked where the mesh is built.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import ipaddress
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -494,14 +496,25 @@ def _process_is_one_of_all(config: Config) -> Iterator[Finding]:
         )
 
 
+def _is_host(text: str) -> bool:
+    """Whether it is an IPv4 address, an IPv6 address in brackets, or could be a host's name."""
+    with contextlib.suppress(ValueError):
+        if in_brackets := re.fullmatch(r"\[([0-9A-Fa-f:.]+)\]", text):
+            return ipaddress.ip_address(in_brackets[1]).version == 6
+        return ipaddress.ip_address(text).version == 4
+    # Python's look-up of names raises no OSError for labels of other lengths.
+    label = r"[A-Za-z0-9_-]{1,63}"
+    is_name = re.fullmatch(rf"(?![0-9.]+$){label}(\.{label})*\.?", text)
+    return len(text) <= 253 and is_name is not None
+
+
 @rule("runtime.coordinator", "runtime.num_processes")
 def _coordinator_is_an_address(config: Config) -> Iterator[Finding]:
     processes, address = config.runtime.num_processes, config.runtime.coordinator
     if processes <= 1:
         return
     host, _, port = address.rpartition(":")
-    is_host = re.fullmatch(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]", host)
-    if not is_host or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
+    if not _is_host(host) or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
         yield Finding(
             "runtime.coordinator",
             f"must be host:port of process 0 when runtime.num_processes is {processes}.",

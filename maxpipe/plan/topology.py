@@ -17,7 +17,7 @@ from typing import Any
 from maxpipe.config.check import check, resolved
 from maxpipe.config.load import Loaded
 from maxpipe.config.rules import did_you_mean
-from maxpipe.config.schema import Config, RuntimeConfig
+from maxpipe.config.schema import Config, MeshConfig, RuntimeConfig
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware, known, of_device
 from maxpipe.plan.sizes import Sizes
@@ -187,6 +187,20 @@ def _cube(count: int, num_dims: int) -> tuple[int, ...]:
     return (side, *_cube(count // side, num_dims - 1))
 
 
+def _way_to_fill(mesh: MeshConfig, sizes: Sizes, topology: Topology) -> str:
+    """What to do about a mesh that does not take all devices of a topology."""
+    others = sizes.num_devices // sizes.axes["data"] * mesh.dcn_data  # ici_data aside
+    if others and topology.num_devices % others == 0 and sizes.num_slices == topology.num_slices:
+        return "Set mesh.ici_data=-1 to use what is left, or another size for an axis."
+    here = f"they multiply to {topology.num_devices}"
+    if topology.num_slices > 1:
+        here += f", the product of mesh.dcn_* being {topology.num_slices}"
+    if topology.platform == "cpu":  # nobody names a topology to train on one
+        more = f"mesh.cpu_devices={sizes.num_devices} or --topology cpu:{sizes.num_devices}"
+        return f"Set {more}, or sizes of axes so that {here}."
+    return f"Set sizes of axes so that {here}, or name a topology of {sizes.num_devices} devices."
+
+
 def placed(loaded: Loaded, topology: Topology) -> Config:
     """The config with its mesh resolved for a topology."""
     mesh = resolved(loaded.config.mesh, topology.num_devices, topology.num_slices)
@@ -201,7 +215,7 @@ def placed(loaded: Loaded, topology: Topology) -> Config:
             wanted or "one device",
             f"must multiply to the devices of the topology: it is {sizes.num_devices} in "
             f"{counted(sizes.num_slices, 'slice')}, and there are {topology}.",
-            "Set mesh.ici_data=-1 to use what is left, or another size for an axis.",
+            _way_to_fill(mesh, sizes, topology),
         )
     problems = check(config, loaded.origins)
     if problems:

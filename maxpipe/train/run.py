@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 import maxpipe
-from maxpipe import files, redact
+from maxpipe import files, redact, secret
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, local_folder
 from maxpipe.checkpoint.place import home, run_folder
@@ -269,7 +269,9 @@ def _locks(config: Config, stack: contextlib.ExitStack) -> list[RunLock]:
         locks.append(other)
     if local_dir := config.checkpoint.local_dir:
         locks.append(RunLock(local_folder(local_dir, run_dir), key="checkpoint.local_dir"))
-    return [stack.enter_context(lock) for lock in locks]
+    held = [stack.enter_context(lock) for lock in locks]
+    secret.sweep(run_dir)
+    return held
 
 
 def _programs(

@@ -123,7 +123,11 @@ BROKEN: list[tuple[str, str, str]] = [
     ("runtime.num_processes=2", "runtime.coordinator", "host:port"),
     *(
         (f"runtime.num_processes=2 runtime.coordinator={address}", "runtime.coordinator", "host:p")
-        for address in ("host", "host:", ":1", "host:0", "host:65536", "a b:1", "http://a:1")
+        for address in (
+            *("host", "host:", ":1", "host:0", "host:65536", "a b:1", "http://a:1"),
+            *("a..b:1", ".a:1", f"{64 * 'a'}.com:1", f"{'.'.join(5 * [60 * 'a'])}:1"),
+            *("256.1.1.1:1", "[...]:1", "[abc]:1", "[::1:1", "::1:1", "[1.2.3.4]:1"),
+        )
     ),
 ]
 
@@ -203,7 +207,10 @@ def test_every_number_has_a_range():
         "data.source=synthetic data.validation_fraction=0",
         "data.validation_fraction=0 eval.batches=0",
         "runtime.num_processes=0 runtime.process_id=3",
-        "runtime.num_processes=2 runtime.process_id=1 runtime.coordinator=[::1]:1234",
+        *(
+            f"runtime.num_processes=2 runtime.process_id=1 runtime.coordinator={host}:1234"
+            for host in ("[::1]", "10.0.0.1", "a_b-c.d.", "10-0-0-1.host", 63 * "a")
+        ),
         "run.name=a.b_c-1",
         "run.seed=4294967295",
         "model.dropout=0.99",

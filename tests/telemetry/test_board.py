@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from io import BytesIO
@@ -17,6 +18,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from maxpipe.cli import main
+from maxpipe.commands import board as command
 from maxpipe.commands.board import link
 from maxpipe.pipeline.pictures import drawing
 from maxpipe.pipeline.schedule import build
@@ -140,3 +142,26 @@ def test_memory_of_the_step_is_a_bar_for_each_use() -> None:
 def test_nothing_is_made_without_tensorboard(tmp_path: Path) -> None:
     writer = MetricWriter(tmp_path, tensorboard=False, resume_step=0)
     writer.show(lambda: pytest.fail("was asked"))
+
+
+def test_a_run_is_named_as_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs" / "mine" / "checkpoints").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    shown: list[Path] = []
+
+    def ends(process: object, folder: Path, links: Path) -> int:
+        shown.append(folder)
+        return 0
+
+    monkeypatch.setattr(command, "_watch", ends)
+    monkeypatch.setattr(command.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(command.subprocess, "Popen", lambda _: contextlib.nullcontext(Ended()))
+    assert main(["board", "mine"]) == 0
+    assert main(["board", "runs/mine"]) == 0
+    assert [str(folder) for folder in shown] == ["runs/mine", "runs/mine"]
+
+
+class Ended:
+    """A process that is over."""
+
+    def terminate(self) -> None: ...
