@@ -44,6 +44,7 @@ from maxpipe.checkpoint.place import (
     first_line,
     home,
     home_of,
+    in_bucket,
     reaching,
     remedy,
     try_out,
@@ -544,6 +545,14 @@ def _make_room(folder: Folder, step: int, needed: int) -> None:
 def _unusable(folder: Folder, error: BaseException, what: epath.Path | None = None) -> StorageError:
     newest: list[int] = []
     with contextlib.suppress(OSError, StorageError):
+        if what is not None and not in_bucket(folder.path) and not exists(folder.path):
+            # Started again without it, the run would find nothing and begin at step 0.
+            return StorageError(
+                f"{folder.path}: was moved or deleted while the run was using it\n"
+                f"  {what.name} was not saved, and the checkpoints before it are not there.\n"
+                "  Put the folder back before you start the same command again: without it "
+                "the run starts at step 0."
+            )
         newest = folder.steps()[-1:]
     resumes = f"from step {newest[0]}" if newest else "from its newest complete checkpoint"
     return StorageError(

@@ -426,6 +426,20 @@ IO_ERROR = OSError(5, "Input/output error")
 FULL = OSError(28, "No space left on device")
 
 
+def test_checkpoints_that_were_moved_are_asked_back(tmp_path: Path):
+    """The same command without them starts at step 0, so nothing else may be suggested."""
+    with Checkpoints(tmp_path, CheckpointConfig(every=4, retries=0)) as checkpoints:
+        train(checkpoints, range(1, 5))
+        checkpoints.wait()
+        (tmp_path / FOLDER).rename(tmp_path / "away")
+        with pytest.raises(StorageError) as refused:
+            put(checkpoints, 8, last=True)
+    where, _, action = str(refused.value).splitlines()
+    assert where == f"{tmp_path / FOLDER}: was moved or deleted while the run was using it"
+    assert action.startswith("  Put the folder back before you start the same command again")
+    assert (tmp_path / "away" / "4").is_dir()
+
+
 def test_failure_is_told_at_the_next_step(tmp_path: Path, broken_writes: Any):
     broken_writes(FULL, 9)
     with Checkpoints(tmp_path, CheckpointConfig(every=4)) as checkpoints:
