@@ -1,4 +1,4 @@
-"""Time of a step, foretold: work by a roofline, and what of the traffic nothing hides.
+"""Predicted time of a step: work by a roofline, and the traffic that nothing overlaps.
 
 Stages advance in lockstep through the ticks of the table: in each tick the busiest one counts.
 Messages travel behind the work of a tick; gathers behind as much of a layer as their mode

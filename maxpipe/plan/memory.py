@@ -1,4 +1,4 @@
-"""Memory of one device, foretold from the config alone, term by term.
+"""Memory of one device, predicted from the config alone, term by term.
 
 What the train step holds is counted: state, buffers of the table, sums of gradients. What it
 needs besides at its fullest moment is a sum of arrays that are alive then; `benchmarks/`

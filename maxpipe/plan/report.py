@@ -1,4 +1,4 @@
-"""Reports as text: what a compiler said, and what a plan foretells."""
+"""Reports as text: what a compiler said, and what a plan predicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every legal layout of a run, pruned by memory and ranked by foretold time.
+"""Every legal layout of a run, pruned by memory and ranked by predicted time.
 
 A layout is what does not change the loss curve: mesh axes, stages, repeats, group, microbatches,
 schedule, gathers and remat. Tables are long where there are many microbatches; time and buffers

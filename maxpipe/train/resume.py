@@ -1,4 +1,4 @@
-"""Where a run begins: after its newest checkpoint, from another run, or anew.
+"""Where a run begins: after its newest checkpoint, from another run, or at step 0.
 
 What is read from a checkpoint is checked to fit the config.
 """
