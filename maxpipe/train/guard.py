@@ -9,7 +9,7 @@ Source: measuring loss and gradient norm against recent steps is OLMo's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from maxpipe.config.schema import GuardConfig
 from maxpipe.mesh import AXES
 
 Tree = Any
+Check = Callable[..., tuple[Any, Any]]
 
 
 class GuardState(NamedTuple):
@@ -33,9 +34,12 @@ class GuardState(NamedTuple):
     recent: jax.Array
     """float32 [2, window]: loss and gradient norm of the last updates, the newest last. NaN where
     there was none yet; the window is 0 when no spikes are looked for."""
+    reach: jax.Array
+    """float32 [2]: bounds on the size of any parameter and of any first moment; infinite where
+    they were not measured. See `optim.reach_after`."""
 
     def facts(self) -> dict[str, Any]:
-        """The same as JSON values, for a checkpoint."""
+        """The same as JSON values, for a checkpoint; the reach is measured again."""
         recent = np.asarray(self.recent)
         return {
             "skipped": int(self.skipped),
@@ -51,7 +55,8 @@ def initial(config: GuardConfig, facts: Mapping[str, Any] | None = None) -> Guar
     known = np.asarray(facts["recent"], np.float32)
     recent = np.concatenate([np.full((2, window), np.nan, np.float32), known], axis=1)
     skipped, spikes = (np.asarray(facts[name], np.int32) for name in ("skipped", "spikes"))
-    return GuardState._make((skipped, spikes, recent[:, recent.shape[1] - window :]))
+    reach = np.full(2, np.inf, np.float32)
+    return GuardState._make((skipped, spikes, recent[:, recent.shape[1] - window :], reach))
 
 
 def judge(
@@ -60,26 +65,23 @@ def judge(
     state: GuardState,
     loss: jax.Array,
     grad_norm: jax.Array,
-    finite: Tree = (),
+    check: Check = lambda: (True, np.inf),
+    operands: Tree = (),
     specs: Tree = (),
 ) -> tuple[jax.Array, GuardState]:
     """(whether the update is taken, what to remember); the answer is one for all devices.
 
-    `finite` says of each entry of each parameter whether the update leaves it finite, divided over
-    the mesh as `specs` say: where it does not, nothing is updated.
+    `check` says of a device's part of the operands, divided over the mesh as `specs` say, whether
+    the update leaves it finite, and how far it may reach: where it does not, nothing is updated.
     """
     seen = jnp.stack([loss, grad_norm]).astype(jnp.float32)
-    broken, spike = _anywhere(
-        mesh,
-        jnp.stack([~jnp.isfinite(seen).all(), _is_spike(config, state.recent, seen)]),
-        finite,
-        specs,
-    )
+    flags = jnp.stack([~jnp.isfinite(seen).all(), _is_spike(config, state.recent, seen)])
+    broken, spike, reach = _anywhere(mesh, flags, check, operands, specs)
     spike = spike & ~broken
     taken = ~broken & ~(spike & (config.on_spike != "note"))
     newer = jnp.concatenate([state.recent, seen[:, None]], axis=1)[:, 1:]
-    recent = jnp.where(taken, newer, state.recent)
-    return taken, GuardState(state.skipped + ~taken, state.spikes + spike, recent)
+    recent, reach = unless_bad(taken, (newer, reach), (state.recent, state.reach))
+    return taken, GuardState(state.skipped + ~taken, state.spikes + spike, recent, reach)
 
 
 def unless_bad(taken: jax.Array | bool, new: Tree, old: Tree) -> Tree:
@@ -103,23 +105,26 @@ def _is_spike(config: GuardConfig, recent: jax.Array, seen: jax.Array) -> jax.Ar
     return ((2 * count >= window) & (seen > limit)).any()
 
 
-def _anywhere(mesh: Mesh, flags: jax.Array, finite: Tree, specs: Tree) -> jax.Array:
-    """(broken, spike) that are up on any device, on every device.
+def _anywhere(
+    mesh: Mesh, flags: jax.Array, check: Check, operands: Tree, specs: Tree
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(broken, spike, reach): the largest of all devices, on every device.
 
-    A device looks at its own part of `finite`. Of all else devices compute the same numbers,
+    A device looks at its own part of the operands. Of all else devices compute the same numbers,
     unless one of them computes or remembers wrongly: then they still have to decide alike, or
     processes would wait for each other forever.
     """
 
-    def largest(flags: jax.Array, finite: Tree) -> jax.Array:
-        broken = ~jnp.array([leaf.all() for leaf in jax.tree.leaves(finite)], bool).all()
-        flags |= jnp.stack([broken, jnp.zeros_like(broken)])
-        return flags if mesh.size == 1 else jax.lax.pmax(flags.astype(jnp.int32), AXES)
+    def largest(flags: jax.Array, operands: Tree) -> jax.Array:
+        finite, reach = check(*operands)
+        broken, spike = flags.at[0].set(flags[0] | ~jnp.asarray(finite))
+        mine = jnp.stack([broken, spike, *jnp.broadcast_to(reach, 2)]).astype(jnp.float32)
+        return mine if mesh.size == 1 else jax.lax.pmax(mine, AXES)
 
-    if mesh.size == 1:
-        return largest(flags, finite)
-    everywhere = PartitionSpec()
-    agree = jax.shard_map(
-        largest, mesh=mesh, in_specs=(everywhere, specs), out_specs=everywhere, check_vma=False
-    )
-    return agree(flags, finite).astype(bool)
+    if mesh.size > 1:
+        everywhere = PartitionSpec()
+        largest = jax.shard_map(
+            largest, mesh=mesh, in_specs=(everywhere, specs), out_specs=everywhere, check_vma=False
+        )
+    found = largest(flags, operands)
+    return found[0] > 0, found[1] > 0, found[2:]

@@ -13,6 +13,9 @@ from maxpipe.train.guard import unless_bad
 
 Tree = Any
 
+_ROUNDED = 1.05
+"""How much larger rounding makes a result: some steps of bfloat16, each at most 1/256."""
+
 
 def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
     """Learning rate by step: a warm-up, then the configured shape until `total_steps`."""
@@ -37,6 +40,37 @@ def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
     # The first step already moves: rate peak/warmup, not 0.
     rise = optax.linear_schedule(peak / config.warmup_steps, peak, max(1, config.warmup_steps - 1))
     return optax.join_schedules([rise, shape], [config.warmup_steps])
+
+
+def reach_after(
+    config: OptimConfig, reach: jax.Array, norm: jax.Array, rate: jax.Array
+) -> jax.Array:
+    """A bound on what `build_optimizer`'s update leaves, without looking at it.
+
+    Args:
+        config: the optimizer's.
+        reach: float32 [2]: bounds on the size of any parameter and of any first moment before.
+        norm: of the whole gradient, unclipped.
+        rate: the learning rate.
+
+    Returns:
+        The same after the update; infinite where something might not stay finite. Far above what
+        is there, as the root of a second moment may be 0: it says only what cannot overflow.
+
+    No entry of the gradient is larger than the norm, and moments are means of such entries. The
+    second ones are means of squares whose sum did not overflow when the norm was taken.
+    """
+    params, moment = reach
+    gradient = jnp.minimum(norm, config.clip_norm) if config.clip_norm else norm
+    moment = _ROUNDED * (config.beta1 * moment + (1 - config.beta1) * gradient)
+    corrected = moment / (1 - config.beta1)
+    update = corrected / config.epsilon + config.weight_decay * params
+    params = _ROUNDED * (params + jnp.abs(rate) * update)
+    bounds = jnp.stack([params, moment]).astype(jnp.float32)
+    # Smaller numbers may be rounded to 0, as divisors or beside 1.
+    is_bounded = config.epsilon > 1e-30 and max(config.beta1, config.beta2) < 1 - 1e-6
+    within = jnp.maximum(jnp.maximum(params, corrected), update) < 1e37
+    return jnp.where(is_bounded & within, bounds, jnp.inf)
 
 
 def build_optimizer(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from pathlib import Path
@@ -43,7 +43,13 @@ from maxpipe.pipeline.table import Schedule
 from maxpipe.runtime import compiler_options
 from maxpipe.sharding import BATCH_SPEC, AxisRules
 from maxpipe.train.guard import GuardState, initial, judge, unless_bad
-from maxpipe.train.optim import build_optimizer, learning_rate, moments, with_moments
+from maxpipe.train.optim import (
+    build_optimizer,
+    learning_rate,
+    moments,
+    reach_after,
+    with_moments,
+)
 from maxpipe.train.replicas import ReplicaCheck
 from maxpipe.train.state import Partition, TrainState
 
@@ -69,6 +75,8 @@ class Steps:
     byte_lengths: np.ndarray
     """Bytes of text that each token id stands for."""
     guard: GuardConfig
+    reach_after: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    """Bounds on what an update leaves, from (those before, gradient norm, learning rate)."""
 
     # Shardings.
 
@@ -80,6 +88,10 @@ class Steps:
     @cached_property
     def state_sharding(self) -> TrainState:
         """Of the stacked train state."""
+        return self.partition.shardings(self._state_specs)
+
+    @cached_property
+    def _state_specs(self) -> TrainState:
         specs = self.partition.specs
         abstract = jax.eval_shape(self.optimizer.init, self._abstract_params)
         optimizer = optax.tree_utils.tree_map_params(
@@ -90,8 +102,7 @@ class Steps:
             transform_non_params=lambda _: PartitionSpec(),
         )
         guard = jax.tree.map(lambda _: PartitionSpec(), initial(self.guard))
-        state = TrainState._make((PartitionSpec(), specs, optimizer, guard))
-        return self.partition.shardings(state)
+        return TrainState._make((PartitionSpec(), specs, optimizer, guard))
 
     @cached_property
     def saved_sharding(self) -> Tree:
@@ -276,15 +287,22 @@ class Steps:
             key = jax.random.fold_in(self._key(_DROPOUT), state.step)
         loss, gradients = self.engine.value_and_grad(self.train_schedule)(state.params, batch, key)
         norm = optax.tree.norm(gradients)
-        finite, specs = self._stays_finite(gradients, norm, state), self.partition.specs
+        rate = jnp.asarray(self.rate(state.step - state.guard.skipped))
         taken, guard = judge(
-            self.guard, self.partition.mesh, state.guard, loss, norm, finite, specs
+            self.guard,
+            self.partition.mesh,
+            state.guard,
+            loss,
+            norm,
+            self._outcome,
+            (gradients, norm, rate, state),
+            (self.partition.specs, PartitionSpec(), PartitionSpec(), self._state_specs),
         )
         params, optimizer = self._updated(gradients, norm, state.params, state.optimizer, taken)
         metrics = {
             "train/loss": loss,
             "train/grad_norm": norm,
-            "train/lr": jnp.asarray(self.rate(state.step - state.guard.skipped)),
+            "train/lr": rate,
             "train/skipped": guard.skipped,
         }
         if self.guard.spike_sigmas:
@@ -303,21 +321,45 @@ class Steps:
         updates, new = self.optimizer.update(gradients, optimizer, params, norm=norm, taken=taken)
         return unless_bad(taken, optax.apply_updates(params, updates), params), new
 
-    def _stays_finite(self, gradients: Tree, norm: jax.Array, state: TrainState) -> Tree:
-        """For each entry of each parameter, whether the update leaves it and its moments finite.
+    def _outcome(
+        self, gradients: Tree, norm: jax.Array, rate: jax.Array, state: TrainState
+    ) -> tuple[jax.Array, jax.Array]:
+        """Whether the update leaves parameters and moments finite, and their reach after it.
 
-        The barrier keeps this arithmetic apart from that of the update itself. Both are fused, one
-        into a reduction, the other into writes in place. Shared, the new state would stand in
-        memory beside the old one until the verdict.
+        The bound alone answers, all but always. Where it cannot, the update is computed once
+        more to look at it: a pass over all that there is.
+        """
+        bound = self.reach_after(state.guard.reach, norm, rate)
+
+        def by_looking() -> tuple[jax.Array, jax.Array]:
+            largest = [
+                jnp.stack(
+                    [jnp.abs(leaf).max().astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
+                )
+                for tree in (state.params, moments(state.optimizer)["mu"])
+            ]
+            reach = jnp.stack([sizes.max() for sizes in largest])
+            return self._stays_finite(gradients, norm, state), self.reach_after(reach, norm, rate)
+
+        known = jnp.isfinite(bound).all()
+        return jax.lax.cond(known, lambda: (known, bound), by_looking)
+
+    def _stays_finite(self, gradients: Tree, norm: jax.Array, state: TrainState) -> jax.Array:
+        """Whether the update leaves all parameters and moments finite, computed and not kept.
+
+        The barrier keeps this arithmetic apart from that of the update itself and within its
+        branch. It is fused into a reduction; shared, or begun outside, some of it would stand in
+        memory.
         """
         given = jax.lax.optimization_barrier((gradients, norm, state.params, state.optimizer))
         params, optimizer = self._updated(*given, taken=True)
         # One expression for all three: where each is reduced by itself, XLA keeps what they share.
-        return jax.tree.map(
-            lambda *entries: reduce(operator.and_, map(jnp.isfinite, entries)),
+        finite = jax.tree.map(
+            lambda *entries: reduce(operator.and_, map(jnp.isfinite, entries)).all(),
             params,
             *moments(optimizer).values(),
         )
+        return jnp.stack(jax.tree.leaves(finite)).all()
 
     def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:
         loss, targets = self.engine.loss(schedule)(params, batch, None)
@@ -380,6 +422,7 @@ def partition(
         seed=seed,
         byte_lengths=lengths,
         guard=guard,
+        reach_after=partial(reach_after, optim),
     )
 
 

@@ -14,7 +14,13 @@ import optax
 import pytest
 
 from maxpipe.config.schema import OptimConfig
-from maxpipe.train.optim import build_optimizer, learning_rate, moments, with_moments
+from maxpipe.train.optim import (
+    build_optimizer,
+    learning_rate,
+    moments,
+    reach_after,
+    with_moments,
+)
 
 PEAK = 0.02
 
@@ -243,3 +249,63 @@ def test_narrow_moments_stay_narrow() -> None:
     _, after = optimizer.update(jax.tree.map(jnp.asarray, tree(1)), before, params)
     types = [[leaf.dtype for leaf in jax.tree.leaves(state)] for state in (before, after)]
     assert types[0] == types[1]
+
+
+# How far an update may reach.
+
+
+def sizes_of(random: np.random.Generator, low: int, high: int) -> np.ndarray:
+    """Numbers of every magnitude between powers of ten, zeros among them."""
+    values = 10.0 ** random.uniform(low, high, 16) * random.choice([-1, 0, 1], 16)
+    return values.astype("f4")
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.fault("N6")
+def test_what_is_said_to_stay_finite_does(dtype: str, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    config = OptimConfig(
+        learning_rate=float(10.0 ** random.uniform(-6, 3)),
+        schedule="constant",
+        beta1=float(random.choice([0.0, 0.5, 0.9, 0.999, 0.999999, 1 - 1e-9])),
+        beta2=float(random.choice([0.0, 0.9, 0.999, 1 - 1e-9])),
+        epsilon=float(random.choice([0.0, 1e-38, 1e-25, 1e-12, 1e-8, 1.0])),
+        weight_decay=float(random.choice([0.0, 0.1, 100.0])),
+        clip_norm=float(random.choice([0.0, 1e-30, 1.0, 1e25])),
+    )
+    optimizer = build_optimizer(config, 10, decayed={"w": True})
+    params, mu = ({"w": jnp.asarray(sizes_of(random, -40, top), dtype)} for top in (37, 38))
+    state = optimizer.init(params)
+    nu = {"w": jnp.abs(jnp.asarray(sizes_of(random, -45, 38), dtype))}
+    largest = int(random.choice([-20, 0, 17, 18, 19]))
+
+    @jax.jit
+    def step(params: Any, state: Any, gradients: Any, reach: jax.Array) -> tuple[Any, ...]:
+        norm = optax.tree.norm(gradients)
+        rate = jnp.float32(config.learning_rate)
+        updates, state = optimizer.update(gradients, state, params, norm=norm)
+        return optax.apply_updates(params, updates), state, reach_after(config, reach, norm, rate)
+
+    if seed % 2:  # as training leaves them: no size of moments that gradients never had
+        mu, nu = ({"w": jnp.zeros_like(params["w"])} for _ in range(2))
+    state = with_moments(state, jnp.int32(random.choice([0, 3, 1000])), {"mu": mu, "nu": nu})
+    reach = jnp.stack([jnp.abs(tree["w"]).max().astype("f4") for tree in (params, mu)])
+    for _ in range(5):
+        gradients = {"w": jnp.asarray(sizes_of(random, largest - 20, largest), dtype)}
+        params, state, reach = step(params, state, gradients, reach)
+        if not np.isfinite(reach).all():
+            break
+        for tree, bound in zip((params, moments(state)["mu"]), np.asarray(reach), strict=True):
+            assert np.abs(np.asarray(tree["w"], "f4")).max() <= bound + 1e-15
+        assert np.isfinite(np.asarray(moments(state)["nu"]["w"], "f4")).all()
+
+
+def test_ordinary_training_is_never_looked_at() -> None:
+    """The bound grows by the rounding that it allows for: it answers for many steps."""
+    config = OptimConfig()
+    after = jax.jit(lambda reach: reach_after(config, reach, jnp.float32(7), jnp.float32(1e-3)))
+    reach, steps = jnp.ones(2), 0
+    while np.isfinite(reach).all():
+        reach, steps = after(reach), steps + 1
+    assert steps > 1000
