@@ -8,7 +8,7 @@ get wrong raises a `MaxpipeError`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -44,6 +44,16 @@ def printable(text: str) -> str:
         each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
         for each in text
     )
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and what each was raised from, once each: libraries close such chains to rings."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        found = found.__cause__
 
 
 class MaxpipeError(Exception):

@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from copy import copy
 from typing import TypeVar
 
-from maxpipe.errors import MaxpipeError
+from maxpipe.errors import MaxpipeError, causes
 from maxpipe.files import Unfit
 
 T = TypeVar("T")
@@ -44,10 +45,12 @@ def is_damage(error: BaseException) -> bool:
 
 
 def outage(error: BaseException) -> OSError | None:
-    """The failure of the storage that an error of reading stands for; None of any other."""
-    for cause in _causes(error):
+    """The failure of the storage that an error of reading stands for, a new one that may be raised
+    from it; None of any other.
+    """
+    for cause in causes(error):
         if isinstance(cause, OSError):
-            return None if isinstance(cause, Unfit) or cause.errno in _DAMAGE else cause
+            return None if isinstance(cause, Unfit) or cause.errno in _DAMAGE else copy(cause)
         words = str(cause)
         if found := _SYSTEM_CALL.search(words):
             number = int(found[1])
@@ -72,9 +75,3 @@ def retried(call: Callable[[], T]) -> T:
                 raise
         time.sleep(PAUSE_SECONDS)
     return call()
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__

@@ -54,7 +54,7 @@ from maxpipe.checkpoint.retention import Rules, kept
 from maxpipe.checkpoint.trees import num_bytes
 from maxpipe.checkpoint.writer import Save, Writer, ignore_orphans
 from maxpipe.config.schema import CheckpointConfig
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import ConfigError, StorageError, causes
 from maxpipe.files import full
 
 Tree = Any
@@ -564,14 +564,11 @@ def _unusable(folder: Folder, error: BaseException, what: epath.Path | None = No
 
 def _lasts(error: BaseException) -> bool:
     """Whether another attempt would fail, too."""
-    words = ""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _LASTING:
-            return True
-        words += str(cause)
-        cause = cause.__cause__
-    return any(word in words for word in _LASTING_WORDS)
+    return any(
+        (isinstance(cause, OSError) and cause.errno in _LASTING)
+        or any(word in str(cause) for word in _LASTING_WORDS)
+        for cause in causes(error)
+    )
 
 
 def _pause(attempt: int) -> float:

@@ -22,7 +22,7 @@ from etils import epath
 from maxpipe.checkpoint.damage import retried
 from maxpipe.config.load import load
 from maxpipe.config.schema import CheckpointConfig, RunConfig
-from maxpipe.errors import ConfigError, MaxpipeError, StorageError
+from maxpipe.errors import ConfigError, MaxpipeError, StorageError, causes
 from maxpipe.files import Unfit, full, opened, scheme
 
 FOLDER = "checkpoints"
@@ -169,12 +169,10 @@ class Pinned:
 
     def named(self, error: BaseException) -> BaseException:
         """The error, which speaks of the folder's name."""
-        found: BaseException | None = error
-        while found is not None:
-            found.args = tuple(self._by_name(each) for each in found.args)
-            if isinstance(found, OSError) and found.filename is not None:
-                found.filename = self._by_name(found.filename)
-            found = found.__cause__
+        for cause in causes(error):
+            cause.args = tuple(self._by_name(each) for each in cause.args)
+            if isinstance(cause, OSError) and cause.filename is not None:
+                cause.filename = self._by_name(cause.filename)
         return error
 
     def _by_name(self, text: Any) -> Any:
@@ -322,8 +320,7 @@ def remedy(path: epath.PathLike, key: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """What went wrong first: orbax wraps the reason in its own words."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+    *_, error = causes(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return (str(error).splitlines() or [type(error).__name__])[0]

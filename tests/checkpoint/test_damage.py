@@ -1,0 +1,68 @@
+"""What an error of reading says: damage, or a storage that fails."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from maxpipe.checkpoint.damage import Damaged, is_damage, outage, retried
+from maxpipe.checkpoint.place import first_line
+from maxpipe.errors import causes
+
+
+def chained(*errors: BaseException) -> BaseException:
+    """The first, raised from the second, and so on."""
+    for error, cause in zip(errors, errors[1:], strict=False):
+        error.__cause__ = cause
+    return errors[0]
+
+
+@pytest.mark.fault("L2")
+def test_errors_raised_from_each_other_come_to_an_end():
+    first, second = ValueError("first"), ValueError("second")
+    assert list(causes(chained(first, second, first))) == [first, second]
+    assert first_line(first) == "second" and outage(first) is None
+    itself = OSError(errno.EIO, "Input/output error")
+    assert first_line(chained(itself, itself)) == "Input/output error"
+
+
+@pytest.mark.fault("L2")
+def test_a_failure_may_be_raised_from_what_showed_it():
+    cause = OSError(errno.ESTALE, "Stale file handle", "file")
+    for error in (cause, chained(ValueError("no metadata"), cause)):
+        failure = outage(error)
+        assert isinstance(failure, OSError) and failure.filename == "file"
+        assert list(causes(chained(failure, error))) == [failure, *causes(error)]
+        assert first_line(failure) == "Stale file handle: file"
+
+
+@pytest.mark.parametrize(
+    ("error", "damaged"),
+    [
+        (ValueError("Error reading [os_error_code='5']"), False),
+        (ValueError("UNAVAILABLE: no answer"), False),
+        (OSError(errno.EIO, "Input/output error"), False),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), True),
+        (ValueError("DATA_LOSS: checksum"), True),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_damage_is_told_from_trouble(error: BaseException, damaged: bool):
+    assert is_damage(error) is damaged
+
+
+def test_only_trouble_is_tried_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("maxpipe.checkpoint.damage.PAUSE_SECONDS", 0)
+    left: list[BaseException] = [OSError(errno.EIO, "once"), OSError(errno.EIO, "twice")]
+
+    def call() -> int:
+        if left:
+            raise left.pop()
+        return len(left)
+
+    assert retried(call) == 0
+    left.append(Damaged("a"))
+    with pytest.raises(Damaged):
+        retried(call)
+    assert not left
