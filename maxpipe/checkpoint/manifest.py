@@ -180,11 +180,13 @@ def _changed(
 def _digests(
     folder: epath.Path, names: Sequence[str], *, flush: bool = False, drop: bool = False
 ) -> list[File | OSError]:
-    """Size and SHA-256 of each file, or why it cannot be read."""
+    """Size and SHA-256 of each file, once `flush` brought it to the disk, or what went wrong."""
 
     def one(name: str) -> File | OSError:
         try:
-            return retried(lambda: _digest(folder / name, flush, drop))
+            if flush:
+                _flush(folder / name)
+            return retried(lambda: _digest(folder / name, drop))
         except OSError as error:
             return error
 
@@ -192,14 +194,10 @@ def _digests(
         return list(pool.map(one, names))
 
 
-def _digest(path: epath.Path, flush: bool, drop: bool) -> File:
-    """Size and SHA-256. `flush` brings to the disk what the system holds in memory, and `drop` has
-    it read from there.
-    """
+def _digest(path: epath.Path, drop: bool) -> File:
+    """Size and SHA-256; with `drop`, of what is on the disk, not of what the system remembers."""
     total, size = hashlib.sha256(), 0
     with reading(path), open_file(path) as file:
-        if flush and not in_bucket(path):
-            os.fsync(file.fileno())
         if drop and not in_bucket(path) and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while chunk := file.read(_CHUNK_BYTES):
@@ -209,7 +207,10 @@ def _digest(path: epath.Path, flush: bool, drop: bool) -> File:
 
 
 def _flush(path: epath.Path) -> None:
-    """To the disk itself, if it is one of ours: a power cut leaves all or nothing."""
+    """To the disk itself, if it is one of ours: a power cut leaves all or nothing.
+
+    Not to be tried again: after a failure, a system may forget what it could not write.
+    """
     if not in_bucket(path):
-        with path.open("rb") as file:
+        with open_file(path) as file:
             os.fsync(file.fileno())

@@ -203,6 +203,8 @@ def set_up(
     restore = partial(restore_or_init, loaded, steps, checkpoints, datasets, console)
     with phases.enter(RESTORE):
         begin = restore()
+    # All of it: on CPUs, one array of a state that could not be allocated is waited for for ever.
+    jax.block_until_ready(begin.state)
     first = int(begin.state.step)
     phases.progress(first)
     _must_not_be_over(loaded, first, length)

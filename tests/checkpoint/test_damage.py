@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from itertools import pairwise
 
 import pytest
 
@@ -13,7 +14,7 @@ from maxpipe.errors import causes
 
 def chained(*errors: BaseException) -> BaseException:
     """The first, raised from the second, and so on."""
-    for error, cause in zip(errors, errors[1:], strict=False):
+    for error, cause in pairwise(errors):
         error.__cause__ = cause
     return errors[0]
 

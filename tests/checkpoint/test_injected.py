@@ -173,9 +173,9 @@ def test_a_bit_that_turns_while_files_are_listed_is_noticed(
     """Else a good checkpoint would look damaged for ever."""
     real, left = manifest._digest, [1]
 
-    def digest_of(path: Any, flush: bool, drop: bool) -> manifest.File:
-        found = real(path, flush, drop)
-        if flush and left[0]:
+    def digest_of(path: Any, drop: bool) -> manifest.File:
+        found = real(path, drop)
+        if drop and left[0]:
             left[0] -= 1
             found["sha256"] = found["sha256"][::-1]
         return found

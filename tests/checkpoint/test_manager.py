@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import threading
 import time
@@ -515,14 +516,36 @@ def test_last_save_that_failed_in_another_process_is_tried_again_here(
     assert resume(copy) == (9, [])
 
 
+@pytest.mark.fault("L2")
+def test_a_file_that_is_not_on_the_disk_is_never_asked_for_again(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A second fsync says that all is well of what the first one gave up: the attempt failed."""
+    monkeypatch.setattr(manager, "_FIRST_PAUSE_SECONDS", 0.0)
+    real, told = os.fsync, []
+
+    def fsync(number: int) -> None:
+        if not told and "/9/state/" in os.readlink(f"/proc/self/fd/{number}"):
+            told.append("failed")
+            raise IO_ERROR
+        real(number)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with Checkpoints(copy, record=lambda event, **fields: told.append(event)) as checkpoints:
+        put(checkpoints, 9, last=True)
+    assert told == ["failed", "checkpoint_failed", "checkpoint"]
+    assert resume(copy) == (9, [])
+
+
 def test_attempt_whose_manifest_failed_is_replaced(copy: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(manager, "_FIRST_PAUSE_SECONDS", 0.0)
     real, tried = manifest._flush, []
 
     def flush(path: Any) -> None:
-        tried.append(path)
-        if len(tried) == 1:
-            raise IO_ERROR
+        if manifest.FILE in path.name:
+            tried.append(path)
+            if len(tried) == 1:
+                raise IO_ERROR
         real(path)
 
     monkeypatch.setattr(manifest, "_flush", flush)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -86,3 +87,15 @@ def run(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., str]:
         return output
 
     return run_to_end
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that spoils calls; see `storage_faults.c`."""
+    if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
+        pytest.skip("needs a C compiler")
+    library = tmp_path_factory.mktemp("shim") / "storage_faults.so"
+    source = Path(__file__).with_name("storage_faults.c")
+    flags = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, "-o", library, source, "-ldl", "-lpthread"], check=True)
+    return library

@@ -73,6 +73,12 @@ def write_module(folder: Path, text: str) -> Path:
     return folder
 
 
+def preloaded(shim: Path, root: Path, log: Path, plan: str = "") -> dict[str, str]:
+    """The environment of a command whose calls below `root` are spoiled; see `storage_faults.c`."""
+    found = {"LD_PRELOAD": str(shim), "STORAGE_FAULTS_ROOT": str(root)}
+    return found | {"STORAGE_FAULTS_LOG": str(log)} | ({"STORAGE_FAULTS": plan} if plan else {})
+
+
 def records(folder: Path) -> dict[int, dict[str, Any]]:
     """The lines of metrics.jsonl by step, of which each is there once and in order; no times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

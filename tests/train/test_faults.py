@@ -25,6 +25,7 @@ from tests.train.runs import (
     forget_after,
     ledger,
     losses,
+    preloaded,
     saved_digest,
     saved_steps,
     together_at,
@@ -147,17 +148,30 @@ def test_a_process_killed_among_saves(
     assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
 
 
+def modules_that_wait(tmp_path: Path, text: Path) -> Path:
+    """For a command that finds no end in opening these texts, once there is a file `waits`."""
+    waits = f"""
+import os, time
+true = os.open
+def waits(path, *rest, **named):
+    if str(path).startswith({str(text)!r}) and os.path.exists({str(tmp_path / "waits")!r}):
+        time.sleep(10_000)
+    return true(path, *rest, **named)
+os.open = waits
+"""
+    return write_module(tmp_path / "modules", waits)
+
+
 @pytest.mark.fault("F9")
 def test_a_reader_that_hangs_in_one_process(
     tiny: Path, start: Start, own_text: Path, tmp_path: Path
 ) -> None:
     every = (tiny, f"run.dir={tmp_path}", *QUICK, "mesh.cpu_devices=2", "train.steps=4000")
     every += ("runtime.stall_timeout_seconds=6", "checkpoint.every=0")
-    with together_at(start, *every, second=[f"data.path={own_text}"], count=2) as processes:
+    begin = partial(start, modules=modules_that_wait(tmp_path, own_text))
+    with together_at(begin, *every, second=[f"data.path={own_text}"], count=2) as processes:
         wait_for(processes[0], "step 3/")
-        for path in own_text.iterdir():  # whoever opens one waits for a writer
-            path.unlink()
-            os.mkfifo(path)
+        (tmp_path / "waits").touch()
         outputs = ends(processes)
     assert [process.returncode for process in processes] == [71, 71], outputs
     for rank, output in enumerate(outputs):
@@ -175,11 +189,9 @@ def test_asked_to_stop_while_data_does_not_come(
     """The time to stop ends, or a second request comes; what was saved stays."""
     every = ("train", tiny, f"run.dir={tmp_path}", *QUICK, "train.steps=4000", "checkpoint.every=2")
     every += (f"data.path={own_text}", "runtime.stop_grace_seconds=4")
-    with start(*every) as process:
+    with start(*every, modules=modules_that_wait(tmp_path, own_text)) as process:
         wait_for(process, "step 6/")
-        for path in own_text.iterdir():
-            path.unlink()
-            os.mkfifo(path)
+        (tmp_path / "waits").touch()
         time.sleep(3)
         for _ in range(signals):
             process.send_signal(signal.SIGTERM)
@@ -243,7 +255,7 @@ def fsync(number):
     name = os.readlink(f"/proc/self/fd/{{number}}")
     if name.startswith({str(tmp_path)!r}) and "/checkpoints/" in name:
         time.sleep(1.5)
-        if next(calls) == 2:
+        if "/checkpoints/16" in name and next(calls) == 1:
             raise OSError(5, "Input/output error")
     true(number)
 os.fsync = fsync
@@ -302,16 +314,23 @@ time.time, time.time_ns, datetime.datetime = now, lambda: int(now() * 1e9), Cloc
 
 @pytest.mark.fault("O1")
 def test_metrics_that_cannot_be_written_for_a_while(
-    unbroken: Path, tiny: Path, start: Start, tmp_path: Path
+    unbroken: Path,
+    tiny: Path,
+    start: Start,
+    shim: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The file's place is taken by a device that is always full."""
+    """The disk is full when the fifth to tenth record is written."""
     metrics = tmp_path / "run" / "metrics.jsonl"
-    with start("train", tiny, f"run.dir={tmp_path}", *QUICK, "checkpoint.every=1") as process:
-        wait_for(process, "step 4/")
-        metrics.rename(metrics.with_suffix(".kept"))
-        metrics.symlink_to("/dev/full")
-        (output,) = ends([process])
+    plan = "write enospc 5 6 0 /metrics.jsonl"
+    with monkeypatch.context() as patch:
+        for name, value in preloaded(shim, tmp_path, tmp_path / "log", plan).items():
+            patch.setenv(name, value)
+        with start("train", tiny, f"run.dir={tmp_path}", *QUICK, "checkpoint.every=1") as process:
+            (output,) = ends([process])
     assert process.returncode == 0, output
     assert output.count(f"cannot write {metrics}: No space left on device") == 1
-    assert len(losses(unbroken)) > metrics.with_suffix(".kept").read_text().count("\n") >= 4
+    lost = len(losses(unbroken)) - len(losses(tmp_path / "run"))
+    assert lost == len((tmp_path / "log").read_text().splitlines()) == 6
     assert saved_digest(tmp_path / "run") == saved_digest(unbroken)

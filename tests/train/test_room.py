@@ -23,7 +23,9 @@ from tests.train.runs import Run, Start, wait_for, write_module
 GIB = 2**30
 ALONE = ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1", "eval.batches=0")
 LARGE = (*ALONE, "model.d_model=2048", "model.d_mlp=8192", "train.steps=1")
-"""6 GiB of parameters and moments."""
+"""2.3 GiB of parameters and moments."""
+LARGER = ("model.d_model=4096", "model.d_mlp=16384")
+"""9 GiB, if it comes last."""
 
 
 def is_explained(text: str) -> None:
@@ -173,12 +175,12 @@ def test_a_refusal_of_a_device_is_explained(config: Config) -> None:
 def test_a_run_under_a_limit_ends_with_an_explanation(
     tiny: Path, start: Start, tmp_path: Path
 ) -> None:
-    """Predicted as well as found out."""
+    """Predicted as well as found out, when parameters are to be filled."""
     limit = f"resource.setrlimit(resource.RLIMIT_AS, ({8 * GIB}, {8 * GIB}))"
     modules = write_module(tmp_path / "modules", f"import resource\n{limit}\n")
 
     def ends(*overrides: str) -> str:
-        arguments = (tiny, *LARGE, f"run.dir={tmp_path / 'runs'}", *overrides)
+        arguments = (tiny, *LARGE, *LARGER, f"run.dir={tmp_path / 'runs'}", *overrides)
         process = start("train", *arguments, modules=modules)
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 2 and "Traceback" not in output, output

@@ -19,7 +19,7 @@ import pytest
 from maxpipe.checkpoint.manager import open_run
 from maxpipe.errors import MaxpipeError
 from tests.train.conftest import ROOT
-from tests.train.runs import Run, Start, ends, saved_digest
+from tests.train.runs import Run, Start, ends, preloaded, saved_digest
 
 pytestmark = pytest.mark.faults
 
@@ -28,23 +28,6 @@ DRIVER = HERE / "storage_driver.py"
 SHARDS, FAULTS_EACH = 6, 50
 SMALL = ("eval.batches=0", "mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
 SMALL += ("checkpoint.retries=1", "log.tensorboard=false")
-
-
-@pytest.fixture(scope="session")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that spoils calls; see `storage_faults.c`."""
-    if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
-        pytest.skip("needs a C compiler")
-    library = tmp_path_factory.mktemp("shim") / "storage_faults.so"
-    source = HERE / "storage_faults.c"
-    flags = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, "-o", library, source, "-ldl", "-lpthread"], check=True)
-    return library
-
-
-def preloaded(shim: Path, root: Path, log: Path, plan: str = "") -> dict[str, str]:
-    found = {"LD_PRELOAD": str(shim), "STORAGE_FAULTS_ROOT": str(root)}
-    return found | {"STORAGE_FAULTS_LOG": str(log)} | ({"STORAGE_FAULTS": plan} if plan else {})
 
 
 @pytest.mark.fault("L2")
