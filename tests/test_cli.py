@@ -287,6 +287,11 @@ def test_schedule_draws(args: str, start: str, capsys: Capture):
     assert "\ntick " in out
 
 
+def test_a_schedule_without_end_is_refused(capsys: Capture):
+    assert main(["schedule", "1f1b", "--stages", "100000", "--microbatches", "4096"]) == 2
+    assert "at most 1,000,000" in capsys.readouterr().err
+
+
 def test_schedule_counts_costs(capsys: Capture):
     assert main(["schedule", "zb_v", "--costs", "1,2,0.5"]) == 0
     assert re.search(r"idle 5\.9% \(\d+\.\d% at 1:2:0\.5\), ", capsys.readouterr().out)

@@ -230,6 +230,14 @@ def _add_best(actions: Commands) -> None:
     best.set_defaults(command=_best)
 
 
+def _add_elsewhere(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="delete also where checkpoint.dir of the run's config.yml, or a link, leads",
+    )
+
+
 def _add_delete(actions: Commands) -> None:
     delete = actions.add_parser(
         "delete",
@@ -242,11 +250,7 @@ def _add_delete(actions: Commands) -> None:
     delete.add_argument(
         "--force", action="store_true", help="delete the newest good checkpoint, too"
     )
-    delete.add_argument(
-        "--elsewhere",
-        action="store_true",
-        help="delete also where checkpoint.dir of the run's config.yml, or a link, leads",
-    )
+    _add_elsewhere(delete)
     delete.set_defaults(command=_delete)
 
 
@@ -261,11 +265,7 @@ def _add_prune(actions: Commands) -> None:
     )
     add_address(prune, step=False)
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    prune.add_argument(
-        "--elsewhere",
-        action="store_true",
-        help="delete also where checkpoint.dir of the run's config.yml, or a link, leads",
-    )
+    _add_elsewhere(prune)
     for option, name, kind, words in (
         ("--keep", "newest", integer, "the newest so many; 1 if only other rules are given"),
         ("--keep-every-steps", "every_steps", integer, "those whose step this number divides"),

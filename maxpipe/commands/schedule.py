@@ -30,6 +30,7 @@ def _schedule(options: argparse.Namespace) -> int:
             "Leave out --group, or draw `maxpipe schedule interleaved`.",
         )
     costs = Costs(*(options.costs or ()))
+    _check_size(sizes)
     placed = []
     for name in names:
         own = dict(sizes)
@@ -48,6 +49,22 @@ def _schedule(options: argparse.Namespace) -> int:
     else:
         print(draw.text(placed[0], costs, width=shutil.get_terminal_size().columns))
     return ExitCode.DONE
+
+
+_MOST_PIECES = 1_000_000
+"""Forwards that are placed: some minutes."""
+
+
+def _check_size(sizes: dict[str, Any]) -> None:
+    parts = [f"{name}={sizes[name]:,}" for name in ("stages", "repeats", "microbatches")]
+    count = sizes["stages"] * sizes["repeats"] * sizes["microbatches"]
+    if count > _MOST_PIECES:
+        raise ConfigError.one(
+            "command line",
+            " ".join(parts),
+            f"has {count:,} forwards, and at most {_MOST_PIECES:,} are placed here.",
+            "Make one of them smaller: the picture of a schedule repeats itself.",
+        )
 
 
 _DRAWINGS = {

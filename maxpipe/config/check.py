@@ -134,6 +134,17 @@ def cautions(config: Config) -> Iterator[Problem]:
             f"is the whole run of {counted(steps, 'step')}: the rate never reaches its peak.",
             f"Set optim.warmup_steps={steps // 10}, or a longer run.",
         )
+    clip, epsilon = config.optim.clip_norm, config.optim.epsilon
+    # The norm is taken over more entries than those of the embedding table.
+    typical = clip / math.sqrt(config.model.vocab_size * config.model.d_model)
+    if 0 < typical < epsilon:
+        yield Problem(
+            "optim.clip_norm",
+            f"{clip:g}",
+            f"leaves {typical:.1g} of a typical entry of the gradient, less than optim.epsilon = "
+            f"{epsilon:g}: parameters hardly move.",
+            "Set optim.clip_norm=1.0, or a smaller optim.epsilon.",
+        )
 
 
 # Rules on single values.

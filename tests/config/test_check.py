@@ -339,6 +339,18 @@ def test_following_the_actions_ends_in_a_config_that_loads(values: dict[str, obj
     assert problems(given) == []
 
 
+@pytest.mark.fault("N7")
+@pytest.mark.parametrize(
+    ("clip", "epsilon", "is_told"),
+    [("1.0", "1e-8", False), ("0", "1e-8", False), ("1e-40", "1e-8", True), ("1.0", "1", True)],
+)
+def test_gradients_that_are_cut_to_nothing_are_told(clip: str, epsilon: str, is_told: bool):
+    given = [BASE[0], "train.steps=1", f"optim.clip_norm={clip}", f"optim.epsilon={epsilon}"]
+    config = load(given).config
+    told = [each for each in check.cautions(config) if each.where == "optim.clip_norm"]
+    assert bool(told) == is_told
+
+
 @pytest.mark.parametrize(("warmup", "is_told"), [(99, False), (100, True), (5000, True)])
 def test_a_warm_up_longer_than_the_run_is_told(warmup: int, is_told: bool):
     config = load([BASE[0], "train.steps=100", f"optim.warmup_steps={warmup}"]).config

@@ -96,7 +96,7 @@ def again(measure: Callable[[], T]) -> T:
     return measure()
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
@@ -111,7 +111,7 @@ def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPa
     assert min(many.hop, many.gather, many.scatter, many.latency, many.fresh) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 def test_a_calibrated_model_foretells_the_step_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a factor: what was measured is not the step that is foretold."""
     monkeypatch.setattr(calibrate, "SECONDS", 0.2)
