@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from types import FrameType
+
+_DROPS_ERRORS = {"_xla_gc_callback", "__del__"}
+"""Python calls these between two lines of anything, and drops what they raise."""
 
 
 def main() -> int:
     """Runs the command; Ctrl-C ends it without a traceback, wherever it is."""
     code = 128 + signal.SIGINT
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is to be ignored
+        signal.signal(signal.SIGINT, interrupted)
     try:
         from maxpipe import cli
 
         code = cli.main()
     except KeyboardInterrupt:
         pass
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) == interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would say what it was cleaning up
     return code
+
+
+def interrupted(number: int, frame: FrameType | None) -> None:
+    """Raises KeyboardInterrupt, where that gets through; elsewhere it leaves the process.
+
+    A native module that is being imported makes an ImportError of the exception, or crashes.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith("<frozen importlib") or code.co_name in _DROPS_ERRORS:
+            os._exit(128 + number)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

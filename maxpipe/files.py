@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -96,14 +97,30 @@ def read(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def write(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Writes a whole file, not through a link.
+    """Writes a whole file, not through a link: all of it is there afterwards, or what was before.
 
     Raises:
         OSError: it cannot be written, or is no regular file.
     """
     data = content.encode() if isinstance(content, str) else content
-    with open(opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as stream:
-        stream.write(data)
+    path = os.path.expanduser(path)
+    partial, mode = f"{path}.partial", None
+    with contextlib.suppress(FileNotFoundError), open(opened(path, os.O_WRONLY), "wb") as before:
+        mode = stat.S_IMODE(os.fstat(before.fileno()).st_mode)
+    try:
+        with open(opened(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+            if mode is not None:
+                os.fchmod(stream.fileno(), mode)
+        os.replace(partial, path)
+    except Unfit:
+        raise
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
 
 
 def lines(

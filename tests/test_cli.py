@@ -423,6 +423,25 @@ def test_ctrl_c_while_python_starts_leaves_no_traceback():
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
 
 
+@pytest.mark.fault("H5")
+@pytest.mark.parametrize("where", ["import", "callback"])
+def test_ctrl_c_is_heard_where_errors_are_lost(where: str, tmp_path: Path):
+    """Native modules turn it into another error, and callbacks of the collector drop it."""
+    press = "import gc, os, signal\ndef press(*_): os.kill(os.getpid(), signal.SIGINT)\n"
+    module = "try:\n  press()\nexcept BaseException:\n  raise ImportError('lost') from None\n"
+    (tmp_path / "native.py").write_text(press + module)
+    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
+    code += "import maxpipe.__main__ as start\nimport maxpipe.cli as cli\n" + press
+    code += "def _xla_gc_callback(*_): press()\n"
+    if where == "import":
+        code += "def main():\n  import native\n"
+    else:
+        code += "def main():\n  gc.callbacks.append(_xla_gc_callback)\n  gc.collect()\n"
+    code += "cli.main = main\nsys.exit(start.main())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
+
+
 STREAMS = [
     (">&-", 0),
     ("2>&-", 0),

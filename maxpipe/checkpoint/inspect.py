@@ -197,7 +197,7 @@ def pruned(run_dir: str, rules: Rules, *, dry_run: bool, elsewhere: bool = False
     if dry_run:
         yield from _pruned(folder, rules, dry_run=True)
     else:
-        with RunLock(folder.path.parent):
+        with RunLock(folder.path.parent, to_free=True):
             yield from _pruned(folder, rules, dry_run=False)
 
 
@@ -256,7 +256,7 @@ def deleted(address: Address, *, force: bool, elsewhere: bool = False) -> Iterat
     folder = checkpoints.durable
     if not elsewhere:
         check_own(address.place or address.run_dir, folder)
-    with RunLock(folder.path.parent):
+    with RunLock(folder.path.parent, to_free=True):
         step = chosen(checkpoints, address)
         newer = [each for each in folder.steps() if each > step]
         is_good = not manifest.is_in(folder / step) or _is_right(folder, step)

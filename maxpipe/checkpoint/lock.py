@@ -72,6 +72,9 @@ _VOID: Content = {"token": ""}
 """Of a lock that is not readable as one."""
 
 
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
 class _NoLock(OSError):
     """What has the name of a lock cannot be one."""
 
@@ -79,8 +82,9 @@ class _NoLock(OSError):
 class RunLock:
     """Held between `__enter__` and `__exit__`; `note` is what to tell about its last holder.
 
-    `key` of the config led to the folder. `lost` is empty, or says why the folder is not this
-    run's any more, as far as anybody has looked.
+    `key` of the config led to the folder. With `to_free`, for commands that delete, a full disk is
+    no obstacle: where nobody can write a lock, whoever finds none, or a dead one, is alone.
+    `lost` is empty, or says why the folder is not this run's any more, as far as anybody looked.
     """
 
     def __init__(
@@ -88,13 +92,14 @@ class RunLock:
         run_dir: epath.PathLike,
         *,
         key: str = "run.dir",
+        to_free: bool = False,
         beat_seconds: float = BEAT_SECONDS,
         stale_seconds: float = STALE_SECONDS,
     ):
         folder = located(run_dir)
         # In a bucket it has the methods of a Path that are used here, but for those below.
         self.path = cast(Path, folder) / FILE if in_bucket(folder) else Path(folder) / FILE
-        self._key = key
+        self._key, self._to_free = key, to_free
         self.note = self.lost = ""
         self._folder = -1  # open, so that no other folder gets its inode
         self._identity: tuple[int, int] | None = None
@@ -108,7 +113,12 @@ class RunLock:
             with reaching(self.path):
                 if not in_bucket(self.path):
                     self._open_folder()
-                self._acquire()
+                try:
+                    self._acquire()
+                except OSError as error:
+                    if not (self._to_free and error.errno in _FULL and self._is_free()):
+                        raise
+                    return self
         except _NoLock as error:
             self._close_folder()
             raise StorageError(
@@ -129,14 +139,31 @@ class RunLock:
 
     def __exit__(self, *exception: object) -> None:
         self._released.set()
-        self._heart.join()
-        with contextlib.suppress(OSError), reaching(self.path):
-            # A folder that is not ours is left alone: also a claim would be written there.
-            if self.held():
-                with _claim(self.path, self._token) as claimed:
-                    if claimed and _token(_read(self.path)) == self._token:
-                        self.path.unlink()
+        if self._heart.ident is not None:
+            self._heart.join()
+            with contextlib.suppress(OSError), reaching(self.path):
+                # A folder that is not ours is left alone: also a claim would be written there.
+                if self.held():
+                    self._release()
         self._close_folder()
+
+    def _release(self) -> None:
+        try:
+            with _claim(self.path, self._token) as claimed:
+                if claimed and _token(_read(self.path)) == self._token:
+                    self.path.unlink()
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self.path.unlink()  # nobody else can claim or replace it now
+
+    def _is_free(self) -> bool:
+        """Whether there is no lock, or one of a process that died on this machine."""
+        try:
+            holder = _read(self.path)
+        except FileNotFoundError:
+            return True
+        return _is_here(holder) and bool(_why_dead_here(holder))
 
     def _open_folder(self) -> None:
         """Make the folder, for the last time in this run, and remember which it is."""

@@ -310,6 +310,8 @@ def _stat(path: epath.Path) -> os.stat_result | None:
 
 def remedy(path: epath.PathLike, key: str) -> str:
     """What to do when nothing can be written to a path, to which a config key led."""
+    if link := _lost_link(path):
+        return f"Make what {link} leads to, or remove the link."
     if in_bucket(path):
         return (
             "Look whether this machine reaches the bucket, and give its account the role Storage "
@@ -318,9 +320,21 @@ def remedy(path: epath.PathLike, key: str) -> str:
     return f"Free space, or set {key} to a folder that can be written."
 
 
+def _lost_link(path: epath.PathLike) -> str:
+    """The path, or the folder above it, that is a link which leads nowhere; empty if none is."""
+    found = "" if in_bucket(path) else os.path.abspath(path)
+    while found and found != os.path.dirname(found):
+        if os.path.islink(found) and not os.path.exists(found):
+            return found
+        found = os.path.dirname(found)
+    return ""
+
+
 def first_line(error: BaseException) -> str:
     """What went wrong first: orbax wraps the reason in its own words."""
     *_, error = causes(error)
+    if isinstance(error, FileExistsError) and (link := _lost_link(error.filename or "")):
+        return f"{link} is a link to {os.readlink(link)}, where nothing is"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return (str(error).splitlines() or [type(error).__name__])[0]

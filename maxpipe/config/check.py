@@ -134,16 +134,27 @@ def cautions(config: Config) -> Iterator[Problem]:
             f"is the whole run of {counted(steps, 'step')}: the rate never reaches its peak.",
             f"Set optim.warmup_steps={steps // 10}, or a longer run.",
         )
-    clip, epsilon = config.optim.clip_norm, config.optim.epsilon
-    # The norm is taken over more entries than those of the embedding table.
-    typical = clip / math.sqrt(config.model.vocab_size * config.model.d_model)
-    if 0 < typical < epsilon:
+    yield from _moves_nothing(config)
+
+
+def _moves_nothing(config: Config) -> Iterator[Problem]:
+    optim = config.optim
+    if optim.learning_rate < 1e-10:  # an update is about as large; parameters are some 0.01
         yield Problem(
-            "optim.clip_norm",
-            f"{clip:g}",
-            f"leaves {typical:.1g} of a typical entry of the gradient, less than optim.epsilon = "
-            f"{epsilon:g}: parameters hardly move.",
-            "Set optim.clip_norm=1.0, or a smaller optim.epsilon.",
+            "optim.learning_rate",
+            f"{optim.learning_rate:g}",
+            "is less than float32 can add to a parameter: nothing is learned.",
+            "Set optim.learning_rate=3e-4.",
+        )
+    # The norm is taken over more entries than those of the embedding table.
+    entry = (optim.clip_norm or 1.0) / math.sqrt(config.model.vocab_size * config.model.d_model)
+    if entry < optim.epsilon:
+        yield Problem(
+            "optim.epsilon",
+            f"{optim.epsilon:g}",
+            f"is more than a typical entry of the gradient, {entry:.1g} with optim.clip_norm = "
+            f"{optim.clip_norm:g}: parameters hardly move.",
+            "Set optim.epsilon=1e-8 and optim.clip_norm=1.0.",
         )
 
 

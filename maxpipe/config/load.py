@@ -149,7 +149,7 @@ def _read_file(file: Input, problems: list[Problem]) -> yaml.MappingNode | None:
     """The sections of a file. None, and a problem, if it is no such file."""
     arg, path = file.origin, file.path
     try:
-        root = _compose(_read_text(path))
+        root = _compose(text := _read_text(path))
     except OSError as error:
         action = nearby(path) if not os.path.exists(path) else "Give a file that can be read."
         reason = f"cannot be read: {error.strerror or error}."
@@ -159,6 +159,10 @@ def _read_file(file: Input, problems: list[Problem]) -> yaml.MappingNode | None:
     except yaml.YAMLError as error:
         problems.append(_syntax_problem(arg, error))
     else:
+        if not text.strip():
+            rule = "is empty; a disk that was full may have left it so."
+            problems.append(Problem(arg, "", rule, "Write it again, or leave it out."))
+            return None
         if root is None or _raw(root) is None:
             return yaml.MappingNode("", [])
         if isinstance(root, yaml.MappingNode):

@@ -46,8 +46,8 @@ def _read_int(raw: Raw) -> int:
     else:
         number = _read_float(raw)
         value = int(number)
-        # Beyond 2**53 a float is not the integer that was written.
-        if value != number or abs(value) > 2**53:
+        # From 2**53 on, a float may not be the integer that was written.
+        if value != number or abs(value) >= 2**53:
             raise ValueError(text)
     if not -(2**63) <= value < 2**63:
         raise ValueError(text)

@@ -11,7 +11,8 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 from maxpipe import redact
 from maxpipe.checkpoint.address import parse
@@ -25,11 +26,14 @@ from maxpipe.config.rules import shown
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, compare
 from maxpipe.errors import ConfigError, Problem, StorageError
+from maxpipe.files import records
 from maxpipe.telemetry.console import Console
 from maxpipe.train.guard import initial
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
 from maxpipe.typed import AnyFloat, checked
+
+_EVENTS = "events.jsonl"
 
 # What each process may have for itself.
 OWN_SECTIONS = frozenset({"runtime", "log", "launch"})
@@ -200,6 +204,29 @@ def _must_be_new(loaded: Loaded, checkpoints: Checkpoints) -> None:
                 f"up to step {saved[-1]} in {folder.path}.",
                 "Copy them there, or set run.name to a new name.",
             )
+    durable = checkpoints.durable.path
+    if loaded.config.checkpoint.dir and (step := _saved_there(run_dir, os.fspath(durable))):
+        raise StorageError(
+            f"{durable}: holds no checkpoint\n"
+            f"  {run_dir / _EVENTS} says that step {step} was saved there. Nothing was changed.\n"
+            f"  Bring it back, or mount what holds it. To start over, delete {run_dir}, or set "
+            "run.name to a new name."
+        )
+
+
+class _Saved(TypedDict):
+    event: Literal["checkpoint"]
+    step: int
+    folder: str
+
+
+def _saved_there(run_dir: Path, folder: str) -> int:
+    """The last step that the run has saved there, as it remembers; 0 for none."""
+    try:
+        steps = [r["step"] for r in records(run_dir / _EVENTS, _Saved) if r["folder"] == folder]
+    except OSError:
+        return 0
+    return steps[-1] if steps else 0
 
 
 def check_model(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from maxpipe.checkpoint.damage import Damaged, is_damage, outage, retried
-from maxpipe.checkpoint.place import first_line
+from maxpipe.checkpoint.place import first_line, remedy
 from maxpipe.errors import causes
 
 
@@ -67,3 +68,14 @@ def test_only_trouble_is_tried_again(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(Damaged):
         retried(call)
     assert not left
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path):
+    link = tmp_path / "run"
+    link.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileExistsError) as caught:
+        link.mkdir(exist_ok=True)
+    assert first_line(caught.value) == f"{link} is a link to {tmp_path}/nowhere, where nothing is"
+    for path in (link, link / "checkpoints"):
+        assert f"Make what {link} leads to" in remedy(path, "run.dir")
+    assert "Free space" in remedy(tmp_path / "new", "run.dir")

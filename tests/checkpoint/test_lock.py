@@ -427,3 +427,43 @@ def test_folder_that_cannot_be_made(tmp_path: Path):
     (tmp_path / "run").write_text("in the way")
     with pytest.raises(StorageError, match="cannot be written"), RunLock(tmp_path / "run"):
         pass
+
+
+# A full disk.
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, token: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "_write", write)
+
+
+@pytest.mark.fault("L7")
+def test_who_frees_space_needs_no_lock_where_nobody_can_have_one(tmp_path: Path, full_disk: None):
+    with pytest.raises(StorageError, match="No space left"), RunLock(tmp_path):
+        pass
+    with RunLock(tmp_path, to_free=True):
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.fault("L7")
+def test_a_live_run_is_respected_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
+    alive = leave_behind(tmp_path / "alive")
+    dead = leave_behind(tmp_path / "dead", pid=2**22 - 1, process_start="1")
+    request.getfixturevalue("full_disk")
+    with pytest.raises(StorageError), RunLock(alive.parent, to_free=True):
+        pass
+    with RunLock(dead.parent, to_free=True):
+        pass
+    assert alive.exists()
+
+
+@pytest.mark.fault("L7")
+def test_a_lock_goes_with_its_run_on_a_full_disk(tmp_path: Path, request: pytest.FixtureRequest):
+    with RunLock(tmp_path):
+        request.getfixturevalue("full_disk")
+    assert not list(tmp_path.iterdir())

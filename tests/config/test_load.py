@@ -95,6 +95,13 @@ def test_a_section_and_a_file_may_be_empty(write: Write):
     assert load([*VALID, write("train:\n"), write("# nothing\n", "b.yml")]).config.train.steps == 10
 
 
+@pytest.mark.fault("L7")
+def test_a_file_that_holds_nothing_at_all_is_named(write: Write):
+    with pytest.raises(ConfigError) as caught:
+        load([*VALID, empty := write("\n")])
+    assert f"{empty}\n  is empty" in str(caught.value)
+
+
 # --- text to values ----------------------------------------------------------------
 
 

@@ -105,6 +105,23 @@ def test_killed_run_goes_on_alone_and_without_what_is_damaged(
     assert saved_digest(tmp_path / "new") == saved_digest(unbroken)
 
 
+@pytest.mark.fault("L6")
+def test_a_place_that_is_gone_is_no_new_start(tiny: Path, run: Run, tmp_path: Path):
+    """It was not mounted, perhaps."""
+    place, run_dir = tmp_path / "place", tmp_path / "runs" / "run"
+    arguments = ("train", tiny, *ARGUMENTS, f"run.dir={run_dir.parent}", f"checkpoint.dir={place}")
+    run(*arguments)
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    place.rename(tmp_path / "away")
+    where, rule, action = run(*arguments, code=74).splitlines()[-3:]
+    assert where == f"{place}/run/checkpoints: holds no checkpoint"
+    assert f"step {STEPS} was saved there" in rule and f"delete {run_dir}" in action
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    shutil.rmtree(place)
+    (tmp_path / "away").rename(place)
+    assert "nothing is left to train" in run(*arguments)
+
+
 def test_moving_the_place_is_no_new_start(unbroken: Path, tiny: Path, run: Run, tmp_path: Path):
     run_dir = Path(shutil.copytree(unbroken, tmp_path / "runs" / "run"))
     arguments = ("train", tiny, *ARGUMENTS, f"run.dir={run_dir.parent}")
