@@ -139,7 +139,7 @@ def test_a_second_signal_kills(
     deaf += "print('ready', flush=True)\nwhile True: time.sleep(1)"
     log = tmp_path / "run/logs/process-0.log"
     signal_when(lambda: log.exists() and "ready" in log.read_text(), signal.SIGTERM)
-    signal_when(lambda: log.exists() and "no" in log.read_text().split("ready")[-1], number)
+    signal_when(lambda: log.exists() and "no" in log.read_text().partition("ready")[2], number)
     assert launch(deaf) == code
     assert "launch: killed: nothing is saved yet" in capsys.readouterr().err
 
