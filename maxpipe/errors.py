@@ -34,8 +34,9 @@ class Problem:
     action: str
 
     def __str__(self) -> str:
-        given = f" = {self.given}" if self.given else ""
-        return f"{self.where}{given}\n  {self.rule}\n  {self.action}"
+        heading = f"{self.where} = {self.given}" if self.given else self.where
+        heading = heading.replace("\n", "\\n")  # what a value holds is no line of the message
+        return f"{heading}\n  {self.rule}\n  {self.action}"
 
 
 def printable(text: str) -> str:

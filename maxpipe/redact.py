@@ -18,7 +18,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from maxpipe.errors import printable
@@ -76,10 +76,28 @@ def is_secret_name(name: str) -> bool:
 
 def text(given: str) -> str:
     """`given` without secrets."""
+    left, end = [], 0
+    for start, stop in sorted(_secrets(given)):
+        if start >= end:
+            left += [given[end:start], REDACTED]
+        end = max(end, stop)
+    return "".join([*left, given[end:]])
+
+
+def _secrets(given: str) -> Iterator[tuple[int, int]]:
+    """Where the secrets are: all found in the same text, since one may be part of another."""
     for value in (*_given, *_held_by_environment()):
-        given = given.replace(value, REDACTED)
-    given = _FORMS.sub(_without_form, given)
-    return _GIVEN.sub(lambda found: found[1] + REDACTED, given)
+        for each in {value, value.replace("\n", "\\n")}:  # an error's heading is one line
+            start = given.find(each)
+            while start >= 0:
+                yield start, start + len(each)
+                start = given.find(each, start + 1)
+    for found in _FORMS.finditer(given):
+        slash = found["slash"] if found["slash"] is not None else found["more"]
+        is_address = slash is not None
+        yield found.start() + len(slash or ""), found.end() - is_address
+    for found in _GIVEN.finditer(given):
+        yield found.span(2)
 
 
 def shown(given: str) -> str:
@@ -122,9 +140,7 @@ def learn(argv: Sequence[str]) -> None:
         if arg.startswith("launch.environment"):
             found += re.findall(r"[=:]\s*([^\s\[\]{},=:]*[^\s\[\]{},=:A-Z0-9_][^\s\[\]{},]*)", arg)
     values = {value.strip("\"'") for value in found}
-    _given = tuple(
-        sorted((each for each in values if len(each) >= _SHORTEST_GIVEN), key=len, reverse=True)
-    )
+    _given = tuple(each for each in values if len(each) >= _SHORTEST_GIVEN)
 
 
 def _is_secret_option(arg: str) -> bool:
@@ -149,12 +165,6 @@ def arguments(argv: Sequence[str]) -> list[str]:
     return [within(arg, name) for name, arg in zip(names, argv, strict=False)]
 
 
-def _without_form(found: re.Match[str]) -> str:
-    slash = found["slash"] if found["slash"] is not None else found["more"]
-    return REDACTED if slash is None else f"{slash}{REDACTED}@"
-
-
-def _held_by_environment() -> list[str]:
-    """The longest first, because one may hold another."""
+def _held_by_environment() -> set[str]:
     held = {value for name, value in os.environ.items() if is_secret_name(name)}
-    return sorted((value for value in held if len(value) >= _SHORTEST), key=len, reverse=True)
+    return {value for value in held if len(value) >= _SHORTEST}

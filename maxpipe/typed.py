@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import re
+import sys
 import types
 from typing import (
     Annotated,
@@ -52,7 +53,14 @@ def parse(text: str | bytes, kind: type[T], *, most_depth: int = MAX_DEPTH) -> T
     depth = _depth(text)
     if depth > most_depth:
         raise ValueError(f"it has brackets {depth} deep, at most {most_depth} are read")
-    return checked(json.loads(text), kind)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:  # of Python's own limit, with advice to a programmer
+        most = sys.get_int_max_str_digits()
+        raise ValueError(f"it has a whole number of more than {most} digits") from error
+    return checked(value, kind)
 
 
 def checked(value: object, kind: type[T]) -> T:

@@ -496,6 +496,11 @@ def test_a_config_that_is_a_pipe_is_refused(tmp_path: Path, capsys: Capture):
     assert "it is not a regular file" in said
 
 
+def test_what_a_value_holds_is_no_line_of_the_message(capsys: Capture):
+    said = fails(capsys, "train", TINY, "train.steps=3", "run.name=b\nc\td")
+    assert said.splitlines()[0].endswith("= b\\nc\\td")
+
+
 def test_a_name_has_to_fit_a_file_system(capsys: Capture):
     said = fails(capsys, "train", TINY, "train.steps=3", f"run.name={'a' * 300}")
     assert "at most 200 letters" in said

@@ -10,6 +10,7 @@ import pytest
 from maxpipe import redact
 from maxpipe.cli import main
 from maxpipe.config.load import KEYS, load, to_dict, to_yaml
+from maxpipe.errors import ConfigError
 from maxpipe.redact import REDACTED
 
 ROOT = Path(__file__).parents[1]
@@ -93,6 +94,19 @@ def test_what_the_environment_calls_a_secret_is_one_anywhere(monkeypatch: pytest
     monkeypatch.setenv("JAX_NOTE", "an open word")
     given = "correct horse battery, /x/correct horse/y, false, an open word"
     assert redact.text(given) == "<redacted>, /x/<redacted>/y, false, an open word"
+
+
+@pytest.mark.parametrize("value", ["SEKRET" * 3, f"before-{TOKEN}-behind", f"{TOKEN}-behind"])
+def test_a_secret_that_is_part_of_another(value: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", value)
+    assert redact.text(f"/x/hf_{'SEKRET' * 4}abcd") == f"/x/{REDACTED}"
+    assert redact.text(f"/x/{value}/y, z={value}") == f"/x/{REDACTED}/y, z={REDACTED}"
+
+
+def test_a_secret_of_two_lines_stays_one_in_a_message(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "first line\nsecond line")
+    said = str(ConfigError.one("run.name", "first line\nsecond line", "is wrong.", "Correct it."))
+    assert redact.shown(said).splitlines()[0] == f"run.name = {REDACTED}"
 
 
 def test_inside_of_values():

@@ -79,7 +79,8 @@ def best(folder: Folder, address: Address, metric: str = LOSS) -> tuple[int, flo
     if not known:
         raise address.wrong(
             "has no checkpoint that was evaluated at the step at which it was saved.",
-            "Name a step, or train with eval.every so that it divides checkpoint.every.",
+            "Name a step, or train with eval.every at the same number as checkpoint.every; "
+            "eval.every=0 evaluates the last step only.",
         )
     guess = did_you_mean(metric, known) or LOSS
     raise address.wrong(

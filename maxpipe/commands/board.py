@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -63,11 +63,10 @@ def _board(options: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "tensorboard.main", "--logdir", name]
         command += ["--port", str(options.port), "--host", options.host]
         signal.signal(signal.SIGTERM, _leave)
-        with subprocess.Popen(command) as process:
+        with _started(command) as process:
             try:
                 code = _watch(process, folder, links)
             except KeyboardInterrupt:
-                process.wait()  # the terminal has told it, too
                 return ExitCode.DONE
             finally:
                 process.terminate()
@@ -75,6 +74,18 @@ def _board(options: argparse.Namespace) -> int:
         rule = f"ended with exit code {code}; what it said stands above."
         raise ConfigError.one("tensorboard", None, rule, "Set another --port, if it is in use.")
     return ExitCode.DONE
+
+
+def _started(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A process that ignores Ctrl-C, as what is ignored at an exec stays so: it is terminated.
+
+    The terminal tells every process of its foreground; this one would print a traceback.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return subprocess.Popen(command)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, links: Path) -> int:
@@ -96,7 +107,7 @@ def add(commands: Commands) -> None:
         "board",
         help="TensorBoard on a folder of runs, each under its own name",
         description="Start TensorBoard on a folder of runs, or on one run. Runs that begin later\n"
-        "are shown, too. Ctrl-C ends it.",
+        "are shown, too. Ctrl-C ends it with exit code 0.",
         epilog="example: maxpipe board runs --port 6007",
     )
     parser.add_argument(

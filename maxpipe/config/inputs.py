@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -76,6 +77,19 @@ def _not_a_file(argument: str, keys: Collection[str]) -> Problem:
         return Problem(where, "", rule, f"Did you mean {guess}? {_LIST}.")
     action = f"{_LIST}, `maxpipe config explain` sections and keys."
     return Problem(where, "", rule, action)
+
+
+def broken_link(path: str | os.PathLike[str]) -> str:
+    """What is wrong with a symbolic link that leads to nothing; empty of everything else."""
+    if not os.path.islink(path):
+        return ""
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return f"a symbolic link to {os.readlink(path)}, which leads back to it"
+        return f"a symbolic link to {os.path.realpath(path)}, which is not there"
+    return ""
 
 
 def nearby(path: Path) -> str:

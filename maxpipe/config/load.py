@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 
 from maxpipe import redact
 from maxpipe.config.check import DEFAULT, check, did_you_mean, is_override
-from maxpipe.config.inputs import Input, locate, nearby
+from maxpipe.config.inputs import Input, broken_link, locate, nearby
 from maxpipe.config.names import because, key_meant, list_meant, override_meant, value_meant
 from maxpipe.config.schema import Config
 from maxpipe.config.training import check_training
@@ -151,8 +151,9 @@ def _read_file(file: Input, problems: list[Problem]) -> yaml.MappingNode | None:
     try:
         root = _compose(text := _read_text(path))
     except OSError as error:
-        action = nearby(path) if not os.path.exists(path) else "Give a file that can be read."
-        reason = f"cannot be read: {error.strerror or error}."
+        action = nearby(path) if not os.path.lexists(path) else "Give a file that can be read."
+        what = broken_link(path)
+        reason = f"cannot be read: {f'it is {what}' if what else error.strerror or error}."
         problems.append(Problem(arg, "", reason, action))
     except ConfigError as error:
         problems += error.problems

@@ -184,8 +184,8 @@ _NOT_SAME_KEY = {
     "model_name model_name_or_path pretrained pretrained_model_name_or_path hf_model "
     "hf_checkpoint": (
         "weights of other libraries cannot be read yet.",
-        "Give a file of configs/model/ for the shape; checkpoint.restore_from starts from another "
-        "run.",
+        "Name a model for the shape (`maxpipe configs list`); checkpoint.restore_from starts from "
+        "another run.",
     ),
     "resume auto_resume resume_training continue overwrite_output_dir": (
         "a run whose folder has a checkpoint resumes by itself.",

@@ -31,6 +31,7 @@ from maxpipe.data.packing import (
 from maxpipe.data.sources import Moved, open_source
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
+from maxpipe.words import counted
 
 # Raised whenever the same seed and data give other batches than before.
 _ORDER_VERSION = 1
@@ -233,6 +234,13 @@ def _open(
     source = open_source(data, seed, moved)
     encoder = open_tokenizer(tokenizer)
     index = build_index(source, encoder, cache_dir, moved, keep=keep)
+    if not index.byte_counts.any():
+        raise ConfigError.one(
+            "data.path",
+            data.path,
+            f"must hold text: {counted(len(source), 'document')} with nothing inside.",
+            "Set data.path to documents with text, or data.field to the field that holds it.",
+        )
     fingerprint = {
         "order_version": _ORDER_VERSION,
         "source": source.name,

@@ -117,7 +117,7 @@ class DocumentIndex:
         """Nats per byte of a model that knows only how frequent each byte is."""
         counts = self.byte_counts[self.byte_counts > 0]
         shares = counts / counts.sum()
-        return float(-(shares * np.log(shares)).sum())
+        return max(0.0, float(-(shares * np.log(shares)).sum()))  # of one letter it is not -0.0
 
 
 def build_index(

@@ -7,6 +7,7 @@ thread and any process. It knows nothing of tokens, splits, order or batches;
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import json
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from maxpipe.config.inputs import broken_link
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import DataConfig
 from maxpipe.errors import ConfigError
@@ -419,10 +421,14 @@ def _find_files(path: str, suffixes: tuple[str, ...]) -> list[File]:
         found = [name for name in glob.glob(expanded, recursive=True) if os.path.isfile(name)]
         what = "a file, a folder or a glob pattern that matches files"
     if not found:
+        other = broken_link(expanded) or (
+            "" if os.path.isdir(expanded) or not os.path.exists(expanded) else "no regular file"
+        )
+        but = f"it is {other}" if other else f"from {os.getcwd()} it gives 0 files"
         raise ConfigError.one(
             "data.path",
             path,
-            f"must be {what}; from {os.getcwd()} it gives 0 files.",
+            f"must be {what}; {but}.",
             "Set data.path to a path that exists, or data.source=corpus to run without one.",
         )
     if os.path.isdir(expanded):
@@ -442,16 +448,17 @@ def _describe(paths: Iterable[str], root: str) -> list[File]:
 
 
 def _line_starts(file: File, moved: Moved | None) -> np.ndarray:
-    """Byte offsets of the lines that are not blank."""
+    """Byte offsets of the lines that are not blank; a byte-order mark is part of none."""
     progress = Progress(f"finding lines of {file.name} (bytes)", file.size_bytes, moved)
     starts = array("q")
     offset = 0
     try:
         with open(opened(file.path), "rb") as stream:
             for line in stream:
-                if not line.isspace():
-                    starts.append(offset)
+                text = line if offset else line.removeprefix(codecs.BOM_UTF8)
                 offset += len(line)
+                if text and not text.isspace():
+                    starts.append(offset - len(text))
                 if len(starts) % 4096 == 0:
                     progress.update(offset)
         progress.update(offset)

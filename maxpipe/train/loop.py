@@ -99,7 +99,7 @@ def _train_on(run: Run) -> None:
                 with meter.paused(LOOP):
                     run.compare_replicas(step)
             run.checkpoints.poll()
-            if run.checkpoints.due(step):
+            if step < last and run.checkpoints.due(step):  # the last one is saved evaluated
                 with meter.paused(SAVE):
                     run.save(step)
             if run.link.stops_here() and step < last:

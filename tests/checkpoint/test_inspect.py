@@ -259,7 +259,9 @@ def test_best_is_the_smallest_loss(six: Path, saved: Path, capsys: Capture):
     assert action == "  Take --metric eval/loss."
     damage(six, 4)  # of damaged facts nothing is believed; 2 and 6 are equal
     assert run(capsys, "best", six) == [f"{six}@6  eval/loss 3.5"]
-    assert "no checkpoint that was evaluated" in run(capsys, "best", saved, code=2)[1]
+    _, rule, action = run(capsys, "best", saved, code=2)
+    assert "no checkpoint that was evaluated" in rule
+    assert "eval.every=0 evaluates the last step only" in action
     assert "no checkpoint that was evaluated" in run(capsys, "show", f"{saved}@best", code=2)[1]
 
 

@@ -67,6 +67,16 @@ def test_a_missing_file_that_is_shipped_is_told_by_name(file: str, here: Path):
     assert "`maxpipe configs copy quickstart`" in action
 
 
+def test_a_link_that_leads_nowhere_is_told(here: Path):
+    (here / "dangling.yml").symlink_to("further.yml")
+    (here / "further.yml").symlink_to("/nope")
+    (here / "loop.yml").symlink_to("loop.yml")
+    said = refused("dangling.yml")
+    assert "it is a symbolic link to /nope, which is not there." in said
+    assert "it is a symbolic link to loop.yml, which leads back to it." in refused("loop.yml")
+    assert "Did you mean" not in said
+
+
 def test_a_name_and_another_file_of_that_name_are_two_meanings(here: Path):
     (here / "tiny.yml").write_text(shipped.configs()["tiny"].text)
     assert load(["tiny", "my-run.yml"]).config.model.num_layers == 8

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.loader import Batch, Datasets, Loader, build, compare
 from maxpipe.errors import ConfigError
+from tests.data.test_sources import write_records
 
 BATCH = 4
 LENGTH = 16
@@ -250,6 +251,31 @@ def test_mistake_in_the_data_reaches_the_reader(tmp_path: Path) -> None:
         for _ in range(10):
             next(batches)
     wait_until_no_threads()
+
+
+@pytest.mark.parametrize("source", ["jsonl", "arrayrecord"])
+def test_documents_without_any_text(source: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    line = json.dumps({"text": ""})
+    if source == "jsonl":
+        path.write_text(f"{line}\n" * 50)
+    else:
+        write_records(path, [line.encode()] * 50)
+    data = DataConfig(source=source, path=str(path))
+    for _ in range(2):  # the second time from the index that is kept
+        with pytest.raises(ConfigError) as error:
+            build(
+                data,
+                TokenizerConfig(),
+                seed=0,
+                batch_size=4,
+                sequence_length=LENGTH,
+                cache_dir=str(tmp_path / "index"),
+            )
+        (problem,) = error.value.problems
+        assert (problem.where, problem.given) == ("data.path", str(path))
+        assert problem.rule == "must hold text: 50 documents with nothing inside."
+        assert problem.action.endswith("data.field to the field that holds it.")
 
 
 SCRIPT = """

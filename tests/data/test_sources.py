@@ -192,6 +192,29 @@ def test_missing_path(kind: Any, tmp_path: Path) -> None:
     explained(error, "data.path", '""', "must name a file")
 
 
+def test_a_path_that_is_no_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nope")
+    (tmp_path / "loop").symlink_to("loop")
+    for path, text in (
+        (tmp_path / "pipe", "; it is no regular file."),
+        ("/dev/null", "; it is no regular file."),
+        (tmp_path / "dangling", f"a symbolic link to {tmp_path / 'nope'}, which is not there."),
+        (tmp_path / "loop", "a symbolic link to loop, which leads back to it."),
+    ):
+        with pytest.raises(ConfigError) as error:
+            open_source(DataConfig(source="text", path=str(path)), 0)
+        explained(error, "data.path", str(path), text)
+        assert "0 files" not in str(error.value)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n', encoding="utf-8-sig")
+    (tmp_path / "b.jsonl").write_text('\n{"text": "c"}\n', encoding="utf-8-sig")
+    source = open_source(DataConfig(source="jsonl", path=str(tmp_path)), 0)
+    assert [source[i] for i in range(len(source))] == ["a", "b", "c"]
+
+
 def test_nothing_but_empty_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     (tmp_path / "a.jsonl").write_text("\n\n")
@@ -210,6 +233,7 @@ def test_nothing_but_empty_files(tmp_path: Path) -> None:
         ('["text"]', "is of type list"),
         ('{"body": "b"}', "data.field (text), which is missing"),
         ('{"text": 3, "body": "b"}', "data.field (text), which is of type int"),
+        ('{"text": "a", "n": ' + "1" * 10**6 + "}", "a whole number of more than 4300 digits."),
     ],
 )
 @pytest.mark.fault("F21")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -100,6 +103,30 @@ def test_a_folder_that_is_none_is_explained(
     (tmp_path / "file").write_text("")
     assert main(["board", str(tmp_path / folder)]) == 2
     assert "is no folder of runs." in capsys.readouterr().err
+
+
+def test_ctrl_c_is_for_the_command_alone(tmp_path: Path) -> None:
+    """The terminal tells the whole group; TensorBoard would answer with a traceback."""
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "__init__.py").touch()
+    (tmp_path / "tensorboard" / "main.py").write_text(
+        "import time\nprint('up', flush=True)\ntime.sleep(60)\n"
+    )
+    code = "import sys; from maxpipe.cli import main; sys.exit(main(['board', sys.argv[1]]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    while process.stdout.readline() != "up\n":
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (0, "")
 
 
 class FakeDevice:

@@ -120,6 +120,25 @@ def is_explained(error: BaseException) -> None:
     assert action.startswith("  ") and action.endswith(".")
 
 
+@pytest.mark.parametrize("every", [0, 2, 3])
+def test_the_last_step_is_saved_with_its_evaluation(
+    every: int, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it is a periodic save, too, which would be made before the evaluation at the end."""
+
+    def evaluate(training: run.Run, step: int) -> dict[str, float]:
+        metrics = {"eval/loss": 1.0 + step, "eval/nats_per_byte": 1.0}
+        training.evaluated = (step, metrics)
+        return metrics
+
+    monkeypatch.setattr(run.Run, "evaluate", evaluate)
+    here.train("train.steps=4", "checkpoint.every=2", f"eval.every={every}")
+    folder = open_run(here.folder).durable
+    metrics = {step: folder.facts(step).metrics or {} for step in folder.steps()}
+    evaluated = {step: found["eval/loss"] for step, found in metrics.items() if found}
+    assert evaluated == ({2: 3.0, 4: 5.0} if every == 2 else {4: 5.0})
+
+
 # --- stop and skip ---------------------------------------------------------------------------
 
 
