@@ -97,8 +97,9 @@ def test_a_section_and_a_file_may_be_empty(write: Write):
 
 @pytest.mark.fault("L7")
 def test_a_file_that_holds_nothing_at_all_is_named(write: Write):
+    empty = write("\n")
     with pytest.raises(ConfigError) as caught:
-        load([*VALID, empty := write("\n")])
+        load([*VALID, empty])
     assert f"{empty}\n  is empty" in str(caught.value)
 
 
