@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
 from maxpipe.mesh import build_mesh
@@ -114,6 +117,20 @@ def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:
         seed=0,
         byte_lengths=np.ones(config.vocab_size, np.int32),
     )
+
+
+def with_rare(cases: Sequence[Any], rare: Sequence[Any]) -> list[Any]:
+    """Parameters of a test, of which the rare ones run with the whole matrix only."""
+    return [*cases, *(_param(case, marks=pytest.mark.matrix) for case in rare)]
+
+
+def thinned(cases: Sequence[Any]) -> list[Any]:
+    """The same, with every third one rare."""
+    return with_rare([each for i, each in enumerate(cases) if i % 3 != 2], cases[2::3])
+
+
+def _param(case: Any, marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)
 
 
 _ORDINARY = Case()

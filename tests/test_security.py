@@ -509,7 +509,7 @@ def test_names_of_data_sets_load_no_code(name: str, monkeypatch: pytest.MonkeyPa
 
 # --- mutations --------------------------------------------------------------------------------
 
-MUTATIONS = 1000
+MUTATIONS = 400
 GARBAGE = [
     *(
         "",
@@ -604,7 +604,7 @@ def mutated(draw: random.Random, lines: list[str], keys: list[str]) -> tuple[byt
 
 @pytest.mark.slow
 @pytest.mark.fault("C1")
-def test_a_thousand_mutated_configs_give_no_traceback(tmp_path: Path, capsys: Capture):
+def test_mutated_configs_give_no_traceback(tmp_path: Path, capsys: Capture):
     from maxpipe.config.load import KEYS
 
     draw = random.Random(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,16 @@ import pytest
 from maxpipe.pipeline import outside, program, slots
 from maxpipe.pipeline.collectives import vary
 from maxpipe.train.step import Steps
-from tests.cases import TOKENS, TOLERANCE, Case, batch_of, buffer_bytes, steps_of
+from tests.cases import (
+    TOKENS,
+    TOLERANCE,
+    Case,
+    batch_of,
+    buffer_bytes,
+    steps_of,
+    thinned,
+    with_rare,
+)
 
 ROWS = 24
 
@@ -33,11 +41,6 @@ def loss_curve(case: Case, num_steps: int = 10) -> list[float]:
 @pytest.fixture(scope="module")
 def unsharded_curve() -> list[float]:
     return loss_curve(Case(layers=8, dropout=0.1))
-
-
-def with_rare(cases: Sequence[Case], rare: Sequence[Case]) -> list[Any]:
-    """Parameters of a test, of which the rare ones run with the whole matrix only."""
-    return [*cases, *(pytest.param(case, marks=pytest.mark.matrix) for case in rare)]
 
 
 CURVES = [
@@ -69,7 +72,7 @@ RARE_CURVES = [
 ]
 
 
-@pytest.mark.parametrize("case", with_rare(CURVES, RARE_CURVES), ids=str)
+@pytest.mark.parametrize("case", [*thinned(CURVES), *with_rare([], RARE_CURVES)], ids=str)
 @pytest.mark.fault("D5")
 def test_loss_curve_is_the_same_under_every_layout(
     case: Case, unsharded_curve: list[float]
