@@ -24,6 +24,7 @@ from maxpipe.mesh import build_mesh
 from maxpipe.model.decoder import Decoder
 from maxpipe.sharding import AxisRules
 from maxpipe.train.step import Steps, partition
+from tests.cases import thinned
 
 SAME = 1e-5  # float32, relative
 ROWS, TOKENS = 8, 16
@@ -93,41 +94,43 @@ def test_batches_have_padded_rows_and_other_numbers_of_targets(datasets: Dataset
     assert (masks[-1].sum(axis=1) == 0).any(), "no row is padding alone"
 
 
-@pytest.mark.parametrize(
-    ("mesh", "pipeline"),
-    [
-        (MeshConfig(), PipelineConfig()),
-        (MeshConfig(ici_stage=4, ici_fsdp=2), PipelineConfig(schedule="1f1b", microbatches=4)),
-        (MeshConfig(ici_stage=2, ici_data=2), PipelineConfig(microbatches=2, repeats=2)),
-        (MeshConfig(ici_stage=3), PipelineConfig(schedule="circular", microbatches=4, repeats=2)),
-        (MeshConfig(ici_fsdp=4), PipelineConfig(schedule="gpipe", weight_gather="step")),
-        (MeshConfig(ici_stage=2), PipelineConfig(schedule="zb_v", repeats=2, microbatches=4)),
-        (
-            MeshConfig(ici_fsdp=2),
-            PipelineConfig(repeats=3, microbatches=2, weight_gather="visit", idle="compute"),
-        ),
-        (MeshConfig(ici_stage=3), PipelineConfig(microbatches=4, layers_outside=1)),
-        (
-            MeshConfig(ici_stage=2, ici_fsdp=2),
-            PipelineConfig(schedule="zb_h1", microbatches=4, layers_outside=2),
-        ),
-    ],
-    ids=[
-        "one device",
-        "stage-fsdp",
-        "stage-data-repeats",
-        "padded layers",
-        "fsdp",
-        "V",
-        "visits",
-        "a layer outside",
-        "layers outside-fsdp",
-    ],
-)
-def test_loss_equals_the_plain_loop(
-    mesh: MeshConfig, pipeline: PipelineConfig, datasets: Datasets, expected: dict[str, float]
-):
-    steps = steps_of(mesh, pipeline, datasets)
+LAYOUTS = {
+    "one device": (MeshConfig(), PipelineConfig()),
+    "padded layers": (
+        MeshConfig(ici_stage=3),
+        PipelineConfig(schedule="circular", microbatches=4, repeats=2),
+    ),
+    "stage-data-repeats": (
+        MeshConfig(ici_stage=2, ici_data=2),
+        PipelineConfig(microbatches=2, repeats=2),
+    ),
+    "stage-fsdp": (
+        MeshConfig(ici_stage=4, ici_fsdp=2),
+        PipelineConfig(schedule="1f1b", microbatches=4),
+    ),
+    "V": (
+        MeshConfig(ici_stage=2),
+        PipelineConfig(schedule="zb_v", repeats=2, microbatches=4),
+    ),
+    "fsdp": (MeshConfig(ici_fsdp=4), PipelineConfig(schedule="gpipe", weight_gather="step")),
+    "visits": (
+        MeshConfig(ici_fsdp=2),
+        PipelineConfig(repeats=3, microbatches=2, weight_gather="visit", idle="compute"),
+    ),
+    "a layer outside": (
+        MeshConfig(ici_stage=3),
+        PipelineConfig(microbatches=4, layers_outside=1),
+    ),
+    "layers outside-fsdp": (
+        MeshConfig(ici_stage=2, ici_fsdp=2),
+        PipelineConfig(schedule="zb_h1", microbatches=4, layers_outside=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", thinned(list(LAYOUTS)))
+def test_loss_equals_the_plain_loop(layout: str, datasets: Datasets, expected: dict[str, float]):
+    steps = steps_of(*LAYOUTS[layout], datasets)
     loader = datasets.validation
     assert loader is not None
     batches = [

@@ -168,7 +168,7 @@ VISITS = [
 ]
 
 
-@pytest.mark.parametrize("case", VISITS, ids=str)
+@pytest.mark.parametrize("case", thinned(VISITS), ids=str)
 def test_the_window_of_weights_holds_the_right_chunks(case: Case) -> None:
     """Every number of stages and every group: stages turn to the next chunk at other ticks."""
     check_gradients(replace(case, gather="visit"))

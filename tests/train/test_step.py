@@ -230,7 +230,7 @@ def test_visits_gather_twice_for_each_group(stages: int, repeats: int, group: in
     [
         ("full", 0, "interleaved"),
         ("names", 3, "interleaved"),
-        ("names", 0, "zb_v"),
+        pytest.param("names", 0, "zb_v", marks=pytest.mark.matrix),
         ("none", 0, "zb_v"),
     ],
 )
