@@ -343,9 +343,12 @@ class Checkpoints:
             save = self._writer.outcome(wait=True)
             assert save is not None
             # Process 0 alone writes the manifest: what it met there is everyone's failure.
-            if isinstance(save.error, _FAULTS) or save.error is None:
+            again = attempt <= self._config.retries
+            if save.error is None or _is_fault(save.error):
                 save.error = self._agree_on(save.error)
-            if save.error is None or _lasts(save.error) or attempt > self._config.retries:
+            else:
+                again = False
+            if save.error is None or _lasts(save.error) or not again:
                 self._settle(save, final=True)
             else:
                 self._tell_failure(save, f"another attempt in {_pause(attempt):g} s")
@@ -422,7 +425,7 @@ class Checkpoints:
                 folder=str(save.folder.path),
             )
             return
-        if not isinstance(save.error, _FAULTS):
+        if not _is_fault(save.error):
             raise save.error
         self._failures += 1
         if not final and self._alone:
@@ -560,6 +563,15 @@ def _unusable(folder: Folder, error: BaseException, what: epath.Path | None = No
         f"  {first_line(error)}.\n"
         f"  {remedy(folder.path, folder.key)} Started again, the run resumes {resumes}."
     )
+
+
+def _is_fault(error: BaseException) -> bool:
+    """Whether the storage may be the reason.
+
+    What jax itself complains of is not: a process that is gone fails the saves of the others.
+    """
+    by_jax = any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in causes(error))
+    return isinstance(error, _FAULTS) and not by_jax
 
 
 def _lasts(error: BaseException) -> bool:

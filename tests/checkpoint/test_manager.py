@@ -536,6 +536,26 @@ def test_a_file_that_is_not_on_the_disk_is_never_asked_for_again(
     assert resume(copy) == (9, [])
 
 
+@pytest.mark.fault("F19")
+def test_a_process_that_is_gone_is_no_trouble_of_the_storage(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """jax tells it in the midst of a save; who it was, others say."""
+    lost = jax.errors.JaxRuntimeError("UNAVAILABLE: Failed to send RPC to coordination service.")
+
+    def flush(path: Any) -> None:
+        raise lost
+
+    monkeypatch.setattr(manifest, "_flush", flush)
+    told: list[str] = []
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError) as caught,
+        Checkpoints(copy, record=lambda event, **fields: told.append(event)) as checkpoints,
+    ):
+        put(checkpoints, 9, last=True)
+    assert caught.value is lost and not told
+
+
 def test_attempt_whose_manifest_failed_is_replaced(copy: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(manager, "_FIRST_PAUSE_SECONDS", 0.0)
     real, tried = manifest._flush, []
