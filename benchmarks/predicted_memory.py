@@ -52,9 +52,9 @@ class Row:
         return [f"configs/model/llama3-{self.model}.yml", *fixed.split(), *keys, *placed]
 
 
-PROGRAM = ("mesh.py", "runtime.py", "sharding.py", "compile.py", "hlo.py", "hlo_text.py")
-"""Files that decide the compiled program and what is read of it, besides the model's, the
-pipeline's and train's."""
+PROGRAM = ("runtime.py", "compile.py", "hlo.py", "hlo_text.py")
+"""Files that decide the compiled program and what is read of it, besides those of `FOLDERS`."""
+FOLDERS = {"model", "schedule", "parallel", "pipeline", "train"}
 CACHE = Path(tempfile.gettempdir()) / "maxpipe-predicted-memory"
 AXES = ("stage", "data", "fsdp", "tensor")
 PIPELINE = ("schedule", "repeats", "group", "microbatches", "weight_gather", "remat")
@@ -276,7 +276,7 @@ def _sources() -> str:
     """Digest of what decides the program."""
     digest = hashlib.sha256()
     for path in sorted((ROOT / "maxpipe").rglob("*.py")):
-        if path.parent.name in ("model", "pipeline", "train") or path.name in PROGRAM:
+        if FOLDERS.intersection(path.parts) or path.name in PROGRAM:
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from maxpipe.mesh import BATCH_AXES, STAGE
 from maxpipe.model.decoder import Decoder
+from maxpipe.parallel.mesh import BATCH_AXES, STAGE
 from maxpipe.pipeline.layout import Layout
 
 Tree = Any

@@ -33,12 +33,12 @@ from maxpipe.checkpoint.manager import Checkpoints
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import CheckpointConfig, Config
 from maxpipe.data.loader import build
-from maxpipe.hub import Limits
-from maxpipe.link import Link
 from maxpipe.model.count import num_params
-from maxpipe.phases import DATA, LOOP, STEP, Phases
 from maxpipe.plan.calibrate import medians, step_of
 from maxpipe.plan.compile import build_steps
+from maxpipe.processes.hub import Limits
+from maxpipe.processes.link import Link
+from maxpipe.processes.phases import DATA, LOOP, STEP, Phases
 from maxpipe.telemetry.records import EventLog
 from maxpipe.train.step import Steps
 

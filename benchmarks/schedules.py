@@ -26,8 +26,8 @@ import numpy as np
 from references import circular_loss, sharded_loss
 
 from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
-from maxpipe.mesh import build_mesh
-from maxpipe.sharding import AxisRules
+from maxpipe.parallel.mesh import build_mesh
+from maxpipe.parallel.sharding import AxisRules
 from maxpipe.train.step import Steps, partition
 
 MODEL = ModelConfig(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 import maxpipe
-from maxpipe import redact
+from maxpipe.boundary import redact
 from maxpipe.commands import (
     board,
     checkpoints,

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import yaml
 
-from maxpipe import files
+from maxpipe.boundary import files
+from maxpipe.boundary.typed import checked
+from maxpipe.config.shipped import folder
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.shipped import folder
-from maxpipe.typed import checked
 
 GIB = 2**30
 _MAX_BYTES = 1 << 20

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
-from maxpipe.mesh import build_mesh
-from maxpipe.sharding import AxisRules
+from maxpipe.parallel.mesh import build_mesh
+from maxpipe.parallel.sharding import AxisRules
 from maxpipe.train.step import Steps, partition
 
 TOLERANCE = 1e-5  # float32; of a gradient leaf's largest entry, relative for losses

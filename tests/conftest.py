@@ -27,7 +27,7 @@ def _configure_jax(jax: Any) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     # Machine code half as fast in half the compile time; partitioning, fusion and memory stay
-    # as they are. There is no compilation cache: see `maxpipe.runtime.start`.
+    # as they are. There is no compilation cache: see `maxpipe.processes.runtime.start`.
     jax.config.update("jax_disable_most_optimizations", True)
 
 

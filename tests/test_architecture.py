@@ -15,73 +15,40 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "maxpipe"
 
-# Modules of the pipeline about schedules as data, below everything that knows jax.
-TABLES = (
-    "table",
-    "orders",
-    "placement",
-    "notation",
-    "schedule",
-    "verify",
-    "draw",
-    "pictures",
-    "cut",
+# From the ground up. A module imports lower rows, and its own row inside its own folder; the
+# longest name that matches it counts.
+ROWS = (
+    ("maxpipe", "maxpipe.errors", "maxpipe.words"),
+    ("maxpipe.boundary",),
+    (
+        *("maxpipe.schedule", "maxpipe.config.schema", "maxpipe.config.shipped"),
+        *("maxpipe.processes.phases", "maxpipe.processes.secret"),
+    ),
+    ("maxpipe.parallel.axes", "maxpipe.hardware"),
+    ("maxpipe.config",),
+    ("maxpipe.parallel", "maxpipe.processes"),
+    (
+        *("maxpipe.model", "maxpipe.pipeline", "maxpipe.data"),
+        *("maxpipe.checkpoint", "maxpipe.telemetry"),
+        *("maxpipe.train.guard", "maxpipe.train.optim", "maxpipe.train.executable"),
+        *("maxpipe.plan.hlo", "maxpipe.plan.hlo_text"),
+        *("maxpipe.diagnosis.environment", "maxpipe.diagnosis.probe"),
+    ),
+    (
+        "maxpipe.train",
+        *("maxpipe.plan.sizes", "maxpipe.plan.memory", "maxpipe.plan.advice"),
+    ),
+    (
+        *("maxpipe.train.loop", "maxpipe.train.run", "maxpipe.train.resume"),
+        *("maxpipe.train.room", "maxpipe.train.evaluation"),
+        *("maxpipe.plan", "maxpipe.diagnosis"),
+    ),
+    ("maxpipe.launch",),
+    ("maxpipe.commands",),
+    ("maxpipe.cli",),
+    ("maxpipe.__main__",),
 )
-
-# A module imports lower levels, and its own level inside its own folder. The
-# longest matching name counts.
-LEVELS = {
-    "maxpipe": 0,
-    "maxpipe.errors": -1,  # raised everywhere
-    "maxpipe.files": 0,
-    "maxpipe.typed": -1,
-    "maxpipe.redact": 0,
-    "maxpipe.shipped": 0,
-    "maxpipe.hardware": 1,
-    "maxpipe.canvas": 0,
-    "maxpipe.words": 0,
-    "maxpipe.phases": 0,
-    "maxpipe.secret": 0,
-    "maxpipe.wire": 0,
-    "maxpipe.listener": 1,
-    "maxpipe.hub": 2,
-    "maxpipe.link": 3,
-    "maxpipe.goodput": 6,
-    "maxpipe.config.schema": 1,
-    **dict.fromkeys((f"maxpipe.pipeline.{name}" for name in TABLES), 1),
-    "maxpipe.config": 2,
-    "maxpipe.mesh": 3,
-    "maxpipe.sharding": 4,
-    "maxpipe.runtime": 4,
-    "maxpipe.model": 5,
-    "maxpipe.data": 5,
-    "maxpipe.pipeline": 5,
-    "maxpipe.checkpoint": 5,
-    "maxpipe.telemetry": 5,
-    "maxpipe.hlo_text": 4,
-    "maxpipe.hlo": 5,
-    "maxpipe.train.guard": 5,
-    "maxpipe.train.optim": 5,
-    "maxpipe.train": 6,
-    "maxpipe.train.room": 7,
-    "maxpipe.train.run": 7,
-    "maxpipe.train.resume": 7,
-    "maxpipe.train.evaluation": 7,
-    "maxpipe.train.loop": 7,
-    "maxpipe.executable": 5,
-    "maxpipe.environment": 5,
-    "maxpipe.probe": 5,
-    "maxpipe.doctor": 7,
-    "maxpipe.evaluate": 6,
-    "maxpipe.generate": 7,
-    "maxpipe.plan": 7,
-    **dict.fromkeys((f"maxpipe.plan.{name}" for name in ("sizes", "memory", "advice")), 6),
-    "maxpipe.convert": 7,
-    "maxpipe.launch": 8,
-    "maxpipe.commands": 9,
-    "maxpipe.cli": 10,
-    "maxpipe.__main__": 11,
-}
+LEVELS = {name: level for level, names in enumerate(ROWS) for name in names}
 
 # (who, whom, why): never, not even inside a function.
 FORBIDDEN = [
@@ -92,11 +59,11 @@ FORBIDDEN = [
     ("maxpipe.config", "jax", "commands that only read a config start at once"),
     ("maxpipe.data", "jax", "data can be looked at without a device"),
     ("maxpipe.telemetry", "jax", "telemetry is given numbers"),
-    *((f"maxpipe.pipeline.{name}", "jax", "a schedule is data") for name in TABLES),
+    ("maxpipe.schedule", "jax", "a schedule is data"),
     ("maxpipe.errors", "jax", "errors are raised everywhere"),
     ("maxpipe.hardware", "jax", "plans are made without devices"),
-    ("maxpipe.environment", "jax", "a process of its own looks at devices"),
-    ("maxpipe.doctor", "jax", "a process of its own looks at devices"),
+    ("maxpipe.diagnosis.environment", "jax", "a process of its own looks at devices"),
+    ("maxpipe.diagnosis.doctor", "jax", "a process of its own looks at devices"),
     ("maxpipe.launch", "jax", "the launcher holds no device"),
     ("maxpipe.checkpoint.place", "jax", "launcher and doctor ask it, too"),
     ("maxpipe.checkpoint.address", "jax", "launcher and doctor ask it, too"),
@@ -106,19 +73,17 @@ FORBIDDEN = [
 JAX_FREE = (
     "maxpipe.errors",
     "maxpipe.hardware",
-    "maxpipe.shipped",
-    "maxpipe.files",
-    "maxpipe.typed",
+    "maxpipe.boundary",
     "maxpipe.words",
-    "maxpipe.redact",
-    "maxpipe.secret",
-    "maxpipe.link",
-    "maxpipe.environment",
-    "maxpipe.doctor",
+    "maxpipe.parallel.axes",
+    "maxpipe.schedule",
+    "maxpipe.processes.secret",
+    "maxpipe.processes.link",
+    "maxpipe.diagnosis.environment",
+    "maxpipe.diagnosis.doctor",
     "maxpipe.config",
     "maxpipe.checkpoint.place",
     "maxpipe.checkpoint.address",
-    *(f"maxpipe.pipeline.{name}" for name in TABLES),
     "maxpipe.data",
     "maxpipe.telemetry",
     "maxpipe.model.count",
@@ -138,11 +103,9 @@ ROOT_CONFIG = (
     "maxpipe.train.run",
     "maxpipe.train.resume",
     "maxpipe.train.evaluation",
-    "maxpipe.evaluate",
-    "maxpipe.generate",
     "maxpipe.plan",
     "maxpipe.launch",
-    "maxpipe.doctor",
+    "maxpipe.diagnosis.doctor",
     "maxpipe.commands",
     "maxpipe.cli",
 )
@@ -152,6 +115,7 @@ UNREAD_KEYS: dict[str, str] = {}
 
 MAX_FUNCTION_LINES = 80
 MAX_FILE_LINES = 600
+MAX_ROOT_FILES = 7
 NAMELESS = {"utils", "util", "common", "core", "helpers", "helper", "base", "misc"}
 
 
@@ -237,6 +201,16 @@ def test_imports_point_to_lower_levels(module: str):
                 f"imports {imported} (level {_level(imported)})"
             )
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_rules_name_modules_that_exist():
+    named = {*LEVELS, *(who for who, _, _ in FORBIDDEN), *JAX_FREE, *ROOT_CONFIG}
+    assert named <= {*sources()}, "no such module: " + ", ".join(sorted(named - {*sources()}))
+
+
+def test_the_root_is_small():
+    files = [path.name for path in PACKAGE.glob("*.py")]
+    assert len(files) <= MAX_ROOT_FILES, f"put some into a folder: {', '.join(sorted(files))}"
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -455,7 +429,17 @@ def test_every_config_key_is_read():
 
 # --- README ------------------------------------------------------------------------------
 
-_START, _END = "<!-- modules -->\n", "<!-- /modules -->"
+
+def _replace_block(page: Path, name: str, text: str, update: bool) -> None:
+    """The text between the page's markers of this name is `text`."""
+    start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    before, found, rest = page.read_text(encoding="utf-8").partition(start)
+    listed, closed, after = rest.partition(end)
+    assert found and closed, f"{page.name} needs the lines {start.strip()} and {end}"
+    if update:
+        listed = text
+        page.write_text(before + start + listed + end + after, encoding="utf-8")
+    assert listed == text, "run: pytest tests/test_architecture.py --update-golden"
 
 
 def module_table() -> str:
@@ -469,11 +453,11 @@ def module_table() -> str:
 
 
 def test_readme_lists_the_modules(update_golden: bool):
-    readme = ROOT / "README.md"
-    before, start, rest = readme.read_text(encoding="utf-8").partition(_START)
-    listed, end, after = rest.partition(_END)
-    assert start and end, f"README.md needs the lines {_START.strip()} and {_END}"
-    if update_golden:
-        listed = module_table()
-        readme.write_text(before + start + listed + end + after, encoding="utf-8")
-    assert listed == module_table(), "run: pytest tests/test_architecture.py --update-golden"
+    _replace_block(ROOT / "README.md", "modules", module_table(), update_golden)
+
+
+def test_contributing_draws_the_arrows(update_golden: bool):
+    lines = ["  ".join(name.removeprefix("maxpipe.") for name in names) for names in ROWS[:0:-1]]
+    lines.append("  ".join(name.removeprefix("maxpipe.") for name in ROWS[0][1:]))
+    text = "\n".join(["```", *lines, "```", ""])
+    _replace_block(ROOT / "CONTRIBUTING.md", "arrows", text, update_golden)

@@ -118,7 +118,7 @@ def test_every_metric_that_is_written_is_declared() -> None:
     declared = [metric.tag for metric in metrics.METRICS]
     assert len(declared) == len(set(declared))
     written: set[str] = set()
-    for name in ("train/step.py", "train/loop.py", "evaluate.py"):
+    for name in ("train/step.py", "train/loop.py", "train/evaluate.py"):
         code = (TESTS.parent / "maxpipe" / name).read_text(encoding="utf-8")
         written |= set(re.findall(r'"((?:train|eval|perf|pipe|memory)/\w+)"', code))
     assert written == set(declared)

@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe import files, hardware
+from maxpipe import hardware
+from maxpipe.boundary import files
+from maxpipe.boundary.redact import REDACTED
 from maxpipe.checkpoint.manager import Checkpoints, open_run
 from maxpipe.cli import main
 from maxpipe.config.load import MAX_FILE_BYTES, load
@@ -30,8 +32,7 @@ from maxpipe.data.packing import build_index
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError
-from maxpipe.pipeline.notation import read_orders
-from maxpipe.redact import REDACTED
+from maxpipe.schedule.notation import read_orders
 from maxpipe.train.run import WRITTEN_FILES
 
 ROOT = Path(__file__).parents[1]
@@ -75,11 +76,11 @@ BANNED_CALLS = {
 BANNED_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 # What may open a socket: to find a free port of this machine, or to join the processes of a run.
 SOCKETS = {
-    *("maxpipe/doctor.py", "maxpipe/hub.py", "maxpipe/link.py", "maxpipe/listener.py"),
-    *("maxpipe/runtime.py", "maxpipe/wire.py", "maxpipe/launch/local.py"),
+    *(f"maxpipe/processes/{name}.py" for name in ("hub", "link", "listener", "runtime", "wire")),
+    *("maxpipe/diagnosis/doctor.py", "maxpipe/launch/local.py"),
 }
-# jax's own format of compiled programs is a pickle: see tests/test_executable.py.
-EXECUTABLES = {"maxpipe/executable.py"}
+# jax's own format of compiled programs is a pickle: see tests/train/test_executable.py.
+EXECUTABLES = {"maxpipe/train/executable.py"}
 
 
 def findings(tree: ast.Module) -> Iterator[str]:
@@ -265,7 +266,7 @@ def executable(tmp_path: Path) -> tuple[Path, Callable[[], Any]]:
     """A saved program, and what loads it."""
     import jax
 
-    from maxpipe import executable
+    from maxpipe.train import executable
 
     folder = tmp_path / "kept"
     compiled = jax.jit(lambda x: 2 * x).lower(jax.numpy.ones(3)).compile()
@@ -488,7 +489,7 @@ def test_files_that_are_read_whole_have_a_largest_size(tmp_path: Path):
 
 def test_what_is_too_large_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from maxpipe.data import tokenizer
-    from maxpipe.pipeline import notation
+    from maxpipe.schedule import notation
 
     path = tmp_path / "a"
     path.write_text("x" * 100)

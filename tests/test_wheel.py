@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe import shipped
+from maxpipe.config import shipped
 from tests import dockerfile
 
 ROOT = Path(__file__).parents[1]

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
+from maxpipe.boundary.files import full
 from maxpipe.checkpoint.place import FOLDER, home_of, in_bucket
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import RunConfig
 from maxpipe.errors import ConfigError
-from maxpipe.files import full
 
 Step = int | Literal["newest", "best"] | None
 

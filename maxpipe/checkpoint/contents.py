@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 from etils import epath
 
+from maxpipe.boundary.typed import parse
 from maxpipe.checkpoint import copies, digests, manifest
 from maxpipe.checkpoint.copies import Recorded
 from maxpipe.checkpoint.damage import Damaged, is_damage, outage, retried
@@ -26,7 +27,6 @@ from maxpipe.checkpoint.digests import Sum
 from maxpipe.checkpoint.place import exists, first_line, in_bucket, reaching, read, reading
 from maxpipe.checkpoint.trees import named
 from maxpipe.errors import MaxpipeError, NumbersError
-from maxpipe.typed import parse
 
 Tree = Any
 

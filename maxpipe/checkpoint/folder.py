@@ -22,6 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from maxpipe.boundary.typed import AnyFloat, parse
 from maxpipe.checkpoint import manifest
 from maxpipe.checkpoint.contents import (
     FACTS,
@@ -35,7 +36,6 @@ from maxpipe.checkpoint.damage import Damaged, is_damage, retried
 from maxpipe.checkpoint.place import entries, exists, first_line, in_bucket, located, read
 from maxpipe.checkpoint.retention import Saved
 from maxpipe.errors import StorageError
-from maxpipe.typed import AnyFloat, parse
 
 Tree = Any
 

@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 
 from etils import epath
 
+from maxpipe.boundary.files import full
 from maxpipe.checkpoint import manifest
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.contents import faults, recorded
@@ -26,7 +27,6 @@ from maxpipe.checkpoint.retention import Rules, Saved, kept
 from maxpipe.checkpoint.selection import best, chosen, opened
 from maxpipe.checkpoint.trees import differences, digest, leaves
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.files import full
 
 
 class Listed(TypedDict):

@@ -32,6 +32,7 @@ from typing import Any
 import jax
 from etils import epath
 
+from maxpipe.boundary.files import full
 from maxpipe.checkpoint import manifest
 from maxpipe.checkpoint.contents import NotSaved, adopt
 from maxpipe.checkpoint.copies import ITEM
@@ -55,7 +56,6 @@ from maxpipe.checkpoint.trees import num_bytes
 from maxpipe.checkpoint.writer import Save, Writer, ignore_orphans
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError, causes
-from maxpipe.files import full
 
 Tree = Any
 Record = Callable[..., None]

@@ -16,12 +16,12 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from etils import epath
 
+from maxpipe.boundary.typed import checked
 from maxpipe.checkpoint.damage import is_damage, retried
 from maxpipe.checkpoint.digests import Entry
 from maxpipe.checkpoint.place import exists, files, in_bucket, open_file, read, reading
 from maxpipe.checkpoint.signed import opened, signed
 from maxpipe.errors import StorageError
-from maxpipe.typed import checked
 
 FILE = "manifest.json"
 

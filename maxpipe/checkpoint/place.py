@@ -19,11 +19,11 @@ from typing import IO, Any
 
 from etils import epath
 
+from maxpipe.boundary.files import Unfit, full, opened, scheme
 from maxpipe.checkpoint.damage import retried
 from maxpipe.config.load import load
 from maxpipe.config.schema import CheckpointConfig, RunConfig
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError, causes
-from maxpipe.files import Unfit, full, opened, scheme
 
 FOLDER = "checkpoints"
 """Name of the folder inside a run's folder, or inside its home in `checkpoint.dir`."""

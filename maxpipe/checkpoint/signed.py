@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from maxpipe.typed import parse
+from maxpipe.boundary.typed import parse
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from maxpipe import redact
+from maxpipe.boundary import redact
+from maxpipe.boundary.files import full
 from maxpipe.commands.parser import Commands, add_address, integer, number, subcommands
 from maxpipe.errors import ConfigError, ExitCode, StorageError
-from maxpipe.files import full
 
 if TYPE_CHECKING:
     from maxpipe.checkpoint.retention import Rules
@@ -145,7 +145,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _use_no_devices() -> None:
-    from maxpipe import runtime
+    from maxpipe.processes import runtime
 
     runtime.use_no_devices()
 

@@ -14,8 +14,8 @@ import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from maxpipe import shipped
 from maxpipe.commands.parser import CHECKPOINT, RUN, STEP, Commands, Parser
+from maxpipe.config import shipped
 from maxpipe.errors import ExitCode
 
 ASK = "--words"

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from maxpipe import redact
+from maxpipe.boundary import redact
 from maxpipe.commands.parser import Commands, add_inputs, subcommands
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 

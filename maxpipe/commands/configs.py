@@ -7,10 +7,10 @@ import os
 import shlex
 from pathlib import Path
 
-from maxpipe import shipped
+from maxpipe.boundary.files import full
 from maxpipe.commands.parser import Commands, subcommands
+from maxpipe.config import shipped
 from maxpipe.errors import ConfigError, ExitCode, StorageError
-from maxpipe.files import full
 
 FIRST_RUN = "run.yml"
 _OVERWRITE = "--overwrite"

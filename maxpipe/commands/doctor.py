@@ -12,7 +12,7 @@ from maxpipe.errors import ExitCode
 def _env(options: argparse.Namespace) -> int:
     import json
 
-    from maxpipe import doctor, environment
+    from maxpipe.diagnosis import doctor, environment
 
     found = environment.report() | {"devices": doctor.kinds()}
     if options.json:
@@ -35,7 +35,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
 def _doctor(options: argparse.Namespace) -> int:
     import json
 
-    from maxpipe import doctor
+    from maxpipe.diagnosis import doctor
 
     checks = []
     for check in doctor.examine(options.inputs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from maxpipe import redact
+from maxpipe.boundary import redact
 from maxpipe.commands.parser import Commands, add_address
 from maxpipe.errors import ExitCode
 
@@ -24,8 +24,8 @@ def add(commands: Commands) -> None:
 
 
 def _goodput(options: argparse.Namespace) -> int:
-    from maxpipe import goodput
     from maxpipe.checkpoint.address import whole_run
+    from maxpipe.telemetry import goodput
 
     found = goodput.read(whole_run(options.run).run_dir)
     if options.json:

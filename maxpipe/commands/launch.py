@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from maxpipe.boundary.files import full
 from maxpipe.commands.parser import Commands, Parser, add_inputs, integer, subcommands
 from maxpipe.errors import ConfigError, ExitCode
-from maxpipe.files import full
 
 if TYPE_CHECKING:
     from maxpipe.config.load import Loaded

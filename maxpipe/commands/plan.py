@@ -6,10 +6,10 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from maxpipe import redact
+from maxpipe.boundary import redact
+from maxpipe.boundary.files import full
 from maxpipe.commands.parser import Commands, add_inputs, count, write_file
 from maxpipe.errors import ConfigError, ExitCode
-from maxpipe.files import full
 
 if TYPE_CHECKING:
     from maxpipe.config.load import Loaded

@@ -14,12 +14,12 @@ from maxpipe.commands.parser import Commands, add_inputs, integer, write_file
 from maxpipe.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
-    from maxpipe.pipeline.table import Costs, Schedule
+    from maxpipe.schedule.table import Costs, Schedule
 
 
 def _schedule(options: argparse.Namespace) -> int:
-    from maxpipe.pipeline import draw, schedule
-    from maxpipe.pipeline.table import Costs
+    from maxpipe.schedule import catalog, draw
+    from maxpipe.schedule.table import Costs
 
     names, sizes = _schedule_names_and_sizes(options)
     if sizes["group"] and "interleaved" not in names:
@@ -40,7 +40,7 @@ def _schedule(options: argparse.Namespace) -> int:
             own["repeats"] = _only_repeats(name) or sizes["repeats"]
             if name == "1f1b":
                 own["repeats"] = 1  # with more it is what `interleaved` is
-        placed.append(schedule.build(name, **own))
+        placed.append(catalog.build(name, **own))
     if options.compare is not None:
         print(draw.comparison(placed, costs))
     elif _drawings(options):
@@ -82,7 +82,7 @@ def _drawings(options: argparse.Namespace) -> dict[str, Path]:
 
 
 def _write_drawings(options: argparse.Namespace, placed: Schedule, costs: Costs) -> list[Path]:
-    from maxpipe.pipeline import notation, pictures
+    from maxpipe.schedule import notation, pictures
 
     writers: dict[str, Callable[[Path], object]] = {
         "svg": lambda path: path.write_text(pictures.svg(placed, costs), encoding="utf-8"),
@@ -100,8 +100,8 @@ def _write_drawings(options: argparse.Namespace, placed: Schedule, costs: Costs)
 
 def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     """Names and sizes of schedules: options, then files, then an example that fits a screen."""
-    from maxpipe.pipeline.schedule import FILE_PREFIX, SCHEDULES
-    from maxpipe.shipped import meant
+    from maxpipe.config.shipped import meant
+    from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
 
     inputs = list(options.inputs)
     named = bool(inputs) and (inputs[0] in SCHEDULES or inputs[0].startswith(FILE_PREFIX))
@@ -124,10 +124,10 @@ def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], d
 
 
 def _unknown_schedule(where: str, name: str) -> ConfigError:
-    from maxpipe import shipped
+    from maxpipe.config import shipped
     from maxpipe.config.names import value_meant
     from maxpipe.config.rules import did_you_mean
-    from maxpipe.pipeline.schedule import FILE_PREFIX, SCHEDULES
+    from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
 
     rule = f"is not a schedule: the schedules are {', '.join(SCHEDULES)} and {FILE_PREFIX}PATH."
     found = value_meant("pipeline.schedule", name, SCHEDULES).removeprefix("Set pipeline.schedule=")
@@ -183,8 +183,8 @@ def _sizes_of_config(
 
 def _example_sizes(names: list[str]) -> dict[str, Any]:
     """Sizes for a first look, or those of a file."""
-    from maxpipe.pipeline.notation import read_orders
-    from maxpipe.pipeline.schedule import FILE_PREFIX
+    from maxpipe.schedule.catalog import FILE_PREFIX
+    from maxpipe.schedule.notation import read_orders
 
     sizes: dict[str, Any] = {"stages": 4, "repeats": 2, "microbatches": 8, "group": 0}
     sizes["delayed"] = False
@@ -201,8 +201,8 @@ def _example_sizes(names: list[str]) -> dict[str, Any]:
 
 def _only_repeats(name: str) -> int | None:
     """The one number of repeats that a schedule has, None where it can be chosen."""
-    from maxpipe.pipeline.notation import read_orders
-    from maxpipe.pipeline.schedule import FILE_PREFIX, SCHEDULES
+    from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
+    from maxpipe.schedule.notation import read_orders
 
     if name.startswith(FILE_PREFIX):
         return read_orders(Path(name.removeprefix(FILE_PREFIX)))[0].num_repeats

@@ -16,7 +16,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 import maxpipe.config.pipeline_rules  # noqa: F401  registers its rules
-from maxpipe import redact
+from maxpipe.boundary import redact
+from maxpipe.boundary.files import scheme
 from maxpipe.config.names import list_meant
 from maxpipe.config.ranges import BOUNDS, BYTES_VOCABULARY, Bound
 from maxpipe.config.rules import (
@@ -32,38 +33,16 @@ from maxpipe.config.rules import (
     up,
     value_of,
 )
-from maxpipe.config.schema import Config, MeshConfig, TrainConfig
+from maxpipe.config.schema import Config, TrainConfig
 from maxpipe.errors import Problem
-from maxpipe.files import scheme
+from maxpipe.parallel.axes import (
+    DEFAULT_AXIS_RULES,
+    LOGICAL_AXES,
+    MESH_AXES,
+    REMAPPINGS,
+    axis_table,
+)
 from maxpipe.words import counted
-
-LOGICAL_AXES = ("batch", "embed", "heads", "kv_heads", "head_size", "mlp", "vocab", "norm")
-"""Names that model code gives to the dims of its arrays."""
-
-MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
-"""Axes of the device mesh, the slowest link first."""
-
-DEFAULT_AXIS_RULES: dict[str, tuple[str, ...]] = {
-    "batch": ("data", "fsdp"),
-    "embed": ("fsdp",),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "head_size": (),
-    "mlp": ("tensor",),
-    "vocab": ("stage", "tensor"),
-    "norm": (),
-}
-"""Mesh axes over which each logical axis is split, before `mesh.axis_rules`."""
-
-REMAPPINGS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "embed": ((), ("fsdp",)),
-    "heads": ((), ("tensor",)),
-    "kv_heads": ((), ("tensor",)),
-    "head_size": ((), ("tensor",)),
-    "mlp": ((), ("tensor",)),
-    "vocab": (("stage",), ("stage", "tensor")),
-}
-"""What `mesh.axis_rules` may say. The pipeline owns the stage axis and the batch."""
 
 DEFAULT = "default"
 """Origin of a value that nobody set."""
@@ -78,27 +57,6 @@ def where(key: str, origins: Mapping[str, str]) -> str:
     """First part of an error message: who set the key, and the key."""
     origin = origins.get(key) or origins.get(key.rpartition(".")[0], DEFAULT)
     return f"{'command line' if is_override(origin) else origin}: {key}"
-
-
-def axis_table(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
-    """Logical axis to mesh axes: the default table with the changes applied."""
-    return DEFAULT_AXIS_RULES | {name: tuple(axes) for name, axes in mesh.axis_rules.items()}
-
-
-def resolved(mesh: MeshConfig, num_devices: int, num_slices: int) -> MeshConfig:
-    """The mesh with -1 replaced by the slices, and inside a slice by the devices, that are left.
-
-    The sizes need not multiply to the number of devices: who asks looks.
-    """
-    sizes = _filled("dcn", mesh, num_slices)
-    inside = num_devices // math.prod(sizes.values())
-    return dataclasses.replace(mesh, **sizes, **_filled("ici", mesh, inside))
-
-
-def _filled(link: str, mesh: MeshConfig, available: int) -> dict[str, int]:
-    sizes = {f"{link}_{axis}": getattr(mesh, f"{link}_{axis}") for axis in MESH_AXES}
-    rest = math.prod(size for size in sizes.values() if size != -1)
-    return {key: max(1, available // rest) if size == -1 else size for key, size in sizes.items()}
 
 
 def total_steps(train: TrainConfig) -> int:

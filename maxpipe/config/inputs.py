@@ -8,10 +8,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxpipe import shipped
+from maxpipe.boundary.files import read
+from maxpipe.config import shipped
 from maxpipe.config.rules import did_you_mean, folder_name
 from maxpipe.errors import ConfigError, Problem
-from maxpipe.files import read
 
 SUFFIXES = (".yml", ".yaml")
 _MAX_BYTES = 1 << 20

@@ -21,7 +21,8 @@ from typing import Any, Literal
 import yaml
 from omegaconf import OmegaConf
 
-from maxpipe import redact
+from maxpipe.boundary import redact
+from maxpipe.boundary.files import read
 from maxpipe.config.check import DEFAULT, check, did_you_mean, is_override
 from maxpipe.config.inputs import Input, broken_link, locate, nearby
 from maxpipe.config.names import because, key_meant, list_meant, override_meant, value_meant
@@ -29,7 +30,6 @@ from maxpipe.config.schema import Config
 from maxpipe.config.training import check_training
 from maxpipe.config.values import READERS, Raw, as_is, refused, texts
 from maxpipe.errors import ConfigError, Problem
-from maxpipe.files import read
 
 MAX_FILE_BYTES = 1 << 20
 _MAX_DEPTH = 8

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from maxpipe.config.names import value_meant
 from maxpipe.config.rules import Finding, axis_keys, axis_size, did_you_mean, divisors, rule, up
 from maxpipe.config.schema import ACTIVATIONS, SAVED_PRESETS, Config
-from maxpipe.pipeline.schedule import FILE_PREFIX, SCHEDULES, repeats_rule
+from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES, repeats_rule
 
 
 def activations(names: Iterable[str]) -> tuple[str, ...]:

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maxpipe.config import schema
-from maxpipe.config.check import DEFAULT_AXIS_RULES, REMAPPINGS, did_you_mean
+from maxpipe.config.check import did_you_mean
 from maxpipe.config.load import KEYS, SECTIONS, Loaded, to_yaml, type_name
 from maxpipe.config.names import key_meant
 from maxpipe.config.ranges import BOUNDS
 from maxpipe.errors import ConfigError
-from maxpipe.pipeline.schedule import FILE_PREFIX, SCHEDULES
+from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, REMAPPINGS
+from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
 
 _WIDTH = 88
 _AXIS_RULES = "mesh.axis_rules"

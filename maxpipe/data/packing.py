@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from maxpipe.boundary.files import opened
 from maxpipe.data.sources import Moved, Progress, Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.files import opened
 
 _LOG = logging.getLogger(__name__)
 

@@ -23,12 +23,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from maxpipe.boundary.files import opened
+from maxpipe.boundary.typed import parse
 from maxpipe.config.inputs import broken_link
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import DataConfig
 from maxpipe.errors import ConfigError
-from maxpipe.files import opened
-from maxpipe.typed import parse
 from maxpipe.words import counted
 
 _LOG = logging.getLogger(__name__)

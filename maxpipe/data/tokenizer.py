@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from maxpipe import files
+from maxpipe.boundary import files
+from maxpipe.boundary.typed import parse
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.errors import ConfigError
-from maxpipe.typed import parse
 
 _BEGIN_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<|startoftext|>", "[CLS]")
 _END_NAMES = ("</s>", "<|end_of_text|>", "<eos>", "[EOS]", "<|endoftext|>", "<|im_end|>", "[SEP]")

@@ -22,7 +22,7 @@ from maxpipe.launch.hosts import KEY, tpu_of
 from maxpipe.launch.job import CONFIG_FILE, Job, Submission
 from maxpipe.launch.preflight import is_remote, written
 from maxpipe.launch.restart import is_final
-from maxpipe.secret import VARIABLE
+from maxpipe.processes.secret import VARIABLE
 
 _MANIFEST, _SUBMIT = "jobset.yml", "submit.sh"
 _CONTAINER, _SLICE = "maxpipe", "slice"

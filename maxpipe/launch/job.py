@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxpipe import files
+from maxpipe.boundary import files
 from maxpipe.checkpoint.place import run_folder
 from maxpipe.config.load import to_yaml
 from maxpipe.config.schema import Config

@@ -21,14 +21,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from maxpipe import redact, secret
+from maxpipe.boundary import redact
 from maxpipe.checkpoint.place import run_folder
 from maxpipe.config.load import Loaded
 from maxpipe.errors import ExitCode
-from maxpipe.hub import free_port
 from maxpipe.launch.logs import Log
 from maxpipe.launch.preflight import check_local
 from maxpipe.launch.restart import Restarts, described
+from maxpipe.processes import secret
+from maxpipe.processes.hub import free_port
 
 GRACE_SECONDS = 5.0
 """How long the others may go on when one process has failed: to end by themselves, with their own

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from maxpipe import files
+from maxpipe.boundary import files
 from maxpipe.errors import StorageError
 
 _MAX_LINES = 40

@@ -10,18 +10,19 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from maxpipe import redact
+from maxpipe.boundary import redact
+from maxpipe.boundary.files import scheme
 from maxpipe.checkpoint import address
 from maxpipe.checkpoint.place import home, run_folder
-from maxpipe.config.check import MESH_AXES, where
+from maxpipe.config.check import where
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.rules import value_of
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, Problem
-from maxpipe.files import scheme
 from maxpipe.hardware import known
 from maxpipe.launch.hosts import KEY, Hosts, hosts_of
 from maxpipe.launch.restart import newest_step
+from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.plan.plan import placed
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import Topology, parse

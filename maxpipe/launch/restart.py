@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 from typing import TypedDict
 
+from maxpipe.boundary.files import records
 from maxpipe.errors import ExitCode
-from maxpipe.files import records
 
 FINAL = (ExitCode.CONFIG, ExitCode.BUG, ExitCode.STORAGE, ExitCode.INTERRUPTED)
 """Failures that another start would only repeat, and a person's Ctrl-C."""

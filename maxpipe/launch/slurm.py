@@ -13,7 +13,7 @@ from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.launch.hosts import KEY
 from maxpipe.launch.job import CONFIG_FILE, Job, Submission, required_variables
 from maxpipe.launch.restart import FINAL
-from maxpipe.secret import FILE_VARIABLE
+from maxpipe.processes.secret import FILE_VARIABLE
 
 _JOB, _TASK = "job.sh", "task.sh"
 

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxpipe.config.schema import ModelConfig
 from maxpipe.model.count import query_blocks
 from maxpipe.model.layers import residual_gain, weight
-from maxpipe.sharding import AxisRules, constrain
+from maxpipe.parallel.sharding import AxisRules, constrain
 
 # Llama 3.1: wave lengths above original/1 are fully stretched, below original/4 left alone.
 _LOW_FREQUENCY_FACTOR = 1.0

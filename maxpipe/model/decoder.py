@@ -18,7 +18,7 @@ from flax import nnx
 from maxpipe.config.schema import ModelConfig
 from maxpipe.model.attention import Attention
 from maxpipe.model.layers import GatedMLP, RMSNorm, dropout, weight
-from maxpipe.sharding import AxisRules
+from maxpipe.parallel.sharding import AxisRules
 
 Params = dict[str, Any]
 

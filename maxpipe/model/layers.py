@@ -1,6 +1,6 @@
 """Building blocks of the decoder: parameters with logical axes, norm, MLP, dropout.
 
-A parameter states its logical axes where it is made; only `maxpipe.sharding` knows
+A parameter states its logical axes where it is made; only `maxpipe.parallel.sharding` knows
 what they mean on a mesh. Nothing here knows about stages or schedules.
 """
 
@@ -14,7 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxpipe.config.schema import ModelConfig
-from maxpipe.sharding import AxisRules, constrain
+from maxpipe.parallel.sharding import AxisRules, constrain
 
 
 def weight(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from maxpipe.mesh import MANUAL_AXES
+from maxpipe.parallel.mesh import MANUAL_AXES
 
 
 def program_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -18,15 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from maxpipe.mesh import BATCH_AXES, STAGE
+from maxpipe.parallel.mesh import BATCH_AXES, STAGE
+from maxpipe.parallel.sharding import BATCH_SPEC, restrict
 from maxpipe.pipeline.collectives import from_position, program_axes, sum_over, vary
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.program import Network, Plan, Program, Table
 from maxpipe.pipeline.remat import Keep
 from maxpipe.pipeline.slots import Idle
-from maxpipe.pipeline.table import Schedule
 from maxpipe.pipeline.weights import Division, Gather
-from maxpipe.sharding import BATCH_SPEC, restrict
+from maxpipe.schedule.table import Schedule
 
 Tree = Any
 

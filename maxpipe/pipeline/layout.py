@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.pipeline.table import Ring
+from maxpipe.schedule.table import Ring
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxpipe.mesh import STAGE
+from maxpipe.parallel.mesh import STAGE
 from maxpipe.pipeline.collectives import from_position, index_on, sum_over, vary
 from maxpipe.pipeline.slots import LayerSlots, SlotRow, Work, microbatch, read, room, write
-from maxpipe.pipeline.table import IDLE, Schedule
 from maxpipe.pipeline.vocabulary import Embedding
+from maxpipe.schedule.table import IDLE, Schedule
 
 Tree = Any
 

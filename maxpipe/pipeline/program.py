@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from maxpipe.mesh import STAGE
+from maxpipe.parallel.mesh import STAGE
 from maxpipe.pipeline.collectives import from_position, index_on, shift, vary
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.outside import OutsideBuffers, OutsideLayers, OutsideRow
 from maxpipe.pipeline.remat import Keep
 from maxpipe.pipeline.slots import Idle, LayerSlots, SlotRow, microbatch, read, room, write
-from maxpipe.pipeline.table import Ring, Schedule, Slots
 from maxpipe.pipeline.vocabulary import Embedding, LossHead
 from maxpipe.pipeline.weights import WHOLE, Gather, LayerWeights, sum_over_batch
+from maxpipe.schedule.table import Ring, Schedule, Slots
 
 Tree = Any
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxpipe.mesh import STAGE
+from maxpipe.parallel.mesh import STAGE
 from maxpipe.pipeline.collectives import index_on, vary
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.remat import Differentiated, Keep, Kept, differentiate

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxpipe.mesh import FSDP, STAGE
+from maxpipe.parallel.mesh import FSDP, STAGE
 from maxpipe.pipeline.collectives import (
     exchange,
     from_position,

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from maxpipe.mesh import AUTOMATIC_AXES, DATA, FSDP
+from maxpipe.parallel.mesh import AUTOMATIC_AXES, DATA, FSDP
+from maxpipe.parallel.sharding import fsdp_dim, restrict
 from maxpipe.pipeline.collectives import (
     gather_shards,
     over_automatic_axes,
@@ -25,7 +26,6 @@ from maxpipe.pipeline.collectives import (
     sum_over,
     vary,
 )
-from maxpipe.sharding import fsdp_dim, restrict
 
 Tree = Any
 Gather = Literal["iteration", "visit", "step"]

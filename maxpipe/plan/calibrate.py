@@ -27,19 +27,19 @@ from maxpipe.config.load import Loaded
 from maxpipe.config.schema import Config, MeshConfig, PipelineConfig
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware, shipped
-from maxpipe.mesh import STAGE, build_mesh
 from maxpipe.model.decoder import Decoder
+from maxpipe.parallel.mesh import STAGE, build_mesh
+from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.collectives import gather_shards, program_axes, scatter_sum, shift, vary
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.remat import Remat
 from maxpipe.pipeline.slots import LayerSlots, SlotRow, Work
-from maxpipe.pipeline.table import Ring
 from maxpipe.pipeline.weights import WHOLE, LayerWeights
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.cost import Model, cost
 from maxpipe.plan.sizes import BYTES, Sizes, schedule_of
 from maxpipe.plan.topology import at_hand, placed
-from maxpipe.sharding import AxisRules
+from maxpipe.schedule.table import Ring
 from maxpipe.train.step import Steps, keep_of
 from maxpipe.words import counted
 

@@ -17,21 +17,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxpipe import executable
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
-from maxpipe.hlo import Collective, Profile, profile
-from maxpipe.hlo_text import parse
-from maxpipe.mesh import AXES, build_mesh
 from maxpipe.model.count import train_flops_per_token
-from maxpipe.pipeline.table import Schedule, Slots
+from maxpipe.parallel.mesh import AXES, build_mesh
 from maxpipe.plan.advice import capacity, explain_out_of_memory, gib, largest
+from maxpipe.plan.hlo import Collective, Profile, profile
+from maxpipe.plan.hlo_text import parse
 from maxpipe.plan.memory import buffers
 from maxpipe.plan.nearest import nearest
 from maxpipe.plan.search import evaluate
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import WHERE, Topology, devices, placed
+from maxpipe.schedule.table import Schedule, Slots
+from maxpipe.train import executable
 from maxpipe.train.build import steps_of
 from maxpipe.train.step import Steps
 

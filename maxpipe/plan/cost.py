@@ -15,9 +15,9 @@ import numpy as np
 
 from maxpipe.hardware import Hardware
 from maxpipe.model.count import train_flops_per_token
-from maxpipe.pipeline.table import Schedule
 from maxpipe.plan.memory import Memory, memory, state
 from maxpipe.plan.sizes import BYTES, Sizes, layer_weights
+from maxpipe.schedule.table import Schedule
 
 REPLAYS = {"none": 0.0, "full": 1.0, "chunk": 2.0}
 """Forwards that a layer's backward runs again; with names that depends on the device."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from maxpipe.canvas import Box, Canvas, Label, text_width
 from maxpipe.hardware import Hardware
-from maxpipe.pipeline import pictures
-from maxpipe.pipeline.table import Costs
 from maxpipe.plan.advice import TERMS, gib, verdict
 from maxpipe.plan.cost import Model
 from maxpipe.plan.search import Found, short_schedules
 from maxpipe.plan.sizes import Sizes
+from maxpipe.schedule import pictures
+from maxpipe.schedule.canvas import Box, Canvas, Label, text_width
+from maxpipe.schedule.table import Costs
 
 COLOURS = {
     "state": "#2456a6",

@@ -11,8 +11,8 @@ import importlib.metadata
 from dataclasses import dataclass, replace
 from functools import cache
 
-from maxpipe.pipeline.table import Schedule
 from maxpipe.plan.sizes import BYTES, Sizes
+from maxpipe.schedule.table import Schedule
 
 ARGUMENTS = ("state", "batch")
 """Terms that are there before the step starts; the others are temporary."""

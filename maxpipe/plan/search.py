@@ -21,12 +21,12 @@ from maxpipe.config.check import check
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware
-from maxpipe.pipeline.schedule import SCHEDULES, build
-from maxpipe.pipeline.table import Schedule
 from maxpipe.plan.advice import ROOM
 from maxpipe.plan.cost import Cost, cost
 from maxpipe.plan.memory import Memory, memory
 from maxpipe.plan.sizes import Sizes, schedule_of
+from maxpipe.schedule.catalog import SCHEDULES, build
+from maxpipe.schedule.table import Schedule
 from maxpipe.words import counted
 
 AXES = ("stage", "data", "fsdp", "tensor")

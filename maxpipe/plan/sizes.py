@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from maxpipe.config.check import MESH_AXES, axis_table
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import Config, ModelConfig
 from maxpipe.model.count import scored_pairs
-from maxpipe.pipeline.cut import balanced_cut
-from maxpipe.pipeline.schedule import build
-from maxpipe.pipeline.table import Schedule
+from maxpipe.parallel.axes import MESH_AXES, axis_table
+from maxpipe.schedule.balance import balanced_cut
+from maxpipe.schedule.catalog import build
+from maxpipe.schedule.table import Schedule
 
 Dims = tuple[tuple[int, str], ...]
 """Sizes of an array's dims and their logical axes."""

@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maxpipe.config.check import check, resolved
+from maxpipe.config.check import check
 from maxpipe.config.load import Loaded
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import Config, MeshConfig, RuntimeConfig
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware, known, of_device
+from maxpipe.parallel.axes import resolved
 from maxpipe.plan.sizes import Sizes
 from maxpipe.words import counted
 
@@ -147,7 +148,7 @@ def at_hand(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> Topolog
     Raises:
         ConfigError: there are none, or nobody has figures for their kind.
     """
-    from maxpipe import runtime as process
+    from maxpipe.processes import runtime as process
 
     process.start(runtime, cpu_devices)
     import jax

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
-from maxpipe.canvas import Canvas
+from maxpipe.schedule.canvas import Canvas
 from maxpipe.telemetry.metrics import CHARTS
 
 

@@ -20,8 +20,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, TypedDict
 
-from maxpipe import files, redact
-from maxpipe.typed import parse
+from maxpipe.boundary import files, redact
+from maxpipe.boundary.typed import parse
 
 _log = logging.getLogger("maxpipe")
 

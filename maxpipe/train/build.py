@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from maxpipe.boundary.files import full
 from maxpipe.config.check import total_steps
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, Loader, build
 from maxpipe.data.tokenizer import check_vocab
-from maxpipe.files import full
-from maxpipe.sharding import AxisRules, local_rows, place_rows
+from maxpipe.parallel.sharding import AxisRules, local_rows, place_rows
 from maxpipe.train.step import Steps, partition
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypedDict
 
 import jax
 
-from maxpipe import runtime
+from maxpipe.boundary.files import full
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.damage import Damaged
 from maxpipe.checkpoint.folder import Facts, Folder
@@ -31,11 +31,11 @@ from maxpipe.config.schema import Config, MeshConfig, PipelineConfig
 from maxpipe.data.loader import Loader, Split, build_once_through, compare
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, NumbersError, Preempted, StorageError
-from maxpipe.evaluate import Totals, evaluate
-from maxpipe.files import full
-from maxpipe.mesh import build_mesh, describe
-from maxpipe.phases import COMPILE, DATA_SET_UP, EVAL, RESTORE, Phases
+from maxpipe.parallel.mesh import build_mesh, describe
+from maxpipe.processes import runtime
+from maxpipe.processes.phases import COMPILE, DATA_SET_UP, EVAL, RESTORE, Phases
 from maxpipe.train.build import batches, steps_of
+from maxpipe.train.evaluate import Totals, evaluate
 from maxpipe.train.resume import check_model
 from maxpipe.train.run import fit_to_devices, shared_facts
 from maxpipe.train.step import Steps

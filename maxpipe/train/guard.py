@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.config.schema import GuardConfig
-from maxpipe.mesh import AXES
+from maxpipe.parallel.mesh import AXES
 
 Tree = Any
 Check = Callable[..., tuple[Any, Any]]

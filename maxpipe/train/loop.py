@@ -16,13 +16,13 @@ from typing import Any
 
 import jax
 
-from maxpipe import runtime
 from maxpipe.checkpoint.place import run_folder
 from maxpipe.config.load import Loaded
 from maxpipe.errors import ExitCode
 from maxpipe.hardware import peak_flops
 from maxpipe.model.count import train_flops_per_token
-from maxpipe.phases import DATA, EVAL, LOOP, SAVE, STEP, Phases
+from maxpipe.processes import runtime
+from maxpipe.processes.phases import DATA, EVAL, LOOP, SAVE, STEP, Phases
 from maxpipe.telemetry.console import Console
 from maxpipe.train.room import explained
 from maxpipe.train.run import Run, fit_to_devices, set_up, shared_facts

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from maxpipe.canvas import Box, Canvas, Label, text_width
+from maxpipe.schedule.canvas import Box, Canvas, Label, text_width
 
 _INK, _PALE, _COLOUR = "#1d2633", "#e8ecf1", "#4f7cac"
 _LEFT, _BAR_WIDTH, _LINE = 44.0, 480.0, 24.0

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.mesh import AXES
+from maxpipe.parallel.mesh import AXES
 
 Tree = Any
 

@@ -14,7 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
-from maxpipe import redact
+from maxpipe.boundary import redact
+from maxpipe.boundary.files import records
+from maxpipe.boundary.typed import AnyFloat, checked
 from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.manager import Checkpoints, Restored
@@ -26,12 +28,10 @@ from maxpipe.config.rules import shown
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, compare
 from maxpipe.errors import ConfigError, Problem, StorageError
-from maxpipe.files import records
 from maxpipe.telemetry.console import Console
 from maxpipe.train.guard import initial
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
-from maxpipe.typed import AnyFloat, checked
 
 _EVENTS = "events.jsonl"
 

@@ -22,7 +22,8 @@ from typing import Any
 import jax
 
 import maxpipe
-from maxpipe import files, redact, secret
+from maxpipe.boundary import files, redact
+from maxpipe.boundary.files import check_writable, full
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, local_folder
 from maxpipe.checkpoint.place import home, run_folder
@@ -31,19 +32,19 @@ from maxpipe.config.load import Loaded, to_dict, to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, Loader
 from maxpipe.errors import ConfigError, ExitCode, Preempted, ReplicaError, StorageError
-from maxpipe.evaluate import evaluate
-from maxpipe.files import check_writable, full
-from maxpipe.link import Link
-from maxpipe.mesh import build_mesh, describe, resolve
 from maxpipe.model.count import num_params
-from maxpipe.phases import COMPILE, DATA_SET_UP, RESTORE, Phases
-from maxpipe.pipeline.pictures import drawing as timeline
-from maxpipe.pipeline.table import Schedule
+from maxpipe.parallel.mesh import build_mesh, describe, resolve
+from maxpipe.processes import secret
+from maxpipe.processes.link import Link
+from maxpipe.processes.phases import COMPILE, DATA_SET_UP, RESTORE, Phases
+from maxpipe.schedule.pictures import drawing as timeline
+from maxpipe.schedule.table import Schedule
 from maxpipe.telemetry import board
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
 from maxpipe.train import pictures
 from maxpipe.train.build import batches, datasets_of, steps_of
+from maxpipe.train.evaluate import evaluate
 from maxpipe.train.replicas import explain
 from maxpipe.train.resume import OWN_KEYS, OWN_SECTIONS, Start, restore_or_init
 from maxpipe.train.room import check_forecast, check_program

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.mesh import STAGE, TENSOR
 from maxpipe.model.decoder import Decoder
+from maxpipe.parallel.mesh import STAGE, TENSOR
+from maxpipe.parallel.sharding import STACK
 from maxpipe.pipeline.layout import Layout, pad_vocabulary, padded_vocabulary
-from maxpipe.sharding import STACK
 from maxpipe.train.guard import GuardState
 
 Tree = Any

@@ -22,7 +22,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe import executable
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import (
     GuardConfig,
@@ -31,17 +30,18 @@ from maxpipe.config.schema import (
     PipelineConfig,
     TrainConfig,
 )
-from maxpipe.mesh import BATCH_AXES, STAGE
 from maxpipe.model.decoder import Decoder
-from maxpipe.pipeline.cut import balanced_cut
+from maxpipe.parallel.mesh import BATCH_AXES, STAGE
+from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
 from maxpipe.pipeline.executor import Engine
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.program import Network
 from maxpipe.pipeline.remat import Keep
-from maxpipe.pipeline.schedule import build, forward_only
-from maxpipe.pipeline.table import Schedule
-from maxpipe.runtime import compiler_options
-from maxpipe.sharding import BATCH_SPEC, AxisRules
+from maxpipe.processes.runtime import compiler_options
+from maxpipe.schedule.balance import balanced_cut
+from maxpipe.schedule.catalog import build, forward_only
+from maxpipe.schedule.table import Schedule
+from maxpipe.train import executable
 from maxpipe.train.guard import GuardState, initial, judge, unless_bad
 from maxpipe.train.optim import (
     build_optimizer,

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe import goodput, hardware
+from maxpipe import hardware
 from maxpipe.checkpoint.place import FOLDER, files, home_of
 from maxpipe.cli import main
 from maxpipe.errors import MaxpipeError
 from maxpipe.launch.logs import Log
 from maxpipe.launch.restart import newest_step
+from maxpipe.telemetry import goodput
 from maxpipe.telemetry.records import EventLog, MetricWriter
 
 Capture = pytest.CaptureFixture[str]

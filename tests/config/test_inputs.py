@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe import shipped
+from maxpipe.config import shipped
 from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
 

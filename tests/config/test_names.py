@@ -12,7 +12,7 @@ from maxpipe.config import names
 from maxpipe.config.load import KEYS, load
 from maxpipe.config.rules import did_you_mean, squashed
 from maxpipe.errors import ConfigError
-from maxpipe.pipeline.schedule import SCHEDULES
+from maxpipe.schedule.catalog import SCHEDULES
 
 TINY = str(Path(__file__).parents[2] / "configs/model/tiny.yml")
 

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from maxpipe.config import render, schema
-from maxpipe.config.check import DEFAULT_AXIS_RULES
 from maxpipe.config.load import KEYS, SECTIONS, load, to_dict
 from maxpipe.errors import ConfigError
-from maxpipe.pipeline.schedule import SCHEDULES
+from maxpipe.parallel.axes import DEFAULT_AXIS_RULES
+from maxpipe.schedule.catalog import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 MODELS = sorted((ROOT / "configs/model").glob("*.yml"))

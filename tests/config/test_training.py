@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe import shipped
 from maxpipe.cli import main
+from maxpipe.config import shipped
 from maxpipe.config.load import load, to_yaml
 from maxpipe.errors import ConfigError
 
@@ -94,7 +94,7 @@ def test_forecasts_need_no_data(capsys: Capture):
 
 @pytest.mark.fault("U2")
 def test_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch):
-    from maxpipe import doctor
+    from maxpipe.diagnosis import doctor
 
     for name in ("devices", "folders"):
         monkeypatch.setattr(doctor, name, lambda patient: iter(()))

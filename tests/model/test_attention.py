@@ -13,7 +13,7 @@ from flax import nnx
 
 from maxpipe.config.schema import MeshConfig, ModelConfig
 from maxpipe.model.attention import Attention, attend, rotary_frequencies, rotate
-from maxpipe.sharding import AxisRules
+from maxpipe.parallel.sharding import AxisRules
 
 RULES = AxisRules.from_config(MeshConfig())
 

@@ -16,7 +16,7 @@ import pytest
 from maxpipe.config.load import load
 from maxpipe.config.schema import MeshConfig, ModelConfig
 from maxpipe.model.decoder import Decoder
-from maxpipe.sharding import AxisRules
+from maxpipe.parallel.sharding import AxisRules
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 RULES = AxisRules.from_config(MeshConfig())

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.config.schema import MeshConfig, ModelConfig
 from maxpipe.model.layers import GatedMLP, RMSNorm, bell_curve, dropout, residual_gain, weight
-from maxpipe.sharding import AxisRules
+from maxpipe.parallel.sharding import AxisRules
 
 RULES = AxisRules.from_config(MeshConfig())
 CONFIG = ModelConfig(

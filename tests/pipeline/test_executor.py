@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from maxpipe.model.decoder import Decoder
-from maxpipe.pipeline.notation import read_orders
-from maxpipe.pipeline.schedule import SCHEDULES
+from maxpipe.schedule.catalog import SCHEDULES
+from maxpipe.schedule.notation import read_orders
 from tests.cases import TOLERANCE, Case, batch_of, steps_of, thinned
 from tests.conftest import GOLDEN
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.pipeline.cut import balanced_cut
 from maxpipe.pipeline.layout import Layout, pad_vocabulary, padded_vocabulary
-from maxpipe.pipeline.table import Ring
+from maxpipe.schedule.balance import balanced_cut
+from maxpipe.schedule.table import Ring
 
 
 def even(layers: int, stages: int, repeats: int, shape: str = "loop", outside: int = 0) -> Layout:

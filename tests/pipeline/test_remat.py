@@ -12,8 +12,8 @@ import pytest
 
 from maxpipe.config.schema import ACTIVATIONS, MeshConfig
 from maxpipe.model.decoder import Decoder
+from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.remat import Differentiated, Keep, Kept, differentiate
-from maxpipe.sharding import AxisRules
 from tests.cases import MODEL
 
 # Wide enough that matmuls dominate the operations.

@@ -11,10 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.hlo import Collective
-from maxpipe.mesh import AXES, FSDP, STAGE
 from maxpipe.model.count import scored_pairs
-from maxpipe.pipeline.schedule import build
+from maxpipe.parallel.mesh import AXES, FSDP, STAGE
 from maxpipe.plan.advice import TERMS, capacity, explain_out_of_memory, verdict
 from maxpipe.plan.compile import (
     Report,
@@ -24,9 +22,11 @@ from maxpipe.plan.compile import (
     report_of,
     traffic,
 )
+from maxpipe.plan.hlo import Collective
 from maxpipe.plan.report import compiled
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import parse
+from maxpipe.schedule.catalog import build
 from tests.plan.test_memory import config_of
 from tests.plan.test_search import config_of as wide
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.canvas import Canvas
 from maxpipe.hardware import shipped
 from maxpipe.plan.advice import TERMS
 from maxpipe.plan.draw import COLOURS, picture, write
 from maxpipe.plan.search import Found, evaluate
+from maxpipe.schedule.canvas import Canvas
 from tests.plan.test_search import STAGED, config_of
 
 V5P = shipped()["v5p"]

@@ -13,7 +13,7 @@ import yaml
 
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
-from maxpipe.mesh import AXES
+from maxpipe.parallel.mesh import AXES
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.memory import buffers, memory, state
 from maxpipe.plan.sizes import Sizes, layer_weights, schedule_of

@@ -23,8 +23,8 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from maxpipe.cli import main
 from maxpipe.commands import board as command
 from maxpipe.commands.board import link
-from maxpipe.pipeline.pictures import drawing
-from maxpipe.pipeline.schedule import build
+from maxpipe.schedule.catalog import build
+from maxpipe.schedule.pictures import drawing
 from maxpipe.telemetry import board
 from maxpipe.telemetry.metrics import METRICS
 from maxpipe.telemetry.records import MetricWriter

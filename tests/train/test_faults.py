@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from maxpipe import goodput
 from maxpipe.checkpoint.manager import open_run
+from maxpipe.telemetry import goodput
 from tests.train.runs import (
     SAME,
     Run,

@@ -14,7 +14,7 @@ import pytest
 
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import GuardConfig, MeshConfig
-from maxpipe.mesh import build_mesh
+from maxpipe.parallel.mesh import build_mesh
 from maxpipe.plan.compile import build_steps
 from maxpipe.train import optim, step
 from maxpipe.train.guard import GuardState, initial, judge, unless_bad

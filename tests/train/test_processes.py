@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe import secret
+from maxpipe.processes import secret
 from tests.train.runs import (
     SAME,
     Run,

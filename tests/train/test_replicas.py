@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.config.schema import MeshConfig
-from maxpipe.mesh import build_mesh
+from maxpipe.parallel.mesh import build_mesh
 from maxpipe.train.replicas import ReplicaCheck, digest, explain
 
 SPECS = {

@@ -15,12 +15,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.config.schema import MeshConfig, ModelConfig
 from maxpipe.errors import ConfigError
-from maxpipe.mesh import build_mesh
 from maxpipe.model.decoder import Decoder
-from maxpipe.pipeline.cut import balanced_cut
+from maxpipe.parallel.mesh import build_mesh
+from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.layout import Layout
-from maxpipe.pipeline.table import Ring
-from maxpipe.sharding import AxisRules
+from maxpipe.schedule.balance import balanced_cut
+from maxpipe.schedule.table import Ring
 from maxpipe.train.optim import moments
 from maxpipe.train.state import Partition
 

@@ -14,14 +14,15 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe import goodput, runtime
 from maxpipe.checkpoint.manager import open_run
 from maxpipe.checkpoint.trees import digest, leaves
 from maxpipe.config.load import load
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Loader
 from maxpipe.errors import NumbersError, Preempted, ReplicaError
-from maxpipe.link import Link
+from maxpipe.processes import runtime
+from maxpipe.processes.link import Link
+from maxpipe.telemetry import goodput
 from maxpipe.train import build, run
 from maxpipe.train.loop import train
 from maxpipe.train.state import TrainState

@@ -1,0 +1,399 @@
+"""What could keep a run from training here, found before it starts.
+
+Every check is one `Check`. `probe` looks at devices in processes of their own, so
+that a device that hangs is a finding and not the end of the doctor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import tempfile
+import time
+import zoneinfo
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from maxpipe.boundary import redact
+from maxpipe.boundary.files import full
+from maxpipe.checkpoint.address import parse
+from maxpipe.checkpoint.place import (
+    FOLDER,
+    entries,
+    first_line,
+    home,
+    in_bucket,
+    located,
+    remedy,
+    run_folder,
+    try_out,
+)
+from maxpipe.config.check import cautions
+from maxpipe.config.load import Loaded, load, to_dict
+from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
+from maxpipe.config.training import check_training
+from maxpipe.data.sources import open_source
+from maxpipe.data.tokenizer import check_vocab, open_tokenizer
+from maxpipe.diagnosis import environment
+from maxpipe.errors import ConfigError, StorageError
+from maxpipe.model.count import num_params
+from maxpipe.processes.hub import free_port
+from maxpipe.words import counted
+
+DEVICE_SECONDS = 300.0
+"""For devices to start, and one small program per mesh axis to compile and run."""
+LOOPBACK_SECONDS = 60.0
+
+_WRITTEN_BYTES = 1 << 20
+_STATE_ARRAYS = 3
+"""Parameters and two moments."""
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_CLOCK_SECONDS = 2.0
+_FIRST_YEAR = 2025
+"""A clock before it was never set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding; `action` says what to do when it is not ok."""
+
+    name: str
+    status: Literal["ok", "warning", "FAILED"]
+    text: str
+    action: str = ""
+
+    def __str__(self) -> str:
+        return redact.text(f"{self.status:8} {self.name:24} {self.text} {self.action}".rstrip())
+
+
+@dataclass(frozen=True, slots=True)
+class Patient:
+    """What is looked at: a config, or its defaults where there is none."""
+
+    config: Config | None = None
+    run: RunConfig = dataclasses.field(default_factory=RunConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
+
+    @classmethod
+    def of(cls, loaded: Loaded) -> Patient:
+        """A run's."""
+        config = loaded.config
+        return cls(config, config.run, config.mesh, config.runtime)
+
+
+def examine(inputs: Sequence[str]) -> Iterator[Check]:
+    """Every check, as soon as it is done. Without inputs those that need no config."""
+    yield versions()
+    patient = Patient()
+    if inputs:
+        try:
+            loaded = load(inputs)
+            patient = Patient.of(loaded)
+            yield from (
+                Check("config", "warning", f"{each.where} = {each.given} {each.rule}", each.action)
+                for each in cautions(loaded.config)
+            )
+            yield Check("config", "ok", f"read from {counted(len(inputs), 'argument')}")
+            if unsaid := check_training(loaded.config, loaded.origins):
+                yield from _explained("training", ConfigError(unsaid))
+        except ConfigError as error:
+            yield from _explained("config", error)
+    yield from folders(patient)
+    if patient.config is not None:
+        yield from source(patient.config)
+        yield from data(patient.config)
+    yield clock()
+    yield from devices(patient)
+    yield loopback()
+
+
+def report(inputs: Sequence[str], checks: Sequence[Check]) -> dict[str, Any]:
+    """Checks, environment and config as JSON values, without secrets."""
+    try:
+        config = to_dict(load(inputs).config) if inputs else None
+    except ConfigError:
+        config = None  # a check says why
+    found = {
+        "well": is_well(checks),
+        "checks": [dataclasses.asdict(check) for check in checks],
+        "environment": environment.report(),
+        "config": config,
+    }
+    return redact.within(found)
+
+
+def is_well(checks: Sequence[Check]) -> bool:
+    """Whether nothing has to change before a run."""
+    return all(check.status != "FAILED" for check in checks)
+
+
+def versions() -> Check:
+    """Python and packages against the ranges in pyproject.toml."""
+    wrong = []
+    for package, lowest, is_needed in environment.requirements():
+        present = environment.versions()["python"] if package == "python" else None
+        present = present or environment.installed(package)
+        if present is None and is_needed:
+            wrong.append(f"{package} is missing (at least {lowest})")
+        elif present is not None and _numbers(present) < _numbers(lowest):
+            wrong.append(f"{package} {present} is older than {lowest}")
+    if wrong:
+        action = "Run: pip install -c constraints/py311.txt . (py312.txt for later Pythons)"
+        return Check("versions", "FAILED", f"{'; '.join(wrong)}.", action)
+    shown = {name: version for name, version in environment.versions().items() if version}
+    return Check("versions", "ok", ", ".join(f"{name} {v}" for name, v in shown.items()))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Release numbers: 0.10.2rc1 counts as 0.10.2."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(part) for part in found[0].split(".")] if found else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def _explained(name: str, error: ConfigError) -> Iterator[Check]:
+    for problem in error.problems:
+        given = f" = {problem.given}" if problem.given else ""
+        yield Check(name, "FAILED", f"{problem.where}{given} {problem.rule}", problem.action)
+
+
+# Folders.
+
+
+def folders(patient: Patient) -> Iterator[Check]:
+    """Whether what a run writes into can be written, and has space."""
+    run_dir, config = run_folder(patient.run), patient.config
+    if config is None or not config.checkpoint.dir:
+        yield _folder("run folder", run_dir, config)
+    else:
+        yield _folder("run folder", run_dir)
+        yield _checkpoints(home(run_dir, config.checkpoint), config)
+    if patient.runtime.compilation_cache:
+        cache = _folder(
+            "compilation cache",
+            full(patient.runtime.compilation_cache, "runtime.compilation_cache"),
+        )
+        if cache.status == "FAILED":  # a run goes on without it
+            action = "Set runtime.compilation_cache to a folder that can be written."
+            cache = dataclasses.replace(cache, status="warning", action=action)
+        yield cache
+
+
+def source(config: Config) -> Iterator[Check]:
+    """Whether the checkpoint is there that a new run starts from."""
+    name, given = "restore from", config.checkpoint.restore_from
+    if not given:
+        return
+    try:
+        if _steps(home(run_folder(config.run), config.checkpoint)):
+            text = f"{given} is not read: the run has checkpoints of its own"
+            yield Check(name, "ok", text)
+            return
+        found = parse(given, "checkpoint.restore_from", config.run.dir)
+        steps = _steps(found.home)
+    except ConfigError as error:
+        yield from _explained(name, error)
+        return
+    except (StorageError, OSError) as error:
+        reason = first_line(error) if isinstance(error, OSError) else str(error).splitlines()[0]
+        action = "Look after the storage, and this account's rights there."
+        yield Check(name, "FAILED", f"{given} cannot be read: {reason}.", action)
+        return
+    if not steps or (isinstance(found.step, int) and found.step not in steps):
+        has = f"has steps {', '.join(map(str, steps))}" if steps else "has no checkpoint"
+        action = "Set checkpoint.restore_from to one that is there, such as RUN@newest."
+        yield Check(name, "FAILED", f"{given} is not there: {found.home} {has}.", action)
+        return
+    which = found.step if found.step is not None else "newest"
+    yield Check(name, "ok", f"{found.home}, step {which}, {config.checkpoint.restore} of it")
+
+
+def _steps(path: str) -> list[int]:
+    names = [entry.name for entry in entries(located(os.path.join(path, FOLDER)))]
+    return sorted(int(name) for name in names if re.fullmatch(r"[0-9]{1,18}", name))
+
+
+def _checkpoints(path: str, config: Config) -> Check:
+    """The place that `checkpoint.dir` leads to."""
+    name = "checkpoint folder"
+    if not in_bucket(path):
+        return _folder(name, Path(path), config, key="checkpoint.dir")
+    try:
+        try_out(located(path))
+    except StorageError as error:
+        where, rule, action = (line.strip() for line in str(error).splitlines())
+        return Check(name, "FAILED", f"{where}: {rule}", action)
+    except OSError as error:
+        text = f"{path} cannot be written: {first_line(error)}."
+        return Check(name, "FAILED", text, remedy(path, "checkpoint.dir"))
+    return Check(name, "ok", f"{path} can be written")
+
+
+def _folder(name: str, path: Path, config: Config | None = None, *, key: str = "run.dir") -> Check:
+    there = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
+    try:
+        late = _write_into(there)
+        free = shutil.disk_usage(there).free
+    except OSError as error:
+        text = f"{path} cannot be written: {error.strerror or error}."
+        return Check(name, "FAILED", text, f"Set {key} to a folder that can be written.")
+    words = f"{path} can be written, {_size(free)} free"
+    if config is not None:
+        model, keep = config.model, config.checkpoint.keep
+        one = num_params(model) * _STATE_ARRAYS * _DTYPE_BYTES[model.param_dtype]
+        words += f", a checkpoint takes {_size(one)}"
+        if free < one * (keep + 1):
+            status = "FAILED" if free < one else "warning"
+            action = f"Free {_size(one * (keep + 1) - free)}, or set {key} to another disk."
+            text = f"{words}, {keep} are kept while one more is written."
+            return Check(name, status, text, action)
+    if abs(late) > _CLOCK_SECONDS:
+        text = f"{words}; its file server's clock differs from this machine's by {late:.1f} s."
+        return Check(name, "warning", text, "Start NTP (chrony, systemd-timesyncd) on both.")
+    return Check(name, "ok", words)
+
+
+def _write_into(folder: Path) -> float:
+    """Writes a file and takes it away; returns how late its time is."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(_WRITTEN_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_mtime - time.time()
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+# Data.
+
+
+def data(config: Config) -> Iterator[Check]:
+    """Whether documents can be read and turned into tokens that the model knows."""
+    document = "text"
+    try:
+        source = open_source(config.data, config.run.seed)
+        document = source[0]
+        text = f"{source.name}, {counted(len(source), 'document')}, the first of "
+        text += counted(len(document), "character")
+        yield Check("data", "ok", text)
+    except ConfigError as error:
+        yield from _explained("data", error)
+    try:
+        tokenizer = open_tokenizer(config.tokenizer)
+        check_vocab(tokenizer, config.model.vocab_size)
+    except ConfigError as error:
+        yield from _explained("tokenizer", error)
+        return
+    tokens = tokenizer.encode(document)
+    text = f"{config.tokenizer.kind}, {tokenizer.vocab_size} ids, {len(tokens)} for {len(document)}"
+    yield Check("tokenizer", "ok", f"{text} characters")
+
+
+# Clocks.
+
+
+def clock() -> Check:
+    """Whether this machine's clock is set and goes on."""
+    zone = os.environ.get("TZ", "").lstrip(":")
+    wall, steady = time.time(), time.monotonic()
+    time.sleep(0.05)
+    wall, steady = time.time() - wall, time.monotonic() - steady
+    now = datetime.now().astimezone()
+    words = f"{now:%Y-%m-%d %H:%M:%S}, time zone {now:%Z (UTC%z)}"
+    if steady <= 0 or abs(wall - steady) > 0.5:
+        text = f"in {steady:.2f} s the time of day moved by {wall:.2f} s."
+        return Check("clock", "FAILED", text, "Let NTP correct the clock slowly, without jumps.")
+    if now.astimezone(UTC).year < _FIRST_YEAR:
+        return Check("clock", "warning", f"{words}: it was never set.", "Set it, with NTP.")
+    if zone and not _is_zone(zone):
+        text = f"{words}: TZ={zone} is no time zone, so that UTC is used."
+        return Check(
+            "clock", "warning", text, "Set TZ to a name such as Europe/Zurich, or unset it."
+        )
+    return Check("clock", "ok", words)
+
+
+def _is_zone(name: str) -> bool:
+    if re.match(r"[A-Za-z]{3,}[+-]?\d|<|/", name):  # POSIX rules, or a file
+        return True
+    try:
+        zoneinfo.ZoneInfo(name)
+    except (ValueError, OSError, zoneinfo.ZoneInfoNotFoundError):
+        return False
+    return True
+
+
+# Devices.
+
+
+def devices(patient: Patient) -> Iterator[Check]:
+    """The devices of the run, its mesh, and every collective along every axis."""
+    seconds = DEVICE_SECONDS
+    if patient.runtime.num_processes != 1:
+        seconds += patient.runtime.init_timeout_seconds
+    # What a doctor compiles is of no use to a run.
+    runtime = dataclasses.replace(patient.runtime, compilation_cache="")
+    folder = os.path.join(patient.run.dir, patient.run.name)
+    (records,) = environment.probe([_spec(runtime, patient.mesh, folder)], seconds)
+    for record in records:
+        found = Check(**{name: record.get(name, "") for name in Check.__slots__})
+        if found.status == "FAILED" and not found.action:
+            action = "End other programs that hold the devices, or set runtime.platform=cpu."
+            found = dataclasses.replace(found, action=action)
+        yield found
+
+
+def kinds() -> dict[str, int] | str:
+    """Number of devices of each kind, or why they cannot be used."""
+    (records,) = environment.probe([_spec(RuntimeConfig(), MeshConfig())], LOOPBACK_SECONDS)
+    for record in records:
+        if "kinds" in record:
+            return record["kinds"]
+    return records[-1]["text"]
+
+
+def loopback() -> Check:
+    """Two processes of this machine that find each other and compute together, on CPU."""
+    name = "two processes"
+    begin = time.monotonic()
+    runtime = RuntimeConfig(
+        platform="cpu",
+        num_processes=2,
+        coordinator=f"127.0.0.1:{free_port()}",
+        init_timeout_seconds=int(LOOPBACK_SECONDS) - 10,
+        compilation_cache="",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        specs = [
+            _spec(dataclasses.replace(runtime, process_id=rank), MeshConfig(ici_data=2), folder)
+            for rank in (0, 1)
+        ]
+        found = environment.probe(specs, LOOPBACK_SECONDS, inherit=False)
+    seconds = time.monotonic() - begin
+    for rank, records in enumerate(found):
+        for record in records:
+            if record["status"] == "FAILED":
+                action = "Allow connections to 127.0.0.1; with a proxy set no_proxy=127.0.0.1."
+                return Check(name, "FAILED", f"process {rank}: {record['text']}", action)
+    words = f"found each other on 127.0.0.1 and computed together, in {seconds:.0f} s"
+    return Check(name, "ok", words)
+
+
+def _spec(runtime: RuntimeConfig, mesh: MeshConfig, folder: str = ".") -> dict[str, Any]:
+    """`folder` is the run's, in which several processes find their secret."""
+    found = {"runtime": dataclasses.asdict(runtime), "mesh": dataclasses.asdict(mesh)}
+    return found | {"folder": folder}

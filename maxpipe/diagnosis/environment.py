@@ -1,0 +1,218 @@
+"""What runs here: versions, machine, environment variables. The first part of a bug report.
+
+Neither jax nor a device is used by this process; `probe.py` looks at devices in one of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
+
+import maxpipe
+from maxpipe.boundary import redact
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "libtpu",
+    "jax-cuda12-plugin",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "tensorstore",
+    "numpy",
+)
+"""Whose versions decide what a run computes."""
+
+_VARIABLES = re.compile(
+    r"XLA_FLAGS|LIBTPU_INIT_ARGS|CUDA_VISIBLE_DEVICES|(?:JAX|TPU|SLURM|TF_CPP|OMPI_COMM_WORLD)_\w+"
+)
+_GIT_SECONDS = 10.0
+FAILED = "FAILED"
+_PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+def versions() -> dict[str, str | None]:
+    """Of python, maxpipe and `PACKAGES`; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    found["maxpipe"] = maxpipe.__version__
+    return found | {name: installed(name) for name in PACKAGES}
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, None if it is not there."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def machine() -> dict[str, Any]:
+    """Operating system, processors and memory, as this process may use them."""
+    memory = None
+    with contextlib.suppress(ValueError, OSError):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _memory_limit()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "distribution": _distribution(),
+        "cpus": os.cpu_count(),
+        "usable_cpus": usable,
+        "memory_bytes": memory,
+        "memory_limit_bytes": None if memory is None or limit >= memory else limit,
+    }
+
+
+def _distribution() -> str | None:
+    with contextlib.suppress(OSError):
+        return platform.freedesktop_os_release().get("PRETTY_NAME")
+    return None
+
+
+def _memory_limit() -> float:
+    """Bytes that this container may have."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
+    return float("inf")
+
+
+def variables() -> dict[str, str]:
+    """Environment variables that change what jax and XLA do, without secrets."""
+    found = {name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)}
+    return redact.within(dict(sorted(found.items())))
+
+
+def commit() -> str | None:
+    """Of the checkout that this module is in, with `-dirty` behind it after changes."""
+    root = _PROJECT.parent
+    if not (root / ".git").exists() or not _PROJECT.is_file():
+        return None
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        ran = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=True)
+        return ran.stdout.decode(errors="replace").strip() or None
+    return None
+
+
+def probe(
+    specs: Sequence[Mapping[str, Any]], seconds: float, *, inherit: bool = True
+) -> list[list[dict[str, Any]]]:
+    """The records of one `probe` process per spec, all at once, within a time limit.
+
+    Without `inherit` the variables above are not passed on. A process that ended badly has a last
+    record that says so.
+    """
+    # The modules that this process imports, and none that lie in the working folder besides.
+    paths = [path or str(Path.cwd()) for path in sys.path]
+    values = {
+        name: value
+        for name, value in os.environ.items()
+        if inherit or not _VARIABLES.fullmatch(name)
+    }
+    values["PYTHONPATH"] = os.pathsep.join(paths)
+    end = time.monotonic() + seconds
+    with contextlib.ExitStack() as stack:
+        started = []
+        for spec in specs:
+            out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            command = [sys.executable, "-P", "-m", "maxpipe.diagnosis.probe", json.dumps(spec)]
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=values
+            )
+            stack.callback(_end, process)
+            started.append((process, out, err))
+        return [_records(*each, end=end, seconds=seconds) for each in started]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def _records(
+    process: subprocess.Popen[bytes], out: IO[bytes], err: IO[bytes], *, end: float, seconds: float
+) -> list[dict[str, Any]]:
+    try:
+        code = process.wait(max(0.0, end - time.monotonic()))
+        reason = f"its process ended with {code}: {_last_words(err)}"
+    except subprocess.TimeoutExpired:
+        code, reason = -1, f"no answer within {seconds:.0f} s"
+    out.seek(0)
+    found = [json.loads(line) for line in out.read().splitlines() if line.startswith(b'{"name"')]
+    if code != 0 and not any(record["status"] == FAILED for record in found):
+        last = f", after {found[-1]['name']}" if found else ""
+        found.append({"name": "devices", "status": FAILED, "text": f"{reason}{last}."})
+    return found
+
+
+def _last_words(err: IO[bytes]) -> str:
+    """The last error message of a process, on one line."""
+    err.seek(0)
+    lines = err.read().decode(errors="replace").splitlines()[-3:]
+    return redact.text(" ".join(line.strip() for line in lines)) or "it said nothing"
+
+
+def report() -> dict[str, Any]:
+    """All of it, without secrets, as JSON values."""
+    return redact.within(
+        {
+            "versions": versions(),
+            "commit": commit(),
+            "machine": machine(),
+            "command_line": redact.arguments(sys.argv[1:]),
+            "variables": variables(),
+        }
+    )
+
+
+def requirements() -> Iterator[tuple[str, str, bool]]:
+    """(package, lowest version, whether maxpipe needs it) of every range in pyproject.toml.
+
+    Packages of an extra may be missing; those for development are left out.
+    """
+    for extra, text in _requirements():
+        if extra == "dev":
+            continue
+        found = re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*>=\s*([\d.]+)", text)
+        if found:
+            yield found[1], found[2], not extra
+
+
+def _requirements() -> Iterator[tuple[str, str]]:
+    """(extra, requirement): of the checkout, else of the installed package."""
+    if _PROJECT.is_file():
+        project: Mapping[str, Any] = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]
+        yield "", f"python{project['requires-python']}"
+        yield from (("", text) for text in project["dependencies"])
+        for extra, texts in project["optional-dependencies"].items():
+            yield from ((extra, text) for text in texts)
+        return
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        about = metadata.metadata("maxpipe")
+        yield "", f"python{about['Requires-Python']}"
+        for text in metadata.requires("maxpipe") or ():
+            extra = re.search(r"extra == ['\"]([\w-]+)", text)
+            yield extra[1] if extra else "", text

@@ -1,0 +1,150 @@
+"""What a run's devices are and whether they talk to each other.
+
+Run by `python -m maxpipe.diagnosis.probe`.
+
+A process of its own, so that who asks can end it: broken links and busy devices hang rather
+than fail. Prints one JSON record per finding: name, status, text, and an action.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxpipe.boundary.files import full
+from maxpipe.config.schema import MeshConfig, RuntimeConfig
+from maxpipe.errors import ConfigError
+from maxpipe.parallel.mesh import build_mesh, describe
+from maxpipe.processes import runtime
+from maxpipe.processes.phases import Phases
+from maxpipe.words import counted
+
+COLLECTIVES = ("psum", "all_gather", "psum_scatter", "ppermute", "all_to_all")
+
+_ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*")
+"""Device files of TPUs and GPUs."""
+_CLOCK_SECONDS = 1.0
+_CLOCK_ROUNDS = 3
+
+
+def main(text: str) -> int:
+    """Look at the devices that a JSON object with `runtime`, `mesh` and `folder` describes."""
+    spec = json.loads(text)
+    config, mesh_config = RuntimeConfig(**spec["runtime"]), MeshConfig(**spec["mesh"])
+    try:
+        folder = full(spec["folder"], "run.dir")
+        with runtime.joined(config, mesh_config.cpu_devices, Phases(), {}, folder):
+            _look(config, mesh_config)
+    except ConfigError as error:
+        for problem in error.problems:
+            _say("devices", "FAILED", f"{problem.where}: {problem.rule}", problem.action)
+        return int(error.exit_code)
+    return 0
+
+
+def _look(config: RuntimeConfig, mesh_config: MeshConfig) -> None:
+    _devices(config)
+    mesh = build_mesh(mesh_config)
+    _say("mesh", "ok", describe(mesh))
+    for axis, size in mesh.shape.items():
+        if size > 1:
+            _collectives(mesh, axis)
+    if jax.process_count() > 1:
+        _clocks()
+
+
+def _say(name: str, status: str, text: str, action: str = "", **more: Any) -> None:
+    record = {"name": name, "status": status, "text": text, "action": action} | more
+    print(json.dumps(record), flush=True)
+
+
+def _devices(config: RuntimeConfig) -> None:
+    """Which there are, and whether each computes."""
+    for device in jax.local_devices():
+        doubled = jax.device_put(np.arange(8.0, dtype=np.float32), device) * 2
+        if np.asarray(doubled).tolist() != [2.0 * i for i in range(8)]:
+            action = "Run without it, and have it looked at."
+            _say("devices", "FAILED", f"{device} does not double numbers rightly.", action)
+    kinds = collections.Counter(device.device_kind for device in jax.devices())
+    words = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    words += f" in {counted(jax.process_count(), 'process')}"
+    there = [str(path) for name in _ACCELERATORS for path in sorted(Path("/dev").glob(name))]
+    if config.platform == "auto" and jax.default_backend() == "cpu" and there:
+        action = "Run: pip install 'maxpipe[tpu]' or 'maxpipe[cuda]', or set runtime.platform=cpu."
+        _say("devices", "warning", f"{words}, though {there[0]} is there.", action, kinds=kinds)
+    else:
+        _say("devices", "ok", words, kinds=kinds)
+
+
+def _collectives(mesh: Mesh, axis: str) -> None:
+    name, wrong = f"collectives over {axis}", _wrong_collectives(mesh, axis)
+    if wrong:
+        action = "Look at the links between these devices and at XLA_FLAGS and LIBTPU_INIT_ARGS."
+        _say(name, "FAILED", f"wrong values from {', '.join(wrong)}.", action)
+    else:
+        _say(name, "ok", f"{', '.join(COLLECTIVES)} give the right values")
+
+
+def _wrong_collectives(mesh: Mesh, axis: str) -> list[str]:
+    """Those that give this process' devices another value than arithmetic does."""
+    size = mesh.shape[axis]
+    # Row i is what device i gives; sums of so small numbers are exact.
+    rows = (np.arange(size * size).reshape(size, size) % 251).astype(np.float32)
+    following = [(i, (i + 1) % size) for i in range(size)]
+
+    def program(given: jax.Array) -> jax.Array:
+        row, here, every = given[0], lax.axis_index(axis), jnp.asarray(rows)
+        total = every.sum(0)
+        pairs = (
+            (lax.psum(row, axis), total),
+            (lax.all_gather(row, axis), every),
+            (lax.psum_scatter(row, axis, tiled=True), total[here, None]),
+            (lax.ppermute(row, axis, following), every[(here - 1) % size]),
+            (lax.all_to_all(row, axis, 0, 0, tiled=True), every[:, here]),
+        )
+        return jnp.stack([jnp.array_equal(got, wanted) for got, wanted in pairs])[None]
+
+    spec, all_axes = PartitionSpec(axis), PartitionSpec(mesh.axis_names)
+    placed = jax.make_array_from_callback(
+        rows.shape, NamedSharding(mesh, spec), lambda index: rows[index]
+    )
+    run = jax.shard_map(program, mesh=mesh, in_specs=spec, out_specs=all_axes, check_vma=False)
+    right = jax.jit(run)(placed)
+    mine = np.concatenate([np.asarray(shard.data) for shard in right.addressable_shards])
+    return [name for number, name in enumerate(COLLECTIVES) if not mine[:, number].all()]
+
+
+def _clocks() -> None:
+    """The largest difference between the clocks of all processes, read right after a barrier."""
+    differences = []
+    for number in range(_CLOCK_ROUNDS):
+        multihost_utils.sync_global_devices(f"clocks {number}")
+        # In two parts, because jax would round a float64.
+        thousands, rest = divmod(time.time(), 1000)
+        mine = np.array([int(thousands), int(rest * 1e6)], np.int32)
+        read = np.asarray(multihost_utils.process_allgather(mine), np.int64)
+        seconds = read[:, 0] * 1000 + read[:, 1] / 1e6
+        differences.append(float(seconds.max() - seconds.min()))
+    least = min(differences)
+    words = f"those of {counted(jax.process_count(), 'process')} differ by at most {least:.2f} s"
+    if least > _CLOCK_SECONDS:
+        _say(
+            "clocks", "warning", f"{words}.", "Start NTP (chrony, systemd-timesyncd) on all hosts."
+        )
+    else:
+        _say("clocks", "ok", words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,62 @@
+"""Names of the mesh's axes, and the one table from logical axes to them. No jax.
+
+Model code names what a dim means ("heads", "mlp"); the table says over which mesh axes such a dim
+is split, and `mesh.axis_rules` changes it. `sharding` makes jax's partitions of it, `plan` counts
+bytes with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from maxpipe.config.schema import MeshConfig
+
+LOGICAL_AXES = ("batch", "embed", "heads", "kv_heads", "head_size", "mlp", "vocab", "norm")
+"""Names that model code gives to the dims of its arrays."""
+
+MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+"""Axes of the device mesh, the slowest link first."""
+
+DEFAULT_AXIS_RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_size": (),
+    "mlp": ("tensor",),
+    "vocab": ("stage", "tensor"),
+    "norm": (),
+}
+"""Mesh axes over which each logical axis is split, before `mesh.axis_rules`."""
+
+REMAPPINGS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "embed": ((), ("fsdp",)),
+    "heads": ((), ("tensor",)),
+    "kv_heads": ((), ("tensor",)),
+    "head_size": ((), ("tensor",)),
+    "mlp": ((), ("tensor",)),
+    "vocab": (("stage",), ("stage", "tensor")),
+}
+"""What `mesh.axis_rules` may say. The pipeline owns the stage axis and the batch."""
+
+
+def axis_table(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
+    """Logical axis to mesh axes: the default table with the changes applied."""
+    return DEFAULT_AXIS_RULES | {name: tuple(axes) for name, axes in mesh.axis_rules.items()}
+
+
+def resolved(mesh: MeshConfig, num_devices: int, num_slices: int) -> MeshConfig:
+    """The mesh with -1 replaced by the slices, and inside a slice by the devices, that are left.
+
+    The sizes need not multiply to the number of devices: the caller checks that.
+    """
+    sizes = _filled("dcn", mesh, num_slices)
+    inside = num_devices // math.prod(sizes.values())
+    return dataclasses.replace(mesh, **sizes, **_filled("ici", mesh, inside))
+
+
+def _filled(link: str, mesh: MeshConfig, available: int) -> dict[str, int]:
+    sizes = {f"{link}_{axis}": getattr(mesh, f"{link}_{axis}") for axis in MESH_AXES}
+    rest = math.prod(size for size in sizes.values() if size != -1)
+    return {key: max(1, available // rest) if size == -1 else size for key, size in sizes.items()}

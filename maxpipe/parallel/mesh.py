@@ -1,0 +1,162 @@
+"""The device mesh: axis names, sizes, and devices placed with their links in mind.
+
+Owns the names of the mesh axes. Devices of one slice are joined by fast links
+(ici), slices by the data-centre network (dcn); an axis' size is ici x dcn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from maxpipe.config.rules import divisors, up
+from maxpipe.config.schema import MeshConfig
+from maxpipe.errors import ConfigError
+from maxpipe.parallel.axes import MESH_AXES, resolved
+from maxpipe.words import counted
+
+STAGE, DATA, FSDP = "stage", "data", "fsdp"
+EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
+AXES = MESH_AXES
+"""Outermost first: neighbours on the last axis are closest."""
+
+MANUAL_AXES = (STAGE, DATA, FSDP)
+"""Axes over which the pipeline's program is written per device; the others are automatic."""
+
+AUTOMATIC_AXES = tuple(axis for axis in AXES if axis not in MANUAL_AXES)
+
+BATCH_AXES = (DATA, FSDP)
+"""Axes that each see their own part of the batch."""
+
+
+class Device(Protocol):
+    """What is read of a jax device."""
+
+    @property
+    def platform(self) -> str: ...
+
+    @property
+    def process_index(self) -> int: ...
+
+
+def resolve(config: MeshConfig, devices: Sequence[Device]) -> MeshConfig:
+    """The config with each -1 replaced by the devices that are left.
+
+    Raises:
+        ConfigError: the sizes do not multiply to the number of devices or of slices.
+    """
+    slices, given = _num_slices(devices), config
+    config = resolved(config, len(devices), slices)
+    ici, dcn = _sizes(config)
+    _check_slices(dcn, slices, devices[0].platform)
+    total = math.prod(ici) * math.prod(dcn)
+    if total != len(devices):
+        wanted = " x ".join(f"{axis} {i * d}" for axis, i, d in zip(AXES, ici, dcn, strict=True))
+        kind = devices[0].platform
+        if rest := next((key for key in _INSIDE if getattr(given, key) == -1), ""):
+            raise _nothing_left(given, rest, math.prod(dcn), devices)
+        processes = len({device.process_index for device in devices})
+        if kind == "cpu" and total % processes == 0:
+            action = f"Set mesh.cpu_devices={total // processes}, or another size for an axis."
+        elif len(devices) % (total // config.ici_data) == 0:
+            action = "Set mesh.ici_data=-1 to use what is left, or another size for an axis."
+        else:
+            action = f"Set sizes of axes so that they multiply to {len(devices)}."
+        raise ConfigError.one(
+            "mesh",
+            wanted,
+            f"must multiply to the number of devices: it is {total}, and there are "
+            f"{len(devices)} of kind {kind}.",
+            action,
+        )
+    return config
+
+
+_INSIDE = tuple(f"ici_{axis}" for axis in AXES)
+
+
+def _nothing_left(
+    given: MeshConfig, rest: str, slices: int, devices: Sequence[Device]
+) -> ConfigError:
+    """For a -1 beside sizes that do not divide the devices."""
+    count, kind = len(devices), devices[0].platform
+    inside = {key: size for key in _INSIDE if (size := getattr(given, key)) > 1}
+    fixed = math.prod(inside.values()) * slices
+    sizes = [f"mesh.{key}={size}" for key, size in inside.items()]
+    sizes += [f"mesh.dcn_* {slices}"] if slices > 1 else []
+    processes = len({device.process_index for device in devices})
+    enough = up(count, math.lcm(fixed, processes))
+    more = f"mesh.cpu_devices={enough // processes}, or " if kind == "cpu" else ""
+    return ConfigError.one(
+        f"mesh.{rest}",
+        "-1",
+        f"is what is left of {counted(count, f'{kind} device')}, and the other sizes "
+        f"({', '.join(sizes)}) multiply to {fixed}, which does not divide {count}.",
+        f"Set {more}the other sizes so that they multiply to {divisors(count)}.",
+    )
+
+
+def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
+    """A mesh over all devices with the axes of `AXES`.
+
+    Raises:
+        ConfigError: the sizes do not multiply to the number of devices or of slices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    config = resolve(config, devices)
+    return Mesh(_arrange(devices, *_sizes(config)), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _sizes(config: MeshConfig) -> tuple[list[int], list[int]]:
+    """(ici, dcn) of each axis."""
+    ici, dcn = ([getattr(config, f"{link}_{axis}") for axis in AXES] for link in ("ici", "dcn"))
+    return ici, dcn
+
+
+def _num_slices(devices: Sequence[Device]) -> int:
+    return len({getattr(device, "slice_index", 0) for device in devices})
+
+
+def _check_slices(dcn: list[int], slices: int, kind: str) -> None:
+    # One TPU mesh cannot span slices; on other devices ici sizes may ignore where slices end.
+    allowed = {slices} if kind == "tpu" else {1, slices}
+    total = math.prod(dcn)
+    if slices > 1 and total not in allowed:
+        raise ConfigError.one(
+            "mesh",
+            " x ".join(f"dcn_{axis} {size}" for axis, size in zip(AXES, dcn, strict=True)),
+            f"must multiply to the number of slices: it is {total}, and the {kind} devices lie "
+            f"in {counted(slices, 'slice')}.",
+            f"Set mesh.dcn_data={slices} and every other mesh.dcn_* to 1, or another split.",
+        )
+
+
+def _arrange(devices: list[Device], ici: list[int], dcn: list[int]) -> np.ndarray:
+    if math.prod(dcn) == 1:
+        return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+    processes = {device.process_index for device in devices}
+    by_process = _num_slices(devices) == 1 and len(processes) == math.prod(dcn)
+    if _num_slices(devices) > 1 or by_process:
+        return mesh_utils.create_hybrid_device_mesh(
+            ici, dcn, devices, process_is_granule=by_process, allow_split_physical_axes=True
+        )
+    # One process without slices (virtual devices): let consecutive devices stand for a slice.
+    grid = np.asarray(devices).reshape(*dcn, *ici)
+    order = [
+        dim
+        for pair in zip(range(len(AXES)), range(len(AXES), 2 * len(AXES)), strict=True)
+        for dim in pair
+    ]
+    return grid.transpose(order).reshape([i * d for i, d in zip(ici, dcn, strict=True)])
+
+
+def describe(mesh: Mesh) -> str:
+    """Axes larger than one, e.g. `stage 4 x fsdp 2`."""
+    sizes = [f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1]
+    return " x ".join(sizes) or "one device"

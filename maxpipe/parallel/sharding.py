@@ -1,0 +1,120 @@
+"""The one table from logical axes to mesh axes, and what follows from it.
+
+Model code names what a dimension means ("heads", "mlp"); this module knows on which
+mesh axis that lies. Nothing else translates between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxpipe.config.schema import MeshConfig
+from maxpipe.errors import ConfigError
+from maxpipe.parallel.axes import axis_table
+from maxpipe.parallel.mesh import BATCH_AXES, FSDP, STAGE
+
+STACK = ("repeat", "stage", "layer")
+"""Logical axes in front of a parameter that is stacked over layers."""
+
+
+@dataclass(frozen=True)
+class AxisRules:
+    """Logical axis -> mesh axes, as a hashable value that model code can hold."""
+
+    table: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @classmethod
+    def from_config(cls, config: MeshConfig) -> AxisRules:
+        """The default table with the changes of `mesh.axis_rules`."""
+        table = {**axis_table(config), "stage": (STAGE,)}
+        return cls(tuple(table.items()))
+
+    def spec(self, logical: Sequence[str | None], where: str = "a tensor") -> PartitionSpec:
+        """Partition of a tensor whose dims have these logical axes.
+
+        Raises:
+            ConfigError: two dims would lie on the same mesh axis.
+        """
+        table = dict(self.table)
+        owner: dict[str, str] = {}
+        dims: list[tuple[str, ...]] = []
+        for name in logical:
+            axes = table.get(name, ()) if name else ()
+            for axis in axes:
+                if axis in owner:
+                    raise ConfigError.one(
+                        "mesh.axis_rules",
+                        f"{name}: [{', '.join(axes)}]",
+                        f"{where} has dims {owner[axis]!r} and {name!r} on one mesh axis, "
+                        f"{axis!r}: a mesh axis can shard one dim of a tensor.",
+                        f"Set mesh.axis_rules.{name}=[], or move {owner[axis]!r} elsewhere.",
+                    )
+                owner[axis] = str(name)
+            dims.append(axes)
+        return PartitionSpec(*(_entry(axes) for axes in dims))
+
+
+def _entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
+    return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
+
+
+def _axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def restrict(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """The spec with only these mesh axes."""
+    return PartitionSpec(
+        *(_entry([axis for axis in _axes_of(entry) if axis in axes]) for entry in spec)
+    )
+
+
+def fsdp_dim(spec: PartitionSpec) -> int | None:
+    """The dim that is sharded over fsdp, if any."""
+    return next((dim for dim, entry in enumerate(spec) if FSDP in _axes_of(entry)), None)
+
+
+BATCH_SPEC = PartitionSpec(BATCH_AXES)
+"""Of every array of a batch: rows over the batch axes, the same for all stages."""
+
+
+def local_rows(sharding: NamedSharding, num_rows: int) -> np.ndarray:
+    """Numbers of the rows of a batch that this process' devices hold, ascending."""
+    indices = sharding.addressable_devices_indices_map((num_rows,)).values()
+    return np.unique(np.concatenate([np.arange(num_rows)[index] for index in indices]))
+
+
+def place_rows(
+    host: Mapping[str, np.ndarray], rows: np.ndarray, num_rows: int, sharding: NamedSharding
+) -> dict[str, jax.Array]:
+    """Global arrays `[num_rows, ...]` from the rows that this process holds."""
+
+    def place(array: np.ndarray) -> jax.Array:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "only this process' devices are asked for"
+            wanted = np.arange(num_rows)[index[0]]
+            return array[np.searchsorted(rows, wanted)]
+
+        return jax.make_array_from_callback((num_rows, *array.shape[1:]), sharding, part)
+
+    return {name: place(array) for name, array in host.items()}
+
+
+def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> jax.Array:
+    """Ask for the table's placement on the automatic axes; a no-op without such axes.
+
+    Inside the pipeline's per-device program the manual axes are already fixed, so only the
+    automatic ones (tensor, context, expert) are named.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}
+    if not automatic:
+        return x
+    spec = rules.spec(logical)
+    dims = [_entry([axis for axis in _axes_of(entry) if axis in automatic]) for entry in spec]
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*dims))

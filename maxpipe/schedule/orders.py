@@ -1,0 +1,279 @@
+"""Generators: in which order each stage computes, and nothing else.
+
+`generate(ring, num_microbatches, group)` gives each stage's list of actions. Ticks, messages and
+buffers follow from it (`placement`). A new schedule is a new function here and a row in
+`schedule.SCHEDULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from maxpipe.schedule.table import Action, Kind, Orders, Ring
+
+
+def group_sizes(num_microbatches: int, num_stages: int, group: int) -> list[int]:
+    """Sizes of the groups, as even as possible and longer ones first.
+
+    A group shorter than the stages would stall the ring, so a remainder is spread
+    over the groups: none is longer than `group` unless one would be shorter than
+    the number of stages.
+    """
+    count = -(-num_microbatches // group)
+    if num_microbatches // count < num_stages:
+        count = max(1, num_microbatches // group)
+    short, longer = divmod(num_microbatches, count)
+    return [short + 1] * longer + [short] * (count - longer)
+
+
+def _ring_sequence(sizes: Sequence[int], num_repeats: int, kind: Kind) -> list[Action]:
+    """Order in which every stage of a loop meets (microbatch, repeat)."""
+    repeats = range(num_repeats)
+    sequence: list[Action] = []
+    start = 0
+    for size in sizes:
+        for repeat in repeats if kind == "F" else reversed(repeats):
+            sequence += [Action(kind, start + j, repeat) for j in range(size)]
+        start += size
+    return sequence
+
+
+def forward_then_backward(ring: Ring, num_microbatches: int, group: int) -> Orders:
+    """All forwards, then all backwards: memory grows with the microbatches.
+
+    Source: GPipe (arXiv:1811.06965); with repeats, the circular order of praxis and MaxText.
+    """
+    sizes = group_sizes(num_microbatches, ring.num_stages, group)
+    both = [_ring_sequence(sizes, ring.num_repeats, kind) for kind in ("F", "B")]
+    return [both[0] + both[1] for _ in range(ring.num_stages)]
+
+
+def forward_sweep(ring: Ring, num_microbatches: int, group: int) -> Orders:
+    """Forwards alone, the same on every stage."""
+    sizes = group_sizes(num_microbatches, ring.num_stages, group)
+    return [_ring_sequence(sizes, ring.num_repeats, "F") for _ in range(ring.num_stages)]
+
+
+def one_forward_one_backward(ring: Ring, num_microbatches: int, group: int) -> Orders:
+    """Warm-up forwards, then one forward and one backward in turn, then the rest.
+
+    The warm-up is the shortest that keeps every slot full when a hop takes one tick:
+    (R-1) * N forwards until the first microbatch leaves the network, and two ticks for
+    each stage between this one and the last. Memory does not depend on the microbatches.
+
+    Source: PipeDream-flush and Megatron-LM's interleaved order (arXiv:2104.04473); with one
+    group, breadth-first (arXiv:2211.05953).
+    """
+    stages, repeats = ring.num_stages, ring.num_repeats
+    sizes = group_sizes(num_microbatches, stages, group)
+    forward = _ring_sequence(sizes, repeats, "F")
+    backward = _ring_sequence(sizes, repeats, "B")
+    until_loss = (repeats - 1) * max(*sizes, stages if repeats > 1 else 0)
+    orders: Orders = []
+    for stage in range(stages):
+        warmup = min(len(forward), until_loss + 2 * (stages - 1 - stage))
+        order = forward[:warmup]
+        for index, action in enumerate(backward):
+            order += [*forward[warmup + index : warmup + index + 1], action]
+        orders.append(order)
+    return orders
+
+
+def zero_bubble_h1(ring: Ring, num_microbatches: int, group: int) -> Orders:
+    """1F1B with split backwards: weight gradients fill the bubble, at the memory of 1F1B.
+
+    Source: ZB-H1 (arXiv:2401.10241).
+    """
+    stages = ring.num_stages
+    return _greedy(ring, num_microbatches, live=stages, pending=max(1, stages - 1))
+
+
+def zero_bubble_h2(ring: Ring, num_microbatches: int, group: int) -> Orders:
+    """As ZB-H1 with almost twice the memory, which leaves no bubble but the first fill.
+
+    Source: ZB-H2 (arXiv:2401.10241).
+    """
+    stages = ring.num_stages
+    return _greedy(ring, num_microbatches, live=2 * stages - 1, pending=stages)
+
+
+def zero_bubble_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
+    """Two chunks on each stage in a V: almost no bubble at the memory of 1F1B.
+
+    Source: ZB-V (arXiv:2401.10241, arXiv:2405.15362).
+    """
+    live = 2 * ring.num_stages
+    return _greedy(ring, num_microbatches, live=live, pending=live)
+
+
+def v_half(ring: Ring, num_microbatches: int, group: int) -> Orders:
+    """Two chunks in a V at half the memory of 1F1B, with about half of its bubble.
+
+    Source: V-Half (arXiv:2405.15362).
+    """
+    return _repeated_block(ring, num_microbatches, (1, 2, 1, 2))
+
+
+def v_min(ring: Ring, num_microbatches: int, group: int) -> Orders:
+    """Two chunks in a V at a third of the memory of 1F1B, with about two thirds of its bubble.
+
+    Source: V-Min (arXiv:2405.15362).
+    """
+    return _repeated_block(ring, num_microbatches, (1, 1, 1, 1))
+
+
+def dualpipe_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
+    """Forwards of one chunk beside backwards of the other, in the published phases of a V.
+
+    Source: DualPipe's V-shaped half (DeepSeek, github.com/deepseek-ai/DualPipe).
+    """
+    stages, orders = ring.num_stages, []
+    # The phases need two microbatches per stage; what is too many is left out of every stage.
+    available = max(num_microbatches, 2 * stages)
+    for stage in range(stages):
+        up = stages - 1 - stage
+        last = stage + 1
+        phases = [
+            *[["F0"]] * (2 * up),
+            *[["F0", "F1"]] * last,
+            *[["I1", "W1", "F1"]] * up,
+            *[["F0", "B1", "F1", "B0"]] * (available - 2 * stages + last),
+            *[["B1", "F1", "B0"]] * up,
+            *[["B1", "B0"]] * (last // 2),
+            *[["I1", "B0"] if last % 2 == 0 else ["B1", "I0"]] * (last - last // 2),
+            *[["I0"]] * up,
+        ]
+        order: list[Action] = []
+        count: dict[tuple[str, int], int] = {}
+        for name in (name for phase in phases for name in phase):
+            for kind in "IW" if name[0] == "B" else name[0]:
+                repeat = int(name[1])
+                number = count.setdefault((kind, repeat), 0)
+                count[kind, repeat] += 1
+                order.append(Action(kind, number, repeat))  # type: ignore[arg-type]
+        started = [a._replace(kind="W") for a in order if a.kind == "I"]
+        order += [action for action in started if action not in order]
+        orders.append([action for action in order if action.microbatch < num_microbatches])
+    return orders
+
+
+# Searches that the generators above share.
+
+
+class _Greedy:
+    """Each tick, each stage takes I before F before W, of the chunk furthest in the network.
+
+    At most `live` chunks are kept on a stage from F to W, at most `pending` of them between I and
+    W. An F leaves room for the stage's later chunks, or a V could lock up.
+    """
+
+    def __init__(self, ring: Ring, num_microbatches: int, *, live: int, pending: int):
+        self.ring, self.live, self.pending = ring, live, pending
+        self.num_microbatches = num_microbatches
+        stages, repeats = range(ring.num_stages), range(ring.num_repeats)
+        self.done = {(k, s, r): [] for k in "FI" for s in stages for r in repeats}
+        self.orders: Orders = [[] for _ in stages]
+        self.waiting: list[list[Action]] = [[] for _ in stages]
+        self.kept = [0 for _ in stages]
+
+    def run(self) -> Orders:
+        """Every stage's order."""
+        tick, total = 0, 3 * self.num_microbatches * self.ring.num_repeats
+        while any(len(order) < total for order in self.orders):
+            # All choose before any choice takes effect: a message needs its tick.
+            chosen = [self._choose(stage, tick) for stage in range(self.ring.num_stages)]
+            for stage, action in enumerate(chosen):
+                if action is not None:
+                    self._commit(stage, action, tick)
+            tick += 1
+        return self.orders
+
+    def _choose(self, stage: int, tick: int) -> Action | None:
+        ring, waiting = self.ring, self.waiting[stage]
+        repeats = sorted(range(ring.num_repeats), key=lambda r: ring.chunk(stage, r), reverse=True)
+        full = len(waiting) >= self.pending
+        for kind in ("I", "F"):
+            for later, repeat in enumerate(repeats):
+                room = not full if kind == "I" else self.kept[stage] < self.live - later
+                action = Action(kind, len(self.done[kind, stage, repeat]), repeat)
+                if room and self._is_ready(action, stage, tick):
+                    return waiting[0] if full else action
+        return waiting[0] if waiting else None
+
+    def _is_ready(self, action: Action, stage: int, tick: int) -> bool:
+        kind, microbatch, repeat = action
+        needed = [("F", stage, repeat)] if kind == "I" else []
+        source = (self.ring.before if kind == "F" else self.ring.after)(stage, repeat)
+        if source is not None:
+            needed.append((kind, *source))
+        return microbatch < self.num_microbatches and all(
+            microbatch < len(self.done[key]) and self.done[key][microbatch] < tick for key in needed
+        )
+
+    def _commit(self, stage: int, action: Action, tick: int) -> None:
+        self.orders[stage].append(action)
+        self.kept[stage] += (action.kind == "F") - (action.kind == "W")
+        if action.kind == "W":
+            self.waiting[stage].pop(0)
+            return
+        self.done[action.kind, stage, action.repeat].append(tick)
+        if action.kind == "I":
+            self.waiting[stage].append(action._replace(kind="W"))
+
+
+def _greedy(ring: Ring, num_microbatches: int, *, live: int, pending: int) -> Orders:
+    return _Greedy(ring, num_microbatches, live=live, pending=pending).run()
+
+
+_INTERVAL = 6  # ticks per microbatch: F, I and W of two chunks
+
+
+def _repeated_block(
+    ring: Ring, num_microbatches: int, offsets: tuple[int, int, int, int]
+) -> Orders:
+    """One microbatch's pattern over a V, repeated every six ticks.
+
+    `offsets` are the ticks between neighbours in the forward of the first and of the second chunk,
+    the input gradients of the second and of the first: a microbatch's life, hence memory, is
+    stages times their sum. Weight gradients take the ticks that stay free.
+
+    Source: building blocks of arXiv:2405.15362.
+    """
+    stages = ring.num_stages
+    starts = _block_starts(stages, offsets)
+    slopes = (offsets[0], -offsets[1], offsets[2], -offsets[3])
+    parts: tuple[tuple[Kind, int], ...] = (("F", 0), ("F", 1), ("I", 1), ("I", 0))
+    orders: Orders = []
+    for stage in range(stages):
+        times: dict[int, Action] = {}
+        for microbatch in range(num_microbatches):
+            for part, (kind, repeat) in enumerate(parts):
+                tick = _INTERVAL * microbatch + starts[part] + slopes[part] * stage
+                times[tick] = Action(kind, microbatch, repeat)
+        order: list[Action] = []
+        waiting: list[Action] = []
+        for tick in range(max(times) + 1):
+            if tick in times:
+                order.append(times[tick])
+                if times[tick].kind == "I":
+                    waiting.append(times[tick]._replace(kind="W"))
+            elif waiting:
+                order.append(waiting.pop(0))
+        orders.append(order + waiting)
+    return orders
+
+
+def _block_starts(stages: int, offsets: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Ticks of the four parts on stage 0, the earliest that never meet modulo the interval."""
+    down, up, back, home = (offset * (stages - 1) for offset in offsets)
+    for second in range(down + up + 1, down + up + 1 + _INTERVAL):
+        for turn in range(second + 1, second + 1 + _INTERVAL):
+            for end in range(turn + back + home + 1, turn + back + home + 1 + _INTERVAL):
+                parts = (0, second, turn, end)
+                slopes = (offsets[0], -offsets[1], offsets[2], -offsets[3])
+                if all(
+                    len({(a + s * p) % _INTERVAL for a, s in zip(parts, slopes, strict=True)}) == 4
+                    for p in range(stages)
+                ):
+                    return parts
+    raise AssertionError(f"offsets {offsets} meet on {stages} stages")

@@ -1,0 +1,331 @@
+"""A schedule as a picture, SVG or PNG, and as a trace for Perfetto.
+
+A picture has a lane for each stage: what it computes over time, with the number of the microbatch,
+and below that how many chunks' activations it keeps. Colours tell repeats apart, shades kinds of
+slots. Time is that of lockstep ticks at given costs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from maxpipe.schedule.canvas import Area, Box, Canvas, Label, text_width
+from maxpipe.schedule.draw import EQUAL_COSTS, summary
+from maxpipe.schedule.table import Costs, Kind, Schedule
+
+_NAMES: dict[Kind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+}
+
+
+def svg(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
+    """The picture as an SVG document; a box tells its chunk and tick under the pointer."""
+    return drawing(schedule, costs).svg()
+
+
+def png(schedule: Schedule, path: Path, costs: Costs = EQUAL_COSTS) -> None:
+    """Write the picture as PNG."""
+    drawing(schedule, costs).png(path)
+
+
+def drawing(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Canvas:
+    """The picture, to be written or put below another one."""
+    return _Picture(schedule, costs).canvas
+
+
+def perfetto(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
+    """A trace for ui.perfetto.dev or chrome://tracing, where a cost of 1 is a millisecond.
+
+    Stages are threads, slots are slices, messages between stages are arrows, and how many chunks'
+    activations a stage keeps is a counter.
+    """
+    times = _Times(schedule, costs)
+    about = {"name": summary(schedule).splitlines()[0]}
+    events: list[dict[str, object]] = [
+        {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": about}
+    ]
+    for stage in range(schedule.num_stages):
+        thread = {"ph": "M", "pid": 0, "tid": stage}
+        events += [
+            thread | {"name": "thread_name", "args": {"name": f"stage {stage}"}},
+            thread | {"name": "thread_sort_index", "args": {"sort_index": stage}},
+        ]
+    for work in _work(schedule):
+        events.append(
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": work.stage,
+                "name": f"{work.chunk}{work.kind}{work.microbatch}",
+                "cat": _NAMES[work.kind],
+                "ts": _microseconds(times.start(work)),
+                "dur": _microseconds(costs.of(work.kind)),
+                "args": {
+                    "microbatch": work.microbatch,
+                    "chunk": work.chunk,
+                    "repeat": work.repeat,
+                    "tick": work.tick,
+                },
+            }
+        )
+    for number, (sender, receiver) in enumerate(_messages(schedule)):
+        arrow = {"pid": 0, "name": "message", "cat": "message", "id": number}
+        # An arrow begins inside of a slice; at its very end the next one may have begun.
+        sent = times.start(sender) + costs.of(sender.kind) / 2
+        read = times.start(receiver)
+        events += [
+            arrow | {"ph": "s", "tid": sender.stage, "ts": _microseconds(sent)},
+            arrow | {"ph": "f", "bp": "e", "tid": receiver.stage, "ts": _microseconds(read)},
+        ]
+    for stage, depths in enumerate(schedule.stash_depth().T if schedule.trains else ()):
+        counter = {"ph": "C", "pid": 0, "name": f"saved chunks, stage {stage}"}
+        for tick in [0, *(np.flatnonzero(np.diff(depths)) + 1).tolist()]:
+            args = {"chunks": int(depths[tick])}
+            events.append(counter | {"ts": _microseconds(times.ticks[tick]), "args": args})
+        events.append(counter | {"ts": _microseconds(times.ticks[-1]), "args": {"chunks": 0}})
+    lines = ",\n".join(json.dumps(event) for event in events)
+    return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
+
+
+# Time.
+
+
+class _Work(NamedTuple):
+    """What a stage does in one slot."""
+
+    kind: Kind
+    tick: int
+    stage: int
+    microbatch: int
+    repeat: int
+    chunk: int
+
+
+def _work(schedule: Schedule) -> Iterator[_Work]:
+    for kind, slots in schedule.kinds:
+        for tick, stage in np.argwhere(slots.active).tolist():
+            repeat = int(slots.repeat[tick, stage])
+            chunk = schedule.ring.chunk(stage, repeat)
+            microbatch = int(slots.microbatch[tick, stage])
+            yield _Work(kind, tick, stage, microbatch, repeat, chunk)
+
+
+def _messages(schedule: Schedule) -> Iterator[tuple[_Work, _Work]]:
+    """(sender, receiver) of what goes from one stage to another."""
+    works = {(work.kind, work.chunk, work.microbatch): work for work in _work(schedule)}
+    for work in works.values():
+        if work.kind != "W":
+            target = work.chunk + (1 if work.kind == "F" else -1)
+            receiver = works.get((work.kind, target, work.microbatch))
+            if receiver is not None and receiver.stage != work.stage:
+                yield work, receiver
+
+
+class _Times:
+    """When ticks and slots begin, in lockstep."""
+
+    def __init__(self, schedule: Schedule, costs: Costs):
+        spent = schedule.tick_costs(costs)
+        self.ticks = np.concatenate([[0.0], np.cumsum(spent)])
+        """Start of each tick, and the end of the last one."""
+        self.slots: dict[Kind, np.ndarray] = {}
+        start = self.ticks[:-1]
+        for kind, slots in schedule.kinds:
+            self.slots[kind] = start
+            if not schedule.mixed:
+                start = start + costs.of(kind) * slots.active.any(axis=1)
+
+    def start(self, work: _Work) -> float:
+        return float(self.slots[work.kind][work.tick])
+
+
+def _microseconds(time: float) -> float:
+    return round(1000 * float(time), 3)
+
+
+# Geometry, in pixels.
+
+
+class _Shade(NamedTuple):
+    fill: str
+    text: str
+    line: str | None = None
+
+
+_INK, _GREY, _PALE, _RULE, _KEPT = "#1d2633", "#667085", "#eff1f5", "#dfe3e9", "#b4bdcb"
+# For each repeat, then again from the start: light, dark, pale.
+_COLOURS = (
+    ("#8fb8f4", "#2456a6", "#dfeafc"),
+    ("#f6b26b", "#a8530a", "#fdebd3"),
+    ("#86cfae", "#1f6f4c", "#dcf2e7"),
+    ("#bba6ef", "#5a3aa6", "#ebe4fb"),
+    ("#f29cb3", "#a12e56", "#fce2e9"),
+    ("#7fcbd6", "#166c79", "#daf0f3"),
+    ("#cfc865", "#6b6510", "#f2f0cd"),
+    ("#a9b3c4", "#465268", "#e6e9ef"),
+)
+_LEFT, _RIGHT, _TOP, _BOTTOM = 68.0, 44.0, 58.0, 32.0
+_BOX_HEIGHT, _STRIP_HEIGHT, _LANE_GAP = 24.0, 14.0, 9.0
+_LEGEND_LINE = 24.0
+_MIN_WIDTH = 720.0
+_WIDTH = 1500.0
+"""As wide as a picture likes to be, if its boxes are then neither narrow nor wide."""
+_MIN_UNIT, _MAX_UNIT, _MAX_WIDTH = 13.0, 30.0, 16000.0
+
+
+def _shade(kind: Kind, repeat: int) -> _Shade:
+    light, dark, pale = _COLOURS[repeat % len(_COLOURS)]
+    if kind == "F":
+        return _Shade(light, _INK)
+    return _Shade(pale, _INK, light) if kind == "W" else _Shade(dark, "#ffffff")
+
+
+class _Picture:
+    """A schedule's lanes, slots and strips."""
+
+    def __init__(self, schedule: Schedule, costs: Costs):
+        self.schedule, self.costs = schedule, costs
+        self.times = _Times(schedule, costs)
+        self.canvas = Canvas()
+        self.boxes, self.areas = self.canvas.boxes, self.canvas.areas
+        self.labels = self.canvas.labels
+        total = float(self.times.ticks[-1])
+        shortest = min(costs.of(kind) for kind, _ in schedule.kinds)
+        unit = min(max(_WIDTH * shortest / total, _MIN_UNIT), _MAX_UNIT) / shortest
+        self.unit = min(unit, _MAX_WIDTH / total)
+        self.end = _LEFT + total * self.unit
+        titles = summary(schedule, costs).splitlines()
+        needed = [
+            _LEFT + text_width(text, size) for text, size in zip(titles, (15, 12), strict=True)
+        ]
+        self.width = round(max(_MIN_WIDTH, self.end + _RIGHT, *needed))
+        self.labels += [
+            Label(_LEFT, 27, titles[0], 15, _INK, "l", bold=True),
+            Label(_LEFT, 47, titles[1], 12, _GREY, "l"),
+        ]
+        self.top = self._legend(_TOP + 6) + 18
+        strip = _STRIP_HEIGHT + 2 if schedule.trains else 0
+        self.pitch = _BOX_HEIGHT + strip + _LANE_GAP
+        self.canvas.width = self.width
+        self.canvas.height = round(self.top + schedule.num_stages * self.pitch + _BOTTOM)
+        self._lanes()
+        self._axis()
+        self._slots()
+        if schedule.trains:
+            self._kept()
+
+    def _x(self, time: float) -> float:
+        return _LEFT + float(time) * self.unit
+
+    def _lane(self, stage: int) -> float:
+        return self.top + stage * self.pitch
+
+    def _legend(self, y: float) -> float:
+        """Draws what colours mean; returns where the next line would be."""
+        kinds: list[Kind] = [kind for kind, _ in self.schedule.kinds]
+        x = _LEFT
+        for repeat in range(min(self.schedule.num_repeats, len(_COLOURS))):
+            last = repeat + 1 == len(_COLOURS) < self.schedule.num_repeats
+            text = f"repeat {repeat}, and so on" if last else f"repeat {repeat}"
+            width = 19.0 * len(kinds) + 5 + text_width(text, 12) + 16
+            x, y = (x, y) if x + width <= self.width else (_LEFT, y + _LEGEND_LINE)
+            for place, kind in enumerate(kinds):
+                self._chip(x + 19 * place, y, kind, _shade(kind, repeat))
+            self.labels.append(Label(x + 19 * len(kinds) + 5, y + 12, text, 12, _INK, "l"))
+            x += width
+        notes = [f"{kind} {_NAMES[kind]}" for kind in kinds]
+        notes += ["box: microbatch"] + ["grey: saved chunks"] * self.schedule.trains
+        width = sum(text_width(note, 12) + 16 for note in notes)
+        x, y = (x, y) if x + width <= self.width else (_LEFT, y + _LEGEND_LINE)
+        for note in notes:
+            self.labels.append(Label(x, y + 12, note, 12, _GREY, "l"))
+            x += text_width(note, 12) + 16
+        return y + _LEGEND_LINE
+
+    def _chip(self, x: float, y: float, kind: Kind, shade: _Shade) -> None:
+        self.boxes.append(Box(x, y, 17, 16, shade.fill, shade.line, 3))
+        self.labels.append(Label(x + 8.5, y + 12, kind, 11, shade.text))
+
+    def _lanes(self) -> None:
+        for stage in range(self.schedule.num_stages):
+            y = self._lane(stage)
+            self.boxes.append(Box(_LEFT, y, self.end - _LEFT, _BOX_HEIGHT, _PALE))
+            self.labels.append(Label(_LEFT - 10, y + 16.5, f"stage {stage}", 12, _INK, "r"))
+
+    def _axis(self) -> None:
+        """The ticks for whose number there is room."""
+        bottom = self._lane(self.schedule.num_stages) - _LANE_GAP
+        free = 0.0
+        for tick, time in enumerate(self.times.ticks[:-1]):
+            x = self._x(time)
+            if x >= free:
+                self.boxes.append(Box(x - 0.5, self.top - 4, 1, bottom - self.top + 10, _RULE))
+                self.labels.append(Label(x, bottom + 19, f"{tick}", 11, _GREY))
+                free = x + text_width(f"{tick}", 11) + 9
+        self.labels.append(Label(_LEFT - 10, bottom + 19, "tick", 11, _GREY, "r"))
+
+    def _slots(self) -> None:
+        """The slots; a number that does not fit is left out."""
+        longest = str(self.schedule.num_microbatches - 1)
+        size: dict[Kind, int] = {
+            kind: max([8, *(s for s in range(9, 13) if self._fits(longest, s, kind))])
+            for kind, _ in self.schedule.kinds
+        }
+        for work in _work(self.schedule):
+            shade = _shade(work.kind, work.repeat)
+            x, y = self._x(self.times.start(work)), self._lane(work.stage)
+            width = self.costs.of(work.kind) * self.unit
+            gap = min(0.75, width / 8)
+            text = str(work.microbatch)
+            title = (
+                f"{_NAMES[work.kind]} of microbatch {work.microbatch}, chunk {work.chunk} "
+                f"(repeat {work.repeat}), stage {work.stage}, tick {work.tick}"
+            )
+            inside = 0.5 if shade.line else 0.0  # a line is drawn half outside
+            self.boxes.append(
+                Box(
+                    x + gap + inside,
+                    y + inside,
+                    width - 2 * (gap + inside),
+                    _BOX_HEIGHT - 2 * inside,
+                    shade.fill,
+                    shade.line,
+                    min(3.0, width / 4),
+                    title,
+                )
+            )
+            if self._fits(text, size[work.kind], work.kind):
+                baseline = y + _BOX_HEIGHT / 2 + 0.36 * size[work.kind]
+                label = Label(x + width / 2, baseline, text, size[work.kind], shade.text)
+                self.labels.append(label)
+
+    def _fits(self, text: str, size: int, kind: Kind) -> bool:
+        return text_width(text, size) + 2 <= self.costs.of(kind) * self.unit
+
+    def _kept(self) -> None:
+        """Under each lane, how many chunks' activations the stage keeps; its most on the right."""
+        depths = self.schedule.stash_depth()
+        per_chunk = _STRIP_HEIGHT / max(1, int(depths.max()))
+        ticks = self.times.ticks
+        for stage in range(self.schedule.num_stages):
+            floor = self._lane(stage) + _BOX_HEIGHT + 2 + _STRIP_HEIGHT
+            points = [(_LEFT, floor)]
+            for tick, depth in enumerate(depths[:, stage].tolist()):
+                height = floor - depth * per_chunk
+                if points[-1][1] != height:
+                    points += [
+                        (self._x(ticks[tick]), points[-1][1]),
+                        (self._x(ticks[tick]), height),
+                    ]
+            points += [(self.end, points[-1][1]), (self.end, floor)]
+            self.areas.append(Area(points, _KEPT))
+            most = f"{int(depths[:, stage].max())}"
+            self.labels.append(Label(self.end + 8, floor - 2, most, 11, _GREY, "l"))

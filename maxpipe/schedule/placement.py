@@ -1,0 +1,437 @@
+"""From orders to a table: the passes that give each action a tick and each value a slot.
+
+1. `_earliest_ticks`: an action runs in the first tick that its inputs and its stage's order allow.
+2. `_Buffers`: every value that waits, a message, saved activations, what I leaves for W, is an
+   interval of time on one stage; colouring the intervals gives buffer slots, the fewest possible.
+3. `_visits`: runs of one chunk on a stage become gathers into a window of chunks, and their
+   gradients reductions out of it.
+4. `_outside`: microbatches that enter become rounds, which pass the layers outside the ring.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from maxpipe.errors import ConfigError, Problem
+from maxpipe.schedule.table import (
+    IDLE,
+    Action,
+    Arrival,
+    Kind,
+    Orders,
+    Outside,
+    Ring,
+    Schedule,
+    Slots,
+    Visits,
+)
+
+WINDOW_REPEATS = 2
+"""A window holds this chunk and the next, so that up to this many repeats need no visits."""
+
+
+class OrderError(ConfigError):
+    """Orders that can never run: every stage waits for another one."""
+
+
+def place(
+    name: str,
+    ring: Ring,
+    orders: Orders,
+    *,
+    num_microbatches: int,
+    group: int,
+    delayed: bool = False,
+) -> Schedule:
+    """The table of these orders.
+
+    Raises:
+        OrderError: the orders wait for each other.
+    """
+    kinds = {action.kind for order in orders for action in order}
+    mixed = bool(kinds & {"I", "W"})
+    at = _earliest_ticks(name, ring, orders, mixed=mixed, delayed=delayed)
+    num_ticks = 1 + max(tick for tick, _ in at.values())
+    slots = {kind: _empty_slots(num_ticks, ring.num_stages) for kind in ("F", "I", "W")}
+    for (action, _), cell in at.items():
+        columns = slots["I" if action.kind == "B" else action.kind]
+        columns.microbatch[cell] = action.microbatch
+        columns.repeat[cell] = action.repeat
+    buffers = _Buffers(ring, at, slots, num_ticks, mixed=mixed, delayed=delayed)
+    arrivals, num_inbox = buffers.inbox()
+    return Schedule(
+        name=name,
+        ring=ring,
+        num_microbatches=num_microbatches,
+        group=group,
+        mixed=mixed,
+        delayed=delayed,
+        trains=kinds != {"F"},
+        forward=slots["F"],
+        backward=slots["I"],
+        weight=slots["W"],
+        arrivals=arrivals,
+        num_inbox=num_inbox,
+        num_stash=buffers.stash(),
+        num_deferred=buffers.deferred(),
+        visits=_visits(ring, slots, num_ticks, mixed=mixed),
+        outside=_outside(ring, slots["F"].at_first_chunk, slots["I"].at_first_chunk),
+    )
+
+
+def _empty_slots(num_ticks: int, num_stages: int) -> Slots:
+    zeros = lambda: np.zeros((num_ticks, num_stages), np.int32)  # noqa: E731
+    idle = np.full((num_ticks, num_stages), IDLE, np.int32)
+    return Slots(idle, *(zeros() for _ in range(6)))
+
+
+# When.
+
+_Cell = tuple[int, int]
+"""(tick, stage)."""
+_Ticks = dict[tuple[Action, int], _Cell]
+"""Cell of each (action, stage)."""
+
+
+def _earliest_ticks(name: str, ring: Ring, orders: Orders, *, mixed: bool, delayed: bool) -> _Ticks:
+    at: _Ticks = {}
+    position = [0] * ring.num_stages
+    remaining = sum(map(len, orders))
+    slots: tuple[set[Kind], ...] = ({"F", "I", "W"},) if mixed else ({"F"}, {"B"})
+    tick, last_progress = 0, 0
+    while remaining:
+        for kinds in slots:
+            for stage, order in enumerate(orders):
+                if position[stage] == len(order) or order[position[stage]].kind not in kinds:
+                    continue
+                action = order[position[stage]]
+                if all(
+                    cell is not None and cell[0] + wait <= tick
+                    for cell, wait in _inputs(ring, action, stage, at, mixed, delayed)
+                ):
+                    at[action, stage] = (tick, stage)
+                    position[stage] += 1
+                    remaining -= 1
+                    last_progress = tick
+        if tick > last_progress + 2:
+            raise _stuck(name, ring, orders, position)
+        tick += 1
+    return at
+
+
+def _inputs(
+    ring: Ring, action: Action, stage: int, at: _Ticks, mixed: bool, delayed: bool
+) -> Iterator[tuple[_Cell | None, int]]:
+    """The cells of what an action needs, and how many ticks later it can use each."""
+    kind, microbatch, repeat = action
+    own_forward = at.get((Action("F", microbatch, repeat), stage))
+    if kind == "W":
+        yield at.get((Action("I", microbatch, repeat), stage)), 1
+        return
+    source = ring.before(stage, repeat) if kind == "F" else ring.after(stage, repeat)
+    if source is not None:
+        sender, sent_repeat = source
+        step = ring.step(sent_repeat, turns=sent_repeat != repeat, backward=kind != "F")
+        yield (
+            at.get((Action(kind, microbatch, sent_repeat), sender)),
+            2 if delayed and step else 1,
+        )
+    if kind != "F":
+        # In a typed tick the backward slot comes after the forward slot and the loss head.
+        yield own_forward, 1 if mixed else 0
+
+
+def _stuck(name: str, ring: Ring, orders: Orders, position: list[int]) -> OrderError:
+    waiting = [
+        f"stage {stage} with {ring.chunk(stage, action.repeat)}{action.kind}{action.microbatch}"
+        for stage, (order, place) in enumerate(zip(orders, position, strict=True))
+        for action in order[place : place + 1]
+    ]
+    problem = Problem(
+        name,
+        "",
+        "the stages wait for each other: " + ", ".join(waiting) + ". An action runs after the "
+        "stage's earlier ones: F after F of the chunk before, B or I after its own F and B or I "
+        "of the chunk behind, W after its own I.",
+        "Move each of these actions, or what it needs, to where the order allows it.",
+    )
+    return OrderError([problem])
+
+
+# Where.
+
+
+class _Interval(NamedTuple):
+    """A value on one stage: alive from `start` to `end`, its slot to be written to `cells`."""
+
+    start: int
+    end: int
+    cells: Sequence[tuple[np.ndarray, _Cell | int]]
+
+
+def _colour(intervals: Iterable[_Interval]) -> int:
+    """Give each interval the lowest slot that is free throughout. Returns the slots used."""
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []
+    used = 0
+    for interval in sorted(intervals, key=lambda interval: interval[:2]):
+        while busy and busy[0][0] < interval.start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        slot = heapq.heappop(free) if free else used
+        used = max(used, slot + 1)
+        heapq.heappush(busy, (interval.end, slot))
+        for column, cell in interval.cells:
+            column[cell] = slot
+    return used
+
+
+# The moments of a tick, in the order in which the engine touches buffers.
+_LOSS_MIXED, _FORWARD, _LOSS, _EARLY, _BACKWARD, _WEIGHT, _END = range(7)
+_MOMENTS = 8
+
+
+class _Buffers:
+    """Intervals of every value that waits, by stage."""
+
+    def __init__(
+        self,
+        ring: Ring,
+        at: _Ticks,
+        slots: dict[str, Slots],
+        num_ticks: int,
+        *,
+        mixed: bool,
+        delayed: bool,
+    ):
+        self.ring, self.at, self.slots, self.num_ticks = ring, at, slots, num_ticks
+        self.mixed, self.delayed = mixed, delayed
+        self.backward: Kind = "I" if mixed else "B"
+
+    def _per_stage(self, intervals: dict[int, list[_Interval]]) -> int:
+        """Slots of a buffer: the most that any stage needs, and at least one."""
+        return max([1, *map(_colour, intervals.values())])
+
+    def _spans(self, first: Kind, last: Kind) -> Iterator[tuple[Action, int, _Cell, _Cell]]:
+        """Each action of kind `first` with the action of kind `last` on the same data."""
+        for (action, stage), cell in self.at.items():
+            if action.kind == first:
+                end = self.at.get((action._replace(kind=last), stage))
+                if end is not None:
+                    yield action, stage, cell, end
+
+    def stash(self) -> int:
+        """Saved activations: from F to B or I."""
+        found: dict[int, list[_Interval]] = {}
+        f, b = self.slots["F"].stash, self.slots["I"].stash
+        for _, stage, start, end in self._spans("F", self.backward):
+            span = (_MOMENTS * start[0] + _FORWARD, _MOMENTS * end[0] + _BACKWARD)
+            found.setdefault(stage, []).append(_Interval(*span, [(f, start), (b, end)]))
+        return self._per_stage(found)
+
+    def deferred(self) -> int:
+        """What weight gradients need: from I to W."""
+        found: dict[int, list[_Interval]] = {}
+        i, w = self.slots["I"].deferred, self.slots["W"].deferred
+        for _, stage, start, end in self._spans("I", "W"):
+            span = (_MOMENTS * start[0] + _BACKWARD, _MOMENTS * end[0] + _WEIGHT)
+            found.setdefault(stage, []).append(_Interval(*span, [(i, start), (w, end)]))
+        return self._per_stage(found)
+
+    def inbox(self) -> tuple[tuple[Arrival, ...], int]:
+        """Messages: from their arrival to the slot that reads them.
+
+        Every direction is written in every tick; a message without a reader is an interval of one
+        moment, and so gets a slot that nothing lives in just then.
+        """
+        ways = self._ways()
+        shape = (self.num_ticks, self.ring.num_stages)
+        columns = {way: np.zeros(shape, np.int32) for way in ways}
+        ends = {way: np.full(shape, -1) for way in ways}
+        readers: dict[tuple[tuple[str, int], _Cell], list[tuple[np.ndarray, _Cell]]] = {}
+        for way, arrival, reader, kind in self._messages():
+            moment = _FORWARD if kind == "F" else _BACKWARD
+            ends[way][arrival] = _MOMENTS * reader[0] + moment
+            readers[way, arrival] = [(self.slots["F" if kind == "F" else "I"].inbox, reader)]
+        found: dict[int, list[_Interval]] = {stage: [] for stage in range(self.ring.num_stages)}
+        for way, column in columns.items():
+            for cell in np.ndindex(shape):
+                start = _MOMENTS * cell[0] + self._moment_of(way)
+                end = max(start, int(ends[way][cell]))
+                cells = [(column, cell), *readers.get((way, cell), [])]
+                found[cell[1]].append(_Interval(start, end, cells))
+        arrivals = tuple(Arrival(*way, column) for way, column in columns.items())  # type: ignore[arg-type]
+        return arrivals, self._per_stage(found)
+
+    def _port(self, kind: str) -> str:
+        return "X" if self.mixed else "F" if kind == "F" else "B"
+
+    def _ways(self) -> list[tuple[str, int]]:
+        """(port, step) of every direction in which the ring's messages can go."""
+        ring = self.ring
+        found = set()
+        for kind in {action.kind for action, _ in self.at} - {"W"}:
+            for chunk in range(ring.num_chunks - 1):
+                pair = ring.home(chunk), ring.home(chunk + 1)
+                (_, repeat), (_, other) = pair if kind == "F" else reversed(pair)
+                step = ring.step(repeat, turns=repeat != other, backward=kind != "F")
+                found.add((self._port(kind), step))
+        order = sorted(found, key=lambda way: ("FBX".index(way[0]), -way[1]))
+        trains = any(action.kind != "F" for action, _ in self.at)
+        return [("loss", 0), *order] if trains else order
+
+    def _moment_of(self, way: tuple[str, int]) -> int:
+        """When in a tick an arriving message is written."""
+        port, step = way
+        if port == "loss":
+            return _LOSS_MIXED if self.mixed else _LOSS
+        # What a B slot sent in the last tick comes before this tick's B slot.
+        return _EARLY if port == "B" and step and not self.delayed else _END
+
+    def _messages(self) -> Iterator[tuple[tuple[str, int], _Cell, _Cell, Kind]]:
+        """(way, cell of arrival, cell of the reader, the reader's kind) of every message."""
+        ring = self.ring
+        for (action, stage), (tick, _) in self.at.items():
+            kind, microbatch, repeat = action
+            if kind == "W":
+                continue
+            target = ring.after(stage, repeat) if kind == "F" else ring.before(stage, repeat)
+            if target is None:
+                if kind == "F":
+                    reader = self.at.get((Action(self.backward, microbatch, repeat), stage))
+                    if reader is not None:
+                        yield ("loss", 0), (tick + self.mixed, stage), reader, self.backward
+                continue
+            receiver, received_repeat = target
+            step = ring.step(repeat, turns=repeat != received_repeat, backward=kind != "F")
+            way = (self._port(kind), step)
+            late = step != 0 and (self.delayed or (kind == "B"))
+            reader = self.at[Action(kind, microbatch, received_repeat), receiver]
+            yield way, (tick + late, receiver), reader, kind
+
+
+# Whole chunks gathered by visit.
+
+
+class _Run(NamedTuple):
+    """Ticks from the first to the last in which a stage works on one repeat's chunk."""
+
+    repeat: int
+    first: int
+    last: int
+    column: np.ndarray
+    stage: int
+
+
+def _runs(slots: Slots, column: np.ndarray) -> list[list[_Run]]:
+    """By stage, its maximal runs of one repeat in slots of one kind."""
+    found: list[list[_Run]] = []
+    for stage in range(column.shape[1]):
+        runs: list[_Run] = []
+        for tick in np.flatnonzero(slots.active[:, stage]):
+            repeat = int(slots.repeat[tick, stage])
+            if runs and runs[-1].repeat == repeat:
+                runs[-1] = runs[-1]._replace(last=int(tick))
+            else:
+                runs.append(_Run(repeat, int(tick), int(tick), column, stage))
+        found.append(runs)
+    return found
+
+
+def _aligned(runs: list[list[_Run]]) -> list[list[_Run]]:
+    """The e-th runs of all stages, for every e."""
+    longest = max(map(len, runs), default=0)
+    return [[per_stage[e] for per_stage in runs if e < len(per_stage)] for e in range(longest)]
+
+
+def _merged(events: list[list[_Run]]) -> list[list[_Run]]:
+    """Events in order; one that asks for the chunks of the one before it extends that one."""
+    merged: list[list[_Run]] = []
+    for runs in events:
+        wanted = {(run.stage, run.repeat) for run in runs}
+        if merged and {(run.stage, run.repeat) for run in merged[-1]} == wanted:
+            merged[-1] = merged[-1] + runs
+        else:
+            merged.append(runs)
+    return merged
+
+
+def _visits(ring: Ring, slots: dict[str, Slots], num_ticks: int, *, mixed: bool) -> Visits:
+    """Gathers and reductions, at the same tick on all stages: nothing in them diverges."""
+    empty = np.zeros((0, ring.num_stages), np.int32)
+    if ring.num_repeats <= WINDOW_REPEATS:
+        none = np.zeros(0, np.int32)
+        return Visits(none, empty, empty, 0, none, empty, empty, 0)
+    forward = _aligned(_runs(slots["F"], slots["F"].window))
+    backward = _aligned(_runs(slots["I"], slots["I"].window))
+    events = _merged(sorted(forward + backward, key=lambda runs: min(run.first for run in runs)))
+    gather_tick = np.array([min(run.first for run in runs) for runs in events], np.int32)
+    starts = [_MOMENTS * int(tick) - 1 for tick in gather_tick]
+    ends = [[_MOMENTS * run.last + _BACKWARD for run in runs] for runs in events]
+    gathered = _event_slots(ring, events, starts, ends)
+
+    trained = slots["W" if mixed else "I"]
+    events = _aligned(_runs(trained, trained.gradient))
+    # A reduction waits for the next gather, so that both can be issued together.
+    boundaries = np.append(gather_tick, num_ticks)
+    done = [1 + max(run.last for run in runs) for runs in events]
+    reduce_tick = boundaries[np.searchsorted(boundaries, done)].astype(np.int32)
+    ends = [
+        [_MOMENTS * int(tick) - 1] * len(runs)
+        for tick, runs in zip(reduce_tick, events, strict=True)
+    ]
+    starts = [min((_MOMENTS * run.first for run in runs), default=0) for runs in events]
+    reduced = _event_slots(ring, events, starts, ends)
+    return Visits(gather_tick, *gathered, reduce_tick, *reduced)
+
+
+def _event_slots(
+    ring: Ring, events: list[list[_Run]], starts: list[int], ends: list[list[int]]
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Repeat and slot of each event on each stage, and the number of slots."""
+    repeat = np.zeros((len(events), ring.num_stages), np.int32)
+    slot = np.zeros_like(repeat)
+    found: dict[int, list[_Interval]] = {stage: [] for stage in range(ring.num_stages)}
+    for event, runs in enumerate(events):
+        for stage in range(ring.num_stages):
+            cells = [(slot, (event, stage))]
+            last = starts[event]
+            for run, end in zip(runs, ends[event], strict=True):
+                if run.stage == stage:
+                    repeat[event, stage] = run.repeat
+                    last = max(last, end)
+                    ticks = range(run.first, run.last + 1)
+                    cells += [(run.column, (tick, stage)) for tick in ticks]
+            found[stage].append(_Interval(starts[event], last, cells))
+    return repeat, slot, max(_colour(intervals) for intervals in found.values())
+
+
+# Layers outside the ring.
+
+
+def _outside(ring: Ring, entering: np.ndarray, returning: np.ndarray) -> Outside:
+    """Rounds of the microbatches `[K]` that enter the ring, and of those that come back."""
+    forward, backward = (np.full(len(entering), IDLE, np.int32) for _ in range(2))
+    forward_slot, backward_slot = np.zeros_like(forward), np.zeros_like(backward)
+
+    def by_round(microbatches: np.ndarray) -> dict[int, list[int]]:
+        ticks: dict[int, list[int]] = {}
+        for tick in np.flatnonzero(microbatches != IDLE).tolist():
+            ticks.setdefault(int(microbatches[tick]) // ring.num_stages, []).append(tick)
+        return ticks
+
+    back = by_round(returning)
+    found = []
+    for number, ticks in by_round(entering).items():
+        forward[ticks[0]] = number
+        start, end = (_MOMENTS * tick + _FORWARD for tick in (ticks[0], ticks[-1]))
+        cells = [(forward_slot, tick) for tick in ticks]
+        if number in back:
+            backward[back[number][-1]] = number
+            end = _MOMENTS * back[number][-1] + _END
+            cells += [(backward_slot, tick) for tick in back[number]]
+        found.append(_Interval(start, end, cells))
+    return Outside(forward, forward_slot, backward, backward_slot, _colour(found))

@@ -1,0 +1,470 @@
+"""Static proof that a schedule computes the network, in milliseconds and without jax.
+
+The table is replayed on strings with the engine's own rules for messages and buffers: every read
+must find exactly the value that the unpipelined network would have there. A dependency broken by
+one tick, a message into the wrong slot, a live slot overwritten or a dead one read all show up as
+a wrong string. On failure the error draws the grid around the bad cell.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from maxpipe.errors import MaxpipeError
+from maxpipe.schedule import draw
+from maxpipe.schedule.table import IDLE, Kind, Schedule, Slots
+
+IDLE_TOLERANCE = 1e-3
+"""How far idle time may be from the closed form of the schedule's family."""
+
+
+class ScheduleError(MaxpipeError):
+    """A table that would compute something else than the network."""
+
+    def __init__(self, schedule: Schedule, tick: int, stage: int, kind: str, reason: str):
+        self.tick, self.stage, self.kind = tick, stage, kind
+        place = f"schedule {schedule.name}: {kind} slot of stage {stage} in tick {tick}"
+        grid = draw.text(schedule, mark=(tick, stage, kind))
+        super().__init__(f"{place}: {reason}\n{grid}")
+
+
+def verify(schedule: Schedule, *, idle: float | None = None) -> None:
+    """Check the whole table; `idle` is the closed form of the family's idle time, if it has one.
+
+    Raises:
+        ScheduleError: the first cell that is wrong, with the grid around it.
+    """
+    _check_columns(schedule)
+    _check_visits(schedule)
+    _check_kinds(schedule)
+    _check_completeness(schedule)
+    _Replay(schedule).run()
+    _Rounds(schedule).run()
+    found = schedule.idle_fraction()
+    if idle is not None and abs(found - idle) > IDLE_TOLERANCE:
+        reason = f"the table idles {found:.2%} of the time and its family {idle:.2%}."
+        raise ScheduleError(schedule, 0, 0, "F", reason)
+
+
+def _check_columns(schedule: Schedule) -> None:
+    """Every index within its declared buffer."""
+    visits = schedule.visits
+    bounds = {
+        "microbatch": (IDLE, schedule.num_microbatches),
+        "repeat": (0, schedule.num_repeats),
+        "inbox": (0, schedule.num_inbox),
+        "stash": (0, schedule.num_stash),
+        "deferred": (0, schedule.num_deferred),
+        "window": (0, max(1, visits.num_window)),
+        "gradient": (0, max(1, visits.num_gradient)),
+    }
+    for kind, slots in schedule.kinds:
+        for column, (low, high) in bounds.items():
+            _check_range(schedule, kind, column, getattr(slots, column), low, high)
+    for arrival in schedule.arrivals:
+        kind = "F" if arrival.port == "F" else schedule.kinds[-1][0]
+        _check_range(schedule, kind, "arrival", arrival.slot, 0, schedule.num_inbox)
+
+
+def _check_range(
+    schedule: Schedule, kind: str, column: str, array: np.ndarray, low: int, high: int
+) -> None:
+    wrong = np.argwhere((array < low) | (array >= high))
+    if len(wrong):
+        tick, stage = map(int, wrong[0])
+        reason = f"{column} {int(array[tick, stage])} must be from {low} to {high - 1}."
+        raise ScheduleError(schedule, tick, stage, kind, reason)
+
+
+def _check_visits(schedule: Schedule) -> None:
+    """Gathers and reductions are in range, and use every slot of the window they declare."""
+    visits, last = schedule.visits, schedule.num_ticks - 1
+    for column, high in (
+        ("gather_tick", last),
+        ("gather_repeat", schedule.num_repeats - 1),
+        ("gather_slot", visits.num_window - 1),
+        ("reduce_tick", last + 1),
+        ("reduce_repeat", schedule.num_repeats - 1),
+        ("reduce_slot", visits.num_gradient - 1),
+    ):
+        array = getattr(visits, column)
+        wrong = np.argwhere((array < 0) | (array > high))
+        if len(wrong):
+            event, *stage = map(int, wrong[0])
+            when = getattr(visits, f"{column.partition('_')[0]}_tick")[event]
+            tick = min(max(0, int(when)), last)
+            reason = f"{column} {int(array[tuple(wrong[0])])} must be from 0 to {high}."
+            raise ScheduleError(schedule, tick, sum(stage), schedule.kinds[-1][0], reason)
+    for buffer, used, declared in (
+        ("window", visits.gather_slot, visits.num_window),
+        ("gradient", visits.reduce_slot, visits.num_gradient),
+    ):
+        found = int(used.max(initial=-1)) + 1
+        if found != declared:
+            reason = f"{buffer} has {declared} slots and uses {found}."
+            raise ScheduleError(schedule, 0, 0, "F", reason)
+
+
+def _check_kinds(schedule: Schedule) -> None:
+    """Work only in slots that the schedule has, and one action in a mixed tick."""
+    kinds = dict(schedule.kinds)
+    last = schedule.kinds[-1][0]
+    if schedule.mixed and not schedule.trains:
+        raise ScheduleError(schedule, 0, 0, "F", "forward-only ticks are never mixed.")
+    for kind, slots in (("backward", schedule.backward), ("weight", schedule.weight)):
+        wrong = np.argwhere(slots.active)
+        if len(wrong) and not any(slots is own for own in kinds.values()):
+            tick, stage = map(int, wrong[0])
+            raise ScheduleError(schedule, tick, stage, last, f"has {kind} work that never runs.")
+    if not schedule.mixed:
+        return
+    busy = np.sum([slots.active for slots in kinds.values()], axis=0)
+    wrong = np.argwhere(busy > 1)
+    if len(wrong):
+        tick, stage = map(int, wrong[0])
+        names = [kind for kind, slots in kinds.items() if slots.active[tick, stage]]
+        reason = f"does {' and '.join(names)} in one tick."
+        raise ScheduleError(schedule, tick, stage, names[-1], reason)
+
+
+def _check_completeness(schedule: Schedule) -> None:
+    """Each stage computes each (microbatch, repeat) exactly once in each kind of slot."""
+    for kind, slots in schedule.kinds:
+        for stage in range(schedule.num_stages):
+            seen: dict[tuple[int, int], int] = {}
+            for tick in np.flatnonzero(slots.active[:, stage]):
+                item = (int(slots.microbatch[tick, stage]), int(slots.repeat[tick, stage]))
+                if item in seen:
+                    reason = f"microbatch {item[0]}, repeat {item[1]} ran in tick {seen[item]}."
+                    raise ScheduleError(schedule, int(tick), stage, kind, reason)
+                seen[item] = int(tick)
+            missing = [
+                (m, r)
+                for m in range(schedule.num_microbatches)
+                for r in range(schedule.num_repeats)
+                if (m, r) not in seen
+            ]
+            if missing:
+                reason = f"microbatch {missing[0][0]}, repeat {missing[0][1]} never runs."
+                raise ScheduleError(schedule, schedule.num_ticks - 1, stage, kind, reason)
+
+
+class _Message(NamedTuple):
+    """What a slot sends, and the way on which someone waits for it (None: nobody does)."""
+
+    value: str
+    step: int | None
+
+
+_DEAD = "nothing"
+_NO_MESSAGE = _Message(_DEAD, None)
+_Row = list[_Message]
+"""One message per stage."""
+
+
+class _Replay:
+    """The engine's tick on strings instead of arrays."""
+
+    def __init__(self, schedule: Schedule):
+        stages, visits = range(schedule.num_stages), schedule.visits
+        self.schedule = schedule
+        # Lists are read much faster than arrays, one number at a time.
+        self.arrivals = [(a.port, a.step, a.slot.tolist()) for a in schedule.arrivals]
+        self.visited = {*visits.gather_tick.tolist(), *visits.reduce_tick.tolist()}
+        self.inbox = [[_DEAD] * schedule.num_inbox for _ in stages]
+        self.unread: list[set[int]] = [set() for _ in stages]
+        # By stage, what is in each slot that is in use.
+        self.stash: list[dict[int, str]] = [{} for _ in stages]
+        self.deferred: list[dict[int, str]] = [{} for _ in stages]
+        self.window = [[_DEAD] * visits.num_window for _ in stages]
+        # (chunk, microbatch) of what is added up in each gradient slot.
+        self.partial: list[list[list[tuple[int, int]]]] = [
+            [[] for _ in range(visits.num_gradient)] for _ in stages
+        ]
+        # Most slots of a buffer in use at once, and where; a buffer has at least one slot.
+        none = (1, 0, 0)
+        self.peaks: dict[str, tuple[int, int, int]]
+        self.peaks = {"inbox": none, "stash": none, "deferred": none}
+
+    def run(self) -> None:
+        """Replay every tick; at the end nothing that was saved may be left unread."""
+        schedule = self.schedule
+        nothing = [_NO_MESSAGE] * schedule.num_stages
+        before: dict[str, _Row] = {"F": nothing, "B": nothing, "X": nothing}
+        for tick in range(schedule.num_ticks):
+            self._visit(tick)
+            before = self._mixed(tick, before) if schedule.mixed else self._typed(tick, before)
+        self._visit(schedule.num_ticks)
+        self._check_end()
+
+    # A tick.
+
+    def _typed(self, tick: int, before: dict[str, _Row]) -> dict[str, _Row]:
+        schedule = self.schedule
+        stages = range(schedule.num_stages)
+        sent = {"F": [self._forward(tick, stage) for stage in stages]}
+        self._arrive(tick, {}, {"loss": self._loss(tick)})
+        if not schedule.delayed:
+            self._arrive(tick, {"B": before["B"]}, {})
+        sent["B"] = [self._backward(tick, stage, "B") for stage in stages]
+        self._arrive(tick, before if schedule.delayed else {"F": sent["F"]}, sent)
+        return sent
+
+    def _mixed(self, tick: int, before: dict[str, _Row]) -> dict[str, _Row]:
+        schedule = self.schedule
+        self._arrive(tick, {}, {"loss": self._loss(tick)})
+        output: _Row = []
+        for stage in range(schedule.num_stages):
+            forward = self._forward(tick, stage)
+            backward = self._backward(tick, stage, "I")
+            self._weight(tick, stage)
+            output.append(backward if forward is _NO_MESSAGE else forward)
+        sent = {"X": output}
+        self._arrive(tick, before if schedule.delayed else sent, sent)
+        return sent
+
+    def _arrive(self, tick: int, travelling: dict[str, _Row], staying: dict[str, _Row]) -> None:
+        """Store what these ports bring at one moment of the tick."""
+        schedule = self.schedule
+        for stage in range(schedule.num_stages):
+            writes: list[tuple[bool, int, str, str]] = []
+            for port, step, slots in self.arrivals:
+                row = (travelling if step else staying).get(port)
+                if row is not None:
+                    message = row[(stage - step) % schedule.num_stages]
+                    writes.append((message.step != step, slots[tick][stage], message.value, port))
+            if not writes:
+                continue
+            self._count("inbox", len(self.unread[stage]) + len(writes), tick, stage)
+            # What somebody waits for comes first, so that nothing else may share its slot.
+            for unwanted, slot, value, port in sorted(writes):
+                if slot in self.unread[stage]:
+                    kind = port if port in dict(schedule.kinds) else schedule.kinds[1][0]
+                    held = self.inbox[stage][slot]
+                    reason = f"{value} overwrites {held} in the inbox before it is read."
+                    raise ScheduleError(schedule, tick, stage, kind, reason)
+                self.inbox[stage][slot] = value
+                if not unwanted:
+                    self.unread[stage].add(slot)
+
+    def _loss(self, tick: int) -> _Row:
+        """Cotangents from the loss head, on the last stage."""
+        ring, microbatch = self.schedule.ring, int(self.schedule.loss_microbatch[tick])
+        row = [_NO_MESSAGE] * ring.num_stages
+        if microbatch != IDLE:
+            row[ring.last_stage] = _Message(f"cotangent {ring.num_chunks} of {microbatch}", 0)
+        return row
+
+    # Slots.
+
+    def _forward(self, tick: int, stage: int) -> _Message:
+        slots = self.schedule.forward
+        work = self._take("F", slots, tick, stage)
+        if work is None:
+            return _NO_MESSAGE
+        chunk, microbatch = work
+        if chunk > 0:
+            self._read_inbox(slots, f"output {chunk - 1} of {microbatch}", tick, stage, "F")
+        if self.schedule.trains:
+            saved = f"activations {chunk} of {microbatch}"
+            self._keep("stash", int(slots.stash[tick, stage]), saved, tick, stage, "F")
+        way = self._way(stage, chunk, backward=False)
+        return _Message(f"output {chunk} of {microbatch}", way)
+
+    def _backward(self, tick: int, stage: int, kind: Kind) -> _Message:
+        slots = self.schedule.backward
+        work = self._take(kind, slots, tick, stage)
+        if work is None:
+            return _NO_MESSAGE
+        chunk, microbatch = work
+        self._read_inbox(slots, f"cotangent {chunk + 1} of {microbatch}", tick, stage, kind)
+        saved = f"activations {chunk} of {microbatch}"
+        self._free("stash", int(slots.stash[tick, stage]), saved, tick, stage, kind)
+        if kind == "I":
+            kept = f"weight work {chunk} of {microbatch}"
+            self._keep("deferred", int(slots.deferred[tick, stage]), kept, tick, stage, kind)
+        else:
+            self._add_gradient(slots, chunk, microbatch, tick, stage, kind)
+        way = self._way(stage, chunk, backward=True)
+        return _Message(f"cotangent {chunk} of {microbatch}", way)
+
+    def _weight(self, tick: int, stage: int) -> None:
+        slots = self.schedule.weight
+        work = self._take("W", slots, tick, stage)
+        if work is None:
+            return
+        chunk, microbatch = work
+        kept = f"weight work {chunk} of {microbatch}"
+        self._free("deferred", int(slots.deferred[tick, stage]), kept, tick, stage, "W")
+        self._add_gradient(slots, chunk, microbatch, tick, stage, "W")
+
+    def _take(self, kind: Kind, slots: Slots, tick: int, stage: int) -> tuple[int, int] | None:
+        """(chunk, microbatch) of the slot; its weights must be at hand."""
+        microbatch = int(slots.microbatch[tick, stage])
+        if microbatch == IDLE:
+            return None
+        chunk = self.schedule.ring.chunk(stage, int(slots.repeat[tick, stage]))
+        if self.window[stage] and kind != "W":
+            found = self.window[stage][slots.window[tick, stage]]
+            self._expect(found, f"weights of chunk {chunk}", tick, stage, kind)
+        return chunk, microbatch
+
+    def _way(self, stage: int, chunk: int, *, backward: bool) -> int | None:
+        ring = self.schedule.ring
+        _, repeat = ring.home(chunk)
+        target = (ring.before if backward else ring.after)(stage, repeat)
+        if target is None:
+            return None
+        return ring.step(repeat, turns=target[1] != repeat, backward=backward)
+
+    # Buffers.
+
+    def _expect(self, found: str, wanted: str, tick: int, stage: int, kind: Kind) -> None:
+        if found != wanted:
+            reason = f"needs {wanted} and finds {found}."
+            raise ScheduleError(self.schedule, tick, stage, kind, reason)
+
+    def _count(self, buffer: str, used: int, tick: int, stage: int) -> None:
+        if used > self.peaks[buffer][0]:
+            self.peaks[buffer] = (used, tick, stage)
+
+    def _read_inbox(self, slots: Slots, wanted: str, tick: int, stage: int, kind: Kind) -> None:
+        slot = int(slots.inbox[tick, stage])
+        self._expect(self.inbox[stage][slot], wanted, tick, stage, kind)
+        self.unread[stage].discard(slot)
+
+    def _keep(self, buffer: str, slot: int, value: str, tick: int, stage: int, kind: Kind) -> None:
+        held: dict[int, str] = getattr(self, buffer)[stage]
+        self._expect(held.get(slot, _DEAD), _DEAD, tick, stage, kind)
+        held[slot] = value
+        self._count(buffer, len(held), tick, stage)
+
+    def _free(self, buffer: str, slot: int, value: str, tick: int, stage: int, kind: Kind) -> None:
+        held: dict[int, str] = getattr(self, buffer)[stage]
+        self._expect(held.get(slot, _DEAD), value, tick, stage, kind)
+        del held[slot]
+
+    def _add_gradient(
+        self, slots: Slots, chunk: int, microbatch: int, tick: int, stage: int, kind: Kind
+    ) -> None:
+        if self.partial[stage]:
+            held = self.partial[stage][slots.gradient[tick, stage]]
+            self._expect_gradients(held, chunk, tick, stage, kind)
+            held.append((chunk, microbatch))
+
+    def _expect_gradients(
+        self, held: list[tuple[int, int]], chunk: int, tick: int, stage: int, kind: Kind
+    ) -> None:
+        for other, _ in held:
+            wanted, found = f"gradients of chunk {chunk}", f"gradients of chunk {other}"
+            self._expect(found, wanted, tick, stage, kind)
+
+    def _visit(self, tick: int) -> None:
+        """Reductions and gathers that are due before this tick."""
+        if tick not in self.visited:
+            return
+        schedule, visits = self.schedule, self.schedule.visits
+        for event in np.flatnonzero(visits.reduce_tick == tick):
+            for stage in range(schedule.num_stages):
+                held = self.partial[stage][visits.reduce_slot[event, stage]]
+                chunk = schedule.ring.chunk(stage, int(visits.reduce_repeat[event, stage]))
+                last = min(tick, schedule.num_ticks - 1)
+                self._expect_gradients(held, chunk, last, stage, schedule.kinds[-1][0])
+                held.clear()
+        for event in np.flatnonzero(visits.gather_tick == tick):
+            for stage in range(schedule.num_stages):
+                chunk = schedule.ring.chunk(stage, int(visits.gather_repeat[event, stage]))
+                slot = visits.gather_slot[event, stage]
+                self.window[stage][slot] = f"weights of chunk {chunk}"
+
+    def _check_end(self) -> None:
+        """All that was produced has been used, and no buffer is larger than it has to be."""
+        schedule = self.schedule
+        last, kind = schedule.num_ticks - 1, schedule.kinds[-1][0]
+        for stage in range(schedule.num_stages):
+            left = [*self.stash[stage].values(), *self.deferred[stage].values()]
+            left += [self.inbox[stage][slot] for slot in self.unread[stage]]
+            left += [
+                f"the gradient of chunk {chunk} from {microbatch}"
+                for held in self.partial[stage]
+                for chunk, microbatch in held
+            ]
+            if left:
+                raise ScheduleError(schedule, last, stage, kind, f"{left[0]} is never used.")
+        for buffer, (needed, tick, stage) in self.peaks.items():
+            declared = getattr(schedule, f"num_{buffer}")
+            if declared != needed:
+                reason = f"the {buffer} has {declared} slots and needs {needed}."
+                raise ScheduleError(schedule, tick, stage, "F", reason)
+
+
+class _Rounds:
+    """What the layers outside the ring do, replayed: one slot holds one round from end to end."""
+
+    def __init__(self, schedule: Schedule):
+        self.schedule, self.outside = schedule, schedule.outside
+        # By slot: the round, its microbatches that have yet to enter, and those not yet back.
+        self.held: dict[int, tuple[int, set[int], set[int]]] = {}
+        self.peak = (0, 0)
+
+    def run(self) -> None:
+        """Every microbatch enters out of its round's slot and comes back to it."""
+        schedule, outside = self.schedule, self.outside
+        for column in ("forward", "forward_slot", "backward", "backward_slot"):
+            is_slot = column.endswith("slot")
+            array = getattr(outside, column)[:, None]
+            rounds = -(-schedule.num_microbatches // schedule.num_stages)
+            bounds = (0, outside.num_slots) if is_slot else (IDLE, rounds)
+            _check_range(schedule, "F", f"outside {column}", array, *bounds)
+        for tick in range(schedule.num_ticks):
+            self._forward(tick)
+            self._pass(tick, "F", int(schedule.embed_microbatch[tick]))
+            if schedule.trains:
+                self._pass(tick, schedule.kinds[1][0], int(schedule.embed_grad_microbatch[tick]))
+                self._backward(tick)
+        for number, _, _ in self.held.values():
+            self._fail(schedule.num_ticks - 1, "F", f"round {number} is never done.")
+        needed, tick = self.peak
+        if needed != outside.num_slots:
+            reason = f"rounds have {outside.num_slots} slots and need {needed}."
+            self._fail(tick, "F", reason)
+
+    def _fail(self, tick: int, kind: Kind, reason: str) -> None:
+        raise ScheduleError(self.schedule, tick, 0, kind, f"outside the ring, {reason}")
+
+    def _forward(self, tick: int) -> None:
+        number, slot = int(self.outside.forward[tick]), int(self.outside.forward_slot[tick])
+        if number == IDLE:
+            return
+        if slot in self.held:
+            self._fail(tick, "F", f"round {number} overwrites round {self.held[slot][0]}.")
+        stages, count = self.schedule.num_stages, self.schedule.num_microbatches
+        own = set(range(number * stages, min(count, (number + 1) * stages)))
+        self.held[slot] = (number, own, set(own) if self.schedule.trains else set())
+        if len(self.held) > self.peak[0]:
+            self.peak = (len(self.held), tick)
+
+    def _pass(self, tick: int, kind: Kind, microbatch: int) -> None:
+        """A microbatch enters, or its cotangent is back."""
+        if microbatch == IDLE:
+            return
+        column = self.outside.forward_slot if kind == "F" else self.outside.backward_slot
+        slot = int(column[tick])
+        _, entering, returning = self.held.get(slot, (IDLE, set(), set()))
+        waiting = entering if kind == "F" else returning - entering
+        if microbatch not in waiting:
+            self._fail(tick, kind, f"microbatch {microbatch} is not in slot {slot}.")
+        (entering if kind == "F" else returning).discard(microbatch)
+        if not self.schedule.trains and not entering:
+            del self.held[slot]
+
+    def _backward(self, tick: int) -> None:
+        number, slot = int(self.outside.backward[tick]), int(self.outside.backward_slot[tick])
+        if number == IDLE:
+            return
+        found, _, returning = self.held.pop(slot, (IDLE, set(), set()))
+        if found != number or returning:
+            kind = self.schedule.kinds[1][0]
+            self._fail(tick, kind, f"round {number} goes backward before all of it is back.")

@@ -1,0 +1,337 @@
+"""Each check is seen to pass, and to fail when what it looks at is broken."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxpipe.checkpoint import place
+from maxpipe.cli import main
+from maxpipe.config.load import load
+from maxpipe.diagnosis import doctor, environment
+from maxpipe.diagnosis.doctor import Check, Patient
+from tests.bucket import Bucket
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "hf_" + "aB3dE5gH7jK9" * 3
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> list[str]:
+    """A run over four devices with a folder of its own."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("four words of text")
+    keys = ("train.steps=1", "mesh.cpu_devices=4", "mesh.ici_stage=2", "mesh.ici_fsdp=2")
+    keys += ("train.batch_size=4", f"run.dir={tmp_path / 'runs'}", "data.source=text")
+    keys += (f"data.path={tmp_path / 'text'}", f"runtime.compilation_cache={tmp_path / 'cache'}")
+    return [str(ROOT / "configs/model/tiny.yml"), "runtime.platform=cpu", *keys]
+
+
+@pytest.fixture
+def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is started: for what is not about devices."""
+    monkeypatch.setattr(doctor, "devices", lambda patient: iter(()))
+    monkeypatch.setattr(doctor, "loopback", lambda: Check("two processes", "ok", ""))
+
+
+def by_name(checks: list[Check]) -> dict[str, Check]:
+    return {check.name: check for check in checks}
+
+
+def explained(check: Check, *words: str) -> None:
+    """A failure says what, and what to do, on one line."""
+    assert check.status == "FAILED" and check.action.endswith((".", "?", ")"))
+    assert "\n" not in str(check)
+    assert all(word in str(check) for word in words), str(check)
+
+
+# --- the command ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_that_could_start(config: list[str], tmp_path: Path):
+    command = [sys.executable, "-m", "maxpipe", "doctor", *config]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    lines = ran.stdout.splitlines()
+    assert all(line.startswith(("ok ", "warning ")) for line in lines)
+    names = [re.split(r" {2,}", line)[1] for line in lines]
+    assert names == [
+        *("versions", "config", "run folder", "compilation cache", "data", "tokenizer", "clock"),
+        *("devices", "mesh", "collectives over stage", "collectives over fsdp", "two processes"),
+    ]
+    assert "4 x cpu in 1 process" in ran.stdout and "stage 2 x fsdp 2" in ran.stdout
+    # It leaves no trace.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text"]
+
+
+def test_a_mistake_in_the_config(capsys: Capture, no_devices: None):
+    assert main(["doctor", str(ROOT / "configs/model/tiny.yml"), "train.stesp=3"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    failed = [line for line in lines if line.startswith("FAILED")]
+    assert len(failed) == 2 and "Did you mean train.steps?" in failed[0]
+    # What needs no config is still looked at.
+    assert {"run folder", "clock"} <= {re.split(r" {2,}", line)[1] for line in lines}
+
+
+def test_json_is_one_object_without_secrets(
+    capsys: Capture, no_devices: None, monkeypatch: pytest.MonkeyPatch, config: list[str]
+):
+    monkeypatch.setenv("XLA_FLAGS", TOKEN)
+    monkeypatch.setattr("sys.argv", ["maxpipe", "doctor", f"data.path={TOKEN}"])
+    assert main(["doctor", *config, f"data.path=/nowhere/https://me:{TOKEN}@x/", "--json"]) == 2
+    out = capsys.readouterr().out
+    assert TOKEN not in out and "<redacted>" in out
+    found = json.loads(out)
+    assert found["well"] is False and found["environment"]["versions"]["jax"]
+    assert found["config"]["mesh"]["ici_stage"] == 2
+    assert {"name", "status", "text", "action"} == set(found["checks"][0])
+
+
+def test_lines_have_no_secrets():
+    assert TOKEN not in str(Check("data", "FAILED", f"s3://me:{TOKEN}@x", f"Set a={TOKEN}."))
+
+
+# --- versions, folders, data ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("present", "words"),
+    [({"jax": "0.9.9"}, "jax 0.9.9 is older than 0.10.2"), ({"optax": None}, "optax is missing")],
+)
+def test_versions(present: dict[str, str | None], words: str, monkeypatch: pytest.MonkeyPatch):
+    assert doctor.versions().status == "ok"
+    right = environment.installed
+    monkeypatch.setattr(
+        environment, "installed", lambda name: present[name] if name in present else right(name)
+    )
+    explained(doctor.versions(), words)
+
+
+@pytest.mark.parametrize(
+    ("lower", "higher"),
+    [("0.9.9", "0.10.2"), ("2.4", "2.4.1"), ("0.10.2", "0.10.10"), ("1", "1.0.1"), ("", "1")],
+)
+def test_versions_are_numbers(lower: str, higher: str):
+    assert doctor._numbers(lower) < doctor._numbers(higher)
+    assert doctor._numbers("2.0.0rc1") == doctor._numbers("2")
+
+
+def test_a_folder_that_cannot_be_written(config: list[str], tmp_path: Path):
+    (tmp_path / "runs").write_text("a file in the way")
+    found = by_name(list(doctor.folders(Patient.of(load(config)))))
+    explained(found["run folder"], "Not a directory", "Set run.dir")
+    assert found["compilation cache"].status == "ok"
+
+
+def test_a_place_of_checkpoints_is_looked_at(
+    config: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def folders(value: object) -> dict[str, Check]:
+        loaded = load([*config, f"checkpoint.dir={value}"])
+        return by_name(list(doctor.folders(Patient.of(loaded))))
+
+    def without_gcsfs() -> None:
+        raise ImportError
+
+    assert "a checkpoint takes" in folders(tmp_path / "saved")["checkpoint folder"].text
+    assert "a checkpoint takes" not in folders(tmp_path / "saved")["run folder"].text
+    (tmp_path / "saved").write_text("a file in the way")
+    explained(folders(tmp_path / "saved")["checkpoint folder"], "Set checkpoint.dir")
+    monkeypatch.setattr(place, "_store", without_gcsfs)
+    found = folders("gs://bucket/runs")["checkpoint folder"]
+    assert found.status == "FAILED" and found.action == "Run: pip install 'maxpipe[gcs]'"
+
+
+def test_a_place_in_a_bucket_is_tried(config: list[str], bucket: Bucket):
+    loaded = load([*config, "checkpoint.dir=gs://bucket/runs"])
+    found = by_name(list(doctor.folders(Patient.of(loaded))))["checkpoint folder"]
+    assert found == Check(found.name, "ok", "gs://bucket/runs/tiny can be written")
+    bucket.refused.add("POST")
+    try:
+        found = by_name(list(doctor.folders(Patient.of(loaded))))["checkpoint folder"]
+        explained(found, "Forbidden", "Storage Object User")
+    finally:
+        bucket.refused.clear()
+
+
+def test_what_a_run_starts_from_is_looked_for(config: list[str], tmp_path: Path):
+    def checks(source: str) -> Check:
+        loaded = load([*config, f"run.dir={tmp_path}", f"checkpoint.restore_from={source}"])
+        (check,) = doctor.source(loaded.config)
+        return check
+
+    (tmp_path / "base" / "checkpoints" / "120").mkdir(parents=True)
+    for source, step in (("base", "newest"), ("base@120", "120"), ("base@best", "best")):
+        check = checks(source)
+        assert (check.status, check.text) == ("ok", f"{tmp_path}/base, step {step}, all of it")
+    explained(checks("base@7"), "base@7 is not there", "has steps 120", "RUN@newest")
+    explained(checks("bse"), "checkpoint.restore_from = bse", "Did you mean base?")
+    (tmp_path / "none").mkdir()
+    explained(checks(f"{tmp_path}/none"), "has no checkpoint")
+    own = load([*config, f"run.dir={tmp_path}", "run.name=base", "checkpoint.restore_from=nothing"])
+    (check,) = doctor.source(own.config)
+    assert check.status == "ok" and "has checkpoints of its own" in check.text
+    assert list(doctor.source(load(config).config)) == []
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(config: list[str], tmp_path: Path):
+    (tmp_path / "cache").write_text("a file in the way")
+    found = by_name(list(doctor.folders(Patient.of(load(config)))))
+    assert found["compilation cache"].status == "warning"
+    assert "runtime.compilation_cache" in found["compilation cache"].action
+
+
+@pytest.mark.parametrize(("free", "status"), [(1, "FAILED"), (2.5, "warning"), (4.1, "ok")])
+def test_space_for_checkpoints(
+    free: float, status: str, config: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """In checkpoints; three are kept while one is written."""
+    from maxpipe.model.count import num_params
+
+    patient = Patient.of(load(config))
+    assert patient.config is not None and patient.config.checkpoint.keep == 3
+    one = num_params(patient.config.model) * 3 * 4
+    usage = collections.namedtuple("usage", "total used free")
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage(0, 0, one * free - 1))
+    found = by_name(list(doctor.folders(patient)))["run folder"]
+    assert found.status == status
+    assert found.status == "ok" or "Free " in found.action
+
+
+def test_a_file_server_with_another_time(config: list[str], monkeypatch: pytest.MonkeyPatch):
+    real = time.time
+    monkeypatch.setattr(doctor.time, "time", lambda: real() - 60)
+    found = by_name(list(doctor.folders(Patient.of(load(config)))))["run folder"]
+    assert found.status == "warning" and "differs from this machine's by 60." in found.text
+
+
+def test_data_and_tokenizer(config: list[str], tmp_path: Path):
+    read, tokens = doctor.data(load(config).config)
+    assert read.text == "text, 1 document, the first of 18 characters"
+    assert tokens.text == "bytes, 259 ids, 18 for 18 characters"
+    # The tokenizer is looked at without data, and the other way round.
+    missing, tokens = doctor.data(load([*config, f"data.path={tmp_path}/none"]).config)
+    explained(missing, "data.path = ", "it gives 0 files", "Set data.path")
+    assert tokens.status == "ok"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    both = ["tokenizer.kind=huggingface", f"tokenizer.path={tmp_path}/tokenizer.json"]
+    read, tokens = doctor.data(load([*config, *both]).config)
+    assert read.status == "ok"
+    explained(tokens, "tokenizer.path", "must be a tokenizer.json file")
+
+
+def test_a_model_with_too_few_ids(config: list[str]):
+    whole = load(config).config
+    small = dataclasses.replace(whole, model=dataclasses.replace(whole.model, vocab_size=100))
+    read, tokens = doctor.data(small)
+    assert read.status == "ok"
+    explained(tokens, "model.vocab_size = 100", "259")
+
+
+# --- clocks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zone", ["", "UTC", "Europe/Zurich", "EST5EDT", "<+03>-3", ":UTC"])
+def test_a_clock_that_is_set(zone: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TZ", zone)
+    assert doctor.clock().status == "ok"
+
+
+def test_a_time_zone_that_is_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TZ", "Mars/Base")
+    found = doctor.clock()
+    assert found.status == "warning" and "TZ=Mars/Base is no time zone" in found.text
+
+
+def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch):
+    readings = iter([1e9, 1e9 + 40])
+    monkeypatch.setattr(doctor.time, "time", lambda: next(readings))
+    explained(doctor.clock(), "the time of day moved by 40.00 s")
+
+
+# --- devices ----------------------------------------------------------------------------------
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, *records: dict[str, Any]) -> list[Any]:
+    """Stands in for processes; returns what they were asked."""
+    asked: list[Any] = []
+
+    def probe(specs: list[Any], seconds: float, **options: Any) -> list[list[dict[str, Any]]]:
+        asked.append((specs, seconds, options))
+        return [list(records) for _ in specs]
+
+    monkeypatch.setattr(environment, "probe", probe)
+    return asked
+
+
+def test_the_mesh_that_is_asked_for_is_tried(config: list[str], monkeypatch: pytest.MonkeyPatch):
+    asked = answers(monkeypatch, {"name": "mesh", "status": "ok", "text": "stage 2"})
+    (found,) = doctor.devices(Patient.of(load([*config, "runtime.init_timeout_seconds=77"])))
+    assert found == Check("mesh", "ok", "stage 2")
+    ((specs, seconds, _),) = asked
+    assert specs[0]["mesh"]["ici_stage"] == 2 and specs[0]["runtime"]["platform"] == "cpu"
+    assert seconds == doctor.DEVICE_SECONDS
+    several = load([*config, "runtime.num_processes=0", "runtime.init_timeout_seconds=77"])
+    list(doctor.devices(Patient.of(several)))
+    assert asked[1][1] == doctor.DEVICE_SECONDS + 77
+
+
+def test_devices_that_hang_are_explained(monkeypatch: pytest.MonkeyPatch):
+    answers(monkeypatch, {"name": "devices", "status": "FAILED", "text": "no answer within 9 s."})
+    (found,) = doctor.devices(Patient())
+    explained(found, "no answer within 9 s.", "End other programs")
+    explained(doctor.loopback(), "process 0: no answer within 9 s.", "no_proxy")
+    assert doctor.kinds() == "no answer within 9 s."
+
+
+@pytest.mark.slow
+def test_a_mesh_that_does_not_fit_and_a_platform_that_is_not_there(config: list[str]):
+    found = list(doctor.devices(Patient.of(load([*config, "mesh.ici_fsdp=4"]))))
+    assert [check.status for check in found] == ["ok", "FAILED"]
+    explained(found[1], "it is 8, and there are 4", "Set mesh.cpu_devices=8")
+    (found,) = doctor.devices(Patient.of(load([*config, "runtime.platform=tpu"])))
+    explained(found, "runtime.platform", "has no devices on this machine")
+
+
+@pytest.mark.slow
+@pytest.mark.multihost
+@pytest.mark.faults
+def test_two_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch):
+    # Somebody else is where process 0 should listen.
+    import socket
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        monkeypatch.setattr(doctor, "free_port", lambda: other.getsockname()[1])
+        monkeypatch.setattr(doctor, "LOOPBACK_SECONDS", 15.0)
+        begin = time.monotonic()
+        explained(doctor.loopback(), "process ", "127.0.0.1")
+        assert time.monotonic() - begin < 25
+
+
+def test_help_needs_no_jax():
+    code = (
+        "import sys; from maxpipe.cli import main\n"
+        "for args in (['doctor', '--help'], ['env', '--help']):\n"
+        "    try: main(args)\n"
+        "    except SystemExit: pass\n"
+        "import maxpipe.diagnosis.doctor\n"
+        "sys.exit('jax' in sys.modules)"
+    )
+    environ = os.environ | {"COLUMNS": "100"}
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True)
+    assert ran.returncode == 0 and b"collective" in ran.stdout

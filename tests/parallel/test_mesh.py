@@ -1,0 +1,186 @@
+"""Meshes: what a -1 becomes, which sizes are refused, and which device lies where."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.config.schema import MeshConfig
+from maxpipe.errors import ConfigError
+from maxpipe.parallel.mesh import AXES, BATCH_AXES, MANUAL_AXES, build_mesh, describe, resolve
+
+
+@dataclass(frozen=True)
+class FakeDevice:
+    """What `resolve` reads of a device."""
+
+    platform: str = "tpu"
+    process_index: int = 0
+    slice_index: int = 0
+
+
+def fake_devices(slices: int, per_slice: int, platform: str = "tpu") -> list[FakeDevice]:
+    return [FakeDevice(platform, slice_index=s) for s in range(slices) for _ in range(per_slice)]
+
+
+def sizes(config: MeshConfig, link: str) -> dict[str, int]:
+    """Sizes other than one."""
+    found = {axis: getattr(config, f"{link}_{axis}") for axis in AXES}
+    return {axis: size for axis, size in found.items() if size != 1}
+
+
+def test_the_names_of_the_axes_agree() -> None:
+    fields = {field.name for field in dataclasses.fields(MeshConfig)}
+    assert {f"{link}_{axis}" for link in ("ici", "dcn") for axis in AXES} <= fields
+    assert set(BATCH_AXES) < set(MANUAL_AXES) < set(AXES)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"ici_data": -1}, {"data": 8}),
+        ({"ici_stage": 4, "ici_fsdp": -1}, {"stage": 4, "fsdp": 2}),
+        ({"ici_stage": -1, "ici_tensor": 2, "ici_data": 2}, {"stage": 2, "data": 2, "tensor": 2}),
+        ({"ici_stage": 8, "ici_data": -1}, {"stage": 8}),
+        ({"ici_stage": 2, "ici_fsdp": 2, "ici_tensor": 2}, {"stage": 2, "fsdp": 2, "tensor": 2}),
+    ],
+)
+def test_minus_one_is_what_is_left(
+    devices: list[Any], given: dict[str, Any], wanted: dict[str, int]
+) -> None:
+    resolved = resolve(MeshConfig(**given), devices)
+    assert sizes(resolved, "ici") == wanted and sizes(resolved, "dcn") == {}
+    mesh = build_mesh(MeshConfig(**given))
+    assert {axis: size for axis, size in mesh.shape.items() if size > 1} == wanted
+    assert mesh.axis_names == AXES and len(set(mesh.devices.flat)) == 8
+
+
+def test_minus_one_of_dcn_is_the_slices() -> None:
+    devices = fake_devices(slices=4, per_slice=8)
+    config = MeshConfig(dcn_data=-1, ici_fsdp=-1, ici_stage=2)
+    resolved = resolve(config, devices)
+    assert sizes(resolved, "dcn") == {"data": 4}
+    assert sizes(resolved, "ici") == {"stage": 2, "fsdp": 4}
+    resolved = resolve(dataclasses.replace(config, dcn_stage=2), devices)
+    assert sizes(resolved, "dcn") == {"stage": 2, "data": 2}
+
+
+def test_other_keys_stay() -> None:
+    config = MeshConfig(ici_data=-1, cpu_devices=8, axis_rules={"mlp": []})
+    resolved = resolve(config, fake_devices(1, 8))
+    assert resolved == dataclasses.replace(config, ici_data=8)
+
+
+@pytest.mark.parametrize(
+    ("given", "total"),
+    [
+        ({}, 1),
+        ({"ici_stage": 3}, 3),
+        ({"ici_stage": 16}, 16),
+        ({"dcn_data": 3, "ici_stage": 2}, 6),
+    ],
+)
+def test_wrong_products_are_config_errors(
+    devices: list[Any], given: dict[str, Any], total: int
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(MeshConfig(**given), devices)
+    (problem,) = caught.value.problems
+    assert problem.where == "mesh"
+    assert f"it is {total}, and there are 8 of kind cpu" in problem.rule
+    assert f"Set mesh.cpu_devices={total}," in problem.action
+    for axis in AXES:
+        assert f"{axis} " in problem.given
+    # The action works.
+    again = MeshConfig(**given, cpu_devices=total)
+    resolve(again, fake_devices(1, total, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("given", "needed"),
+    [({"ici_stage": 16, "ici_data": -1}, 16), ({"ici_stage": 3, "ici_fsdp": -1}, 9)],
+)
+def test_what_is_left_beside_sizes_that_do_not_divide(given: dict[str, Any], needed: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(MeshConfig(**given), fake_devices(1, 8, "cpu"))
+    (problem,) = caught.value.problems
+    stages = given["ici_stage"]
+    assert problem.where in ("mesh.ici_data", "mesh.ici_fsdp") and problem.given == "-1"
+    assert (
+        f"(mesh.ici_stage={stages}) multiply to {stages}, which does not divide 8" in problem.rule
+    )
+    assert "1, 2, 4 or 8" in problem.action
+    assert f"Set mesh.cpu_devices={needed}, or" in problem.action
+    resolve(MeshConfig(**given), fake_devices(1, needed, "cpu"))
+
+
+def test_the_action_counts_devices_of_one_process() -> None:
+    devices = [FakeDevice("cpu", process_index=process) for process in (0, 0, 1, 1)]
+    with pytest.raises(ConfigError, match="Set mesh.cpu_devices=4,"):
+        resolve(MeshConfig(ici_stage=8), devices)
+    with pytest.raises(ConfigError, match="so that they multiply to 4"):
+        resolve(MeshConfig(ici_stage=3), devices)  # what is left of 4 is no number
+
+
+def test_what_is_left_is_named_where_it_helps() -> None:
+    devices = fake_devices(1, 8, "gpu")
+    for size in (1, 3):
+        with pytest.raises(ConfigError, match="Set mesh.ici_data=-1 "):
+            resolve(MeshConfig(ici_stage=2, ici_data=size), devices)
+    assert resolve(MeshConfig(ici_stage=2, ici_data=-1), devices).ici_data == 4
+
+
+@pytest.mark.parametrize("given", [{"dcn_data": 4}, {"dcn_stage": 3}, {}])
+def test_dcn_sizes_multiply_to_the_slices(given: dict[str, Any]) -> None:
+    config = MeshConfig(**given, ici_fsdp=-1)
+    with pytest.raises(ConfigError, match=r"lie in 2 slices[^$]*Set mesh.dcn_data=2") as caught:
+        resolve(config, fake_devices(slices=2, per_slice=12))
+    assert "dcn_data" in caught.value.problems[0].given
+    action = dataclasses.replace(config, dcn_data=2, dcn_stage=1)
+    assert sizes(resolve(action, fake_devices(2, 12)), "ici") == {"fsdp": 12}
+
+
+def test_gpu_hosts_need_not_be_named_as_slices() -> None:
+    resolved = resolve(MeshConfig(ici_data=-1), fake_devices(2, 8, "gpu"))
+    assert sizes(resolved, "ici") == {"data": 16}
+
+
+def ids(config: MeshConfig) -> np.ndarray:
+    """Device numbers along the axes that are larger than one."""
+    mesh = build_mesh(config)
+    return np.vectorize(lambda device: device.id)(mesh.devices).squeeze()
+
+
+def test_dcn_is_the_slow_part_of_an_axis(devices: list[Any]) -> None:
+    assert len(devices) == 8
+    # Two slices of four devices: 0..3 and 4..7.
+    stages = ids(MeshConfig(dcn_stage=2, ici_stage=2, ici_fsdp=2))
+    np.testing.assert_array_equal(stages, [[0, 1], [2, 3], [4, 5], [6, 7]])
+    replicas = ids(MeshConfig(dcn_data=2, ici_stage=4))
+    np.testing.assert_array_equal(replicas, [[0, 4], [1, 5], [2, 6], [3, 7]])
+    both = ids(MeshConfig(dcn_data=2, ici_stage=2, ici_data=2))
+    np.testing.assert_array_equal(both, [[0, 1, 4, 5], [2, 3, 6, 7]])
+    # Four slices of two: the stage axis crosses them twice, data once.
+    mixed = ids(MeshConfig(dcn_stage=2, dcn_data=2, ici_tensor=2))
+    np.testing.assert_array_equal(mixed, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
+
+
+def test_the_last_axis_joins_neighbours(devices: list[Any]) -> None:
+    assert len(devices) == 8
+    order = ids(MeshConfig(ici_stage=2, ici_fsdp=2, ici_tensor=2))
+    np.testing.assert_array_equal(order.ravel(), np.arange(8))
+
+
+def test_a_mesh_over_fewer_devices(devices: list[Any]) -> None:
+    mesh = build_mesh(MeshConfig(ici_stage=2), devices[4:6])
+    assert [device.id for device in mesh.devices.flat] == [4, 5]
+
+
+def test_descriptions_leave_out_what_is_one(devices: list[Any]) -> None:
+    mesh = build_mesh(MeshConfig(ici_stage=4, ici_fsdp=2), devices)
+    assert describe(mesh) == "stage 4 x fsdp 2"
+    assert describe(build_mesh(MeshConfig(), devices[:1])) == "one device"

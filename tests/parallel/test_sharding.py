@@ -1,0 +1,204 @@
+"""The table from logical to mesh axes, and how batches are placed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxpipe.config.schema import MeshConfig
+from maxpipe.errors import ConfigError
+from maxpipe.parallel.axes import DEFAULT_AXIS_RULES
+from maxpipe.parallel.mesh import MANUAL_AXES, build_mesh
+from maxpipe.parallel.sharding import (
+    BATCH_SPEC,
+    STACK,
+    AxisRules,
+    constrain,
+    fsdp_dim,
+    local_rows,
+    place_rows,
+    restrict,
+)
+
+RULES = AxisRules.from_config(MeshConfig())
+
+
+def rules_with(**changes: list[str]) -> AxisRules:
+    return AxisRules.from_config(MeshConfig(axis_rules=changes))
+
+
+# The table.
+
+
+def test_specs_follow_the_table() -> None:
+    assert RULES.spec(("embed", "heads", "head_size")) == PartitionSpec("fsdp", "tensor", None)
+    assert RULES.spec(("vocab", "embed")) == PartitionSpec(("stage", "tensor"), "fsdp")
+    assert RULES.spec(("norm",)) == PartitionSpec(None)
+    assert RULES.spec((None, "mlp")) == PartitionSpec(None, "tensor")
+    stacked = RULES.spec((*STACK, "mlp", "embed"))
+    assert stacked == PartitionSpec(None, "stage", None, "tensor", "fsdp")
+    assert RULES.spec(("batch",)) == BATCH_SPEC
+
+
+def test_changes_replace_single_rows() -> None:
+    changed = rules_with(vocab=["stage"], mlp=[])
+    assert changed.spec(("vocab", "mlp", "heads")) == PartitionSpec("stage", None, "tensor")
+    assert dict(changed.table).keys() == {*DEFAULT_AXIS_RULES, "stage"}
+    assert rules_with() == RULES and hash(rules_with()) == hash(RULES) and changed != RULES
+
+
+def test_one_mesh_axis_shards_one_dim_of_a_tensor() -> None:
+    rules = rules_with(head_size=["tensor"])
+    with pytest.raises(ConfigError) as caught:
+        rules.spec(("embed", "heads", "head_size"), where="layers.attention.query")
+    (problem,) = caught.value.problems
+    assert problem.where == "mesh.axis_rules" and problem.given == "head_size: [tensor]"
+    assert "layers.attention.query has dims 'heads' and 'head_size'" in problem.rule
+    assert "one mesh axis, 'tensor'" in problem.rule
+    assert problem.action == "Set mesh.axis_rules.head_size=[], or move 'heads' elsewhere."
+    assert rules_with(head_size=["tensor"], heads=[]).spec(("heads", "head_size")) == (
+        PartitionSpec(None, "tensor")
+    )
+
+
+def test_a_conflict_inside_a_pair_of_axes_is_found() -> None:
+    with pytest.raises(ConfigError, match="'vocab' and 'mlp' on one mesh axis, 'tensor'"):
+        RULES.spec(("vocab", "mlp"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "restricted", "dim"),
+    [
+        ((), (), None),
+        (("fsdp", "tensor"), ("fsdp", None), 0),
+        ((("stage", "tensor"), "fsdp"), ("stage", "fsdp"), 1),
+        (
+            (None, "stage", None, "tensor", ("data", "fsdp")),
+            (None, "stage", None, None, ("data", "fsdp")),
+            4,
+        ),
+        (("tensor", "expert"), (None, None), None),
+    ],
+)
+def test_restricting_a_spec_and_finding_its_fsdp_dim(
+    spec: tuple[Any, ...], restricted: tuple[Any, ...], dim: int | None
+) -> None:
+    assert restrict(PartitionSpec(*spec), MANUAL_AXES) == PartitionSpec(*restricted)
+    assert restrict(PartitionSpec(*spec), ()) == PartitionSpec(*(None for _ in spec))
+    assert fsdp_dim(PartitionSpec(*spec)) == dim
+
+
+# Constraints.
+
+
+def test_constrain_does_nothing_without_a_mesh() -> None:
+    x = jnp.ones((2, 4))
+    assert constrain(x, ("batch", "mlp"), RULES) is x
+    # Not even a wrong request is looked at.
+    assert constrain(x, ("mlp", "heads"), RULES) is x
+
+
+def test_constrain_does_nothing_without_automatic_axes(devices: list[Any]) -> None:
+    mesh = build_mesh(MeshConfig(ici_stage=4, ici_fsdp=2), devices)
+
+    def program(x: jax.Array) -> jax.Array:
+        assert constrain(x, (None, "mlp"), RULES) is x
+        return x
+
+    run = jax.shard_map(
+        program,
+        mesh=mesh,
+        axis_names=set(MANUAL_AXES),
+        in_specs=BATCH_SPEC,
+        out_specs=BATCH_SPEC,
+    )
+    jax.eval_shape(run, jnp.ones((2, 4)))
+
+
+def test_constrain_places_the_automatic_axes(devices: list[Any]) -> None:
+    mesh = build_mesh(MeshConfig(ici_fsdp=2, ici_tensor=4), devices)
+
+    def program(x: jax.Array) -> jax.Array:
+        return constrain(x * 2, (None, "mlp"), RULES)
+
+    run = jax.jit(
+        jax.shard_map(
+            program,
+            mesh=mesh,
+            axis_names=set(MANUAL_AXES),
+            in_specs=BATCH_SPEC,
+            out_specs=BATCH_SPEC,
+        )
+    )
+    x = np.arange(16.0, dtype=np.float32).reshape(4, 4)
+    out = run(x)
+    np.testing.assert_array_equal(out, 2 * x)
+    wanted = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "tensor"))
+    assert out.sharding.is_equivalent_to(wanted, 2)
+
+
+# Batches.
+
+
+class HalfOfTheDevices:
+    """A batch sharding of which this process has some devices, two of them with the same rows."""
+
+    def addressable_devices_indices_map(self, shape: tuple[int]) -> dict[int, tuple[slice]]:
+        (rows,) = shape
+        quarter = rows // 4
+        third = slice(2 * quarter, 3 * quarter)
+        return {5: (third,), 0: (slice(0, quarter),), 4: (third,)}
+
+
+def test_local_rows_are_ascending_and_named_once() -> None:
+    sharding: Any = HalfOfTheDevices()
+    assert local_rows(sharding, 8).tolist() == [0, 1, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def mesh(devices: list[Any]) -> Mesh:
+    return build_mesh(MeshConfig(ici_stage=2, ici_data=2, ici_fsdp=2), devices)
+
+
+def test_rows_are_split_over_the_batch_axes_and_equal_on_all_stages(mesh: Mesh) -> None:
+    sharding = NamedSharding(mesh, BATCH_SPEC)
+    rows = local_rows(sharding, 8)
+    assert rows.tolist() == list(range(8))
+    host = {
+        "tokens": np.arange(24, dtype=np.int32).reshape(8, 3),
+        "example_ids": np.arange(8, dtype=np.int32),
+    }
+    placed = place_rows(host, rows, 8, sharding)
+    assert placed.keys() == host.keys()
+    for name, array in placed.items():
+        assert array.sharding == sharding
+        np.testing.assert_array_equal(array, host[name])
+    at = {
+        shard.device: np.asarray(shard.data) for shard in placed["example_ids"].addressable_shards
+    }
+    for stage in range(2):
+        for data in range(2):
+            for fsdp in range(2):
+                start = 2 * (2 * data + fsdp)
+                device = mesh.devices[stage, data, fsdp].item()
+                assert at[device].tolist() == [start, start + 1]
+
+
+def test_a_device_gets_its_rows_from_those_of_the_process(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_device(shape: tuple[int, ...], sharding: NamedSharding, part: Any) -> np.ndarray:
+        assert shape == (8, 3) and sharding.mesh is mesh
+        return part((slice(4, 6), slice(None)))
+
+    monkeypatch.setattr(jax, "make_array_from_callback", one_device)
+    # This process holds rows 0, 1, 4 and 5 of the batch, its host array only those four.
+    host = {"tokens": np.arange(12).reshape(4, 3)}
+    rows = np.array([0, 1, 4, 5])
+    placed = place_rows(host, rows, 8, NamedSharding(mesh, BATCH_SPEC))
+    np.testing.assert_array_equal(placed["tokens"], host["tokens"][2:])

@@ -1,0 +1,142 @@
+"""Small programs compiled for eight TPUs that nobody has: messages, copies and gathers overlap."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxpipe.plan.advice import capacity
+
+pytest.importorskip("libtpu")
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import json, sys
+import numpy as np
+from jax.experimental import topologies
+from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
+from maxpipe.plan.hlo import profile
+from maxpipe.plan.hlo_text import parse
+from maxpipe.parallel.mesh import build_mesh
+from maxpipe.parallel.sharding import AxisRules
+from maxpipe.train.step import partition
+
+MICROBATCHES, TOKENS, WIDTH, FSDP = 6, 256, 256, 4
+sizes = MeshConfig(ici_stage=2, ici_fsdp=FSDP)
+devices = topologies.get_topology_desc("v5p:2x2x2", platform="tpu").devices
+steps = partition(
+    build_mesh(sizes, devices),
+    model=ModelConfig(
+        num_layers=8, d_model=WIDTH, num_heads=2, num_kv_heads=2, head_size=128, d_mlp=1024,
+        vocab_size=1024,
+    ),
+    pipeline=PipelineConfig(microbatches=MICROBATCHES, **json.loads(sys.argv[1])),
+    optim=OptimConfig(),
+    train=TrainConfig(batch_size=MICROBATCHES * FSDP, sequence_length=TOKENS),
+    total_steps=10,
+    rules=AxisRules.from_config(sizes),
+    seed=0,
+    byte_lengths=np.ones(256),
+)
+found = profile(
+    parse(steps.compile_train().as_text()),
+    trips={"/while$": 2},
+    regions={name: f"/{name}/" for name in ("send", "gather", "forward", "backward")},
+    copy_bytes=8 * TOKENS * WIDTH,  # four messages; one in float32 is half of that
+)
+print(json.dumps({
+    "collectives": [
+        [each.kind, each.region, each.is_async, each.cycles_between] for each in found.collectives
+    ],
+    "copies": [f"{each.instruction.shape} {each.instruction.op_name}" for each in found.copies],
+}))
+"""
+
+
+SIZES = """
+import json
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+def summed(weight, start):
+    step = lambda carry, _: (jnp.tanh(carry @ weight) @ weight, None)
+    return jax.lax.scan(step, start, length=8)[0].astype(jnp.float32).sum()
+
+device = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
+found = {}
+for size in (8192, 17024, 17152):
+    shape = jax.ShapeDtypeStruct((size, size), jnp.bfloat16, sharding=SingleDeviceSharding(device))
+    try:
+        memory = jax.jit(jax.grad(summed)).lower(shape, shape).compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        found[size] = str(error)
+    else:
+        held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        found[size] = [memory.peak_memory_in_bytes, held + memory.temp_size_in_bytes]
+print(json.dumps(found))
+"""
+
+
+def run(program: str, *arguments: str) -> dict[str, Any]:
+    """The JSON that a program prints in a process of its own."""
+    environment = os.environ | {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5p-16",
+        "JAX_PLATFORMS": "cpu",
+        # Another process may be compiling for TPUs too.
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def compiled(**pipeline: Any) -> dict[str, Any]:
+    """What the compiler made of a train step."""
+    return run(PROGRAM, json.dumps(pipeline))
+
+
+@pytest.fixture(scope="module")
+def by_iteration() -> dict[str, Any]:
+    # This group makes every buffer larger than four messages, the inbox too: it has five slots.
+    return compiled(weight_gather="iteration", repeats=2, group=6)
+
+
+def test_messages_travel_while_layers_compute(by_iteration: dict[str, Any]) -> None:
+    sends = [
+        (is_async, cycles)
+        for kind, region, is_async, cycles in by_iteration["collectives"]
+        if kind == "collective-permute" and region == "send"
+    ]
+    assert len(sends) == 2  # outputs of forwards, and of backwards
+    assert all(is_async and cycles > 0 for is_async, cycles in sends), sends
+
+
+def test_no_buffer_is_copied_in_a_loop(by_iteration: dict[str, Any]) -> None:
+    assert not by_iteration["copies"]
+
+
+def test_the_compiler_refuses_by_the_peak() -> None:
+    found, there = run(SIZES), 15.75 * 2**30
+    peak, total = found["8192"]
+    scale = (17152 / 8192) ** 2
+    assert found["17024"][0] < there < found["17024"][1]  # the sum of all kinds would not fit
+    assert peak * scale > there and total > peak
+    needed = capacity(found["17152"])
+    assert needed == pytest.approx((peak * scale, there), rel=1e-3)

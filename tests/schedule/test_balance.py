@@ -1,0 +1,51 @@
+"""Cutting a list of layers into chunks."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxpipe.schedule.balance import balanced_cut
+
+
+def all_cuts(num_layers: int, num_chunks: int) -> list[tuple[int, ...]]:
+    ends = itertools.combinations(range(1, num_layers), num_chunks - 1)
+    return [tuple(np.diff([0, *inner, num_layers]).tolist()) for inner in ends]
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    st.integers(1, 5),
+    st.integers(0, 9),
+    st.integers(0, 9),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_balanced_cut_is_the_best_of_all(
+    costs: list[int], num_chunks: int, first: int, last: int
+) -> None:
+    num_chunks = min(num_chunks, len(costs))
+
+    def quality(cut: tuple[int, ...]) -> tuple[float, float]:
+        ends = np.cumsum(cut)
+        sums = [sum(costs[end - size : end]) for end, size in zip(ends, cut, strict=True)]
+        sums[0] += first
+        sums[-1] += last
+        return max(sums), sum(value**2 for value in sums)
+
+    cut = balanced_cut(costs, num_chunks, first=first, last=last)
+    assert sum(cut) == len(costs) and len(cut) == num_chunks and min(cut) >= 1
+    assert quality(cut) == min(map(quality, all_cuts(len(costs), num_chunks)))
+
+
+def test_a_dear_loss_head_takes_layers_from_the_last_chunk() -> None:
+    assert balanced_cut([1.0] * 16, 4) == (4, 4, 4, 4)
+    assert balanced_cut([1.0] * 16, 4, last=2.0) == (5, 5, 4, 2)
+    # Two kinds of layers: the heavy ones are spread.
+    assert balanced_cut([3.0, 1.0, 1.0, 1.0, 3.0, 3.0], 4) == (1, 3, 1, 1)
+
+
+def test_like_layers_are_cut_evenly() -> None:
+    assert balanced_cut([2.0] * 14, 4) == (4, 4, 3, 3)

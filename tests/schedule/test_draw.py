@@ -1,0 +1,165 @@
+"""Drawings: one golden file per schedule, and blocks that fit a width."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.schedule import draw
+from maxpipe.schedule.catalog import SCHEDULES, build, forward_only
+from maxpipe.schedule.table import Costs, Ring
+
+Golden = Callable[[str, str], None]
+
+DRAWN: dict[str, dict[str, Any]] = {
+    "gpipe": {"stages": 4, "microbatches": 6},
+    "circular": {"stages": 3, "repeats": 2, "microbatches": 6},
+    "1f1b": {"stages": 4, "microbatches": 8},
+    "interleaved": {"stages": 3, "repeats": 2, "microbatches": 8, "group": 4},
+    "breadth_first": {"stages": 3, "repeats": 2, "microbatches": 6},
+    "zb_h1": {"stages": 4, "microbatches": 8},
+    "zb_h2": {"stages": 4, "microbatches": 8},
+    "zb_v": {"stages": 3, "repeats": 2, "microbatches": 6},
+    "v_half": {"stages": 4, "repeats": 2, "microbatches": 6},
+    "v_min": {"stages": 4, "repeats": 2, "microbatches": 6},
+    "dualpipe_v": {"stages": 3, "repeats": 2, "microbatches": 8},
+}
+
+
+def cells(drawing: str) -> dict[str, list[str]]:
+    """Row title -> cells of all blocks, one after the other."""
+    rows: dict[str, list[str]] = {}
+    stage = ""
+    for line in drawing.splitlines()[2:]:
+        title, text = line[:11].strip(), line[11:].split()
+        if title.startswith("stage"):
+            stage = title[:-1].strip()
+        name = f"{stage} {title}" if title == "B" else title
+        rows.setdefault(name, []).extend(text)
+    rows.pop("", None)
+    return rows
+
+
+def test_every_schedule_is_drawn() -> None:
+    assert set(DRAWN) == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_drawing_is_the_golden_one(name: str, golden: Golden) -> None:
+    golden(f"schedule-{name}.txt", draw.text(build(name, **DRAWN[name])) + "\n")
+
+
+def test_forward_only_tables_have_no_backward_rows(golden: Golden) -> None:
+    schedule = forward_only(Ring(3, 2), 5)
+    golden("schedule-forward-only.txt", draw.text(schedule) + "\n")
+
+
+@pytest.mark.parametrize("width", [1, 20, 40, 79, 200])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_blocks_fit_the_width_and_lose_nothing(name: str, width: int) -> None:
+    schedule = build(name, **DRAWN[name])
+    whole, cut = draw.text(schedule), draw.text(schedule, width=width)
+    assert cells(cut) == cells(whole)
+    if width > 1:  # one column does not fit: a block has at least one tick
+        assert all(len(line) <= width for line in cut.splitlines()[2:])
+    ticks = [line.split()[1:] for line in cut.splitlines() if line.startswith("tick")]
+    assert len(ticks) == len(cut.split("\n\n")) - 1
+    assert [int(tick) for block in ticks for tick in block] == list(range(schedule.num_ticks))
+    assert {len(block) for block in ticks[:-1]} <= {len(ticks[0])}
+
+
+def test_the_summary_counts_what_the_table_needs() -> None:
+    schedule = build("interleaved", stages=4, repeats=2, microbatches=8)
+    first, second = draw.summary(schedule).splitlines()
+    assert first == "interleaved: 4 stages x 2 repeats, 8 microbatches in groups of 4"
+    assert second == (
+        "26 ticks, idle 15.8%, at most 11 saved chunks on a stage, 2 messages waiting"
+    )
+    split = build("zb_v", stages=4, repeats=2, microbatches=8)
+    assert draw.summary(split, Costs(1.0, 1.0, 1.5)).splitlines() == [
+        "zb_v: 4 stages x 2 repeats in a V, 8 microbatches in groups of 8",
+        "51 ticks, idle 5.9% (21.1% at 1:1:1.5), at most 8 saved chunks and 6 deferred weight "
+        "gradients on a stage, 5 messages waiting",
+    ]
+    late = build("circular", stages=2, microbatches=2, delayed=True)
+    first, _ = draw.summary(late).splitlines()
+    assert first.endswith("groups of 2, messages delayed")
+    assert "no saved chunks" in draw.summary(forward_only(Ring(2, 1), 2))
+
+
+def test_rows_stay_aligned_with_many_stages() -> None:
+    drawing = draw.text(build("1f1b", stages=101, microbatches=1))
+    rows = [line for line in drawing.splitlines()[3:] if not line.startswith("kept")]
+    assert {line.rstrip()[-3:].strip() for line in rows} <= {"200", ".", "0"}
+    assert len({line.index(" . ") for line in rows if " . " in line}) <= 2
+
+
+def test_a_mark_in_mixed_ticks_is_on_the_stage() -> None:
+    schedule = build("zb_v", stages=3, repeats=2, microbatches=6)
+    drawing = draw.text(schedule, mark=(20, 1, "W"))
+    (line,) = (line for line in drawing.splitlines() if "[" in line)
+    assert line.startswith("stage  1")
+
+
+@pytest.mark.parametrize("tick", [0, 15, 16, 25])
+@pytest.mark.parametrize("kind", ["F", "B"])
+def test_a_mark_shows_one_block_with_one_cell_in_brackets(tick: int, kind: str) -> None:
+    schedule = build("interleaved", stages=4, repeats=2, microbatches=8)
+    drawing = draw.text(schedule, mark=(tick, 2, kind))
+    (bracketed,) = re.findall(r"\[\S+\]", drawing)
+    rows = cells(drawing)
+    assert len(drawing.split("\n\n")) == 2 and len(rows["tick"]) <= 16
+    row = rows["stage  2 F" if kind == "F" else "stage  2 B"]
+    assert row[rows["tick"].index(str(tick))] == bracketed
+
+
+def test_many_repeats_run_out_of_letters() -> None:
+    drawing = draw.text(build("1f1b", stages=1, repeats=28, microbatches=1))
+    row = cells(drawing)["stage  0 F"]
+    assert row[0] == "0a" and row[25:28] == ["0z", "0/26", "0/27"]
+
+
+def test_a_comparison_has_a_line_for_each_schedule(golden: Golden) -> None:
+    schedules = [
+        build(name, stages=4, repeats=family.repeats or 3, microbatches=8)
+        for name, family in SCHEDULES.items()
+    ]
+    table = draw.comparison(schedules, Costs(1.0, 1.0, 1.5))
+    golden("schedule-comparison.txt", table + "\n")
+    rows = {line.split()[0]: line.split() for line in table.splitlines()[3 : 3 + len(schedules)]}
+    assert list(rows) == list(SCHEDULES)
+    # Chunks are a third of a stage: 15 of them are its layers 5 times.
+    assert rows["1f1b"][1:-1] == ["3", "38", "11.1%", "11.1%", "15", "0", "5", "2", "48"]
+    assert "at 1:1:1.5" in table
+    assert "at 1:1:1.5" not in draw.comparison(schedules, Costs())
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_the_compared_messages_are_those_between_stages(name: str, stages: int) -> None:
+    repeats = SCHEDULES[name].repeats or 3
+    schedule = build(name, stages=stages, repeats=repeats, microbatches=6)
+    sent = [0] * stages
+    for kind, slots in schedule.kinds:
+        for tick, stage in np.argwhere(slots.active).tolist():
+            ends = schedule.ring.before if kind in "BI" else schedule.ring.after
+            target = ends(stage, int(slots.repeat[tick, stage]))
+            sent[stage] += kind != "W" and target is not None and target[0] != stage
+    row = draw.comparison([schedule], Costs()).splitlines()[3].split()
+    assert int(row[-2]) == max(sent)
+    visits = len(schedule.visits.gather_tick)
+    assert float(row[-1]) == pytest.approx(visits / repeats if visits else 1, rel=1e-3)
+
+
+def test_gathers_fall_with_longer_groups() -> None:
+    gathers = {}
+    for group in (4, 8, 16):
+        schedule = build("interleaved", stages=4, repeats=4, microbatches=16, group=group)
+        line = draw.comparison([schedule], Costs()).splitlines()[3]
+        gathers[group] = float(line.split()[-1])
+    # Twice for each group, less what a forward and a backward that follow each other share.
+    assert all(0.75 * 32 / group <= found <= 32 / group for group, found in gathers.items())

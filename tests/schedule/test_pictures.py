@@ -1,0 +1,225 @@
+"""Pictures and traces: everything is in them, in its place, in the same way each time."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from maxpipe.schedule import draw, pictures
+from maxpipe.schedule.catalog import SCHEDULES, build, forward_only
+from maxpipe.schedule.table import Costs, Ring, Schedule
+
+Golden = Callable[[str, str], None]
+SVG = "{http://www.w3.org/2000/svg}"
+UNEQUAL = Costs(1.0, 1.5, 0.5)
+
+
+def small(name: str, **more: Any) -> Schedule:
+    repeats = SCHEDULES[name].repeats or 2
+    return build(name, stages=3, repeats=repeats, microbatches=4, **more)
+
+
+def num_slots(schedule: Schedule) -> int:
+    return sum(int(slots.active.sum()) for _, slots in schedule.kinds)
+
+
+def slot_boxes(text: str) -> dict[str, tuple[float, float, float, float]]:
+    """What a box says under the pointer -> x, y, width, height."""
+    found = {}
+    for box in ElementTree.fromstring(text).iter(f"{SVG}rect"):
+        title = box.find(f"{SVG}title")
+        if title is not None and title.text:
+            assert title.text not in found
+            x, y, width, height = (float(box.attrib[n]) for n in ("x", "y", "width", "height"))
+            found[title.text] = (x, y, width, height)
+    return found
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb_v"])
+def test_the_picture_is_the_golden_one(name: str, golden: Golden) -> None:
+    schedule = build(name, stages=2, repeats=2, microbatches=3)
+    golden(f"schedule-{name}.svg", pictures.svg(schedule, UNEQUAL))
+
+
+@pytest.mark.parametrize("costs", [Costs(), UNEQUAL], ids=["equal", "unequal"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_slot_is_a_box_that_overlaps_no_other(name: str, costs: Costs) -> None:
+    schedule = small(name)
+    text = pictures.svg(schedule, costs)
+    assert text == pictures.svg(schedule, costs)
+    boxes = slot_boxes(text)
+    assert len(boxes) == num_slots(schedule)
+    size = ElementTree.fromstring(text).attrib
+    lanes: dict[int, list[tuple[float, float]]] = {}
+    for x, y, width, height in boxes.values():
+        assert 0 < x < x + width < float(size["width"])
+        assert 0 < y < y + height < float(size["height"])
+        lanes.setdefault(int(y), []).append((x, x + width))
+    assert len(lanes) == schedule.num_stages
+    for lane in lanes.values():
+        for (_, end), (start, _) in pairwise(sorted(lane)):
+            assert end < start
+
+
+def test_boxes_are_as_wide_as_their_slots_are_long() -> None:
+    boxes = slot_boxes(pictures.svg(small("zb_h1"), Costs(2.0, 3.0, 1.0)))
+    widths: dict[str, set[float]] = {}
+    for title, (_, _, width, _) in boxes.items():
+        widths.setdefault(title.partition(" of ")[0], set()).add(width)
+    forward, backward, weight = (
+        widths[name].pop() for name in ("forward", "input gradient", "weight gradient")
+    )
+    assert not any(widths.values()), "slots of one kind are of one width"
+    assert (forward + 1.5) / 2 == pytest.approx((backward + 1.5) / 3, abs=0.01)
+    # This one has a line, drawn half outside of the box.
+    assert weight + 1 + 1.5 == pytest.approx((forward + 1.5) / 2, abs=0.02)
+
+
+def test_microbatches_axis_legend_and_summary_are_written() -> None:
+    schedule = small("zb_v")
+    texts = [
+        text.text or ""
+        for text in ElementTree.fromstring(pictures.svg(schedule, UNEQUAL)).iter(f"{SVG}text")
+    ]
+    count = Counter(texts)
+    for line in draw.summary(schedule, UNEQUAL).splitlines():
+        assert line in texts
+    for word in ("stage 0", "stage 2", "repeat 0", "repeat 1", "F forward", "W weight gradient"):
+        assert count[word] == 1
+    for microbatch in map(str, range(4)):
+        assert count[microbatch] >= 3 * 2 * 3
+    assert count[str(schedule.num_ticks - 2)] + count[str(schedule.num_ticks - 1)] >= 1
+    assert [str(depth) for depth in schedule.stash_depth().max(axis=0)] == texts[-3:]
+
+
+def test_what_is_odd_is_drawn_too(tmp_path: Path) -> None:
+    file = tmp_path / "a&b<c>.csv"
+    file.write_text("0F0,0B0\n")
+    named = pictures.svg(build(f"file:{file}", stages=1, microbatches=1))
+    assert "a&amp;b&lt;c&gt;.csv" in named and ElementTree.fromstring(named) is not None
+    only = forward_only(Ring(3, 2), 5)
+    assert "polygon" not in pictures.svg(only) and "saved" in pictures.svg(only)
+    assert '"ph": "C"' not in pictures.perfetto(only)
+    many = pictures.svg(build("1f1b", stages=1, repeats=12, microbatches=1))
+    assert "repeat 7, and so on" in many and "repeat 8<" not in many
+    # However long, a picture has an end; numbers without room are left out.
+    long = build("1f1b", stages=1, repeats=2, microbatches=1000)
+    for costs in (Costs(), Costs(1.0, 1.0, 1000.0)):
+        picture = ElementTree.fromstring(pictures.svg(long, costs))
+        assert float(picture.attrib["width"]) < 20_000
+    # All ticks of a schedule may be shorter than a unit of time, or much longer.
+    for cost in (1e-6, 1e6):
+        boxes = slot_boxes(pictures.svg(small("gpipe"), Costs(cost, cost, cost)))
+        assert min(width for _, _, width, _ in boxes.values()) > 10
+
+
+def test_depths_are_drawn_to_scale() -> None:
+    schedule = small("circular")
+    areas = list(ElementTree.fromstring(pictures.svg(schedule)).iter(f"{SVG}polygon"))
+    assert len(areas) == 3
+    depths = schedule.stash_depth()
+    for stage, area in enumerate(areas):
+        heights = [float(point.split(",")[1]) for point in area.attrib["points"].split()]
+        steps = 1 + np.count_nonzero(np.diff(np.append(0, depths[:, stage])))
+        assert max(heights) - min(heights) == pytest.approx(
+            14 * depths[:, stage].max() / depths.max()
+        )
+        assert len(set(pairwise(heights))) <= 2 * steps + 1
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb_v"])
+def test_the_png_shows_what_the_svg_shows(name: str, tmp_path: Path) -> None:
+    schedule = small(name)
+    path = tmp_path / "drawing"  # any name will do
+    pictures.png(schedule, path, UNEQUAL)
+    text = pictures.svg(schedule, UNEQUAL)
+    root = ElementTree.fromstring(text)
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        assert image.size == tuple(2 * int(root.attrib[side]) for side in ("width", "height"))
+        for box in root.iter(f"{SVG}rect"):
+            if box.find(f"{SVG}title") is None:
+                continue
+            x, y, width = (float(box.attrib[key]) for key in ("x", "y", "width"))
+            # Near the upper edge, above the number.
+            pixel = image.getpixel((round(2 * (x + width / 2)), round(2 * (y + 3))))
+            assert isinstance(pixel, tuple)
+            assert "#" + bytes(pixel[:3]).hex() == box.attrib["fill"]
+
+
+@pytest.mark.parametrize("costs", [Costs(), UNEQUAL], ids=["equal", "unequal"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_trace_has_every_slot_message_and_depth(name: str, costs: Costs) -> None:
+    schedule = small(name)
+    trace = json.loads(pictures.perfetto(schedule, costs))
+    by_phase: dict[str, list[dict[str, Any]]] = {}
+    for event in trace["traceEvents"]:
+        by_phase.setdefault(event["ph"], []).append(event)
+    slices = by_phase["X"]
+    assert len(slices) == num_slots(schedule)
+    names = {e["tid"]: e["args"]["name"] for e in by_phase["M"] if e["name"] == "thread_name"}
+    assert names == {stage: f"stage {stage}" for stage in range(3)}
+    end = 1000 * float(schedule.tick_costs(costs).sum())
+    for stage in range(3):
+        own = sorted((e["ts"], e["ts"] + e["dur"]) for e in slices if e["tid"] == stage)
+        assert own[0][0] >= 0 and own[-1][1] <= end + 1e-6
+        assert all(first[1] <= then[0] + 1e-6 for first, then in pairwise(own))
+    for event in slices:
+        match = re.fullmatch(r"(\d+)([FBIW])(\d+)", event["name"])
+        assert match
+        chunk, kind, microbatch = match.groups()
+        args = event["args"]
+        assert (int(chunk), int(microbatch)) == (args["chunk"], args["microbatch"])
+        assert schedule.ring.home(args["chunk"]) == (event["tid"], args["repeat"])
+        (slots,) = (slots for own, slots in schedule.kinds if own == kind)
+        assert slots.microbatch[args["tick"], event["tid"]] == args["microbatch"]
+        price = {"F": costs.forward, "B": costs.backward, "I": costs.input, "W": costs.weight}
+        assert event["dur"] == 1000 * price[kind]
+    # Each arrow goes from inside of a slot to the begin of another stage's, later.
+    starts, ends = ({e["id"]: e for e in by_phase[phase]} for phase in "sf")
+    assert starts.keys() == ends.keys() and len(starts) == num_messages(schedule)
+    for number, start in starts.items():
+        assert start["tid"] != ends[number]["tid"] and start["ts"] < ends[number]["ts"]
+        assert any(
+            e["tid"] == start["tid"] and e["ts"] < start["ts"] < e["ts"] + e["dur"] for e in slices
+        )
+        assert any(
+            e["tid"] == ends[number]["tid"] and e["ts"] == ends[number]["ts"] for e in slices
+        )
+    # The counters hold the depths.
+    for stage, depths in enumerate(schedule.stash_depth().T):
+        own = [e for e in by_phase["C"] if e["name"] == f"saved chunks, stage {stage}"]
+        assert max(e["args"]["chunks"] for e in own) == depths.max()
+        assert own[-1]["args"]["chunks"] == 0 and own[-1]["ts"] == pytest.approx(end)
+
+
+def num_messages(schedule: Schedule) -> int:
+    """Over all stages: between neighbours in the network that are on different stages."""
+    ring = schedule.ring
+    homes = [ring.home(chunk)[0] for chunk in range(ring.num_chunks)]
+    hops = sum(one != two for one, two in pairwise(homes))
+    return 2 * hops * schedule.num_microbatches
+
+
+def test_without_a_file_nothing_of_pillow_or_jax_is_loaded() -> None:
+    code = (
+        "import sys\n"
+        "from maxpipe.pipeline import pictures, schedule\n"
+        "drawn = schedule.build('zb_v', stages=2, repeats=2, microbatches=2)\n"
+        "pictures.svg(drawn), pictures.perfetto(drawn)\n"
+        "print([name for name in ('jax', 'PIL') if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"

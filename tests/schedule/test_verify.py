@@ -1,0 +1,746 @@
+"""The verifier accepts every valid table and names the cell that spoils one."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from maxpipe.schedule.catalog import SCHEDULES, build, forward_only
+from maxpipe.schedule.placement import place
+from maxpipe.schedule.table import IDLE, Action, Kind, Orders, Ring, Schedule, Slots
+from maxpipe.schedule.verify import ScheduleError, verify
+
+NUM_VALID = 1000
+PER_CORRUPTION = 50
+
+Random = random.Random
+Cell = tuple[int, int]
+"""(tick, stage)."""
+
+
+# Valid tables.
+
+
+def named(rng: Random) -> Schedule:
+    """A schedule by its name, of any legal sizes."""
+    name = rng.choice(sorted(SCHEDULES))
+    family = SCHEDULES[name]
+    stages, microbatches = rng.randint(1, 6), rng.randint(1, 10)
+    if rng.random() < 0.2:
+        return forward_only(Ring(stages, rng.randint(1, 4), family.shape), microbatches)
+    group = rng.choice([0, rng.randint(min(stages, microbatches), microbatches)])
+    return build(
+        name,
+        stages=stages,
+        repeats=family.repeats or rng.randint(1, 4),
+        microbatches=microbatches,
+        group=group if family.group == "chosen" else 0,
+        delayed=family.delays and rng.random() < 0.5,
+    )
+
+
+def any_order(rng: Random) -> Schedule:
+    """Orders that no generator makes: at random, whatever has its inputs."""
+    ring = Ring(rng.randint(1, 4), rng.randint(1, 4), rng.choice(["loop", "v"]))
+    microbatches, mixed = rng.randint(1, 5), rng.random() < 0.5
+    kinds: tuple[Kind, ...] = ("F", "I", "W") if mixed else ("F", "B")
+    # An eager kind runs as soon as it can, a lazy one late: shapes differ a lot between tables.
+    eager = {kind: rng.choice([0.05, 1.0, 20.0]) for kind in kinds}
+    orders: Orders = [[] for _ in range(ring.num_stages)]
+    done: set[tuple[Kind, int, int]] = set()
+    ready: list[tuple[Kind, int, int]] = [("F", 0, m) for m in range(microbatches)]
+    while ready:
+        weights = [eager[kind] for kind, _, _ in ready]
+        (picked,) = rng.choices(range(len(ready)), weights)
+        kind, chunk, microbatch = ready.pop(picked)
+        stage, repeat = ring.home(chunk)
+        orders[stage].append(Action(kind, microbatch, repeat))
+        done.add((kind, chunk, microbatch))
+        last = chunk == ring.num_chunks - 1
+        if kind == "F" and last:
+            ready.append((kinds[1], chunk, microbatch))
+        elif kind == "F":
+            ready.append((kind, chunk + 1, microbatch))
+        elif kind != "W":
+            if chunk:
+                ready.append((kind, chunk - 1, microbatch))
+            if mixed:
+                ready.append(("W", chunk, microbatch))
+    if rng.random() < 0.2:
+        orders = [[action for action in order if action.kind == "F"] for order in orders]
+    return place(
+        "any order",
+        ring,
+        orders,
+        num_microbatches=microbatches,
+        group=microbatches,
+        delayed=rng.random() < 0.5,
+    )
+
+
+@cache
+def valid(number: int) -> Schedule:
+    """A random table; most come from generators."""
+    rng = Random(number)
+    return any_order(rng) if number % 3 == 0 else named(rng)
+
+
+def test_valid_tables_are_accepted() -> None:
+    found = []
+    for number in range(NUM_VALID):
+        schedule = valid(number)
+        try:
+            verify(schedule)
+        except ScheduleError as error:
+            raise AssertionError(f"table {number}") from error
+        found.append((schedule.mixed, schedule.delayed, schedule.ring.shape, schedule.trains))
+        visits = schedule.visits.num_window > 0
+        assert visits == (schedule.num_repeats > 2)
+    # Every combination occurred, but for mixed ticks without a backward.
+    assert len(set(found)) == 2 * 2 * (2 + 1)
+
+
+# Corruptions. Each is only made where the valid table shows that it changes a value which is
+# read, or the set of actions; its docstring says why. None means: nothing to corrupt here.
+
+
+FIELDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
+BUFFERS = ("inbox", "stash", "deferred", "window", "gradient")
+
+
+def slots_of(schedule: Schedule, kind: Kind) -> Slots:
+    return getattr(schedule, FIELDS[kind])
+
+
+def edited(schedule: Schedule, kind: Kind, column: str, changes: dict[Cell, int]) -> Schedule:
+    """The table with these cells of one column replaced."""
+    array = getattr(slots_of(schedule, kind), column).copy()
+    for cell, value in changes.items():
+        array[cell] = value
+    slots = dataclasses.replace(slots_of(schedule, kind), **{column: array})
+    return dataclasses.replace(schedule, **{FIELDS[kind]: slots})
+
+
+def rerouted(schedule: Schedule, way: int, cell: Cell, slot: int) -> Schedule:
+    """The table with one arrival stored in another slot of the inbox."""
+    arrivals = list(schedule.arrivals)
+    column = arrivals[way].slot.copy()
+    column[cell] = slot
+    arrivals[way] = dataclasses.replace(arrivals[way], slot=column)
+    return dataclasses.replace(schedule, arrivals=tuple(arrivals))
+
+
+def rescheduled(schedule: Schedule, column: str, index: Any, value: int) -> Schedule:
+    """The table with one entry of its visits replaced."""
+    array = getattr(schedule.visits, column).copy()
+    array[index] = value
+    visits = dataclasses.replace(schedule.visits, **{column: array})
+    return dataclasses.replace(schedule, visits=visits)
+
+
+def rounded(schedule: Schedule, column: str, tick: int, value: int) -> Schedule:
+    """The table with one entry of its rounds outside the ring replaced."""
+    array = getattr(schedule.outside, column).copy()
+    array[tick] = value
+    outside = dataclasses.replace(schedule.outside, **{column: array})
+    return dataclasses.replace(schedule, outside=outside)
+
+
+def active_cells(schedule: Schedule, kind: Kind) -> list[Cell]:
+    return [(int(k), int(p)) for k, p in np.argwhere(slots_of(schedule, kind).active)]
+
+
+def item(schedule: Schedule, kind: Kind, cell: Cell) -> tuple[int, int]:
+    """(microbatch, repeat) of a cell."""
+    slots = slots_of(schedule, kind)
+    return int(slots.microbatch[cell]), int(slots.repeat[cell])
+
+
+class Message(NamedTuple):
+    """A value in an inbox, from its arrival until it is read."""
+
+    kind: Kind
+    """Of sender and reader; the reader of what the loss head sends is B or I."""
+    sent: int
+    way: int
+    """Which of the schedule's arrivals brings it."""
+    written: Cell
+    read: int
+    slot: int
+
+
+def messages(schedule: Schedule) -> Iterator[Message]:
+    """Every message that somebody reads."""
+    ring = schedule.ring
+    backward: Kind = "I" if schedule.mixed else "B"
+    ticks: dict[tuple[Kind, int, int, int], int] = {
+        (kind, stage, repeat, microbatch): tick
+        for kind, _ in schedule.kinds
+        for tick, stage in active_cells(schedule, kind)
+        for microbatch, repeat in [item(schedule, kind, (tick, stage))]
+    }
+    ways = {(a.port, a.step): number for number, a in enumerate(schedule.arrivals)}
+    for (kind, stage, repeat, microbatch), tick in ticks.items():
+        if kind == "W":
+            continue
+        target = ring.after(stage, repeat) if kind == "F" else ring.before(stage, repeat)
+        if target is None and kind == "F" and schedule.trains:
+            way, written = ways["loss", 0], (tick + schedule.mixed, stage)
+            reader, kind = ticks[backward, stage, repeat, microbatch], backward
+        elif target is not None:
+            step = ring.step(repeat, turns=target[1] != repeat, backward=kind != "F")
+            late = step != 0 and (schedule.delayed or kind == "B")
+            way = ways["X" if schedule.mixed else kind, step]
+            written = (tick + late, target[0])
+            reader = ticks[kind, *target, microbatch]
+        else:
+            continue
+        slot = int(schedule.arrivals[way].slot[written])
+        yield Message(kind, tick, way, written, reader, slot)
+
+
+Corruption = Callable[[Schedule, Random], Schedule | None]
+"""A wrong table made from a valid one, or None."""
+CORRUPTIONS: list[Corruption] = []
+
+
+def corruption(corrupt: Corruption) -> Corruption:
+    CORRUPTIONS.append(corrupt)
+    return corrupt
+
+
+def another(rng: Random, size: int, value: int) -> int | None:
+    """An index below `size` that is not `value`."""
+    return None if size < 2 else (value + rng.randint(1, size - 1)) % size
+
+
+def pick(schedule: Schedule, rng: Random, *kinds: str) -> tuple[Kind, Cell]:
+    """An action of one of these kinds, or of any."""
+    own: list[Kind] = [kind for kind, _ in schedule.kinds if not kinds or kind in kinds]
+    kind = rng.choice(own) if own else "F"
+    return kind, rng.choice(active_cells(schedule, kind))
+
+
+@corruption
+def other_microbatch(schedule: Schedule, rng: Random) -> Schedule | None:
+    """Some action runs twice and another one never."""
+    kind, cell = pick(schedule, rng)
+    value = another(rng, schedule.num_microbatches, item(schedule, kind, cell)[0])
+    return None if value is None else edited(schedule, kind, "microbatch", {cell: value})
+
+
+@corruption
+def other_repeat(schedule: Schedule, rng: Random) -> Schedule | None:
+    """Some action runs twice and another one never."""
+    kind, cell = pick(schedule, rng)
+    value = another(rng, schedule.num_repeats, item(schedule, kind, cell)[1])
+    return None if value is None else edited(schedule, kind, "repeat", {cell: value})
+
+
+@corruption
+def dropped_action(schedule: Schedule, rng: Random) -> Schedule | None:
+    """An action never runs."""
+    kind, cell = pick(schedule, rng)
+    return edited(schedule, kind, "microbatch", {cell: IDLE})
+
+
+@corruption
+def doubled_action(schedule: Schedule, rng: Random) -> Schedule | None:
+    """An idle slot runs what its stage runs in another tick anyway."""
+    kind, cell = pick(schedule, rng)
+    idle = np.flatnonzero(~slots_of(schedule, kind).active[:, cell[1]])
+    if not len(idle):
+        return None
+    return moved(schedule, kind, cell, (rng.choice(idle.tolist()), cell[1]), leave=True)
+
+
+def moved(
+    schedule: Schedule, kind: Kind, start: Cell, end: Cell, *, leave: bool = False
+) -> Schedule:
+    for column in ("microbatch", "repeat", *BUFFERS):
+        value = int(getattr(slots_of(schedule, kind), column)[start])
+        schedule = edited(schedule, kind, column, {end: value})
+    return schedule if leave else edited(schedule, kind, "microbatch", {start: IDLE})
+
+
+@corruption
+def two_actions_in_a_tick(schedule: Schedule, rng: Random) -> Schedule | None:
+    """An action moves to where its stage already does something else."""
+    if not schedule.mixed:
+        return None
+    kind, cell = pick(schedule, rng)
+    others: list[Kind] = [other for other, _ in schedule.kinds if other != kind]
+    ticks = [k for other in others for k, p in active_cells(schedule, other) if p == cell[1]]
+    return moved(schedule, kind, cell, (rng.choice(ticks), cell[1]))
+
+
+@corruption
+def moved_action(schedule: Schedule, rng: Random) -> Schedule | None:
+    """An action runs in an idle slot, and what it sends is stored where nobody looks."""
+    sent = [message for message in messages(schedule) if schedule.arrivals[message.way].step]
+    if not sent:
+        return None
+    message = rng.choice(sent)
+    way = schedule.arrivals[message.way]
+    stage = (message.written[1] - way.step) % schedule.num_stages
+    tick = rng.randrange(schedule.num_ticks)
+    late = message.written[0] - message.sent
+    busy = any(slots.active[tick, stage] for kind, slots in schedule.kinds if schedule.mixed)
+    if busy or slots_of(schedule, message.kind).active[tick, stage]:
+        return None
+    if (
+        tick + late < schedule.num_ticks
+        and way.slot[tick + late, message.written[1]] == message.slot
+    ):
+        return None
+    return moved(schedule, message.kind, (message.sent, stage), (tick, stage))
+
+
+@corruption
+def swapped_names(schedule: Schedule, rng: Random) -> Schedule | None:
+    """Two actions of one stage trade names but not buffers: each finds the other's."""
+    kind, cell = pick(schedule, rng)
+    others = [c for c in active_cells(schedule, kind) if c[1] == cell[1] and c != cell]
+    if not others or not schedule.trains:
+        return None
+    return traded(schedule, kind, cell, rng.choice(others), ("microbatch", "repeat"))
+
+
+@corruption
+def swapped_stages(schedule: Schedule, rng: Random) -> Schedule | None:
+    """Two stages trade different work: each now runs something twice."""
+    kind, cell = pick(schedule, rng)
+    own = item(schedule, kind, cell)
+    others = [
+        c
+        for c in active_cells(schedule, kind)
+        if c[1] != cell[1] and item(schedule, kind, c) != own
+    ]
+    if not others:
+        return None
+    columns = ("microbatch", "repeat", *BUFFERS)
+    return traded(schedule, kind, cell, rng.choice(others), columns)
+
+
+def traded(
+    schedule: Schedule, kind: Kind, one: Cell, two: Cell, columns: tuple[str, ...]
+) -> Schedule:
+    for column in columns:
+        array = getattr(slots_of(schedule, kind), column)
+        changes = {one: int(array[two]), two: int(array[one])}
+        schedule = edited(schedule, kind, column, changes)
+    return schedule
+
+
+@corruption
+def other_stash(schedule: Schedule, rng: Random) -> Schedule | None:
+    """F and B disagree on the slot: each value is written once, so no other slot has it."""
+    kind, cell = pick(schedule, rng, "F", "B", "I")
+    value = another(rng, schedule.num_stash, int(slots_of(schedule, kind).stash[cell]))
+    return None if value is None else edited(schedule, kind, "stash", {cell: value})
+
+
+@corruption
+def other_deferred(schedule: Schedule, rng: Random) -> Schedule | None:
+    """I and W disagree on the slot."""
+    if not schedule.mixed:
+        return None
+    kind, cell = pick(schedule, rng, "I", "W")
+    value = another(rng, schedule.num_deferred, int(slots_of(schedule, kind).deferred[cell]))
+    return None if value is None else edited(schedule, kind, "deferred", {cell: value})
+
+
+@corruption
+def other_inbox(schedule: Schedule, rng: Random) -> Schedule | None:
+    """Reads a slot that does not have the message. The network's first chunk reads none."""
+    kind, cell = pick(schedule, rng, "F", "B", "I")
+    if kind == "F" and schedule.ring.before(cell[1], item(schedule, kind, cell)[1]) is None:
+        return None
+    value = another(rng, schedule.num_inbox, int(slots_of(schedule, kind).inbox[cell]))
+    return None if value is None else edited(schedule, kind, "inbox", {cell: value})
+
+
+@corruption
+def lost_message(schedule: Schedule, rng: Random) -> Schedule | None:
+    """A message that is read later goes to another slot."""
+    found = list(messages(schedule))
+    if schedule.num_inbox < 2 or not found:
+        return None
+    message = rng.choice(found)
+    slot = another(rng, schedule.num_inbox, message.slot)
+    assert slot is not None
+    return rerouted(schedule, message.way, message.written, slot)
+
+
+@corruption
+def overwritten_message(schedule: Schedule, rng: Random) -> Schedule | None:
+    """Something that nobody waits for lands on a message that is stored and read later."""
+    found = list(messages(schedule))
+    waited_for = {(message.way, message.written) for message in found}
+    targets = [
+        (way, (tick, message.written[1]), message.slot)
+        for message in found
+        for tick in range(message.written[0] + 1, message.read)
+        for way in range(len(schedule.arrivals))
+        if (way, (tick, message.written[1])) not in waited_for
+    ]
+    return rerouted(schedule, *rng.choice(targets)) if targets else None
+
+
+@corruption
+def missing_way(schedule: Schedule, rng: Random) -> Schedule | None:
+    """Nothing arrives from one direction."""
+    ways = {message.way for message in messages(schedule)}
+    if not ways:
+        return None
+    lost = rng.choice(sorted(ways))
+    arrivals = tuple(a for way, a in enumerate(schedule.arrivals) if way != lost)
+    return dataclasses.replace(schedule, arrivals=arrivals)
+
+
+@corruption
+def other_kind_of_ticks(schedule: Schedule, rng: Random) -> Schedule | None:
+    """Typed slots read as mixed ones, or the reverse."""
+    return dataclasses.replace(schedule, mixed=not schedule.mixed)
+
+
+@corruption
+def other_training(schedule: Schedule, rng: Random) -> Schedule | None:
+    """A backward that never runs, or is not there."""
+    return dataclasses.replace(schedule, trains=not schedule.trains)
+
+
+@corruption
+def other_delay(schedule: Schedule, rng: Random) -> Schedule | None:
+    """Messages come a tick late for who needs them at once, or early into another slot."""
+    moving = [m for m in messages(schedule) if schedule.arrivals[m.way].step]
+    if schedule.delayed:
+        matters = any(
+            schedule.arrivals[m.way].slot[m.sent, m.written[1]] != m.slot
+            for m in moving
+            if schedule.arrivals[m.way].port != "B"
+        )
+    else:
+        matters = any(m.read == m.sent + 1 for m in moving)
+    return dataclasses.replace(schedule, delayed=not schedule.delayed) if matters else None
+
+
+@corruption
+def other_ring(schedule: Schedule, rng: Random) -> Schedule | None:
+    """A loop read as a V, or the reverse; with two repeats and more, on two stages and more."""
+    ring = schedule.ring
+    if ring.num_stages == 1 or ring.num_repeats == 1:
+        return None
+    turned = dataclasses.replace(ring, shape="v" if ring.shape == "loop" else "loop")
+    return dataclasses.replace(schedule, ring=turned)
+
+
+@corruption
+def wrong_size(schedule: Schedule, rng: Random) -> Schedule | None:
+    """A buffer is declared larger or smaller than what it needs."""
+    name = rng.choice(["num_inbox", "num_stash", "num_deferred", "num_microbatches"])
+    size = getattr(schedule, name) + rng.choice([-1, 1, 5])
+    return dataclasses.replace(schedule, **{name: size})
+
+
+@corruption
+def wrong_window_size(schedule: Schedule, rng: Random) -> Schedule | None:
+    """The window has more or fewer chunks than the gathers and reductions use."""
+    name = rng.choice(["num_window", "num_gradient"])
+    size = getattr(schedule.visits, name)
+    if not size:
+        return None
+    visits = dataclasses.replace(schedule.visits, **{name: size + rng.choice([-1, 1])})
+    return dataclasses.replace(schedule, visits=visits)
+
+
+@corruption
+def out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
+    """An index outside its buffer, which is illegal even where nothing uses it."""
+    kind, _ = rng.choice(schedule.kinds)
+    cell = (rng.randrange(schedule.num_ticks), rng.randrange(schedule.num_stages))
+    visits = schedule.visits
+    bounds = {
+        "microbatch": (IDLE, schedule.num_microbatches),
+        "repeat": (0, schedule.num_repeats),
+        "inbox": (0, schedule.num_inbox),
+        "stash": (0, schedule.num_stash),
+        "deferred": (0, schedule.num_deferred),
+        "window": (0, max(1, visits.num_window)),
+        "gradient": (0, max(1, visits.num_gradient)),
+    }
+    column = rng.choice([*bounds, "arrival"])
+    low, high = bounds.get(column, (0, schedule.num_inbox))
+    value = rng.choice([low - 1, high])
+    if column != "arrival":
+        return edited(schedule, kind, column, {cell: value})
+    if not schedule.arrivals:
+        return None
+    return rerouted(schedule, rng.randrange(len(schedule.arrivals)), cell, value)
+
+
+@corruption
+def visit_out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
+    """A gather or reduction at a time, of a chunk, or in a slot that there is not."""
+    visits, last = schedule.visits, schedule.num_ticks - 1
+    bounds = {
+        "gather_tick": last,
+        "gather_repeat": schedule.num_repeats - 1,
+        "gather_slot": visits.num_window - 1,
+        "reduce_tick": last + 1,
+        "reduce_repeat": schedule.num_repeats - 1,
+        "reduce_slot": visits.num_gradient - 1,
+    }
+    column = rng.choice(sorted(bounds))
+    array = getattr(visits, column)
+    if not array.size:
+        return None
+    index = tuple(rng.randrange(size) for size in array.shape)
+    return rescheduled(schedule, column, index, rng.choice([-1, bounds[column] + 1]))
+
+
+def ends(schedule: Schedule) -> list[str]:
+    """Where rounds go: only training has a way back."""
+    return ["forward", "backward"] if schedule.trains else ["forward"]
+
+
+@corruption
+def other_round(schedule: Schedule, rng: Random) -> Schedule | None:
+    """A round goes too early, too late, twice, or never."""
+    column, tick = rng.choice(ends(schedule)), rng.randrange(schedule.num_ticks)
+    rounds = -(-schedule.num_microbatches // schedule.num_stages)
+    old = int(getattr(schedule.outside, column)[tick])
+    value = rng.choice([number for number in range(IDLE, rounds) if number != old])
+    return rounded(schedule, column, tick, value)
+
+
+@corruption
+def other_slot_of_a_round(schedule: Schedule, rng: Random) -> Schedule | None:
+    """A microbatch enters out of another round's slot, or comes back to it."""
+    column = rng.choice(ends(schedule))
+    passing = schedule.embed_microbatch
+    if column == "backward":
+        passing = schedule.embed_grad_microbatch
+    tick = rng.choice(np.flatnonzero(passing != IDLE).tolist())
+    old = int(getattr(schedule.outside, f"{column}_slot")[tick])
+    value = another(rng, schedule.outside.num_slots, old)
+    return None if value is None else rounded(schedule, f"{column}_slot", tick, value)
+
+
+@corruption
+def round_out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
+    """A round or a slot that there is not."""
+    rounds = -(-schedule.num_microbatches // schedule.num_stages)
+    column, tick = rng.choice(ends(schedule)), rng.randrange(schedule.num_ticks)
+    if rng.random() < 0.5:
+        return rounded(schedule, column, tick, rng.choice([IDLE - 1, rounds]))
+    value = rng.choice([-1, schedule.outside.num_slots])
+    return rounded(schedule, f"{column}_slot", tick, value)
+
+
+@corruption
+def wrong_number_of_rounds(schedule: Schedule, rng: Random) -> Schedule | None:
+    """More or fewer slots than the rounds need."""
+    size = schedule.outside.num_slots + rng.choice([-1, 1])
+    outside = dataclasses.replace(schedule.outside, num_slots=size)
+    return dataclasses.replace(schedule, outside=outside)
+
+
+# Of the window: weights are wrong where the table says another chunk than was gathered last, and
+# gradients where they are reduced as another chunk's, or never.
+
+
+def weights_are_wrong(schedule: Schedule) -> bool:
+    visits = schedule.visits
+    held = np.full((schedule.num_stages, visits.num_window), -1)
+    stages = np.arange(schedule.num_stages)
+    for tick in range(schedule.num_ticks):
+        for event in np.flatnonzero(visits.gather_tick == tick):
+            held[stages, visits.gather_slot[event]] = visits.gather_repeat[event]
+        for kind, slots in schedule.kinds:
+            wrong = held[stages, slots.window[tick]] != slots.repeat[tick]
+            if kind != "W" and (wrong & slots.active[tick]).any():
+                return True
+    return False
+
+
+def gradients_are_wrong(schedule: Schedule) -> bool:
+    visits = schedule.visits
+    _, slots = schedule.kinds[-1]
+    held: dict[tuple[int, int], set[int]] = {}
+    for tick in range(schedule.num_ticks + 1):
+        for event in np.flatnonzero(visits.reduce_tick == tick):
+            for stage in range(schedule.num_stages):
+                found = held.pop((stage, int(visits.reduce_slot[event, stage])), set())
+                if found - {int(visits.reduce_repeat[event, stage])}:
+                    return True
+        for stage in np.flatnonzero(slots.active[tick]) if tick < schedule.num_ticks else ():
+            key = (int(stage), int(slots.gradient[tick, stage]))
+            held.setdefault(key, set()).add(int(slots.repeat[tick, stage]))
+    return bool(held)
+
+
+@corruption
+def other_window(schedule: Schedule, rng: Random) -> Schedule | None:
+    """Uses the weights of another chunk."""
+    kind, cell = pick(schedule, rng, "F", "B", "I")
+    value = another(rng, schedule.visits.num_window, int(slots_of(schedule, kind).window[cell]))
+    wrong = None if value is None else edited(schedule, kind, "window", {cell: value})
+    return wrong if wrong and weights_are_wrong(wrong) else None
+
+
+def other_event(
+    schedule: Schedule, rng: Random, event: str, num_slots: int, num_ticks: int
+) -> Schedule | None:
+    """Gathers or reductions (`event`) with one entry changed."""
+    shape = getattr(schedule.visits, f"{event}_repeat").shape
+    if 0 in shape:
+        return None
+    index = tuple(rng.randrange(size) for size in shape)
+    name, size = rng.choice([("repeat", schedule.num_repeats), ("slot", num_slots)])
+    if rng.random() < 0.3:
+        name, size, index = "tick", num_ticks, index[0]
+    column = f"{event}_{name}"
+    value = another(rng, size, int(getattr(schedule.visits, column)[index]))
+    return None if value is None else rescheduled(schedule, column, index, value)
+
+
+@corruption
+def other_gather(schedule: Schedule, rng: Random) -> Schedule | None:
+    """Weights are gathered at another time, of another chunk, or to another slot."""
+    slots, ticks = schedule.visits.num_window, schedule.num_ticks
+    wrong = other_event(schedule, rng, "gather", slots, ticks)
+    return wrong if wrong and weights_are_wrong(wrong) else None
+
+
+@corruption
+def other_gradient(schedule: Schedule, rng: Random) -> Schedule | None:
+    """A gradient is added to another chunk's."""
+    kind, cell = pick(schedule, rng, "B", "W")
+    old = int(slots_of(schedule, kind).gradient[cell])
+    value = another(rng, schedule.visits.num_gradient, old)
+    wrong = None if value is None else edited(schedule, kind, "gradient", {cell: value})
+    return wrong if wrong and gradients_are_wrong(wrong) else None
+
+
+@corruption
+def other_reduction(schedule: Schedule, rng: Random) -> Schedule | None:
+    """Gradients are reduced before they are complete, as another chunk's, or from elsewhere."""
+    slots, ticks = schedule.visits.num_gradient, schedule.num_ticks + 1
+    wrong = other_event(schedule, rng, "reduce", slots, ticks)
+    return wrong if wrong and gradients_are_wrong(wrong) else None
+
+
+def marked_cell(message: str) -> tuple[int, int, str]:
+    """(tick, stage, kind) of the one cell in brackets, read off the drawing.
+
+    Where ticks are mixed and nothing runs in the cell, the kind is empty.
+    """
+    lines = message.splitlines()
+    (header,) = (line.split()[1:] for line in lines if line.startswith("tick "))
+    found, stage = [], -1
+    for line in lines:
+        row = re.match(r"(?:stage +(\d+)|        ) ( |[FB]) (.*)", line)
+        if row is None:
+            continue
+        stage = int(row[1]) if row[1] else stage
+        for tick, text in zip(header, row[3].split(), strict=True):
+            if bracketed := re.fullmatch(r"\[([^][]+)\]", text):
+                kind = row[2].strip() or bracketed[1].rstrip("0123456789abcdefghijklmnop.-/")
+                found.append((int(tick), stage, kind))
+    assert len(found) == 1, message
+    return found[0]
+
+
+def refuses(wrong: Schedule) -> ScheduleError:
+    """The error, whose message marks the cell that it blames."""
+    with pytest.raises(ScheduleError) as caught:
+        verify(wrong)
+    error = caught.value
+    tick, stage, kind = marked_cell(str(error))
+    assert (tick, stage) == (error.tick, error.stage)
+    assert wrong.mixed or kind == error.kind
+    assert f"{error.kind} slot of stage {error.stage} in tick {error.tick}: " in str(error)
+    return error
+
+
+@pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda corrupt: corrupt.__name__)
+def test_wrong_tables_are_refused_with_the_bad_cell_marked(corrupt: Corruption) -> None:
+    rng = Random(corrupt.__name__)
+    found = 0
+    for _ in range(100 * PER_CORRUPTION):
+        number = rng.randrange(NUM_VALID // 2)
+        wrong = corrupt(valid(number), rng)
+        if wrong is not None:
+            try:
+                refuses(wrong)
+            except pytest.fail.Exception as error:
+                raise AssertionError(f"table {number} is accepted") from error
+            found += 1
+        if found == PER_CORRUPTION:
+            break
+    assert found == PER_CORRUPTION, "too few tables have anything to corrupt"
+
+
+def test_there_are_a_thousand_corruptions() -> None:
+    assert len(CORRUPTIONS) * PER_CORRUPTION >= 1000
+
+
+def test_the_message_names_slot_reason_and_grid() -> None:
+    schedule = build("interleaved", stages=3, repeats=2, microbatches=4, group=4)
+    slot = (int(schedule.forward.inbox[2, 2]) + 1) % schedule.num_inbox
+    error = refuses(edited(schedule, "F", "inbox", {(2, 2): slot}))
+    first, *rest = str(error).splitlines()
+    assert first == (
+        "schedule interleaved: F slot of stage 2 in tick 2: needs output 1 of 0 and finds nothing."
+    )
+    assert any(line.startswith("stage  2 F") and "[0a]" in line for line in rest)
+
+
+def test_an_overwritten_chunk_is_blamed_on_the_forward_that_does_it() -> None:
+    schedule = build("1f1b", stages=2, microbatches=4)
+    taken = int(schedule.forward.stash[0, 0])
+    error = refuses(edited(schedule, "F", "stash", {(1, 0): taken}))
+    assert "needs nothing and finds activations 0 of 0" in str(error)
+    assert marked_cell(str(error)) == (1, 0, "F")
+
+
+def test_an_overwritten_message_is_blamed_on_what_overwrites_it() -> None:
+    schedule = build("circular", stages=2, repeats=2, microbatches=4)
+    message = next(m for m in messages(schedule) if m.kind == "F" and m.read > m.written[0] + 2)
+    tick, stage = message.written[0] + 1, message.written[1]
+    error = refuses(rerouted(schedule, message.way, (tick, stage), message.slot))
+    assert "overwrites output 1 of 0 in the inbox before it is read" in str(error)
+    assert (error.tick, error.stage) == (tick, stage)
+
+
+def test_idle_time_is_compared_with_the_closed_form() -> None:
+    schedule = build("1f1b", stages=4, microbatches=8)
+    found = schedule.idle_fraction()
+    verify(schedule, idle=found + 0.0009)
+    with pytest.raises(ScheduleError, match=r"idles 27\.27% of the time and its family 27\.38%"):
+        verify(schedule, idle=found + 0.0011)
+
+
+def test_verifying_takes_no_jax_and_milliseconds() -> None:
+    code = (
+        "import sys, time\n"
+        "from maxpipe.schedule.catalog import build, verify\n"
+        "schedule = build('interleaved', stages=4, repeats=2, microbatches=32)\n"
+        "times = []\n"
+        "for _ in range(5):\n"
+        "    start = time.perf_counter(); verify(schedule)\n"
+        "    times.append(time.perf_counter() - start)\n"
+        "print('jax' in sys.modules, min(times) < 0.1)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["False", "True"]
