@@ -1,0 +1,245 @@
+"""The one description of a model, without jax: what everything else reads.
+
+A model is a row of layers between an embedding and its output heads. Each layer is of a *kind*, and
+a kind is a row of residual branches: `x + after(part(before(x)))`. A part (attention, an MLP,
+experts, a norm) declares its parameters, the names of its activations, its operations, and what its
+backward needs. Counting, initialisation, sharding, the predictions of `plan`, import and export
+read this; there is no second list of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+Dims = tuple[tuple[int, str], ...]
+"""Sizes of an array's dims and their logical axes. Activations leave out batch and tokens."""
+
+
+class Normal(NamedTuple):
+    """Draws of mean 0 and variance `gain**2 / fan_in`."""
+
+    fan_in: int
+    gain: float = 1.0
+
+
+class Constant(NamedTuple):
+    """One value everywhere."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter: its shape by logical axes, and what it starts from."""
+
+    dims: Dims
+    init: Normal | Constant
+    decays: bool = True
+    """Whether weight decay applies."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes alone."""
+        return tuple(size for size, _ in self.dims)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Logical axes alone."""
+        return tuple(axis for _, axis in self.dims)
+
+
+class Matmul(NamedTuple):
+    """A product of each token's activations with a parameter of the part."""
+
+    param: str
+    needed: float = 1.0
+    """Share of the parameter that a token uses: what the model's FLOPs count."""
+    computed: float = 1.0
+    """Share that is multiplied with each token."""
+
+
+class Scores(NamedTuple):
+    """Attention's two products over pairs of tokens."""
+
+    heads: int
+    axis: str
+    """Logical axis of the heads."""
+    head_size: int
+    window: str = ""
+    """Per-layer value (`Model.values`) with the number of tokens that a query sees, 0 for all."""
+
+
+Operation = Matmul | Scores
+
+
+class Held(NamedTuple):
+    """Arrays that are in memory at the same time: copies x dims, each for every token."""
+
+    narrow: tuple[tuple[float, Dims], ...] = ()
+    """In the compute type."""
+    wide: tuple[tuple[float, Dims], ...] = ()
+    """In float32."""
+    pairs: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """For each scored pair of tokens, over all heads: copies in the compute type, copies in
+    float32, and bytes of other types."""
+
+
+class Part(Protocol):
+    """A piece of a layer. Its class in `maxpipe.model.parts` declares, `module` computes."""
+
+    @property
+    def params(self) -> Mapping[str, Param]:
+        """Parameters by name, in the order in which they are drawn."""
+        ...
+
+    @property
+    def activations(self) -> Mapping[str, Dims]:
+        """Named results of matmuls that may be kept, in the order in which they are computed."""
+        ...
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """Matmuls and scores of a forward pass."""
+        ...
+
+    @property
+    def residuals(self) -> Held:
+        """What differentiating the part keeps where nothing is recomputed."""
+        ...
+
+    def deferred(self, *, recomputed: bool) -> Held:
+        """What the gradients of its parameters wait for when the backward is split.
+
+        `recomputed`: after the forward has been run again.
+        """
+        ...
+
+    @property
+    def statistics(self) -> Mapping[str, Dims]:
+        """Arrays that it returns besides its output, summed over tokens; without a gradient."""
+        ...
+
+    @property
+    def losses(self) -> Mapping[str, float]:
+        """Scalar losses that it returns, sums over target tokens, with their coefficients."""
+        ...
+
+    def module(self, rules: Any) -> Any:
+        """The `flax.nnx` module that computes it. Imports jax."""
+        ...
+
+
+@dataclass(frozen=True)
+class Branch:
+    """`x + after(part(before(x)))`; `after` may be missing."""
+
+    name: str
+    part: Part
+    before: Part
+    after: Part | None = None
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """Parts by the name under which their parameters are stored."""
+        found = {f"{self.name}_norm": self.before, self.name: self.part}
+        return found if self.after is None else found | {f"{self.name}_after_norm": self.after}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A layer: residual branches one after the other."""
+
+    branches: tuple[Branch, ...]
+
+    @cached_property
+    def parts(self) -> Mapping[str, Part]:
+        """All parts by name, in order."""
+        return {name: part for branch in self.branches for name, part in branch.parts.items()}
+
+    @cached_property
+    def params(self) -> Mapping[tuple[str, str], Param]:
+        """(part, name) -> parameter, in the order in which they are drawn."""
+        return {
+            (name, param): declared
+            for name, part in self.parts.items()
+            for param, declared in part.params.items()
+        }
+
+    @cached_property
+    def activations(self) -> Mapping[str, Dims]:
+        """Named activations of all parts."""
+        return _joined(part.activations for part in self.parts.values())
+
+    @cached_property
+    def statistics(self) -> Mapping[str, Dims]:
+        """Arrays that a layer of this kind reports."""
+        return _joined(part.statistics for part in self.parts.values())
+
+    @cached_property
+    def losses(self) -> Mapping[str, float]:
+        """Coefficients of the scalar losses that a layer of this kind returns."""
+        return _joined(part.losses for part in self.parts.values())
+
+
+def _joined(mappings: Iterator[Mapping[str, Any]]) -> Mapping[str, Any]:
+    found: dict[str, Any] = {}
+    for mapping in mappings:
+        assert found.keys().isdisjoint(mapping), "two parts of a layer use one name"
+        found |= mapping
+    return found
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What is in front of the first layer and behind the last one."""
+
+    embedding: Param
+    norm: Part
+    """In front of the output projection; its parameters are stored as `final_norm`."""
+    head: Param | None
+    """The output projection. None: the embedding's table is used as well."""
+    embed_scale: float = 1.0
+    """Factor of the embedding, rounded to the compute type."""
+    logit_cap: float = 0.0
+    """Logits become `cap * tanh(logits / cap)`. 0: as they are."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A whole model."""
+
+    kinds: Mapping[str, Kind]
+    layers: tuple[str, ...]
+    """The kind of each layer, in network order."""
+    ends: Ends
+    values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Numbers in which layers differ, for each layer: read by the layer's index."""
+
+    @cached_property
+    def losses(self) -> Mapping[str, float]:
+        """Coefficient of each scalar loss that some layer returns."""
+        found: dict[str, float] = {}
+        for kind in self.kinds.values():
+            found |= kind.losses
+        return found
+
+
+class Family(Protocol):
+    """A model family: a file in `maxpipe.model.families`."""
+
+    @property
+    def name(self) -> str:
+        """Value of `model.family`, and name of its section of keys."""
+        ...
+
+    @property
+    def section(self) -> type:
+        """Frozen dataclass with the keys that only this family reads."""
+        ...
+
+    def describe(self, config: Any) -> Model:
+        """The model of a `ModelConfig`."""
+        ...
