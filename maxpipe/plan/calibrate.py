@@ -13,6 +13,7 @@ import math
 import platform
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +34,7 @@ from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.collectives import gather_shards, program_axes, scatter_sum, shift, vary
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.remat import Remat
-from maxpipe.pipeline.slots import LayerSlots, SlotRow, Work
+from maxpipe.pipeline.slots import LayerSlots, SlotRow
 from maxpipe.pipeline.weights import WHOLE, LayerWeights
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.cost import Model, cost
@@ -239,10 +240,11 @@ def _layers(sizes: Sizes, mesh: Mesh, programs: Sequence[tuple[str, Remat]]) -> 
     config = sizes.config
     decoder = Decoder(config.model, AxisRules.from_config(config.mesh))
     dtype = jnp.dtype(config.model.compute_dtype)
-    init = jax.jit(lambda key: decoder.init_layers(key, jnp.arange(LAYERS)))
-    weights = jax.tree.map(lambda leaf: leaf.astype(dtype), init(jax.random.key(0)))
-    held = LayerWeights("step", jax.tree.map(lambda _: WHOLE, weights), dtype)
-    layout = Layout(Ring(1, 1), (LAYERS,))
+    kind = Counter(decoder.kind_of).most_common(1)[0][0]
+    init = jax.jit(lambda key: decoder.init_layers(kind, key, jnp.arange(LAYERS)))
+    weights = {kind: jax.tree.map(lambda leaf: leaf.astype(dtype), init(jax.random.key(0)))}
+    held = LayerWeights("step", jax.tree.map(lambda _: WHOLE, weights[kind]), dtype)
+    layout = Layout(Ring(1, 1), (LAYERS,), kinds=(kind,) * LAYERS)
     pipeline = dataclasses.replace(config.pipeline, offloaded_names=[])
     shape = (sizes.rows, config.train.sequence_length)
     inputs = {
@@ -255,23 +257,25 @@ def _layers(sizes: Sizes, mesh: Mesh, programs: Sequence[tuple[str, Remat]]) -> 
         kinds: str, remat: Remat, weights: Tree, x: jax.Array, inputs: Tree, turns: jax.Array
     ) -> Tree:
         keep = keep_of(dataclasses.replace(pipeline, remat=remat))
-        slots = LayerSlots(decoder.layer, layout, held, keep, "skip", None, by_visit=False)
+        slots = LayerSlots(decoder.layers, layout, {kind: held}, keep, "skip", None, by_visit=False)
         weights, x, inputs, zero = vary((weights, x, inputs, jnp.int32(0)))
-        row = SlotRow(*(zero,) * len(SlotRow._fields))
-        work = Work(row, zero, zero, zero, zero + LAYERS, zero + LAYERS, inputs)
-        pieces = slots.pieces(weights, x, inputs, halves=True)
+        row = SlotRow(*(zero,) * (len(SlotRow._fields) - 1))
+        seeds = dict.fromkeys(decoder.loss_weights, vary(jnp.float32(1)))
+        work = slots.work(row, jax.tree.map(lambda leaf: leaf[None], inputs), seeds)
+        pieces = slots.pieces(weights, x, inputs, seeds, halves=True)
         stash, deferred = slots.empty_stash(pieces, 1, x), slots.empty_deferred(pieces, 1)
 
         def body(_: Any, carry: Tree) -> Tree:
-            x, cotangent, stash, deferred, totals = carry
-            x, stash = slots.forward_and_keep(pieces, weights, work, x, stash)
+            x, cotangent, stash, deferred, totals, reports = carry
+            x, stash, reports = slots.forward_and_keep(pieces, weights, work, x, stash, reports)
             if "I" in kinds:
                 cotangent, deferred = slots.input_grad(pieces, weights, work, x, stash, deferred)
             if "W" in kinds:
                 totals = slots.weight_grad(pieces, work, deferred, totals)
-            return x, cotangent, stash, deferred, totals
+            return x, cotangent, stash, deferred, totals, reports
 
-        start = (x, x, stash, deferred, held.zeros(weights))
+        totals = {kind: held.zeros(weights[kind])}
+        start = (x, x, stash, deferred, totals, slots.empty_reports(pieces))
         return jax.tree.map(jnp.sum, lax.fori_loop(0, turns, body, start))
 
     x = 0.01 * jax.random.normal(jax.random.key(1), (*shape, config.model.d_model), dtype)
