@@ -40,6 +40,7 @@ from maxpipe.plan.compile import build_steps
 from maxpipe.plan.cost import Model, cost
 from maxpipe.plan.sizes import BYTES, Sizes, schedule_of
 from maxpipe.plan.topology import at_hand, placed
+from maxpipe.schedule.catalog import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 from maxpipe.schedule.table import Ring
 from maxpipe.train.step import Steps, keep_of
 from maxpipe.words import counted
@@ -55,7 +56,7 @@ SECONDS = 2.0
 """How long each program is called again and again; medians count."""
 _MOST_MEMORY = 0.9
 """Share of a layer's time that its traffic through memory can be."""
-_CROWDED = 1.5
+_CONTENDED = 1.5
 """Devices that slow each other down by more than this share cores."""
 
 
@@ -115,8 +116,8 @@ def calibrate(
 
 def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int) -> Hardware:
     """The figures with which the cost model gives back what was measured."""
-    crowd = found.forward / found.forward_alone
-    shared_by = num_devices / crowd if crowd > _CROWDED else 0.0
+    contention = found.forward / found.forward_alone
+    shared_by = num_devices / contention if contention > _CONTENDED else 0.0
     memory = _memory_rate(found, sizes, dataclasses.replace(hardware, shared_by=shared_by))
     endless = dataclasses.replace(memory, matmul_efficiency=1e12)
     through_memory = _through_memory(Model(sizes, endless))
@@ -381,15 +382,15 @@ def _tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
     each other longer than for an empty collective.
     """
     still = dataclasses.replace(hardware, tick_us=0.0)
-    calls, foretold, ticks = [], [], []
+    calls, predicted, ticks = [], [], []
     for repeats in (1, LAYERS):
         run = _in_chunks(repeats, config, len(devices))
         schedule = schedule_of(run)
         calls.append(step_of(build_steps(run, devices)))
-        foretold.append(cost(Sizes(run), schedule, still).seconds)
+        predicted.append(cost(Sizes(run), schedule, still).seconds)
         ticks.append(schedule.num_ticks)
     few, many = (
-        taken - known for taken, known in zip(medians(calls, SECONDS), foretold, strict=True)
+        taken - known for taken, known in zip(medians(calls, SECONDS), predicted, strict=True)
     )
     return max(0.0, many - few) / (ticks[1] - ticks[0])
 
@@ -398,7 +399,7 @@ def _in_chunks(repeats: int, config: Config, stages: int) -> Config:
     """A ring of all devices with LAYERS each, in so many chunks; a microbatch for each device."""
     model = dataclasses.replace(config.model, num_layers=LAYERS * stages)
     train = dataclasses.replace(config.train, batch_size=Sizes(config).rows * stages)
-    schedule = "1f1b" if repeats == 1 else "interleaved"
+    schedule = ONE_FORWARD_ONE_BACKWARD if repeats == 1 else INTERLEAVED
     pipeline = PipelineConfig(schedule=schedule, repeats=repeats, microbatches=stages)
     mesh = _on_ring(config.mesh, stages)
     return dataclasses.replace(config, model=model, train=train, pipeline=pipeline, mesh=mesh)
