@@ -232,7 +232,7 @@ def test_pickle_inside_of_data(crafted: bytes, tmp_path: Path):
 def test_pickle_in_the_index(
     crafted: bytes, canary: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """An array of objects is a pickle: the index is made anew."""
+    """An array of objects is a pickle: the index is made again."""
 
     class Armed:
         def __reduce__(self) -> Any:
@@ -287,7 +287,7 @@ def test_hostile_provenance(provenance: str, executable: tuple[Path, Callable[[]
 
 
 def test_pickle_as_program(crafted: bytes, executable: tuple[Path, Callable[[], Any]]):
-    """Not read with another digest; with the right one only where nobody else can write."""
+    """Not read with another digest; with the right one only where no other user can write."""
     import hashlib
 
     folder, load_it = executable
