@@ -24,13 +24,13 @@ from maxpipe.plan.calibrate import calibrate, medians, step_of
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.learn import CANDIDATES
 from maxpipe.plan.recheck import run_best
-from maxpipe.plan.search import Found, search
+from maxpipe.plan.search import Candidate, search
 
 NUM_DEVICES = 8
 MEASURED = 8
 """Layouts, by the search itself."""
 RANKS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
-"""Foretold, of layouts that run whatever the search measured."""
+"""Predicted, of layouts that run whatever the search measured."""
 MODELS = {
     "deep": {
         "model": {"num_layers": 16, "d_model": 128, "d_mlp": 384, "vocab_size": 512},
@@ -55,7 +55,7 @@ def config_of(name: str) -> Config:
     return from_dict({"model": model, "train": train})
 
 
-def measured(found: list[Found]) -> list[float]:
+def measured(found: list[Candidate]) -> list[float]:
     """Seconds of a step of each layout."""
     devices = jax.devices()
     return medians([step_of(build_steps(each.config, devices)) for each in found], seconds=60.0)
@@ -71,32 +71,32 @@ def calibrated(config: Config) -> Hardware:
 
 
 @dataclass(frozen=True)
-class Place:
+class Ranking:
     """Of a search's first choice, among all layouts that ran."""
 
-    foretold: int
+    predicted: int
     chosen: int
     """With what the search measured itself."""
     layouts: int
 
 
-def table(name: str) -> tuple[str, Place]:
+def table(name: str) -> tuple[str, Ranking]:
     """The model's table, and how good the search's first choice is."""
     config = config_of(name)
     hardware = calibrated(config)
     ranked = search(config, hardware, num_devices=NUM_DEVICES, keep=CANDIDATES)
     ran = run_best(ranked.best, MEASURED, jax.devices(), print)
-    tried = {ranked.best.index(each.found) + 1 for each in ran if each.fits}
-    choice = ranked.best.index(ran[0].found) + 1
+    tried = {ranked.best.index(each.candidate) + 1 for each in ran if each.fits}
+    choice = ranked.best.index(ran[0].candidate) + 1
     ranks = sorted(tried | {rank for rank in RANKS if rank <= len(ranked.best)})
     seconds = dict(zip(ranks, measured([ranked.best[rank - 1] for rank in ranks]), strict=True))
-    places = {rank: place for place, rank in enumerate(sorted(ranks, key=seconds.__getitem__), 1)}
+    orders = {rank: order for order, rank in enumerate(sorted(ranks, key=seconds.__getitem__), 1)}
     lines = [
         f"## {name}",
         "",
         f"{ranked.considered:,} layouts; those that ran:",
         "",
-        "| foretold rank | foretold ms | measured ms | measured place | by the search | layout |",
+        "| predicted rank | predicted ms | measured ms | measured rank | by the search | layout |",
         "|---|---|---|---|---|---|",
     ]
     for rank in ranks:
@@ -104,12 +104,12 @@ def table(name: str) -> tuple[str, Place]:
         keys = " ".join(f"{key.partition('.')[2]}={value}" for key, value in found.changes.items())
         times = f"{1e3 * found.cost.seconds:.0f} | {1e3 * seconds[rank]:.0f}"
         by = "chosen" if rank == choice else "ran" if rank in tried else ""
-        lines.append(f"| {rank} | {times} | {places[rank]} | {by} | {keys} |")
-    return "\n".join([*lines, ""]), Place(places[1], places[choice], len(ranks))
+        lines.append(f"| {rank} | {times} | {orders[rank]} | {by} | {keys} |")
+    return "\n".join([*lines, ""]), Ranking(orders[1], orders[choice], len(ranks))
 
 
 PREAMBLE = """\
-# Foretold and measured order of layouts
+# Predicted and measured order of layouts
 
 `python benchmarks/measured_ranking.py --write`: 8 virtual CPU devices on 2 cores, calibrated before
 each table. Steps of the layouts run in turn; medians.
@@ -127,19 +127,19 @@ def main() -> None:
     tables, first = [], {}
     for name in MODELS:
         if options.only in name:
-            found, places = table(name)
+            found, orders = table(name)
             print(found, flush=True)
             tables.append(found)
-            first[name] = places
+            first[name] = orders
     verdict = "\n".join(
         [
-            "Measured place of the search's first choice:",
+            "Measured rank of the search's first choice:",
             "",
             f"| model | layouts | by forecast alone | with `--measure {MEASURED}` |",
             "|---|---|---|---|",
             *(
-                f"| {name} | {place.layouts} | {place.foretold} | {place.chosen} |"
-                for name, place in first.items()
+                f"| {name} | {order.layouts} | {order.predicted} | {order.chosen} |"
+                for name, order in first.items()
             ),
         ]
     )

@@ -1,4 +1,4 @@
-"""Memory that `maxpipe plan` foretells against what the TPU compiler says.
+"""Memory that `maxpipe plan` predicts against what the TPU compiler says.
 
     python benchmarks/predicted_memory.py            # prints the table
     python benchmarks/predicted_memory.py --write    # and writes predicted_memory.md
@@ -283,7 +283,7 @@ def _sources() -> str:
 
 def table(rows: list[Row], cache: Path, *, terms: bool) -> str:
     """The benchmark page's body."""
-    head = ["run", "arguments", "arguments + temp", "peak", "foretold", "ratio"]
+    head = ["run", "arguments", "arguments + temp", "peak", "predicted", "ratio"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     ratios, details = [], []
     for row in rows:
@@ -291,13 +291,13 @@ def table(rows: list[Row], cache: Path, *, terms: bool) -> str:
         if report is None:
             continue
         plan = json.loads(subprocess.check_output(_maxpipe("plan", row), cwd=ROOT))
-        arguments, peak, foretold = (
+        arguments, peak, predicted = (
             report["argument_bytes"],
             report["peak_bytes"],
             plan["total_bytes"],
         )
-        ratios.append(foretold / peak)
-        sizes = (arguments, arguments + report["temp_bytes"], peak, foretold)
+        ratios.append(predicted / peak)
+        sizes = (arguments, arguments + report["temp_bytes"], peak, predicted)
         numbers = " | ".join(f"{size / GIB:.2f}" for size in sizes)
         lines.append(f"| {row.name} | {numbers} | {ratios[-1]:.3f} |")
         if terms:
@@ -309,11 +309,11 @@ def table(rows: list[Row], cache: Path, *, terms: bool) -> str:
 
 
 PREAMBLE = """\
-# Foretold memory against the TPU compiler's
+# Predicted memory against the TPU compiler's
 
 `python benchmarks/predicted_memory.py --write`. Nothing ran on a TPU. In GiB: arguments, the
 temporaries that the compiler states beside them, and the peak of both together are its own (why the
-peak counts: docs/decisions/0016-peak-memory.md); foretold is the total of `maxpipe plan`. The few
+peak counts: docs/decisions/0016-peak-memory.md); predicted is the total of `maxpipe plan`. The few
 factors in `maxpipe/plan/memory.py` were fitted to the rows of 1B to 70B, not to those of 405B.
 
 """

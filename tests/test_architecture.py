@@ -68,7 +68,7 @@ FORBIDDEN = [
     ("maxpipe.diagnosis.environment", "jax", "a process of its own looks at devices"),
     ("maxpipe.diagnosis.doctor", "jax", "a process of its own looks at devices"),
     ("maxpipe.launch", "jax", "the launcher holds no device"),
-    ("maxpipe.checkpoint.place", "jax", "launcher and doctor ask it, too"),
+    ("maxpipe.checkpoint.storage", "jax", "launcher and doctor ask it, too"),
     ("maxpipe.checkpoint.address", "jax", "launcher and doctor ask it, too"),
 ]
 
@@ -85,7 +85,7 @@ JAX_FREE = (
     "maxpipe.diagnosis.environment",
     "maxpipe.diagnosis.doctor",
     "maxpipe.config",
-    "maxpipe.checkpoint.place",
+    "maxpipe.checkpoint.storage",
     "maxpipe.checkpoint.address",
     "maxpipe.data",
     "maxpipe.telemetry",

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from maxpipe.boundary.files import full
-from maxpipe.checkpoint.place import FOLDER, home_of, in_bucket
+from maxpipe.checkpoint.storage import FOLDER, home_of, in_bucket
+from maxpipe.config.paths import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import RunConfig
 from maxpipe.errors import ConfigError
@@ -26,7 +27,7 @@ Step = int | Literal["newest", "best"] | None
 
 _SUFFIX = re.compile(r"(?P<run>.+)@(?P<step>[^@/]*)", re.DOTALL)
 _NUMBER = re.compile(r"[0-9]{1,18}")
-_MARKS = ("config.yml", "events.jsonl", "metrics.jsonl", FOLDER)
+_MARKS = (CONFIG_FILE, EVENTS_FILE, METRICS_FILE, FOLDER)
 """What the folder of a run has one of."""
 _SHOWN_RUNS = 8
 
@@ -38,8 +39,8 @@ class Address:
     given: str
     run_dir: str
     step: Step = None
-    place: str = ""
-    """What holds the folder of checkpoints, where a path led into it."""
+    parent: str = ""
+    """The parent of the folder of checkpoints, where a path led into it."""
     where: str = ""
     """The config key that gave the text; empty of a command line."""
 
@@ -50,11 +51,11 @@ class Address:
         Raises:
             ConfigError: only the run's config.yml could tell, and it cannot be read.
         """
-        return self.place or home_of(self.run_dir, self.where or "path")
+        return self.parent or home_of(self.run_dir, self.where or "path")
 
     def at(self, step: int) -> str:
         """The address of another step of this run."""
-        return f"{self.place or self.run_dir}@{step}"
+        return f"{self.parent or self.run_dir}@{step}"
 
     def wrong(self, rule: str, action: str) -> ConfigError:
         """A mistake in what was given."""
@@ -165,8 +166,8 @@ class _Finder:
             yield self.begin / full(self.runs, "run.dir") / text
 
     def _address(self, path: Path) -> Address:
-        def inside(place: Path, step: Step) -> Address:
-            return Address(self.given, str(place), step, str(place), self.where)
+        def inside(parent: Path, step: Step) -> Address:
+            return Address(self.given, str(parent), step, str(parent), self.where)
 
         if not is_run(path):
             whole = path.absolute()
@@ -186,7 +187,7 @@ class _Finder:
                 "must be RUN@STEP, where STEP is a number, `newest` or `best`.",
                 f"Write {before}@newest, or leave @{step} out.",
             )
-        return Address(self.given, run.run_dir, found, run.place, self.where)
+        return Address(self.given, run.run_dir, found, run.parent, self.where)
 
     def unknown(self, text: str) -> NoReturn:
         """There is nothing of that name."""

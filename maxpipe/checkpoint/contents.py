@@ -24,7 +24,7 @@ from maxpipe.checkpoint import copies, digests, manifest
 from maxpipe.checkpoint.copies import Recorded
 from maxpipe.checkpoint.damage import Damaged, is_damage, outage, retried
 from maxpipe.checkpoint.digests import Sum
-from maxpipe.checkpoint.place import exists, first_line, in_bucket, reaching, read, reading
+from maxpipe.checkpoint.storage import exists, first_line, in_bucket, reaching, read, reading
 from maxpipe.checkpoint.trees import named
 from maxpipe.errors import MaxpipeError, NumbersError
 

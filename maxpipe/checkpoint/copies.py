@@ -25,8 +25,8 @@ from orbax.checkpoint._src.serialization import replica_slices
 
 from maxpipe.checkpoint import digests
 from maxpipe.checkpoint.digests import PartEntry, Sum
-from maxpipe.checkpoint.place import read
 from maxpipe.checkpoint.signed import opened, signed
+from maxpipe.checkpoint.storage import read
 from maxpipe.checkpoint.trees import named
 
 Tree = Any

@@ -33,8 +33,8 @@ from maxpipe.checkpoint.contents import (
     understood,
 )
 from maxpipe.checkpoint.damage import Damaged, is_damage, retried
-from maxpipe.checkpoint.place import entries, exists, first_line, in_bucket, located, read
 from maxpipe.checkpoint.retention import Saved
+from maxpipe.checkpoint.storage import entries, exists, first_line, in_bucket, located, read
 from maxpipe.errors import StorageError
 
 Tree = Any

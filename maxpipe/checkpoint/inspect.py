@@ -22,9 +22,9 @@ from maxpipe.checkpoint.damage import Damaged
 from maxpipe.checkpoint.folder import Folder, local_time
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import open_run
-from maxpipe.checkpoint.place import FOLDER, exists, files, in_bucket
 from maxpipe.checkpoint.retention import Rules, Saved, kept
 from maxpipe.checkpoint.selection import best, chosen, opened
+from maxpipe.checkpoint.storage import FOLDER, exists, files, in_bucket
 from maxpipe.checkpoint.trees import differences, digest, leaves
 from maxpipe.errors import ConfigError, StorageError
 
@@ -255,7 +255,7 @@ def deleted(address: Address, *, force: bool, elsewhere: bool = False) -> Iterat
     checkpoints = opened(address)
     folder = checkpoints.durable
     if not elsewhere:
-        check_own(address.place or address.run_dir, folder)
+        check_own(address.parent or address.run_dir, folder)
     with RunLock(folder.path.parent, to_free=True):
         step = chosen(checkpoints, address)
         newer = [each for each in folder.steps() if each > step]

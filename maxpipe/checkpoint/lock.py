@@ -39,7 +39,7 @@ from etils import epath
 
 from maxpipe.boundary.files import check_writable, read
 from maxpipe.boundary.typed import parse
-from maxpipe.checkpoint.place import create, first_line, in_bucket, located, reaching, remedy
+from maxpipe.checkpoint.storage import create, first_line, in_bucket, located, reaching, remedy
 from maxpipe.errors import StorageError
 
 FILE = "lock.json"

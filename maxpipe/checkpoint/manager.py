@@ -39,7 +39,9 @@ from maxpipe.checkpoint.copies import ITEM
 from maxpipe.checkpoint.damage import Damaged
 from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.lock import RunLock
-from maxpipe.checkpoint.place import (
+from maxpipe.checkpoint.restore import Agree, Restored, answering, first_of_all, restore
+from maxpipe.checkpoint.retention import Rules, kept
+from maxpipe.checkpoint.storage import (
     FOLDER,
     exists,
     first_line,
@@ -50,8 +52,6 @@ from maxpipe.checkpoint.place import (
     remedy,
     try_out,
 )
-from maxpipe.checkpoint.restore import Agree, Restored, answering, first_of_all, restore
-from maxpipe.checkpoint.retention import Rules, kept
 from maxpipe.checkpoint.trees import num_bytes
 from maxpipe.checkpoint.writer import Save, Writer, ignore_orphans
 from maxpipe.config.schema import CheckpointConfig
@@ -119,7 +119,7 @@ class Checkpoints:
                 _prepare(folder, self._primary)
                 self._must_be_shared(folder)
             self._writer = Writer(self._prune, self._check_locks)
-        self._place = self.durable  # of the newest
+        self._newest_folder = self.durable
         # Of the steps, the newest that is known to be there; -1 of a run that starts anew.
         self._newest = -1
         for folder in self._folders:
@@ -179,7 +179,7 @@ class Checkpoints:
             else:
                 for one in skipped:
                     self._skip(one)
-                self._newest, self._place = step, folder
+                self._newest, self._newest_folder = step, folder
                 return found
         aside = [str(folder.path / name) for folder in self._folders for name in folder.put_aside()]
         if skipped or aside:
@@ -334,7 +334,7 @@ class Checkpoints:
         facts = Facts(step, dict(config), dict(data), time.time(), dict(metrics or {}))
         folder = self.durable if last else self._target(step) or self.durable
         attempt = 0
-        while step != self._newest or (last and self._place is not self.durable):
+        while step != self._newest or (last and self._newest_folder is not self.durable):
             self._retry_at = None
             self._start(folder, state(), facts)
             if not last:
@@ -415,7 +415,7 @@ class Checkpoints:
         if save is None:
             return
         if save.error is None:
-            self._failures, self._newest, self._place = 0, save.step, save.folder
+            self._failures, self._newest, self._newest_folder = 0, save.step, save.folder
             self._record(
                 "checkpoint",
                 step=save.step,
@@ -482,7 +482,7 @@ class Checkpoints:
                 raise
 
 
-def open_run(run_dir: epath.PathLike, where: str = "", place: str = "") -> Checkpoints:
+def open_run(run_dir: epath.PathLike, where: str = "", parent: str = "") -> Checkpoints:
     """The checkpoints of a run that is only read. `where` names what gave the folder; `place` holds
     their folder if that is not for the run's config to say.
 
@@ -490,7 +490,7 @@ def open_run(run_dir: epath.PathLike, where: str = "", place: str = "") -> Check
         ConfigError: there are none.
         StorageError: they cannot be reached.
     """
-    checkpoints = Checkpoints(place or home_of(run_dir, where or "path"), write=False)
+    checkpoints = Checkpoints(parent or home_of(run_dir, where or "path"), write=False)
     if not checkpoints.steps():
         raise ConfigError.one(
             where or f"run folder {run_dir}",

@@ -19,8 +19,8 @@ from etils import epath
 from maxpipe.boundary.typed import checked
 from maxpipe.checkpoint.damage import is_damage, retried
 from maxpipe.checkpoint.digests import Entry
-from maxpipe.checkpoint.place import exists, files, in_bucket, open_file, read, reading
 from maxpipe.checkpoint.signed import opened, signed
+from maxpipe.checkpoint.storage import exists, files, in_bucket, open_file, read, reading
 from maxpipe.errors import StorageError
 
 FILE = "manifest.json"

@@ -23,7 +23,7 @@ from maxpipe.checkpoint.copies import Recorded
 from maxpipe.checkpoint.damage import Damaged
 from maxpipe.checkpoint.digests import Sum
 from maxpipe.checkpoint.folder import Facts, Folder
-from maxpipe.checkpoint.place import first_line
+from maxpipe.checkpoint.storage import first_line
 from maxpipe.checkpoint.trees import other_shapes
 from maxpipe.errors import StorageError
 

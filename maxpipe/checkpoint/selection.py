@@ -26,7 +26,7 @@ def opened(address: Address) -> Checkpoints:
         ConfigError: there are none.
         StorageError: they cannot be reached.
     """
-    return open_run(address.run_dir, address.where, address.place)
+    return open_run(address.run_dir, address.where, address.parent)
 
 
 def chosen(checkpoints: Checkpoints, address: Address) -> int:

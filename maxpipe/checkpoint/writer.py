@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from maxpipe.checkpoint import copies
 from maxpipe.checkpoint.contents import FACTS, STATE, NotSaved, seal
 from maxpipe.checkpoint.folder import Facts, Folder
-from maxpipe.checkpoint.place import Pinned, exists, first_line, reaching
+from maxpipe.checkpoint.storage import Pinned, exists, first_line, reaching
 from maxpipe.errors import NumbersError, StorageError
 
 Tree = Any

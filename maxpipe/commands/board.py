@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from maxpipe.commands.parser import Commands, integer
+from maxpipe.config.paths import TENSORBOARD_FOLDER
 from maxpipe.errors import ConfigError, ExitCode
 
-_EVENTS = "tensorboard"
-"""The folder of a run that holds its event files."""
 _LOOK_SECONDS = 2.0
 
 
@@ -37,12 +36,12 @@ def link(folder: Path, links: Path) -> int:
 
 
 def _runs(folder: Path) -> Iterator[tuple[str, Path]]:
-    if (folder / _EVENTS).is_dir():
-        yield folder.absolute().name, folder / _EVENTS
+    if (folder / TENSORBOARD_FOLDER).is_dir():
+        yield folder.absolute().name, folder / TENSORBOARD_FOLDER
         return
     for path in sorted(folder.iterdir()):
-        if (path / _EVENTS).is_dir():
-            yield path.name, path / _EVENTS
+        if (path / TENSORBOARD_FOLDER).is_dir():
+            yield path.name, path / TENSORBOARD_FOLDER
 
 
 def _board(options: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import full
 from maxpipe.commands.parser import Commands, add_address, integer, number, subcommands
+from maxpipe.config.paths import CONFIG_FILE
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _prune(options: argparse.Namespace) -> int:
         rules = _rules(run_dir)
     if rules is None:
         raise ConfigError.one(
-            os.path.join(run_dir, "config.yml"),
+            os.path.join(run_dir, CONFIG_FILE),
             None,
             "cannot be used, and it has the rules.",
             "Give the rules: --keep 3, for instance.",
@@ -152,13 +153,13 @@ def _use_no_devices() -> None:
 
 def _rules(run_dir: str) -> Rules | None:
     """Those of the run's own config, if it can be read. A bucket holds none."""
-    from maxpipe.checkpoint.place import in_bucket
     from maxpipe.checkpoint.retention import Rules
+    from maxpipe.checkpoint.storage import in_bucket
     from maxpipe.config.load import load
 
     if in_bucket(run_dir):
         return None
-    path = full(run_dir) / "config.yml"
+    path = full(run_dir) / CONFIG_FILE
     try:
         return Rules.of(load([str(path)]).config.checkpoint)
     except ConfigError:

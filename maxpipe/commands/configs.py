@@ -33,7 +33,7 @@ def _show(options: argparse.Namespace) -> int:
 
 def _copy(options: argparse.Namespace) -> int:
     found = _named(options.name)
-    path = _place(options.file or f"{found.name}{shipped.SUFFIX}", "command line: FILE")
+    path = _printable_path(options.file or f"{found.name}{shipped.SUFFIX}", "command line: FILE")
     if os.path.isdir(path):
         path /= f"{found.name}{shipped.SUFFIX}"
     _write(path, found.text, overwrite=options.overwrite)
@@ -49,7 +49,7 @@ def _init(options: argparse.Namespace) -> int:
     from maxpipe.config.first_run import text
     from maxpipe.config.rules import folder_name
 
-    folder = _place(options.folder, "command line: DIR")
+    folder = _printable_path(options.folder, "command line: DIR")
     path = folder / FIRST_RUN
     name = folder_name(os.path.basename(os.path.abspath(folder)))
     if os.path.exists(folder) and not os.path.isdir(folder):
@@ -66,7 +66,7 @@ def _init(options: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _place(given: str, where: str) -> Path:
+def _printable_path(given: str, where: str) -> Path:
     """A path that messages and comments can show as it is."""
     if not given or not given.isprintable():
         rule = "must be a path of characters that can be printed."

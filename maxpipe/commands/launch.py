@@ -68,7 +68,7 @@ def _cluster(options: argparse.Namespace) -> int:
 
 def _written(options: argparse.Namespace, loaded: Loaded) -> tuple[str, Job, Submission]:
     """The report of the preflight, the job, and its files."""
-    from maxpipe.checkpoint.place import run_folder
+    from maxpipe.checkpoint.storage import run_folder
     from maxpipe.launch import gcloud, gke, slurm
     from maxpipe.launch.job import Job
     from maxpipe.launch.preflight import check_hosts

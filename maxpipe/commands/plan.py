@@ -13,7 +13,7 @@ from maxpipe.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from maxpipe.config.load import Loaded
-    from maxpipe.plan.search import Found
+    from maxpipe.plan.search import Candidate
     from maxpipe.plan.topology import Topology
 
 OF_A_SEARCH = ("compile", "measure", "fix", "write")
@@ -102,11 +102,13 @@ def _forecast(options: argparse.Namespace, loaded: Loaded, target: Topology) -> 
     return ExitCode.DONE
 
 
-def _draw(options: argparse.Namespace, found: Found, target: Topology) -> None:
+def _draw(options: argparse.Namespace, candidate: Candidate, target: Topology) -> None:
     if options.draw is not None:
         from maxpipe.plan import draw
 
-        write_file(options.draw, "--draw", lambda path: draw.write(found, target.hardware, path))
+        write_file(
+            options.draw, "--draw", lambda path: draw.write(candidate, target.hardware, path)
+        )
 
 
 def _search(options: argparse.Namespace, loaded: Loaded, target: Topology) -> int:
@@ -143,7 +145,7 @@ def _search(options: argparse.Namespace, loaded: Loaded, target: Topology) -> in
     if checked and not checked[0].fits:
         rule = f"found that none of the best {len(checked)} layouts fits."
         raise ConfigError.one("command line: --search", None, rule, "Check more of them.")
-    best = checked[0].found if checked else found.best[0]
+    best = checked[0].candidate if checked else found.best[0]
     _draw(options, best, target)
     if options.write is not None:
         text = to_yaml(redact.within(best.config))
@@ -166,8 +168,8 @@ def _calibrate(loaded: Loaded) -> int:
 def _add_plan(commands: Commands) -> None:
     parser = commands.add_parser(
         "plan",
-        help="foretell memory, traffic and step time, or search for the best layout",
-        description="Foretell what a run takes on a topology, from its config alone: memory of a\n"
+        help="predict memory, traffic and step time, or search for the best layout",
+        description="Predict what a run takes on a topology, from its config alone: memory of a\n"
         "device term by term, bubble, traffic, step time. With --search, rank every legal layout.",
         epilog="examples:\n  maxpipe plan run.yml --topology v5p:4x4x4\n"
         "  maxpipe plan run.yml --topology v5p:8x8x8 --slices 2 --search "

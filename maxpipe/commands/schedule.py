@@ -22,7 +22,7 @@ def _schedule(options: argparse.Namespace) -> int:
     from maxpipe.schedule.table import Costs
 
     names, sizes = _schedule_names_and_sizes(options)
-    if sizes["group"] and "interleaved" not in names:
+    if sizes["group"] and not any(_reads_group(name) for name in names):
         raise ConfigError.one(
             "command line: --group",
             sizes["group"],
@@ -31,28 +31,26 @@ def _schedule(options: argparse.Namespace) -> int:
         )
     costs = Costs(*(options.costs or ()))
     _check_size(sizes)
-    placed = []
+    schedules = []
     for name in names:
         own = dict(sizes)
-        if name != "interleaved":
+        if not _reads_group(name):
             own["group"] = 0
         if options.compare is not None:
-            own["repeats"] = _only_repeats(name) or sizes["repeats"]
-            if name == "1f1b":
-                own["repeats"] = 1  # with more it is what `interleaved` is
-        placed.append(catalog.build(name, **own))
+            own["repeats"] = _usual_repeats(name) or sizes["repeats"]
+        schedules.append(catalog.build(name, **own))
     if options.compare is not None:
-        print(draw.comparison(placed, costs))
+        print(draw.comparison(schedules, costs))
     elif _drawings(options):
-        written = _write_drawings(options, placed[0], costs)
-        print(draw.summary(placed[0], costs), *(f"wrote {path}" for path in written), sep="\n")
+        written = _write_drawings(options, schedules[0], costs)
+        print(draw.summary(schedules[0], costs), *(f"wrote {path}" for path in written), sep="\n")
     else:
-        print(draw.text(placed[0], costs, width=shutil.get_terminal_size().columns))
+        print(draw.text(schedules[0], costs, width=shutil.get_terminal_size().columns))
     return ExitCode.DONE
 
 
 _MOST_PIECES = 1_000_000
-"""Forwards that are placed: some minutes."""
+"""Forwards: placing them takes some minutes."""
 
 
 def _check_size(sizes: dict[str, Any]) -> None:
@@ -81,15 +79,15 @@ def _drawings(options: argparse.Namespace) -> dict[str, Path]:
     return {kind: Path(path) for kind, path in asked.items() if path is not None}
 
 
-def _write_drawings(options: argparse.Namespace, placed: Schedule, costs: Costs) -> list[Path]:
+def _write_drawings(options: argparse.Namespace, schedule: Schedule, costs: Costs) -> list[Path]:
     from maxpipe.schedule import notation, pictures
 
     writers: dict[str, Callable[[Path], object]] = {
-        "svg": lambda path: path.write_text(pictures.svg(placed, costs), encoding="utf-8"),
-        "png": lambda path: pictures.png(placed, path, costs),
-        "csv": lambda path: path.write_text(notation.to_csv(placed), encoding="utf-8"),
+        "svg": lambda path: path.write_text(pictures.svg(schedule, costs), encoding="utf-8"),
+        "png": lambda path: pictures.png(schedule, path, costs),
+        "csv": lambda path: path.write_text(notation.to_csv(schedule), encoding="utf-8"),
         "perfetto": lambda path: path.write_text(
-            pictures.perfetto(placed, costs), encoding="utf-8"
+            pictures.perfetto(schedule, costs), encoding="utf-8"
         ),
     }
     drawings = _drawings(options)
@@ -101,7 +99,7 @@ def _write_drawings(options: argparse.Namespace, placed: Schedule, costs: Costs)
 def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     """Names and sizes of schedules: options, then files, then an example that fits a screen."""
     from maxpipe.config.shipped import meant
-    from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
+    from maxpipe.schedule.catalog import FILE_PREFIX, INTERLEAVED, SCHEDULES
 
     inputs = list(options.inputs)
     named = bool(inputs) and (inputs[0] in SCHEDULES or inputs[0].startswith(FILE_PREFIX))
@@ -117,7 +115,7 @@ def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], d
     if inputs:
         names, sizes = _sizes_of_config(options, inputs, names)
     else:
-        names = names or ["interleaved"]
+        names = names or [INTERLEAVED]
         sizes = _example_sizes(names)
     given = {key: getattr(options, key) for key in sizes if getattr(options, key) is not None}
     return names, sizes | given
@@ -127,7 +125,7 @@ def _unknown_schedule(where: str, name: str) -> ConfigError:
     from maxpipe.config import shipped
     from maxpipe.config.names import value_meant
     from maxpipe.config.rules import did_you_mean
-    from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
+    from maxpipe.schedule.catalog import FILE_PREFIX, INTERLEAVED, SCHEDULES
 
     rule = f"is not a schedule: the schedules are {', '.join(SCHEDULES)} and {FILE_PREFIX}PATH."
     found = value_meant("pipeline.schedule", name, SCHEDULES).removeprefix("Set pipeline.schedule=")
@@ -139,7 +137,7 @@ def _unknown_schedule(where: str, name: str) -> ConfigError:
     elif not guess and "--" not in where:
         guess = did_you_mean(name, shipped.configs())
     elif not name:
-        guess = "interleaved"
+        guess = INTERLEAVED
     action = (
         f"Did you mean `maxpipe schedule {guess}`?" if guess else "See `maxpipe schedule --help`."
     )
@@ -176,7 +174,7 @@ def _sizes_of_config(
         "stages": stages,
         "repeats": config.pipeline.repeats,
         "microbatches": config.pipeline.microbatches,
-        "group": config.pipeline.group if "interleaved" in names else 0,
+        "group": config.pipeline.group if any(map(_reads_group, names)) else 0,
         "delayed": config.pipeline.delayed_forwarding,
     }
 
@@ -189,7 +187,7 @@ def _example_sizes(names: list[str]) -> dict[str, Any]:
     sizes: dict[str, Any] = {"stages": 4, "repeats": 2, "microbatches": 8, "group": 0}
     sizes["delayed"] = False
     if len(names) == 1:
-        sizes["repeats"] = 1 if names[0] == "1f1b" else _only_repeats(names[0]) or 2
+        sizes["repeats"] = _usual_repeats(names[0]) or 2
     for name in names:
         if name.startswith(FILE_PREFIX):
             ring, orders = read_orders(Path(name.removeprefix(FILE_PREFIX)))
@@ -199,14 +197,20 @@ def _example_sizes(names: list[str]) -> dict[str, Any]:
     return sizes
 
 
-def _only_repeats(name: str) -> int | None:
-    """The one number of repeats that a schedule has, None where it can be chosen."""
+def _reads_group(name: str) -> bool:
+    from maxpipe.schedule.catalog import SCHEDULES
+
+    return name in SCHEDULES and SCHEDULES[name].reads_group
+
+
+def _usual_repeats(name: str) -> int | None:
+    """The repeats that a schedule has, or that its name usually means; None: any number."""
     from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
     from maxpipe.schedule.notation import read_orders
 
     if name.startswith(FILE_PREFIX):
         return read_orders(Path(name.removeprefix(FILE_PREFIX)))[0].num_repeats
-    return SCHEDULES[name].repeats
+    return SCHEDULES[name].repeats or SCHEDULES[name].usual_repeats
 
 
 def _costs(text: str) -> tuple[float, ...]:

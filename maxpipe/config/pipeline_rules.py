@@ -7,7 +7,13 @@ from collections.abc import Iterable, Iterator
 from maxpipe.config.names import value_meant
 from maxpipe.config.rules import Finding, axis_keys, axis_size, did_you_mean, divisors, rule, up
 from maxpipe.config.schema import ACTIVATIONS, SAVED_PRESETS, Config
-from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES, repeats_rule
+from maxpipe.schedule.catalog import (
+    CIRCULAR,
+    FILE_PREFIX,
+    INTERLEAVED,
+    SCHEDULES,
+    repeats_rule,
+)
 
 
 def activations(names: Iterable[str]) -> tuple[str, ...]:
@@ -24,26 +30,26 @@ def _schedule_is_known(config: Config) -> Iterator[Finding]:
             "pipeline.schedule",
             f"must be one of {', '.join(SCHEDULES)}, or {FILE_PREFIX}PATH.",
             value_meant("pipeline.schedule", name, SCHEDULES)
-            or "Set pipeline.schedule=interleaved.",
+            or f"Set pipeline.schedule={INTERLEAVED}.",
         )
 
 
 @rule("pipeline.repeats", "pipeline.schedule")
 def _repeats_fit_the_schedule(config: Config) -> Iterator[Finding]:
-    family = SCHEDULES.get(config.pipeline.schedule)
-    if family and family.repeats and family.repeats != config.pipeline.repeats:
-        free = "circular" if family.repeats == 1 else "interleaved"
+    spec = SCHEDULES.get(config.pipeline.schedule)
+    if spec and spec.repeats and spec.repeats != config.pipeline.repeats:
+        free = CIRCULAR if spec.repeats == 1 else INTERLEAVED
         yield Finding(
             "pipeline.repeats",
-            repeats_rule(config.pipeline.schedule, family),
-            f"Set pipeline.schedule={free}, or pipeline.repeats={family.repeats}.",
+            repeats_rule(config.pipeline.schedule, spec),
+            f"Set pipeline.schedule={free}, or pipeline.repeats={spec.repeats}.",
         )
 
 
 @rule("pipeline.delayed_forwarding", "pipeline.schedule")
 def _delay_is_read(config: Config) -> Iterator[Finding]:
     schedule = config.pipeline.schedule
-    readers = [name for name, family in SCHEDULES.items() if family.delays]
+    readers = [name for name, spec in SCHEDULES.items() if spec.delays]
     if config.pipeline.delayed_forwarding and schedule in SCHEDULES and schedule not in readers:
         yield Finding(
             "pipeline.delayed_forwarding",
@@ -144,14 +150,18 @@ def _the_ring_keeps_its_layers(config: Config) -> Iterator[Finding]:
     )
 
 
+def _reads_group(schedule: str) -> bool:
+    return schedule in SCHEDULES and SCHEDULES[schedule].reads_group
+
+
 @rule("pipeline.group", "pipeline.schedule")
 def _group_is_read(config: Config) -> Iterator[Finding]:
     schedule = config.pipeline.schedule
-    if config.pipeline.group and schedule != "interleaved":
+    if config.pipeline.group and not _reads_group(schedule):
         yield Finding(
             "pipeline.group",
-            f"is read by pipeline.schedule=interleaved only, and the schedule is {schedule}.",
-            "Set pipeline.group=0, or pipeline.schedule=interleaved.",
+            f"is read by pipeline.schedule={INTERLEAVED} only, and the schedule is {schedule}.",
+            f"Set pipeline.group=0, or pipeline.schedule={INTERLEAVED}.",
         )
 
 
@@ -160,7 +170,7 @@ def _group_fills_the_ring(config: Config) -> Iterator[Finding]:
     group, microbatches = config.pipeline.group, config.pipeline.microbatches
     stages = axis_size(config.mesh, "stage")
     low = min(stages or 1, microbatches)
-    if config.pipeline.schedule != "interleaved" or not group or low <= group <= microbatches:
+    if not _reads_group(config.pipeline.schedule) or not group or low <= group <= microbatches:
         return
     known = f"the stages ({stages})" if stages else "1"
     yield Finding(

@@ -53,7 +53,7 @@ _RANGES = (
     Bound(
         "model.rope_theta", 10000.0, 1, LARGEST, "devices compute in float32", low_is_inside=False
     ),
-    Bound("model.rope_scaling", 1.0, 1, LARGEST, "wave lengths are stretched, 1 leaves them alone"),
+    Bound("model.rope_scaling", 1.0, 1, LARGEST, "wavelengths are stretched, 1 leaves them alone"),
     Bound("model.rope_original_tokens", 8192, 1),
     Bound("model.norm_epsilon", 1e-5, SMALLEST, LARGEST, "it keeps a root away from 0 in float32"),
     Bound("model.dropout", 0.1, 0, 1, _SHARE_LEFT, high_is_inside=False),

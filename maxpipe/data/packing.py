@@ -293,17 +293,17 @@ class PackedSequences:
         window = np.full(length + 1, self._documents.tokenizer.pad_id, np.int32)
         segments = np.zeros(length + 1, np.int32)
         positions = np.zeros(length + 1, np.int32)
-        place = int(np.searchsorted(self._starts, first, side="right")) - 1
+        position = int(np.searchsorted(self._starts, first, side="right")) - 1
         at, segment = first, 1
         while at < last:
-            ids = self._documents[int(self._order[place])]
-            begin = int(self._starts[place])
+            ids = self._documents[int(self._order[position])]
+            begin = int(self._starts[position])
             end = min(begin + len(ids), last)
             here = slice(at - first, end - first)
             window[here] = ids[at - begin : end - begin]
             segments[here] = segment
             positions[here] = np.arange(end - at)
-            at, segment, place = end, segment + 1, place + 1
+            at, segment, position = end, segment + 1, position + 1
         same = (segments[:-1] == segments[1:]) & (segments[1:] > 0)
         return {
             "tokens": window[:-1],

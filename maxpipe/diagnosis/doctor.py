@@ -22,7 +22,7 @@ from typing import Any, Literal
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import full
 from maxpipe.checkpoint.address import parse
-from maxpipe.checkpoint.place import (
+from maxpipe.checkpoint.storage import (
     FOLDER,
     entries,
     first_line,
@@ -72,7 +72,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Patient:
+class Target:
     """What is looked at: a config, or its defaults where there is none."""
 
     config: Config | None = None
@@ -81,7 +81,7 @@ class Patient:
     runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
 
     @classmethod
-    def of(cls, loaded: Loaded) -> Patient:
+    def of(cls, loaded: Loaded) -> Target:
         """A run's."""
         config = loaded.config
         return cls(config, config.run, config.mesh, config.runtime)
@@ -90,11 +90,11 @@ class Patient:
 def examine(inputs: Sequence[str]) -> Iterator[Check]:
     """Every check, as soon as it is done. Without inputs those that need no config."""
     yield versions()
-    patient = Patient()
+    target = Target()
     if inputs:
         try:
             loaded = load(inputs)
-            patient = Patient.of(loaded)
+            target = Target.of(loaded)
             yield from (
                 Check("config", "warning", f"{each.where} = {each.given} {each.rule}", each.action)
                 for each in cautions(loaded.config)
@@ -104,12 +104,12 @@ def examine(inputs: Sequence[str]) -> Iterator[Check]:
                 yield from _explained("training", ConfigError(unsaid))
         except ConfigError as error:
             yield from _explained("config", error)
-    yield from folders(patient)
-    if patient.config is not None:
-        yield from source(patient.config)
-        yield from data(patient.config)
+    yield from folders(target)
+    if target.config is not None:
+        yield from source(target.config)
+        yield from data(target.config)
     yield clock()
-    yield from devices(patient)
+    yield from devices(target)
     yield loopback()
 
 
@@ -168,18 +168,18 @@ def _explained(name: str, error: ConfigError) -> Iterator[Check]:
 # Folders.
 
 
-def folders(patient: Patient) -> Iterator[Check]:
+def folders(target: Target) -> Iterator[Check]:
     """Whether what a run writes into can be written, and has space."""
-    run_dir, config = run_folder(patient.run), patient.config
+    run_dir, config = run_folder(target.run), target.config
     if config is None or not config.checkpoint.dir:
         yield _folder("run folder", run_dir, config)
     else:
         yield _folder("run folder", run_dir)
         yield _checkpoints(home(run_dir, config.checkpoint), config)
-    if patient.runtime.compilation_cache:
+    if target.runtime.compilation_cache:
         cache = _folder(
             "compilation cache",
-            full(patient.runtime.compilation_cache, "runtime.compilation_cache"),
+            full(target.runtime.compilation_cache, "runtime.compilation_cache"),
         )
         if cache.status == "FAILED":  # a run goes on without it
             action = "Set runtime.compilation_cache to a folder that can be written."
@@ -341,15 +341,15 @@ def _is_zone(name: str) -> bool:
 # Devices.
 
 
-def devices(patient: Patient) -> Iterator[Check]:
+def devices(target: Target) -> Iterator[Check]:
     """The devices of the run, its mesh, and every collective along every axis."""
     seconds = DEVICE_SECONDS
-    if patient.runtime.num_processes != 1:
-        seconds += patient.runtime.init_timeout_seconds
+    if target.runtime.num_processes != 1:
+        seconds += target.runtime.init_timeout_seconds
     # What a doctor compiles is of no use to a run.
-    runtime = dataclasses.replace(patient.runtime, compilation_cache="")
-    folder = os.path.join(patient.run.dir, patient.run.name)
-    (records,) = environment.probe([_spec(runtime, patient.mesh, folder)], seconds)
+    runtime = dataclasses.replace(target.runtime, compilation_cache="")
+    folder = os.path.join(target.run.dir, target.run.name)
+    (records,) = environment.probe([_spec(runtime, target.mesh, folder)], seconds)
     for record in records:
         found = Check(**{name: record.get(name, "") for name in Check.__slots__})
         if found.status == "FAILED" and not found.action:

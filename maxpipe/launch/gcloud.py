@@ -18,7 +18,7 @@ _PATIENCE = 10
 """Looks at the request without an answer, half a minute apart."""
 _SETTINGS = """\
 name={name}
-place=({place})
+location=({location})
 """
 
 _START_SCRIPT = """\
@@ -34,7 +34,7 @@ trap 'rm -f "$trouble"' EXIT
 
 # The state of the request, or nothing when there is none; fails when there is no answer.
 state() {{
-  if gcloud compute tpus queued-resources describe "$name" "${{place[@]}}" \\
+  if gcloud compute tpus queued-resources describe "$name" "${{location[@]}}" \\
     --format='value(state.state)' 2>"$trouble"; then return; fi
   if grep -q NOT_FOUND "$trouble"; then return; fi
   cat "$trouble" >&2
@@ -44,12 +44,12 @@ state() {{
 now=$(state)
 case $now in
   SUSPENDING | SUSPENDED | FAILED)
-    gcloud compute tpus queued-resources delete "$name" "${{place[@]}}" --force --quiet
+    gcloud compute tpus queued-resources delete "$name" "${{location[@]}}" --force --quiet
     now=
     ;;
 esac
 if [[ -z $now ]]; then
-  gcloud compute tpus queued-resources create "$name" "${{place[@]}}" \\
+  gcloud compute tpus queued-resources create "$name" "${{location[@]}}" \\
     {request}
 fi
 empty=0
@@ -85,17 +85,17 @@ if [[ ! -s "$here/{secret}" || ! -O "$here/{secret}" ]]; then
 fi
 nodes=({nodes})
 for node in "${{nodes[@]}}"; do
-  gcloud compute tpus tpu-vm ssh "$node" "${{place[@]}}" --worker=all \\
+  gcloud compute tpus tpu-vm ssh "$node" "${{location[@]}}" --worker=all \\
     --command="mkdir -p maxpipe-$name && chmod 700 maxpipe-$name"
   gcloud compute tpus tpu-vm scp "$here/{config}" "$here/{host}" "$here/{secret}" \\
-    "$node:maxpipe-$name/" "${{place[@]}}" --worker=all
+    "$node:maxpipe-$name/" "${{location[@]}}" --worker=all
 done
 for node in "${{nodes[@]}}"; do
-  gcloud compute tpus tpu-vm ssh "$node" "${{place[@]}}" --worker=all \\
+  gcloud compute tpus tpu-vm ssh "$node" "${{location[@]}}" --worker=all \\
     --command="bash maxpipe-$name/{host}"
 done
 echo "started; what process 0 prints:"
-echo "gcloud compute tpus tpu-vm ssh ${{nodes[0]}} ${{place[*]}} --worker=0" \\
+echo "gcloud compute tpus tpu-vm ssh ${{nodes[0]}} ${{location[*]}} --worker=0" \\
   "--command='tail -n 100 -f maxpipe-$name/output.log'"
 """
 
@@ -104,7 +104,7 @@ _STOP_SCRIPT = """\
 # Deletes the slices of the run {run}. Checkpoints stay where run.dir is.
 set -euo pipefail
 {settings}
-gcloud compute tpus queued-resources delete "$name" "${{place[@]}}" --force --quiet
+gcloud compute tpus queued-resources delete "$name" "${{location[@]}}" --force --quiet
 rm -f "$(dirname "${{BASH_SOURCE[0]}}")/{secret}"
 """
 
@@ -139,16 +139,16 @@ def submission(job: Job) -> Submission:
     if not launch.zone:
         rule, action = "must name the zone of the TPUs.", "Set launch.zone=us-east5-a or another."
         raise ConfigError.one("launch.zone", "''", rule, action)
-    place = [f"--zone={launch.zone}"]
+    location = [f"--zone={launch.zone}"]
     if launch.project:
-        place.append(f"--project={launch.project}")
+        location.append(f"--project={launch.project}")
     nodes = [job.name]
     if topology.num_slices > 1:
         nodes = [f"{job.name}-{index}" for index in range(topology.num_slices)]
     words = {
         "run": job.config.run.name,
         "topology": topology,
-        "settings": _SETTINGS.format(name=job.name, place=" ".join(place)),
+        "settings": _SETTINGS.format(name=job.name, location=" ".join(location)),
         "patience": _PATIENCE,
         "request": _request(job, tpu.runtime_version),
         "nodes": " ".join(nodes),

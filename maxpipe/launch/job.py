@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maxpipe.boundary import files
-from maxpipe.checkpoint.place import run_folder
+from maxpipe.checkpoint.storage import run_folder
 from maxpipe.config.load import to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, StorageError
@@ -45,8 +45,8 @@ class Job:
         """The config of every process, which finds the others from its cluster."""
         config = self.config
         runtime = dataclasses.replace(config.runtime, num_processes=0, process_id=0, coordinator="")
-        placed = dataclasses.replace(config.mesh, **mesh)
-        return to_yaml(dataclasses.replace(config, runtime=runtime, mesh=placed))
+        resolved = dataclasses.replace(config.mesh, **mesh)
+        return to_yaml(dataclasses.replace(config, runtime=runtime, mesh=resolved))
 
 
 @dataclass(frozen=True)

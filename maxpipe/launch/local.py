@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from maxpipe.boundary import redact
-from maxpipe.checkpoint.place import run_folder
+from maxpipe.checkpoint.storage import run_folder
 from maxpipe.config.load import Loaded
 from maxpipe.errors import ExitCode
 from maxpipe.launch.logs import Log

@@ -13,7 +13,7 @@ from pathlib import Path
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import scheme
 from maxpipe.checkpoint import address
-from maxpipe.checkpoint.place import home, run_folder
+from maxpipe.checkpoint.storage import home, run_folder
 from maxpipe.config.check import where
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.rules import value_of
@@ -253,7 +253,7 @@ def _run_of(source: str, runs: str, workdir: Path) -> str:
         found = address.parse(source, "checkpoint.restore_from", runs, workdir)
     except ConfigError:
         return source
-    run = found.place or found.run_dir
+    run = found.parent or found.run_dir
     return run if is_remote(run) else os.path.abspath(run)
 
 

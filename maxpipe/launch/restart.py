@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TypedDict
 
 from maxpipe.boundary.files import records
+from maxpipe.checkpoint.storage import FOLDER
+from maxpipe.config.paths import EVENTS_FILE
 from maxpipe.errors import ExitCode
 
 FINAL = (ExitCode.CONFIG, ExitCode.BUG, ExitCode.STORAGE, ExitCode.INTERRUPTED)
 """Failures that another start would only repeat, and a person's Ctrl-C."""
 
-_CHECKPOINTS, _RECORDS = "checkpoints", "events.jsonl"
 _MEANINGS = {
     ExitCode.DONE: "done",
     ExitCode.CONFIG: "a mistake in the config or command line",
@@ -34,7 +35,7 @@ def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
     if elsewhere:
         return _told(run_dir)
     try:
-        names = [path.name for path in (run_dir / _CHECKPOINTS).iterdir()]
+        names = [path.name for path in (run_dir / FOLDER).iterdir()]
     except OSError:
         return None
     return max((int(name) for name in names if name.isascii() and name.isdigit()), default=None)
@@ -50,7 +51,7 @@ class _Record(TypedDict):
 def _told(run_dir: Path) -> int | None:
     newest = None
     with contextlib.suppress(OSError):
-        for record in records(run_dir / _RECORDS, _Record):
+        for record in records(run_dir / EVENTS_FILE, _Record):
             if record["event"] in ("start", "checkpoint"):  # a start may go back to an older one
                 newest = record["step"] or None
     return newest

@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 
+from maxpipe.config.paths import EVENTS_FILE
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.launch.hosts import KEY
 from maxpipe.launch.job import CONFIG_FILE, Job, Submission, required_variables
@@ -78,13 +79,13 @@ newest_step() {
   echo "$newest"
 }
 """
-_NEWEST_STEP_ELSEWHERE = r"""
-# Of checkpoints in other folders or buckets the run's own records say.
-newest_step() {
-  local told='s/.*"event": "(start|checkpoint)", "step": ([0-9]+)[,}].*/\2/p' newest
-  newest=$(sed -nE "$told" "$run"/events.jsonl 2>/dev/null | tail -n 1)
-  if (( ${newest:-0} > 0 )); then echo "$newest"; else echo -1; fi
-}
+_NEWEST_STEP_ELSEWHERE = rf"""
+# For checkpoints in other folders or buckets, the run's own records tell.
+newest_step() {{
+  local recorded='s/.*"event": "(start|checkpoint)", "step": ([0-9]+)[,}}].*/\2/p' newest
+  newest=$(sed -nE "$recorded" "$run"/{EVENTS_FILE} 2>/dev/null | tail -n 1)
+  if (( ${{newest:-0}} > 0 )); then echo "$newest"; else echo -1; fi
+}}
 """
 _TASK_SCRIPT = """\
 #!/bin/bash

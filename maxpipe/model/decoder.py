@@ -65,10 +65,25 @@ class Decoder:
     def init(self, key: jax.Array) -> Params:
         """All parameters in network order; each layer's depend on its index alone."""
         return self.init_outer(key) | {
-            "layers": self.init_layers(key, jnp.arange(self.config.num_layers))
+            "layers": {"layer": self.init_layers("layer", key, jnp.arange(self.config.num_layers))}
         }
 
-    def init_layers(self, key: jax.Array, layers: jax.Array) -> Params:
+    @property
+    def kind_of(self) -> tuple[str, ...]:
+        """The kind of each layer, in network order."""
+        return ("layer",) * self.config.num_layers
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """Functions of the layers, by kind."""
+        return {"layer": lambda *given: (self.layer(*given), {}, {})}
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """What each of the layers' losses counts."""
+        return {}
+
+    def init_layers(self, kind: str, key: jax.Array, layers: jax.Array) -> Params:
         """Parameters of the layers with these indices, stacked along a new first dim."""
         base = jax.random.fold_in(key, 0)
         return jax.vmap(lambda layer: self.init_layer(jax.random.fold_in(base, layer)))(layers)
@@ -96,7 +111,7 @@ class Decoder:
         _, state = self._block
         axes: Params = {
             "embedding": ("vocab", "embed"),
-            "layers": _axes_tree(state),
+            "layers": {"layer": _axes_tree(state)},
             "final_norm": {"scale": ("norm",)},
         }
         if not self.config.tied_embeddings:
@@ -143,7 +158,7 @@ class Decoder:
             return self.layer(layer[0], x, batch, layer[1], key), None
 
         indices = jnp.arange(self.config.num_layers)
-        x, _ = jax.lax.scan(body, x, (params["layers"], indices))
+        x, _ = jax.lax.scan(body, x, (params["layers"]["layer"], indices))
         x = self.norm(params["final_norm"], x)
         head = params["embedding"].T if self.config.tied_embeddings else params["head"]
         return jnp.einsum("btd,dv->btv", x, head.astype(dtype), preferred_element_type=jnp.float32)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,31 @@ from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.parallel.mesh import BATCH_AXES, STAGE
 from maxpipe.parallel.sharding import BATCH_SPEC, restrict
+from maxpipe.pipeline.carry import Table
 from maxpipe.pipeline.collectives import from_position, program_axes, sum_over, vary
 from maxpipe.pipeline.layout import Layout
-from maxpipe.pipeline.program import Network, Plan, Program, Table
+from maxpipe.pipeline.network import Network, Plan
+from maxpipe.pipeline.program import Program
 from maxpipe.pipeline.remat import Keep
 from maxpipe.pipeline.slots import Idle
 from maxpipe.pipeline.weights import Division, Gather
 from maxpipe.schedule.table import Schedule
 
 Tree = Any
+
+
+class Differentiated(NamedTuple):
+    """What a step finds; the objective is `loss` and the weighted sum of `losses`."""
+
+    loss: jax.Array
+    """Mean cross entropy over all target tokens, in nats."""
+    losses: dict[str, jax.Array]
+    """The layers' losses, each divided by the number of target tokens; not weighted."""
+    gradients: Tree
+    """Of the objective, float32, in the form of the parameters."""
+    statistics: dict[str, Tree]
+    """What the layers report, summed over all rows: by kind `[R, P, L, ...]` under `layers`, and
+    `[layers, ...]` under `outside`."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +60,16 @@ class Engine:
     keep: Keep
     idle: Idle
 
-    def value_and_grad(self, schedule: Schedule) -> Callable[..., tuple[jax.Array, Tree]]:
-        """(params, batch, key) -> (mean loss over all target tokens, float32 gradients).
+    def value_and_grad(self, schedule: Schedule) -> Callable[..., Differentiated]:
+        """(params, batch, key) -> what a step found.
 
         `batch` is a dict of global arrays `[rows, ...]` with `tokens`, `targets`, `loss_mask`
         and whatever the layers read; rows are sharded over the batch axes.
         """
-        return self._shard_map(_train, schedule, (PartitionSpec(), self.specs))
+        ring, outside = PartitionSpec(None, STAGE), PartitionSpec()
+        statistics = {"layers": ring} | ({"outside": outside} if self.layout.outside else {})
+        found = Differentiated(PartitionSpec(), PartitionSpec(), self.specs, statistics)  # type: ignore[arg-type]
+        return self._shard_map(_train, schedule, found)
 
     def loss(self, schedule: Schedule) -> Callable[..., tuple[jax.Array, jax.Array]]:
         """(params, batch, None) -> (summed loss, number of target tokens), forward only."""
@@ -64,7 +83,8 @@ class Engine:
         found: dict[str, list[Any]] = {}
 
         def measure(plan: Plan, schedule: Schedule, params: Tree, batch: Tree, *_: Any):
-            buffers = Program(plan, schedule, params, batch, None).buffers()
+            scale = vary(jnp.float32(1)) if schedule.trains else None
+            buffers = Program(plan, schedule, params, batch, None, scale).buffers()
             found.update((name, jax.tree.leaves(tree)) for name, tree in buffers._asdict().items())
             return jnp.float32(0)
 
@@ -86,10 +106,10 @@ class Engine:
         assert schedule.ring == self.layout.ring
         divisions = jax.tree.map(Division.of, self.specs, is_leaf=_is_spec)
         plan = Plan(self.network, self.layout, self.weight_gather, self.keep, self.idle, divisions)
-        table = Table.of(schedule)
+        table = Table.of(schedule, self.layout, self.idle)
         run, axes = partial(program, plan, schedule), program_axes(self.mesh)
         if axes:
-            in_specs = (self.specs, BATCH_SPEC, PartitionSpec(), _table_specs(table))
+            in_specs = (self.specs, BATCH_SPEC, PartitionSpec(), table.specs())
             run = jax.shard_map(
                 run,
                 mesh=self.mesh,
@@ -104,28 +124,23 @@ def _is_spec(node: object) -> bool:
     return isinstance(node, PartitionSpec)
 
 
-def _table_specs(table: Table) -> Table:
-    """How the table lies on the mesh: to each stage its column."""
-    return jax.tree.map(
-        lambda column: PartitionSpec(None, STAGE) if column.ndim == 2 else PartitionSpec(), table
-    )
-
-
 def _train(
     plan: Plan, schedule: Schedule, params: Tree, batch: Tree, key: jax.Array | None, table: Table
-) -> tuple[jax.Array, Tree]:
-    program = Program(plan, schedule, params, batch, key)
+) -> Differentiated:
     count = jnp.maximum(sum_over(_targets(batch), BATCH_AXES), 1.0)
-    carry = program.run(table, vary(1.0 / count))
+    program = Program(plan, schedule, params, batch, key, vary(1.0 / count))
+    carry = program.run(table)
     assert carry.gradients is not None
     loss = sum_over(_of_one_stage(carry.loss), BATCH_AXES)
-    return loss / count, program.finish(carry.gradients)
+    reports = program.finish_reports(carry)
+    losses = {name: found / count for name, found in reports.losses.items()}
+    return Differentiated(loss / count, losses, program.finish(carry.gradients), reports.statistics)
 
 
 def _evaluate(
     plan: Plan, schedule: Schedule, params: Tree, batch: Tree, key: jax.Array | None, table: Table
 ) -> tuple[jax.Array, jax.Array]:
-    carry = Program(plan, schedule, params, batch, key).run(table, None)
+    carry = Program(plan, schedule, params, batch, key, None).run(table)
     sums = jnp.stack([_of_one_stage(carry.loss), _targets(batch)])
     loss, count = sum_over(sums, BATCH_AXES)
     return loss, count

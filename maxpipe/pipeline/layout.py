@@ -1,14 +1,16 @@
 """Where each layer lives: network order in checkpoints, `[R, P, L]` in the train state.
 
 A cut divides the network's layers into chunks, runs of consecutive layers; the ring says which
-stage holds which chunk. Chunks may differ in length; shorter ones are padded with unused zeros,
-which the engine skips. The first layers of the network may stay outside: every stage has them.
+stage holds which chunk. Layers may be of unlike kinds, each of which has stacks of its own. Chunks
+may differ in length and in kinds; shorter stacks are padded with unused zeros, which the engine
+skips. The first layers of the network may stay outside: every stage has them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +18,29 @@ import numpy as np
 
 from maxpipe.schedule.table import Ring
 
+Tree = Any
+
+
+ONE_KIND = "layer"
+"""The kind of all layers of a network whose layers are alike."""
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Layers cut into chunks, and the ring on which the chunks lie."""
+    """Layers cut into chunks, and the ring on which the chunks lie.
+
+    Parameters, and all that is kept per layer, are stacked by kind of layer: memory is the sum of
+    what each kind really has. Tables say of which kind a layer of a chunk is, and at which place
+    of that kind's stack it stands.
+    """
 
     ring: Ring
     cut: tuple[int, ...]
     """Layers of each chunk, in network order."""
     outside: int = 0
     """Layers in front of the first chunk, which every stage holds."""
+    kinds: tuple[str, ...] = ()
+    """The kind of each layer of the network, in order. Empty: all layers are alike."""
 
     @property
     def num_layers(self) -> int:
@@ -37,15 +52,36 @@ class Layout:
         """Layers of the longest chunk (L)."""
         return max(self.cut)
 
+    @cached_property
+    def kind_of(self) -> tuple[str, ...]:
+        """The kind of each layer of the network, in order."""
+        assert len(self.kinds) in (0, self.num_layers)
+        return self.kinds or (ONE_KIND,) * self.num_layers
+
+    @cached_property
+    def stacks(self) -> dict[str, KindStack]:
+        """Where the layers of each kind are, in the order in which kinds appear."""
+        return {kind: KindStack.of(self, kind) for kind in dict.fromkeys(self.kind_of)}
+
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Leading dims of a stacked parameter: `(R, P, L)`."""
-        return self.ring.num_repeats, self.ring.num_stages, self.layers_per_chunk
+    def in_ring(self) -> tuple[str, ...]:
+        """Kinds of the layers in chunks; tables count them in this order."""
+        return tuple(kind for kind, stack in self.stacks.items() if stack.length)
+
+    @property
+    def in_front(self) -> tuple[str, ...]:
+        """Kinds of the layers outside the ring."""
+        return tuple(kind for kind, stack in self.stacks.items() if stack.outside)
+
+    @property
+    def front(self) -> Layout:
+        """The layers outside the ring, as one chunk of one stage."""
+        return Layout(Ring(1, 1), (self.outside,), kinds=self.kind_of[: self.outside])
 
     @cached_property
     def _chunk_at(self) -> np.ndarray:
         """int `[R, P]`: the chunk that each stage runs in each repeat."""
-        repeats, stages, _ = self.shape
+        repeats, stages = self.ring.num_repeats, self.ring.num_stages
         chunks = [self.ring.chunk(p, r) for r in range(repeats) for p in range(stages)]
         return np.reshape(chunks, (repeats, stages))
 
@@ -62,40 +98,124 @@ class Layout:
 
     @cached_property
     def layer_at(self) -> np.ndarray:
-        """int32 `[R * P * L]`: the layer at each stacked position, -1 for padding."""
+        """int32 `[R, P, L]`: the network's layer at each position of a chunk, -1 for padding."""
         position = np.arange(self.layers_per_chunk)
         layers = self.first_layer[..., None] + position
         used = position < self.chunk_sizes[..., None]
-        return np.where(used, layers, -1).astype(np.int32).ravel()
+        return np.where(used, layers, -1).astype(np.int32)
+
+    @cached_property
+    def kind_at(self) -> np.ndarray:
+        """int32 `[R, P, L]`: number of each layer's kind in `in_ring`, -1 for padding."""
+        numbers = np.array([[*self.stacks].index(kind) for kind in self.kind_of], np.int32)
+        ring = {[*self.stacks].index(kind): number for number, kind in enumerate(self.in_ring)}
+        of_layer = np.array([ring.get(number, -1) for number in numbers], np.int32)
+        return np.where(self.layer_at >= 0, of_layer[self.layer_at], -1).astype(np.int32)
+
+    @cached_property
+    def place_at(self) -> np.ndarray:
+        """int32 `[R, P, L]`: how many layers of the same kind are before it in its chunk."""
+        earlier = np.tril(np.ones((self.layers_per_chunk,) * 2, bool), -1)
+        same = self.kind_at[..., :, None] == self.kind_at[..., None, :]
+        return (same & earlier).sum(axis=-1).astype(np.int32)
+
+    def stack(self, layers: Tree) -> tuple[Tree, Tree]:
+        """`{kind: [n, ...]}` in network order -> the ring's `{kind: [R, P, L, ...]}`, and those
+        outside it `{kind: [n, ...]}`.
+        """
+        ring = {kind: jax.tree.map(self.stacks[kind].stack, layers[kind]) for kind in self.in_ring}
+        front = {
+            kind: jax.tree.map(lambda leaf, n=self.stacks[kind].outside: leaf[:n], layers[kind])
+            for kind in self.in_front
+        }
+        return ring, front
+
+    def unstack(self, ring: Tree, front: Tree) -> Tree:
+        """The way back: `{kind: [n, ...]}` in network order, padding dropped.
+
+        Kinds that are in neither are left out.
+        """
+        found = {}
+        for kind, stack in self.stacks.items():
+            if kind in ring:
+                trees = [tree[kind] for tree in (ring, front) if kind in tree]
+                found[kind] = jax.tree.map(stack.unstack, *trees)
+            elif kind in front:
+                found[kind] = front[kind]
+        return found
+
+
+@dataclass(frozen=True)
+class KindStack:
+    """Where the layers of one kind are: in the stacks of the ring, and in front of it."""
+
+    layers: tuple[int, ...]
+    """Positions in the network of all layers of this kind, in order."""
+    outside: int
+    """How many of them are in front of the ring."""
+    shape: tuple[int, int, int]
+    """Leading dims of a stacked parameter: `(R, P, L)`, L being the most of a chunk."""
+    layer_at: np.ndarray
+    """int32 `[R * P * L]`: the network's layer at each stacked position, -1 for padding."""
+
+    @classmethod
+    def of(cls, layout: Layout, kind: str) -> KindStack:
+        """The layers of this kind in a layout."""
+        layers = tuple(n for n, name in enumerate(layout.kind_of) if name == kind)
+        mine = set(layers)
+        chunks = [
+            [int(n) for n in chunk if n in mine]
+            for chunk in layout.layer_at.reshape(-1, layout.layers_per_chunk)
+        ]
+        length = max(map(len, chunks))
+        padded = [chunk + [-1] * (length - len(chunk)) for chunk in chunks]
+        repeats, stages = layout.ring.num_repeats, layout.ring.num_stages
+        return cls(
+            layers,
+            sum(n < layout.outside for n in layers),
+            (repeats, stages, length),
+            np.array(padded, np.int32).ravel(),
+        )
+
+    @property
+    def in_front(self) -> tuple[int, ...]:
+        """Positions in the network of those in front of the ring."""
+        return self.layers[: self.outside]
+
+    @property
+    def length(self) -> int:
+        """L of this kind: the most of its layers in one chunk."""
+        return self.shape[2]
+
+    @cached_property
+    def _number_at(self) -> np.ndarray:
+        """int `[R * P * L]`: the layer's number among those of its kind in the ring, -1."""
+        numbers = {layer: n for n, layer in enumerate(self.layers[self.outside :])}
+        return np.array([numbers.get(int(layer), -1) for layer in self.layer_at], int)
 
     @property
     def _is_plain(self) -> bool:
         """Whether stacked order is network order: no padding, and no way back on the ring."""
-        return bool((self.layer_at == self.outside + np.arange(self.layer_at.size)).all())
-
-    @cached_property
-    def _place_of(self) -> np.ndarray:
-        """int: the stacked position of each layer of the ring, in network order."""
-        used = np.flatnonzero(self.layer_at >= 0)
-        return used[np.argsort(self.layer_at[used])]
+        return bool((self._number_at == np.arange(self._number_at.size)).all())
 
     def stack(self, layers: jax.Array) -> jax.Array:
-        """`[num_layers, ...]` in network order -> the ring's `[R, P, L, ...]`, zeros as padding."""
-        if self._is_plain:
-            ring = layers[self.outside :]
-        else:
-            padded = jnp.concatenate([layers, jnp.zeros_like(layers[:1])])
-            ring = padded[self.layer_at]  # -1 picks the zeros
+        """`[n, ...]` in network order -> the ring's `[R, P, L, ...]`, zeros as padding."""
+        ring = layers[self.outside :]
+        if not self._is_plain:
+            padded = jnp.concatenate([ring, jnp.zeros_like(ring[:1])])
+            ring = padded[self._number_at]  # -1 picks the zeros
         return ring.reshape(*self.shape, *layers.shape[1:])
 
     def unstack(self, stacked: jax.Array, outside: jax.Array | None = None) -> jax.Array:
-        """`[R, P, L, ...]` -> `[num_layers, ...]` in network order, padding dropped.
+        """`[R, P, L, ...]` -> `[n, ...]` in network order, padding dropped.
 
-        `outside` are the layers in front of the ring, if there are any.
+        `outside` are the layers of this kind in front of the ring, if there are any.
         """
         flat = stacked.reshape(-1, *stacked.shape[3:])
-        ring = flat if self._is_plain else flat[self._place_of]
-        return ring if outside is None else jnp.concatenate([outside, ring])
+        if not self._is_plain:
+            used = np.flatnonzero(self._number_at >= 0)
+            flat = flat[used[np.argsort(self._number_at[used])]]
+        return flat if outside is None else jnp.concatenate([outside, flat])
 
 
 def pad_vocabulary(table: jax.Array, dim: int, size: int) -> jax.Array:

@@ -17,7 +17,7 @@ from jax import lax
 
 from maxpipe.parallel.mesh import STAGE
 from maxpipe.pipeline.collectives import from_position, index_on, sum_over, vary
-from maxpipe.pipeline.slots import LayerSlots, SlotRow, Work, microbatch, read, room, write
+from maxpipe.pipeline.slots import LayerSlots, Reports, SlotRow, Work, microbatch, read, room, write
 from maxpipe.pipeline.vocabulary import Embedding
 from maxpipe.schedule.table import IDLE, Schedule
 
@@ -38,8 +38,10 @@ class OutsideBuffers(NamedTuple):
 
     waiting: jax.Array
     """`[slots, B, T, D]`: the layers' output until it enters, then its cotangent."""
-    stash: list[jax.Array]
-    """What the layers keep for their backward `[slots * layers, ...]`."""
+    stash: Tree
+    """What the layers keep for their backward: by kind `[slots * layers, ...]`."""
+    reports: Reports | None
+    """What they return besides their output."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ class OutsideLayers:
     batch: Tree
     """Arrays of all microbatches `[M, B, ...]`."""
     pieces: Any
-    """The layer differentiated; None when only forward."""
+    """The layers differentiated, by kind; None when only forward."""
+    seeds: Tree
+    """Cotangents of the layers' losses."""
     embedding: Embedding
     table: jax.Array
     """What the embedding looks up."""
@@ -63,7 +67,12 @@ class OutsideLayers:
         count = self.schedule.outside.num_slots
         trains = self.schedule.trains
         stash = self.slots.empty_stash(self.pieces, count, like) if trains else []
-        return OutsideBuffers(room(count, like), stash)
+        reports = self.slots.empty_reports(self.pieces) if trains else None
+        return OutsideBuffers(room(count, like), stash, reports)
+
+    def zeros(self) -> Tree:
+        """Empty gradient accumulators of the layers."""
+        return {kind: each.zeros(self.held[kind]) for kind, each in self.slots.weights.items()}
 
     def enter(
         self, buffers: OutsideBuffers, row: OutsideRow, entering: jax.Array
@@ -78,12 +87,16 @@ class OutsideLayers:
                 lambda: vary(self.embedding.lookup_own(self.table, tokens)),
                 lambda: nothing,
             )
-        work, stash = self._work(row.forward, row.forward_slot), buffers.stash
+        work = self._work(row.forward, row.forward_slot)
+        stash, reports = buffers.stash, buffers.reports
         with jax.named_scope("forward"):
             if self.schedule.trains:
-                y, stash = self.slots.forward_and_keep(self.pieces, self.held, work, x, stash)
+                assert reports is not None
+                y, stash, reports = self.slots.forward_and_keep(
+                    self.pieces, self.held, work, x, stash, reports
+                )
             else:
-                y = self.slots.forward(self.held, work, x)
+                y, _ = self.slots.forward(self.held, work, x)
         waiting = _put(buffers.waiting, row.forward_slot, y, starts)
         with jax.named_scope("send"):
             output = lax.cond(
@@ -92,7 +105,7 @@ class OutsideLayers:
                 lambda mine: nothing,
                 read(waiting, row.forward_slot),
             )
-        return output, OutsideBuffers(waiting, stash)
+        return output, OutsideBuffers(waiting, stash, reports)
 
     def leave(
         self,
@@ -116,10 +129,9 @@ class OutsideLayers:
             )
         mine = (returning >= 0) & (index_on(STAGE) == self._owner(returning))
         waiting = _put(buffers.waiting, row.backward_slot, arrived, mine)
-        # The last round may be short: what has no microbatch works on another one's for nothing.
-        exists = self._own(row.backward) < self.schedule.num_microbatches
-        d_output = jnp.where(exists, read(waiting, row.backward_slot), 0)
         work = self._work(row.backward, row.backward_slot)
+        assert work.exists is not None
+        d_output = jnp.where(work.exists, read(waiting, row.backward_slot), 0)
         with jax.named_scope("backward"):
             d_input, totals = self.slots.backward(
                 self.pieces, self.held, work, d_output, buffers.stash, totals
@@ -136,7 +148,8 @@ class OutsideLayers:
 
     def finish(self, totals: Tree) -> Tree:
         """Gradients summed over devices, in the form of the parameters."""
-        return jax.tree.map(lambda total: sum_over(total, STAGE), self.slots.weights.finish(totals))
+        found = {kind: each.finish(totals[kind]) for kind, each in self.slots.weights.items()}
+        return jax.tree.map(lambda total: sum_over(total, STAGE), found)
 
     def _owner(self, microbatch: jax.Array) -> jax.Array:
         """The stage that has this microbatch in its round."""
@@ -153,13 +166,28 @@ class OutsideLayers:
         return jnp.minimum(members, self.schedule.num_microbatches - 1)
 
     def _work(self, number: jax.Array, slot: jax.Array) -> Work:
-        """A round on this stage; every stage does the same."""
+        """A round on this stage; every stage does the same.
+
+        The last round may be short: what has no microbatch works on another one's for nothing.
+        """
         own = jnp.minimum(self._own(number), self.schedule.num_microbatches - 1)
-        none, runs = vary(jnp.int32(0)), number >= 0
+        exists = self._own(number) < self.schedule.num_microbatches
+        none, runs, layout = vary(jnp.int32(0)), number >= 0, self.slots.layout
         row = SlotRow(jnp.where(runs, own, IDLE), none, none, slot, none, none, none, any_work=runs)
-        size = jnp.where(runs, self.slots.length, 0)
-        inputs = microbatch(self.batch, own)
-        return Work(row, none, none, first=none, size=size, trips=size, inputs=inputs)
+        size = jnp.where(runs, layout.layers_per_chunk, 0)
+        return Work(
+            row,
+            chunk=none,
+            gradient=none,
+            first=none,
+            size=size,
+            trips=size,
+            inputs=microbatch(self.batch, own),
+            kinds=vary(jnp.asarray(layout.kind_at[0, 0])),
+            places=vary(jnp.asarray(layout.place_at[0, 0])),
+            seeds=jax.tree.map(lambda seed: jnp.where(exists, seed, 0), self.seeds),
+            exists=exists,
+        )
 
 
 def _put(buffer: jax.Array, slot: jax.Array, value: jax.Array, counts: jax.Array) -> jax.Array:

@@ -6,150 +6,46 @@ Collectives over the stage axis stand where all stages pass: between slots, neve
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from maxpipe.parallel.mesh import STAGE
-from maxpipe.pipeline.collectives import from_position, index_on, shift, vary
-from maxpipe.pipeline.layout import Layout
-from maxpipe.pipeline.outside import OutsideBuffers, OutsideLayers, OutsideRow
-from maxpipe.pipeline.remat import Keep
-from maxpipe.pipeline.slots import Idle, LayerSlots, SlotRow, microbatch, read, room, write
+from maxpipe.parallel.mesh import BATCH_AXES, STAGE
+from maxpipe.pipeline.carry import Buffers, Gradients, Row, Table
+from maxpipe.pipeline.collectives import from_position, index_on, shift, sum_over, vary
+from maxpipe.pipeline.network import Plan
+from maxpipe.pipeline.outside import OutsideLayers
+from maxpipe.pipeline.slots import LayerSlots, Reports, SlotRow, Work, microbatch, read, room, write
+from maxpipe.pipeline.visits import run_visits
 from maxpipe.pipeline.vocabulary import Embedding, LossHead
-from maxpipe.pipeline.weights import WHOLE, Gather, LayerWeights, sum_over_batch
-from maxpipe.schedule.table import Ring, Schedule, Slots
+from maxpipe.pipeline.weights import WHOLE, LayerWeights, sum_over_batch
+from maxpipe.schedule.table import Schedule
 
 Tree = Any
-
-
-@dataclass(frozen=True)
-class Network:
-    """What the engine runs: a stack of like layers between an embedding and a loss head.
-
-    Parameters are `{embedding [V, D], layers {... [R, P, L, ...]}, final_norm, head [D, V]}`;
-    without `head` the embedding table is used. Layers in front of the ring are in `outside`,
-    stacked `[layers, ...]`.
-    """
-
-    layer: Callable[[Tree, jax.Array, Tree, jax.Array, jax.Array | None], jax.Array]
-    """(params, x [B, T, D], inputs, layer index, key) -> [B, T, D]."""
-    norm: Callable[[Tree, jax.Array], jax.Array]
-    """The norm in front of the loss head."""
-    vocab_size: int
-    compute_dtype: jnp.dtype
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a network runs on a ring of stages."""
-
-    network: Network
-    layout: Layout
-    weight_gather: Gather
-    keep: Keep
-    idle: Idle
-    divisions: Tree
-    """For each parameter its `Division`."""
-
-    @property
-    def gather_outside_ring(self) -> Gather:
-        """When weights outside the ring are gathered: no window holds them."""
-        return "step" if self.weight_gather == "visit" else self.weight_gather
-
-
-# The table on the devices.
-
-
-class Row(NamedTuple):
-    """One tick of the table as one stage sees it; arrays of all ticks before the loop."""
-
-    forward: SlotRow
-    backward: SlotRow
-    weight: SlotRow
-    arrivals: tuple[Any, ...]
-    """Inbox slot for each of the schedule's arrivals."""
-    embed: Any
-    loss: Any
-    embed_grad: Any
-    outside: OutsideRow
-
-
-class Table(NamedTuple):
-    """The table as arrays: `[K, P]` or `[K]` for ticks, `[E, P]` or `[E]` for visits."""
-
-    rows: Row
-    gather_repeat: Any
-    gather_slot: Any
-    reduce_repeat: Any
-    reduce_slot: Any
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> Table:
-        """What the program reads of a schedule."""
-
-        def columns(slots: Slots) -> SlotRow:
-            found = [getattr(slots, name) for name in SlotRow._fields[:-1]]
-            return SlotRow(*found, any_work=slots.active.any(axis=1))  # type: ignore[call-arg]
-
-        rows = Row(
-            columns(schedule.forward),
-            columns(schedule.backward),
-            columns(schedule.weight),
-            tuple(arrival.slot for arrival in schedule.arrivals),
-            schedule.embed_microbatch,
-            schedule.loss_microbatch,
-            schedule.embed_grad_microbatch,
-            OutsideRow(*(getattr(schedule.outside, name) for name in OutsideRow._fields)),
-        )
-        visits = schedule.visits
-        events = (visits.gather_repeat, visits.gather_slot)
-        table = cls(rows, *events, visits.reduce_repeat, visits.reduce_slot)
-        return jax.tree.map(lambda column: np.asarray(column, np.int32), table)
-
-
-class Gradients(NamedTuple):
-    """Float32 accumulators of one device."""
-
-    embedding: jax.Array
-    layers: Tree
-    final_norm: Tree
-    head: jax.Array
-    outside: Tree
-
-
-class Buffers(NamedTuple):
-    """What the loop over ticks carries."""
-
-    inbox: jax.Array
-    """Messages that wait `[slots, B, T, D]`."""
-    stash: list[jax.Array]
-    """What the forwards keep: arrays `[slots * L, ...]`, of each layer or of the first one."""
-    deferred: list[jax.Array]
-    """What weight gradients wait for `[slots * L, ...]`."""
-    sent: dict[str, jax.Array]
-    """What leaves for other stages in the next tick, by port."""
-    window: Tree
-    """Whole chunks of weights `[slots * L, ...]`, when gathered by visit."""
-    partial: Tree
-    """Their gradients, not yet reduced."""
-    outside: OutsideBuffers | None
-    gradients: Gradients | None
-    loss: jax.Array
 
 
 class Program:
     """One step on one device."""
 
     def __init__(
-        self, plan: Plan, schedule: Schedule, params: Tree, batch: Tree, key: jax.Array | None
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        params: Tree,
+        batch: Tree,
+        key: jax.Array | None,
+        scale: jax.Array | None,
     ):
+        """`scale` multiplies the gradients; forward only needs none."""
+        self.scale = scale
+        self.seeds = (
+            {}
+            if scale is None
+            else {name: weight * scale for name, weight in plan.network.loss_weights.items()}
+        )
         self.plan, self.schedule, self.network = plan, schedule, plan.network
         self.stage = index_on(STAGE)
         self.batch = jax.tree.map(partial(_cut, schedule.num_microbatches), vary(batch))
@@ -163,7 +59,7 @@ class Program:
     def _hold_ends(self, params: Tree) -> None:
         divisions, dtype = self.plan.divisions, self.network.compute_dtype
         table, of_table = params["embedding"], divisions["embedding"]
-        self.embedding = Embedding(of_table)
+        self.embedding = Embedding(of_table, self.network.embed_scale)
         self.table = self.embedding.hold(table, dtype)
         self.final_norm = jax.tree.map(lambda leaf: vary(leaf.astype(dtype)), params["final_norm"])
         self.tied = "head" not in params
@@ -174,21 +70,22 @@ class Program:
         self.head_weights = LayerWeights(self.plan.gather_outside_ring, of_head, dtype)
         self.head = self.head_weights.hold(head[None])
         last_stage = self.schedule.ring.last_stage
-        self.loss_head = LossHead(self.network.norm, last_stage, self.network.vocab_size)
+        network = self.network
+        self.loss_head = LossHead(network.norm, last_stage, network.vocab_size, network.logit_cap)
 
     def _hold_layers(self, params: Tree, key: jax.Array | None) -> None:
         plan, dtype = self.plan, self.network.compute_dtype
         mode = plan.weight_gather
+        mode = "step" if mode == "visit" and not self.by_visit else mode
         # Stacked dims [R, 1, L] of this stage become one.
-        self.weights = LayerWeights(
-            "step" if mode == "visit" and not self.by_visit else mode,
-            _of_one_layer(plan.divisions["layers"], num_stacked=3),
-            dtype,
-        )
+        self.weights = {
+            kind: LayerWeights(mode, _of_one_layer(divisions, num_stacked=3), dtype)
+            for kind, divisions in plan.divisions["layers"].items()
+        }
         flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), params)
-        self.held = self.weights.hold(flat)
+        self.held = {kind: self.weights[kind].hold(flat[kind]) for kind in flat}
         self.slots = LayerSlots(
-            self.network.layer,
+            self.network.layers,
             plan.layout,
             self.weights,
             plan.keep,
@@ -200,25 +97,36 @@ class Program:
             held = self._window(1, dtype) if self.by_visit else self.held
             inputs = microbatch(self.batch, vary(jnp.int32(0)))
             halves = self.schedule.mixed
-            self.pieces = self.slots.pieces(held, self._activation(), inputs, halves=halves)
+            self.pieces = self.slots.pieces(
+                held, self._activation(), inputs, self.seeds, halves=halves
+            )
 
     def _outside(self, params: Tree, key: jax.Array | None) -> OutsideLayers:
         """The layers in front of the ring: one chunk that every stage holds."""
         plan, trains = self.plan, self.schedule.trains
-        weights = LayerWeights(
-            plan.gather_outside_ring,
-            _of_one_layer(plan.divisions["outside"], num_stacked=1),
-            self.network.compute_dtype,
-        )
-        held, layout = weights.hold(params), Layout(Ring(1, 1), (plan.layout.outside,))
-        slots = LayerSlots(self.network.layer, layout, weights, plan.keep, "skip", key, False)
-        inputs = microbatch(self.batch, vary(jnp.int32(0)))
-        pieces = slots.pieces(held, self._activation(), inputs, halves=False) if trains else None
+        mode, dtype = plan.gather_outside_ring, self.network.compute_dtype
+        weights = {
+            kind: LayerWeights(mode, _of_one_layer(divisions, num_stacked=1), dtype)
+            for kind, divisions in plan.divisions["outside"].items()
+        }
+        held = {kind: weights[kind].hold(params[kind]) for kind in params}
+        front = plan.layout.front
+        slots = LayerSlots(self.network.layers, front, weights, plan.keep, "skip", key, False)
+        pieces = None
+        if trains:
+            inputs = microbatch(self.batch, vary(jnp.int32(0)))
+            activation = self._activation()
+            pieces = slots.pieces(held, activation, inputs, self.seeds, halves=False)
         ends = (self.embedding, self.table)
-        return OutsideLayers(slots, held, self.schedule, self.batch, pieces, *ends)
+        return OutsideLayers(slots, held, self.schedule, self.batch, pieces, self.seeds, *ends)
 
     def _window(self, num_chunks: int, dtype: Any) -> Tree:
-        return self.weights.window(self.held, num_chunks * self.slots.length, jnp.dtype(dtype))
+        return {
+            kind: weights.window(
+                self.held[kind], num_chunks * self.slots.length(kind), jnp.dtype(dtype)
+            )
+            for kind, weights in self.weights.items()
+        }
 
     def _activation(self) -> jax.Array:
         """An empty message `[B, T, D]`."""
@@ -228,22 +136,23 @@ class Program:
     def buffers(self) -> Buffers:
         """Everything empty, at the sizes that the table declares."""
         empty, schedule = self._activation(), self.schedule
-        stash: list[jax.Array] = []
-        deferred: list[jax.Array] = []
-        gradients, sums, visits = None, None, schedule.visits
+        stash: Tree = []
+        deferred: Tree = []
+        gradients, reports, sums, visits = None, None, None, schedule.visits
         if schedule.trains:
             stash = self.slots.empty_stash(self.pieces, schedule.num_stash, empty)
             if schedule.mixed:
                 deferred = self.slots.empty_deferred(self.pieces, schedule.num_deferred)
             if self.by_visit:
                 sums = self._window(visits.num_gradient, jnp.float32)
+            reports = self.slots.empty_reports(self.pieces)
             wide = partial(jnp.zeros_like, dtype=jnp.float32)
             gradients = Gradients(
                 wide(self.table),
-                self.weights.zeros(self.held),
+                {kind: weights.zeros(self.held[kind]) for kind, weights in self.weights.items()},
                 jax.tree.map(wide, self.final_norm),
                 self.head_weights.zeros(self.head),
-                self.outside and self.outside.slots.weights.zeros(self.outside.held),
+                self.outside and self.outside.zeros(),
             )
         return Buffers(
             inbox=room(schedule.num_inbox, empty),
@@ -254,6 +163,7 @@ class Program:
             partial=sums,
             outside=self.outside and self.outside.buffers(empty),
             gradients=vary(gradients),
+            reports=reports,
             loss=vary(jnp.float32(0)),
         )
 
@@ -267,13 +177,11 @@ class Program:
 
     # A tick.
 
-    def tick(self, carry: Buffers, row: Row, scale: jax.Array | None) -> Buffers:
-        """One tick. `scale` multiplies the gradients; forward only needs none."""
-        if self.schedule.mixed:
-            return self._mixed_tick(carry, row, scale)
-        return self._typed_tick(carry, row, scale)
+    def tick(self, carry: Buffers, row: Row) -> Buffers:
+        """One tick."""
+        return self._mixed_tick(carry, row) if self.schedule.mixed else self._typed_tick(carry, row)
 
-    def _typed_tick(self, carry: Buffers, row: Row, scale: jax.Array | None) -> Buffers:
+    def _typed_tick(self, carry: Buffers, row: Row) -> Buffers:
         """Forward slot, loss head, backward slot.
 
         The cotangent sent in the last tick travels while the forward slot computes, the activation
@@ -286,7 +194,7 @@ class Program:
             travelling |= self._send({"F": output})
         sent = {"F": output}
         if trains:
-            carry = self._loss_and_grad(carry, row, output, scale)
+            carry = self._loss_and_grad(carry, row, output)
             if not delayed:
                 carry = self._receive(carry, row, travelling, "B")
             sent["B"], carry = self._backward_slot(carry, row)
@@ -297,11 +205,11 @@ class Program:
         carry = self._receive(carry, row, self._stay(sent), "FB")
         return carry._replace(sent={port: sent[port] for port in carry.sent})
 
-    def _mixed_tick(self, carry: Buffers, row: Row, scale: jax.Array | None) -> Buffers:
+    def _mixed_tick(self, carry: Buffers, row: Row) -> Buffers:
         """One action of any kind; all that joins the stages stands before or after it."""
         delayed = self.schedule.delayed
         travelling = self._send(carry.sent) if delayed else {}
-        carry = self._loss_and_grad(carry, row, carry.sent["X"], scale)
+        carry = self._loss_and_grad(carry, row, carry.sent["X"])
         output, carry = self._forward_slot(carry, row)
         d_input, carry = self._input_grad_slot(carry, row)
         carry = self._weight_grad_slot(carry, row)
@@ -344,22 +252,28 @@ class Program:
 
     # Slots.
 
+    def _work(self, row: SlotRow) -> Work:
+        return self.slots.work(row, self.batch, self.seeds)
+
     def _held(self, carry: Buffers) -> Tree:
         return carry.window if self.by_visit else self.held
 
     def _forward_slot(self, carry: Buffers, row: Row) -> tuple[jax.Array, Buffers]:
         """The chunk's output; what the backward slot will need goes to the stash."""
         x, carry = self._enter(carry, row, read(carry.inbox, row.forward.inbox))
-        work, held = self.slots.work(row.forward, self.batch), self._held(carry)
+        work, held = self._work(row.forward), self._held(carry)
         with jax.named_scope("forward"):
             if not self.schedule.trains:
-                return self.slots.forward(held, work, x), carry
-            x, stash = self.slots.forward_and_keep(self.pieces, held, work, x, carry.stash)
-        return x, carry._replace(stash=stash)
+                return self.slots.forward(held, work, x)[0], carry
+            assert carry.reports is not None
+            x, stash, reports = self.slots.forward_and_keep(
+                self.pieces, held, work, x, carry.stash, carry.reports
+            )
+        return x, carry._replace(stash=stash, reports=reports)
 
     def _backward_slot(self, carry: Buffers, row: Row) -> tuple[jax.Array, Buffers]:
         """Both gradients of a chunk."""
-        work = self.slots.work(row.backward, self.batch)
+        work = self._work(row.backward)
         cotangent = read(carry.inbox, row.backward.inbox)
         with jax.named_scope("backward"):
             d_input, totals = self.slots.backward(
@@ -369,7 +283,7 @@ class Program:
 
     def _input_grad_slot(self, carry: Buffers, row: Row) -> tuple[jax.Array, Buffers]:
         """The gradient of a chunk's input; what its weights' gradients need is deferred."""
-        work = self.slots.work(row.backward, self.batch)
+        work = self._work(row.backward)
         cotangent = read(carry.inbox, row.backward.inbox)
         with jax.named_scope("input_grad"):
             d_input, deferred = self.slots.input_grad(
@@ -379,7 +293,7 @@ class Program:
 
     def _weight_grad_slot(self, carry: Buffers, row: Row) -> Buffers:
         """The gradients of a chunk's weights, from what was deferred."""
-        work = self.slots.work(row.weight, self.batch)
+        work = self._work(row.weight)
         with jax.named_scope("weight_grad"):
             totals = self.slots.weight_grad(self.pieces, work, carry.deferred, self._totals(carry))
         return self._with_totals(carry, totals)
@@ -454,11 +368,9 @@ class Program:
         head = self.head_weights.layer(self.head, 0)
         return self.final_norm, head, output, inputs["targets"], inputs["loss_mask"]
 
-    def _loss_and_grad(
-        self, carry: Buffers, row: Row, output: jax.Array, scale: jax.Array | None
-    ) -> Buffers:
+    def _loss_and_grad(self, carry: Buffers, row: Row, output: jax.Array) -> Buffers:
         """Adds the leaving microbatch's loss; its cotangent goes to the inbox."""
-        gradients = carry.gradients
+        gradients, scale = carry.gradients, self.scale
         assert gradients is not None and scale is not None
 
         def work(loss: jax.Array, norm: Tree, head: jax.Array):
@@ -483,77 +395,23 @@ class Program:
 
     # Ticks in order.
 
-    def run(self, table: Table, scale: jax.Array | None) -> Buffers:
+    def run(self, table: Table) -> Buffers:
         """All ticks."""
-        # A column arrives as [K, 1], this stage's part of [K, P].
-        table = jax.tree.map(lambda column: column.reshape(len(column)), table)
+        table = table.of_this_stage()
         if self.by_visit:
-            return self._run_visits(table, scale)
+            return run_visits(self, table)
 
         def body(carry: Buffers, row: Row) -> tuple[Buffers, None]:
-            return self.tick(carry, row, scale), None
+            return self.tick(carry, row), None
 
         return lax.scan(body, self.buffers(), table.rows)[0]
 
-    def _run_visits(self, table: Table, scale: jax.Array | None) -> Buffers:
-        """Ticks from one gather to the next."""
-        visits, length = self.schedule.visits, self.slots.length
-        # Turn i runs the ticks between gathers i - 1 and i while gather i is on its way. Of the
-        # turns the first has no tick, and the last repeats the last gather for want of another.
-        stops = np.append(visits.gather_tick, self.schedule.num_ticks)
-        starts = np.append(visits.gather_tick[:1], stops[:-1])
-        # Layers to be reduced before a turn; what is due at the end comes after the last turn.
-        due = length * np.searchsorted(visits.reduce_tick, starts, side="right")
-
-        def reduce_layer(number: jax.Array, carry: Buffers) -> Buffers:
-            gradients = carry.gradients
-            assert gradients is not None
-            event, layer = number // length, number % length
-            layers, sums = self.weights.reduce(
-                gradients.layers,
-                length * read(table.reduce_repeat, event) + layer,
-                carry.partial,
-                length * read(table.reduce_slot, event) + layer,
-            )
-            return carry._replace(partial=sums, gradients=gradients._replace(layers=layers))
-
-        def reduce(first: Any, last: Any, carry: Buffers) -> Buffers:
-            if not self.schedule.trains:
-                return carry
-            with jax.named_scope("reduce"):
-                return lax.fori_loop(first, last, reduce_layer, carry)
-
-        def one_tick(tick: jax.Array, carry: Buffers) -> Buffers:
-            return self.tick(carry, jax.tree.map(lambda leaf: read(leaf, tick), table.rows), scale)
-
-        def one_turn(carry: Buffers, turn: tuple[jax.Array, ...]) -> tuple[Buffers, None]:
-            start, stop, first_due, last_due, repeat, slot = turn
-            with jax.named_scope("gather"):
-                chunk = self.weights.gather_chunk(self.held, length * repeat, length)
-            carry = reduce(first_due, last_due, carry)
-            with jax.named_scope("ticks"):
-                carry = lax.fori_loop(start, stop, one_tick, carry)
-            window = jax.tree.map(
-                lambda held, new: lax.dynamic_update_slice_in_dim(held, new, slot * length, 0),
-                carry.window,
-                chunk,
-            )
-            return carry._replace(window=window), None
-
-        spans = (starts, stops, np.append(0, due[:-1]), due)
-        turns = tuple(jnp.asarray(span, jnp.int32) for span in spans)
-        events = (table.gather_repeat, table.gather_slot)
-        turns += tuple(jnp.append(column, column[-1:]) for column in events)
-        carry, _ = lax.scan(one_turn, self.buffers(), turns)
-        return reduce(due[-1], length * len(visits.reduce_tick), carry)
-
     def finish(self, gradients: Gradients) -> Tree:
         """Gradients summed over devices, in the form of the parameters."""
-        shape = self.plan.layout.shape
-        layers = jax.tree.map(
-            lambda leaf: leaf.reshape(shape[0], 1, shape[2], *leaf.shape[1:]),
-            self.weights.finish(gradients.layers),
-        )
+        layers = {
+            kind: self._stacked(kind, weights.finish(gradients.layers[kind]))
+            for kind, weights in self.weights.items()
+        }
         # Every stage computed the same gradient of the final norm; one counts.
         final_norm = jax.tree.map(
             lambda leaf: sum_over_batch(from_position(leaf, STAGE, 0), WHOLE),
@@ -567,6 +425,34 @@ class Program:
         if self.tied:
             return found | {"embedding": embedding + head.T}
         return found | {"embedding": embedding, "head": head}
+
+    def finish_reports(self, carry: Buffers) -> Reports:
+        """Losses of all layers and rows; statistics of each layer, summed over all rows.
+
+        Statistics of the ring are `[R, 1, L, ...]`, under `layers`; those of the layers outside it
+        `[layers, ...]`, under `outside`.
+        """
+        assert carry.reports is not None
+        losses = {name: sum_over(loss, STAGE) for name, loss in carry.reports.losses.items()}
+        statistics: dict[str, Tree] = {
+            "layers": {
+                kind: self._stacked(kind, found) for kind, found in carry.reports.statistics.items()
+            }
+        }
+        if self.outside is not None:
+            assert carry.outside is not None and carry.outside.reports is not None
+            front = carry.outside.reports
+            statistics["outside"] = jax.tree.map(
+                lambda leaf: sum_over(leaf, STAGE), front.statistics
+            )
+            for name, loss in front.losses.items():
+                losses[name] = losses.get(name, 0.0) + sum_over(loss, STAGE)
+        return jax.tree.map(lambda leaf: sum_over(leaf, BATCH_AXES), Reports(losses, statistics))
+
+    def _stacked(self, kind: str, tree: Tree) -> Tree:
+        """`[R * L, ...]` as `[R, 1, L, ...]`."""
+        repeats, _, length = self.plan.layout.stacks[kind].shape
+        return jax.tree.map(lambda leaf: leaf.reshape(repeats, 1, length, *leaf.shape[1:]), tree)
 
 
 def _of_one_layer(divisions: Tree, *, num_stacked: int) -> Tree:

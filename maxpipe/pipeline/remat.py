@@ -23,6 +23,14 @@ Tree = Any
 Remat = Literal["chunk", "full", "names", "none"]
 
 
+LayerFn = Callable[..., tuple[jax.Array, dict[str, jax.Array], dict[str, jax.Array]]]
+"""(weights, x [B, T, D], inputs, layer index, key) -> (output [B, T, D], losses, statistics).
+
+Losses are scalars, summed over the target tokens of the rows: they are added up as they are, and
+their gradients flow. Statistics are arrays, summed over tokens, without a gradient.
+"""
+
+
 @dataclass(frozen=True)
 class Keep:
     """What forward slots keep for backward slots.
@@ -36,7 +44,7 @@ class Keep:
     offloaded: tuple[str, ...] = ()
     """Names kept in host memory instead of on the device, whether among `names` or not."""
 
-    def wrap(self, layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def wrap(self, layer: LayerFn) -> LayerFn:
         """The layer with its replay marked."""
         policies = jax.checkpoint_policies
         if self.remat == "none":
@@ -66,67 +74,93 @@ class Kept(NamedTuple):
         return cls(aval.shape, aval.dtype, aval.memory_space == jax.memory.Space.Host)
 
 
-@dataclass(frozen=True)
-class Differentiated:
-    """The pieces of one layer. `constants` are arrays without gradients: batch, index, key."""
+class Constants(NamedTuple):
+    """What a layer reads besides weights and input. Nothing in it has a gradient."""
 
-    forward: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, list[jax.Array]]]
-    """(weights, x, constants) -> (output, saved)."""
-    backward: Callable[[Tree, list[jax.Array], Tree, jax.Array], tuple[Tree, jax.Array]]
+    inputs: Tree
+    """The microbatch's arrays."""
+    layer: jax.Array
+    """The layer's position in the network."""
+    key: jax.Array | None
+    """Of the step's randomness."""
+    seeds: Tree
+    """Cotangent of each of the layers' losses; a layer may return some of them."""
+
+
+@dataclass(frozen=True)
+class LayerVJP:
+    """The pieces of one layer, differentiated."""
+
+    forward: Callable[[Tree, jax.Array, Constants], tuple[jax.Array, list[jax.Array], Tree, Tree]]
+    """(weights, x, constants) -> (output, saved, losses, statistics)."""
+    backward: Callable[[Tree, list[jax.Array], Constants, jax.Array], tuple[Tree, jax.Array]]
     """(weights, saved, constants, cotangent) -> (weight gradients, input gradient)."""
     input_grad: Callable[..., tuple[jax.Array, list[jax.Array]]]
     """(weights, saved, constants, cotangent) -> (input gradient, deferred)."""
-    weight_grad: Callable[[list[jax.Array], Tree], Tree]
+    weight_grad: Callable[[list[jax.Array], Constants], Tree]
     """(deferred, constants) -> weight gradients."""
     saved: tuple[Kept, ...]
     deferred: tuple[Kept, ...]
+    losses: tuple[str, ...]
+    statistics: dict[str, tuple[int, ...]]
+    """Shapes by name."""
 
 
 def differentiate(
-    layer: Callable[[Tree, jax.Array, Tree], jax.Array],
-    keep: Keep,
-    weights: Tree,
-    x: jax.Array,
-    constants: Tree,
-    *,
-    halves: bool,
-) -> Differentiated:
-    """Trace `layer(weights, x, constants)` with arguments like these.
+    layer: LayerFn, keep: Keep, weights: Tree, x: jax.Array, constants: Constants, *, halves: bool
+) -> LayerVJP:
+    """Trace a layer with arguments like these.
 
     `halves` makes `input_grad` and `weight_grad` as well as `backward`.
     """
     structure: list[Any] = []  # of the pullback, known once the forward is traced
     wrapped = keep.wrap(layer)
 
-    def run(weights: Tree, x: jax.Array, constants: Tree) -> tuple[jax.Array, list[jax.Array]]:
-        output, pullback = jax.vjp(lambda w, x: wrapped(w, x, constants), weights, x)
+    def run(weights: Tree, x: jax.Array, constants: Constants) -> tuple[Any, list[jax.Array]]:
+        def differentiable(weights: Tree, x: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree]:
+            output, losses, statistics = wrapped(weights, x, *constants[:3])
+            return (output, losses), statistics
+
+        (output, losses), pullback, statistics = jax.vjp(differentiable, weights, x, has_aux=True)
         leaves, tree = jax.tree.flatten(pullback)
         structure.append(tree)
-        return output, leaves
+        return (output, losses, statistics), leaves
 
-    traced = jax.make_jaxpr(run)(weights, x, constants)
+    traced, (of_outputs, _) = jax.make_jaxpr(run, return_shape=True)(weights, x, constants)
+    outputs = jax.tree.structure(of_outputs)
     flat = Flat(traced)
     sources = _Sources.of(flat, len(jax.tree.leaves(weights)))
-    leaves = flat.outputs[1:]
+    leaves = flat.outputs[outputs.num_leaves :]
     stored = [leaf for leaf in dict.fromkeys(leaves) if sources.must_wait(leaf)]
 
-    def forward(weights: Tree, x: jax.Array, constants: Tree) -> tuple[jax.Array, list[jax.Array]]:
-        output, *found = jex.jaxpr_as_fun(traced)(*jax.tree.leaves((weights, x, constants)))
-        values = dict(zip(leaves, found, strict=True))
-        return output, [values[leaf] for leaf in stored]
+    def forward(
+        weights: Tree, x: jax.Array, constants: Constants
+    ) -> tuple[jax.Array, list[jax.Array], Tree, Tree]:
+        found = jex.jaxpr_as_fun(traced)(*jax.tree.leaves((weights, x, constants)))
+        output, losses, statistics = outputs.unflatten(found[: outputs.num_leaves])
+        values = dict(zip(leaves, found[outputs.num_leaves :], strict=True))
+        return output, [values[leaf] for leaf in stored], losses, statistics
 
     def backward(
-        weights: Tree, saved: list[jax.Array], constants: Tree, cotangent: jax.Array
+        weights: Tree, saved: list[jax.Array], constants: Constants, cotangent: jax.Array
     ) -> tuple[Tree, jax.Array]:
         known = [*jax.tree.leaves(weights), *saved, *jax.tree.leaves(constants)]
         values = flat.environment([*sources.weights, *stored, *sources.constants], known)
         flat.run(sorted(flat.needed([leaf for leaf in leaves if leaf not in values])), values)
         pullback = jax.tree.unflatten(structure[-1], [values[leaf] for leaf in leaves])
-        return pullback(cotangent)
+        return pullback((cotangent, {name: constants.seeds[name] for name in of_outputs[1]}))
 
-    output, saved = forward(weights, x, constants)
-    kept = tuple(Kept.of(jax.typeof(leaf)) for leaf in saved)
-    pieces = Differentiated(forward, backward, _whole, _whole, kept, ())
+    output, saved, losses, statistics = forward(weights, x, constants)
+    pieces = LayerVJP(
+        forward,
+        backward,
+        _whole,
+        _whole,
+        saved=tuple(Kept.of(jax.typeof(leaf)) for leaf in saved),
+        deferred=(),
+        losses=tuple(losses),
+        statistics={name: leaf.shape for name, leaf in statistics.items()},
+    )
     return _with_halves(pieces, weights, saved, constants, output) if halves else pieces
 
 
@@ -159,8 +193,12 @@ class _Sources:
 
 
 def _with_halves(
-    pieces: Differentiated, weights: Tree, saved: list[jax.Array], constants: Tree, like: jax.Array
-) -> Differentiated:
+    pieces: LayerVJP,
+    weights: Tree,
+    saved: list[jax.Array],
+    constants: Constants,
+    like: jax.Array,
+) -> LayerVJP:
     """The backward cut in two."""
     traced = jax.make_jaxpr(pieces.backward)(weights, saved, constants, like)
     sizes = [len(jax.tree.leaves(tree)) for tree in (weights, saved, constants)]
@@ -173,12 +211,12 @@ def _with_halves(
     structure = jax.tree.structure(weights)
 
     def input_grad(
-        weights: Tree, saved: list[jax.Array], constants: Tree, cotangent: jax.Array
+        weights: Tree, saved: list[jax.Array], constants: Constants, cotangent: jax.Array
     ) -> tuple[jax.Array, list[jax.Array]]:
         (found,), kept = parts.first(jax.tree.leaves((weights, saved, constants, cotangent)))
         return found, kept
 
-    def weight_grad(deferred: list[jax.Array], constants: Tree) -> Tree:
+    def weight_grad(deferred: list[jax.Array], constants: Constants) -> Tree:
         return structure.unflatten(parts.second(deferred, jax.tree.leaves(constants)))
 
     return dataclasses.replace(

@@ -1,15 +1,18 @@
 """What a stage does in a slot: its chunk's layers, forward or backward.
 
 The layers of a slot run in a loop whose number of turns comes from the table, none when idle, so
-that no conditional ever passes a buffer through. With `idle="compute"` every stage turns as often
-as the busiest one and throws away what does not count: control flow that is the same everywhere.
+that no conditional ever passes a buffer through. Layers of unlike kinds follow the same rule: each
+turn has a loop of no or one turn for each kind, and what is read from a kind's stacks is indexed by
+that loop's counter, too, so that nothing in it is loop-invariant and would be copied out of it.
+With `idle="compute"` every stage turns as often as the busiest one and throws away what does not
+count: control flow that is the same everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +21,16 @@ from jax import lax
 from maxpipe.parallel.mesh import STAGE
 from maxpipe.pipeline.collectives import index_on, vary
 from maxpipe.pipeline.layout import Layout
-from maxpipe.pipeline.remat import Differentiated, Keep, Kept, differentiate
+from maxpipe.pipeline.remat import Constants, Keep, Kept, LayerFn, LayerVJP, differentiate
 from maxpipe.pipeline.weights import LayerWeights
 
 Tree = Any
 Idle = Literal["skip", "compute"]
+State = TypeVar("State")
 
 
 class SlotRow(NamedTuple):
-    """One kind of slot in one tick as one stage sees it; every entry is a scalar."""
+    """One kind of slot in one tick as one stage sees it; entries are scalars."""
 
     microbatch: jax.Array
     repeat: jax.Array
@@ -37,37 +41,57 @@ class SlotRow(NamedTuple):
     gradient: jax.Array
     any_work: jax.Array
     """Whether any stage works in this slot."""
+    any_kind: Any = None
+    """`[L, kinds]`: whether any stage has a layer of this kind at this position of its chunk. Where
+    all stages turn alike and there is more than one kind."""
 
 
 class Work(NamedTuple):
     """What one slot does, as scalars that differ between stages."""
 
     row: SlotRow
-    weights: jax.Array
-    """Position of its first layer among the weights that are held."""
+    chunk: jax.Array
+    """Number of its chunk among the weights that are held."""
     gradient: jax.Array
     """The same among the gradients."""
     first: jax.Array
-    """The same layer's position in the network."""
+    """Position of its first layer in the network."""
     size: jax.Array
     """Number of layers, 0 when idle."""
     trips: jax.Array
     """Turns of the layer loop."""
     inputs: Tree
     """The microbatch's arrays."""
+    kinds: jax.Array
+    """`[L]`: number of each layer's kind."""
+    places: jax.Array
+    """`[L]`: its place among the layers of that kind in the chunk."""
+    seeds: Tree
+    """Cotangents of the layers' losses."""
+    exists: jax.Array | None = None
+    """Whether its microbatch is one of the step's; None: it is."""
+
+
+class Reports(NamedTuple):
+    """What layers return besides their output, summed over a step."""
+
+    losses: dict[str, jax.Array]
+    """Scalars, float32."""
+    statistics: dict[str, dict[str, jax.Array]]
+    """For each kind arrays of each layer `[R * L, ...]`, float32."""
 
 
 @dataclass(frozen=True)
 class LayerSlots:
     """Runs the layers of a stage's chunks.
 
-    `held` in the methods is what weights are read from: all that the stage holds, or the window.
+    Trees of weights, gradients and kept arrays are dicts by kind of layer. `held` in the methods is
+    what weights are read from: all that the stage holds, or the window.
     """
 
-    layer: Callable[[Tree, jax.Array, Tree, jax.Array, jax.Array | None], jax.Array]
-    """(params, x [B, T, D], inputs, layer index, key) -> [B, T, D]."""
+    layers: dict[str, LayerFn]
     layout: Layout
-    weights: LayerWeights
+    weights: dict[str, LayerWeights]
     keep: Keep
     idle: Idle
     key: jax.Array | None
@@ -75,181 +99,299 @@ class LayerSlots:
     """Weights and gradients lie where the table's window columns say, not by repeat."""
 
     @property
-    def length(self) -> int:
-        """Layers of the longest chunk: the stride of everything kept by layer."""
-        return self.layout.layers_per_chunk
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of the layers in the chunks; tables count them in this order."""
+        return self.layout.in_ring
 
-    def pieces(self, held: Tree, x: jax.Array, inputs: Tree, *, halves: bool) -> Differentiated:
-        """The layer differentiated, traced aside: nothing of it enters this program."""
-        found: list[Differentiated] = []
+    def length(self, kind: str) -> int:
+        """The most layers of a kind in one chunk: the stride of all that is kept by layer."""
+        return self.layout.stacks[kind].length
+
+    def pieces(
+        self, held: Tree, x: jax.Array, inputs: Tree, seeds: Tree, *, halves: bool
+    ) -> dict[str, LayerVJP]:
+        """The layers differentiated, traced aside: nothing of it enters this program."""
+        found: dict[str, LayerVJP] = {}
         keep = Keep("full") if self.keep.remat == "chunk" else self.keep
 
-        def trace(held: Tree, x: jax.Array, inputs: Tree, index: jax.Array) -> jax.Array:
-            weights = self.weights.layer(held, index)
-            constants = (inputs, index, self.key)
-            run = lambda w, x, constants: self.layer(w, x, *constants)  # noqa: E731
-            found.append(differentiate(run, keep, weights, x, constants, halves=halves))
+        def trace(held: Tree, x: jax.Array, inputs: Tree, seeds: Tree, index: jax.Array):
+            constants = Constants(inputs, index, self.key, seeds)
+            for kind in self.kinds:
+                weights = self.weights[kind].layer(held[kind], index)
+                found[kind] = differentiate(
+                    self.layers[kind], keep, weights, x, constants, halves=halves
+                )
             return index
 
-        jax.eval_shape(trace, held, x, inputs, vary(jnp.int32(0)))
-        return found[0]
+        jax.eval_shape(trace, held, x, inputs, seeds, vary(jnp.int32(0)))
+        return found
 
-    def empty_stash(self, pieces: Differentiated, count: int, like: jax.Array) -> list[jax.Array]:
+    def empty_stash(self, pieces: dict[str, LayerVJP], count: int, like: jax.Array) -> Tree:
         """Room for what `count` chunks keep for their backward."""
         if self.keep.remat == "chunk":
             return [room(count, like)]
-        return [room(count * self.length, leaf) for leaf in pieces.saved]
+        return self._rooms(count, {kind: pieces[kind].saved for kind in self.kinds})
 
-    def empty_deferred(self, pieces: Differentiated, count: int) -> list[jax.Array]:
+    def empty_deferred(self, pieces: dict[str, LayerVJP], count: int) -> Tree:
         """Room for what `count` chunks keep for their weights' gradients."""
-        return [room(count * self.length, leaf) for leaf in pieces.deferred]
+        return self._rooms(count, {kind: pieces[kind].deferred for kind in self.kinds})
 
-    def work(self, row: SlotRow, batch: Tree) -> Work:
-        """What this slot does on this stage."""
-        stage = index_on(STAGE)
-        size = read(read(vary(jnp.asarray(self.layout.chunk_sizes)), row.repeat), stage)
-        first = read(read(vary(jnp.asarray(self.layout.first_layer)), row.repeat), stage)
-        size = jnp.where(row.microbatch >= 0, size, 0)
-        skips = self.idle == "skip"
-        return Work(
-            row,
-            weights=self.length * (row.window if self.by_visit else row.repeat),
-            gradient=self.length * (row.gradient if self.by_visit else row.repeat),
-            first=first,
-            size=size,
-            trips=size if skips else jnp.where(row.any_work > 0, self.length, 0),
-            inputs=microbatch(batch, row.microbatch),
+    def _rooms(self, count: int, kept: dict[str, tuple[Kept, ...]]) -> Tree:
+        return {
+            kind: [room(count * self.length(kind), leaf) for leaf in leaves]
+            for kind, leaves in kept.items()
+        }
+
+    def empty_reports(self, pieces: dict[str, LayerVJP]) -> Reports:
+        """Zeros for what the layers of all chunks return besides their output."""
+        losses = {name for kind in self.kinds for name in pieces[kind].losses}
+        repeats = self.layout.ring.num_repeats
+
+        def zeros(kind: str, shape: tuple[int, ...]) -> jax.Array:
+            return vary(jnp.zeros((repeats * self.length(kind), *shape), jnp.float32))
+
+        return Reports(
+            {name: vary(jnp.float32(0)) for name in sorted(losses)},
+            {
+                kind: {name: zeros(kind, shape) for name, shape in pieces[kind].statistics.items()}
+                for kind in self.kinds
+                if pieces[kind].statistics
+            },
         )
 
-    def _uses(self, work: Work, step: jax.Array) -> jax.Array | None:
-        """Whether this turn counts; None when every turn does."""
-        return step < work.size if self.idle == "compute" else None
+    def work(self, row: SlotRow, batch: Tree, seeds: Tree) -> Work:
+        """What this slot does on this stage."""
+        mine = lambda table: read(read(vary(jnp.asarray(table)), row.repeat), index_on(STAGE))  # noqa: E731
+        size = jnp.where(row.microbatch >= 0, mine(self.layout.chunk_sizes), 0)
+        skips, longest = self.idle == "skip", self.layout.layers_per_chunk
+        return Work(
+            row,
+            chunk=row.window if self.by_visit else row.repeat,
+            gradient=row.gradient if self.by_visit else row.repeat,
+            first=mine(self.layout.first_layer),
+            size=size,
+            trips=size if skips else jnp.where(row.any_work > 0, longest, 0),
+            inputs=microbatch(batch, row.microbatch),
+            kinds=mine(self.layout.kind_at),
+            places=mine(self.layout.place_at),
+            seeds=seeds,
+        )
 
-    def _constants(self, work: Work, step: jax.Array) -> Tree:
+    # Layers one after the other.
+
+    def _each(
+        self,
+        work: Work,
+        run: Callable[[str, jax.Array, jax.Array, jax.Array | None, State], State],
+        state: State,
+        *,
+        last_first: bool = False,
+    ) -> State:
+        """The state after each layer: `run(kind, step, place, used, state)`.
+
+        `step` is a layer's position in its chunk, `place` that among the chunk's layers of its
+        kind; `used` says whether the turn counts, None when every turn does.
+        """
+        computes = self.idle == "compute"
+
+        def turn(number: jax.Array, state: State) -> State:
+            step = work.trips - 1 - number if last_first else number
+            used = step < work.size if computes else None
+            if len(self.kinds) == 1:
+                return run(self.kinds[0], step, step, used, state)
+            mine, place = read(work.kinds, step), read(work.places, step)
+            for kind, name in enumerate(self.kinds):
+                is_mine = mine == kind
+                if computes:
+                    is_mine &= step < work.size
+                here = read(work.row.any_kind, step)[kind] > 0 if computes else is_mine
+
+                def inner(extra: jax.Array, state: State, name=name, is_mine=is_mine) -> State:
+                    used = is_mine if computes else None
+                    return run(name, step, place + extra, used, state)
+
+                state = lax.fori_loop(0, here.astype(jnp.int32), inner, state)
+            return state
+
+        return lax.fori_loop(0, work.trips, turn, state)
+
+    def _bases(self, number: jax.Array) -> dict[str, jax.Array]:
+        """Where the stacks of chunk `number` begin, by kind."""
+        return {kind: self.length(kind) * number for kind in self.kinds}
+
+    def _constants(self, work: Work, step: jax.Array) -> Constants:
         """What a layer reads besides weights and input."""
-        return work.inputs, work.first + step, self.key
+        return Constants(work.inputs, work.first + step, self.key, work.seeds)
 
-    def forward(self, held: Tree, work: Work, x: jax.Array) -> jax.Array:
-        """The chunk's output and nothing else."""
+    def _reported(
+        self,
+        reports: Reports,
+        kind: str,
+        index: jax.Array,
+        found: Sequence[Tree],
+        counts: jax.Array | None,
+    ) -> Reports:
+        """With what one layer returned, losses and statistics, added if it counts."""
+        losses, statistics = found
+        if not losses and not statistics:
+            return reports
 
-        def body(step: jax.Array, x: jax.Array) -> jax.Array:
-            weights = self.weights.layer(held, work.weights + step)
-            y = self.layer(weights, x, *self._constants(work, step))
-            return _pick(self._uses(work, step), y, x)
+        def add(total: jax.Array, found: jax.Array) -> jax.Array:
+            found = found.astype(jnp.float32)
+            return total + (found if counts is None else jnp.where(counts, found, 0))
 
-        return lax.fori_loop(0, work.trips, body, x)
+        def add_at(totals: jax.Array, found: jax.Array) -> jax.Array:
+            return write(totals, index, add(read(totals, index), found))
+
+        all_losses = reports.losses | {
+            name: add(reports.losses[name], found) for name, found in losses.items()
+        }
+        if not statistics:
+            return reports._replace(losses=all_losses)
+        mine = jax.tree.map(add_at, reports.statistics[kind], dict(statistics))
+        return Reports(all_losses, reports.statistics | {kind: mine})
+
+    def forward(
+        self, held: Tree, work: Work, x: jax.Array, reports: Reports | None = None
+    ) -> tuple[jax.Array, Reports | None]:
+        """The chunk's output and nothing else, and the reports with its own."""
+        bases, of_reports = self._bases(work.chunk), self._bases(work.row.repeat)
+
+        def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
+            x, reports = state
+            weights = self.weights[kind].layer(held[kind], bases[kind] + place)
+            constants = self._constants(work, step)
+            y, *found = self.layers[kind](weights, x, *constants[:3])
+            if reports is not None:
+                counts = _both(used, work.exists)
+                reports = self._reported(reports, kind, of_reports[kind] + place, found, counts)
+            return _pick(used, y, x), reports
+
+        return self._each(work, run, (x, reports))
 
     def forward_and_keep(
-        self, pieces: Differentiated, held: Tree, work: Work, x: jax.Array, stash: list[jax.Array]
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        """The chunk's output, and the stash with what its backward needs."""
-        if self.keep.remat != "chunk":
-            return self._keep_layers(pieces, held, work, x, stash, work.row.stash * self.length)
-        kept = jnp.where(work.row.microbatch >= 0, x, read(stash[0], work.row.stash))
-        return self.forward(held, work, x), [write(stash[0], work.row.stash, kept)]
-
-    def _keep_layers(
         self,
-        pieces: Differentiated,
+        pieces: dict[str, LayerVJP],
         held: Tree,
         work: Work,
         x: jax.Array,
-        stash: list[jax.Array],
-        base: jax.Array,
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        """The chunk's output; what layer l keeps goes to `stash[...][base + l]`."""
+        stash: Tree,
+        reports: Reports,
+    ) -> tuple[jax.Array, Tree, Reports]:
+        """The chunk's output, the stash with what its backward needs, and the reports."""
+        if self.keep.remat != "chunk":
+            bases = self._bases(work.row.stash)
+            return self._keep_layers(pieces, held, work, x, stash, bases, reports)
+        kept = jnp.where(work.row.microbatch >= 0, x, read(stash[0], work.row.stash))
+        x, found = self.forward(held, work, x, reports)
+        assert found is not None
+        return x, [write(stash[0], work.row.stash, kept)], found
 
-        def body(step: jax.Array, state: tuple[jax.Array, list[jax.Array]]):
-            x, stash = state
-            used = self._uses(work, step)
-            weights = self.weights.layer(held, work.weights + step)
-            y, saved = pieces.forward(weights, x, self._constants(work, step))
-            return _pick(used, y, x), _write_all(stash, base + step, saved, used)
+    def _keep_layers(
+        self,
+        pieces: dict[str, LayerVJP],
+        held: Tree,
+        work: Work,
+        x: jax.Array,
+        stash: Tree,
+        stash_bases: dict[str, jax.Array],
+        reports: Reports | None,
+    ) -> tuple[jax.Array, Tree, Any]:
+        """The chunk's output; what a layer keeps goes to `stash[kind][...][base + place]`."""
+        bases, of_reports = self._bases(work.chunk), self._bases(work.row.repeat)
 
-        return lax.fori_loop(0, work.trips, body, (x, stash))
+        def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
+            x, stash, reports = state
+            weights = self.weights[kind].layer(held[kind], bases[kind] + place)
+            y, saved, *found = pieces[kind].forward(weights, x, self._constants(work, step))
+            if reports is not None:
+                counts = _both(used, work.exists)
+                reports = self._reported(reports, kind, of_reports[kind] + place, found, counts)
+            mine = _write_all(stash[kind], stash_bases[kind] + place, saved, used)
+            return _pick(used, y, x), stash | {kind: mine}, reports
+
+        return self._each(work, run, (x, stash, reports))
 
     def _kept(
-        self, pieces: Differentiated, held: Tree, work: Work, stash: list[jax.Array]
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """What the layers kept, and the first one's place; `chunk` replays the chunk for it."""
+        self, pieces: dict[str, LayerVJP], held: Tree, work: Work, stash: Tree
+    ) -> tuple[Tree, dict[str, jax.Array]]:
+        """What the layers kept, and where each kind begins; `chunk` recomputes the chunk for it."""
         if self.keep.remat != "chunk":
-            return stash, work.row.stash * self.length
-        scratch = [room(self.length, leaf) for leaf in pieces.saved]
-        base = jnp.zeros_like(work.row.stash)
+            return stash, self._bases(work.row.stash)
+        scratch = self._rooms(1, {kind: pieces[kind].saved for kind in self.kinds})
+        bases = self._bases(jnp.zeros_like(work.row.stash))
         with jax.named_scope("replay"):
             x = read(stash[0], work.row.stash)
-            return self._keep_layers(pieces, held, work, x, scratch, base)[1], base
-
-    def _layer_from_last(
-        self, held: Tree, work: Work, turn: jax.Array, kept: list[jax.Array], base: jax.Array
-    ) -> tuple[jax.Array, tuple[Tree, list[jax.Array], Tree]]:
-        """A layer's place in the chunk, last one first; its weights, what it kept and constants."""
-        step = work.trips - 1 - turn
-        weights = self.weights.layer(held, work.weights + step)
-        values = [read(leaf, base + step) for leaf in kept]
-        return step, (weights, values, self._constants(work, step))
+            return self._keep_layers(pieces, held, work, x, scratch, bases, None)[1], bases
 
     def backward(
         self,
-        pieces: Differentiated,
+        pieces: dict[str, LayerVJP],
         held: Tree,
         work: Work,
         cotangent: jax.Array,
-        stash: list[jax.Array],
+        stash: Tree,
         totals: Tree,
     ) -> tuple[jax.Array, Tree]:
         """Both gradients of a chunk, its last layer first: the input's, and the totals."""
-        kept, base = self._kept(pieces, held, work, stash)
+        (kept, kept_bases), bases = self._kept(pieces, held, work, stash), self._bases(work.chunk)
+        of_totals = self._bases(work.gradient)
 
-        def body(turn: jax.Array, state: tuple[jax.Array, Tree]):
+        def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
             cotangent, totals = state
-            step, layer = self._layer_from_last(held, work, turn, kept, base)
-            d_weights, d_x = pieces.backward(*layer, cotangent)
-            totals = self._accumulate(totals, work, step, d_weights)
-            return _pick(self._uses(work, step), d_x, cotangent), totals
+            weights = self.weights[kind].layer(held[kind], bases[kind] + place)
+            values = [read(leaf, kept_bases[kind] + place) for leaf in kept[kind]]
+            constants = self._constants(work, step)
+            d_weights, d_x = pieces[kind].backward(weights, values, constants, cotangent)
+            totals = self._accumulate(totals, kind, of_totals[kind] + place, d_weights, used)
+            return _pick(used, d_x, cotangent), totals
 
-        return lax.fori_loop(0, work.trips, body, (cotangent, totals))
+        return self._each(work, run, (cotangent, totals), last_first=True)
 
     def input_grad(
         self,
-        pieces: Differentiated,
+        pieces: dict[str, LayerVJP],
         held: Tree,
         work: Work,
         cotangent: jax.Array,
-        stash: list[jax.Array],
-        deferred: list[jax.Array],
-    ) -> tuple[jax.Array, list[jax.Array]]:
+        stash: Tree,
+        deferred: Tree,
+    ) -> tuple[jax.Array, Tree]:
         """The gradient of a chunk's input; what its weights' gradients need is deferred."""
-        kept, base = self._kept(pieces, held, work, stash)
-        place = work.row.deferred * self.length
+        (kept, kept_bases), bases = self._kept(pieces, held, work, stash), self._bases(work.chunk)
+        of_deferred = self._bases(work.row.deferred)
 
-        def body(turn: jax.Array, state: tuple[jax.Array, list[jax.Array]]):
+        def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
             cotangent, deferred = state
-            step, layer = self._layer_from_last(held, work, turn, kept, base)
-            d_x, later = pieces.input_grad(*layer, cotangent)
-            used = self._uses(work, step)
-            return _pick(used, d_x, cotangent), _write_all(deferred, place + step, later, used)
+            weights = self.weights[kind].layer(held[kind], bases[kind] + place)
+            values = [read(leaf, kept_bases[kind] + place) for leaf in kept[kind]]
+            constants = self._constants(work, step)
+            d_x, later = pieces[kind].input_grad(weights, values, constants, cotangent)
+            mine = _write_all(deferred[kind], of_deferred[kind] + place, later, used)
+            return _pick(used, d_x, cotangent), deferred | {kind: mine}
 
-        return lax.fori_loop(0, work.trips, body, (cotangent, deferred))
+        return self._each(work, run, (cotangent, deferred), last_first=True)
 
     def weight_grad(
-        self, pieces: Differentiated, work: Work, deferred: list[jax.Array], totals: Tree
+        self, pieces: dict[str, LayerVJP], work: Work, deferred: Tree, totals: Tree
     ) -> Tree:
         """The totals with the gradients of a chunk's weights, from what was deferred."""
-        place = work.row.deferred * self.length
+        of_deferred, of_totals = self._bases(work.row.deferred), self._bases(work.gradient)
 
-        def body(step: jax.Array, totals: Tree) -> Tree:
-            later = [read(leaf, place + step) for leaf in deferred]
-            d_weights = pieces.weight_grad(later, self._constants(work, step))
-            return self._accumulate(totals, work, step, d_weights)
+        def run(kind: str, step: Any, place: Any, used: Any, totals: Tree) -> Tree:
+            later = [read(leaf, of_deferred[kind] + place) for leaf in deferred[kind]]
+            d_weights = pieces[kind].weight_grad(later, self._constants(work, step))
+            return self._accumulate(totals, kind, of_totals[kind] + place, d_weights, used)
 
-        return lax.fori_loop(0, work.trips, body, totals)
+        return self._each(work, run, totals)
 
-    def _accumulate(self, totals: Tree, work: Work, step: jax.Array, d_weights: Tree) -> Tree:
-        used = self._uses(work, step)
+    def _accumulate(
+        self, totals: Tree, kind: str, index: jax.Array, d_weights: Tree, used: jax.Array | None
+    ) -> Tree:
         if used is not None:
             d_weights = jax.tree.map(lambda leaf: jnp.where(used, leaf, 0), d_weights)
-        return self.weights.accumulate(totals, work.gradient + step, d_weights)
+        mine = self.weights[kind].accumulate(totals[kind], index, d_weights)
+        return totals | {kind: mine}
 
 
 # Buffers.
@@ -277,6 +419,10 @@ def write(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
 def microbatch(batch: Tree, index: jax.Array) -> Tree:
     """The batch's arrays of one microbatch, of microbatch 0 when idle."""
     return jax.tree.map(lambda leaf: read(leaf, jnp.maximum(index, 0)), batch)
+
+
+def _both(one: jax.Array | None, other: jax.Array | None) -> jax.Array | None:
+    return other if one is None else one if other is None else one & other
 
 
 def _pick(used: jax.Array | None, new: jax.Array, old: jax.Array) -> jax.Array:

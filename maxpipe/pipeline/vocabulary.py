@@ -40,6 +40,8 @@ class Embedding(NamedTuple):
 
     division: Division
     """Of the table."""
+    scale: float = 1.0
+    """Factor of what is looked up, rounded to its type."""
 
     @property
     def by_column(self) -> bool:
@@ -76,12 +78,17 @@ class Embedding(NamedTuple):
 
     def _found(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         row, mine = self._own_rows(tokens, table.shape[0])
-        return jnp.where(mine[..., None], table[row], 0)
+        return self._scaled(jnp.where(mine[..., None], table[row], 0), table.dtype)
+
+    def _scaled(self, x: jax.Array, dtype: Any) -> jax.Array:
+        """Times the scale, rounded to the type of activations."""
+        return x if self.scale == 1.0 else x * jnp.asarray(self.scale, dtype).astype(x.dtype)
 
     def _add(self, total: jax.Array, tokens: jax.Array, cotangent: jax.Array) -> jax.Array:
         row, mine = self._own_rows(tokens, total.shape[0])
         row = jnp.where(mine, row, total.shape[0])  # out of range: dropped
-        return total.at[row].add(vary(cotangent.astype(total.dtype)), mode="drop")
+        cotangent = self._scaled(cotangent.astype(total.dtype), cotangent.dtype)
+        return total.at[row].add(vary(cotangent), mode="drop")
 
     def _to_rows(self, x: jax.Array) -> jax.Array:
         """This device's columns of all shards' rows -> all columns of its own rows."""
@@ -121,6 +128,8 @@ class LossHead(NamedTuple):
     """The stage on which the network ends."""
     vocab_size: int
     """Columns from here on are padding and get no probability."""
+    logit_cap: float = 0.0
+    """Logits become `cap * tanh(logits / cap)`. 0: as they are."""
 
     def loss(
         self,
@@ -150,9 +159,10 @@ class LossHead(NamedTuple):
         """
         output = self._from_last_stage(output)
         hidden, norm_vjp = jax.vjp(self.norm, vary(norm_params), output)
-        total, exponent, normaliser, is_target = self._scores(hidden, head, targets, mask)
+        total, exponent, normaliser, is_target, slope = self._scores(hidden, head, targets, mask)
         weight = (mask * scale)[..., None]
         error = (exponent / normaliser[..., None] - is_target) * weight
+        error = error if slope is None else error * slope
         error = error.astype(hidden.dtype)
         d_head = _product("btd,btv->dv", hidden, error)
         d_hidden = _product("btv,dv->btd", error, head)
@@ -165,10 +175,13 @@ class LossHead(NamedTuple):
 
     def _scores(
         self, hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Loss, exp(logits - max) `[B, T, V/P]`, its sum `[B, T]`, and one-hot targets."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Loss, exp(logits - max) `[B, T, V/P]`, its sum `[B, T]`, one-hot targets, cap's slope."""
         num_columns = head.shape[1]
-        logits = _product("btd,dv->btv", hidden, head)
+        logits, slope = _product("btd,dv->btv", hidden, head), None
+        if self.logit_cap:
+            bent = jnp.tanh(logits / self.logit_cap)
+            logits, slope = self.logit_cap * bent, 1.0 - bent * bent
         column = index_on(STAGE) * num_columns + jnp.arange(num_columns)
         logits = jnp.where(column < self.vocab_size, logits, jnp.finfo(jnp.float32).min)
         largest = max_over(logits.max(axis=-1), STAGE)
@@ -177,7 +190,7 @@ class LossHead(NamedTuple):
         is_target = column == targets[..., None]
         picked = sum_over(jnp.where(is_target, logits, 0.0).sum(axis=-1), STAGE)
         total = ((jnp.log(normaliser) + largest - picked) * mask).sum()
-        return vary(total), exponent, normaliser, is_target.astype(jnp.float32)
+        return vary(total), exponent, normaliser, is_target.astype(jnp.float32), slope
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:

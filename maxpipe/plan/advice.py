@@ -86,11 +86,11 @@ ROOM = 0.92
 the allocator leaves free between buffers, and for the forecast's error."""
 
 
-def verdict(foretold: float, memory: float) -> str:
-    """Whether a step that is foretold to take so many bytes fits a device."""
-    if foretold <= ROOM * memory:
+def verdict(predicted: float, memory: float) -> str:
+    """Whether a step that is predicted to take so many bytes fits a device."""
+    if predicted <= ROOM * memory:
         return "fits"
-    return "may not fit" if foretold <= memory else "does not fit"
+    return "may not fit" if predicted <= memory else "does not fit"
 
 
 def gib(size: float) -> str:

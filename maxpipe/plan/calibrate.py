@@ -13,6 +13,7 @@ import math
 import platform
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,12 +34,13 @@ from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.collectives import gather_shards, program_axes, scatter_sum, shift, vary
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.remat import Remat
-from maxpipe.pipeline.slots import LayerSlots, SlotRow, Work
+from maxpipe.pipeline.slots import LayerSlots, SlotRow
 from maxpipe.pipeline.weights import WHOLE, LayerWeights
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.cost import CostModel, cost
 from maxpipe.plan.sizes import BYTES, Sizes, schedule_of
 from maxpipe.plan.topology import at_hand, placed
+from maxpipe.schedule.catalog import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 from maxpipe.schedule.table import Ring
 from maxpipe.train.step import Steps, keep_of
 from maxpipe.words import counted
@@ -241,10 +243,11 @@ def _layers(sizes: Sizes, mesh: Mesh, programs: Sequence[tuple[str, Remat]]) -> 
     config = sizes.config
     decoder = Decoder(config.model, AxisRules.from_config(config.mesh))
     dtype = jnp.dtype(config.model.compute_dtype)
-    init = jax.jit(lambda key: decoder.init_layers(key, jnp.arange(LAYERS)))
-    weights = jax.tree.map(lambda leaf: leaf.astype(dtype), init(jax.random.key(0)))
-    held = LayerWeights("step", jax.tree.map(lambda _: WHOLE, weights), dtype)
-    layout = Layout(Ring(1, 1), (LAYERS,))
+    kind = Counter(decoder.kind_of).most_common(1)[0][0]
+    init = jax.jit(lambda key: decoder.init_layers(kind, key, jnp.arange(LAYERS)))
+    weights = {kind: jax.tree.map(lambda leaf: leaf.astype(dtype), init(jax.random.key(0)))}
+    held = LayerWeights("step", jax.tree.map(lambda _: WHOLE, weights[kind]), dtype)
+    layout = Layout(Ring(1, 1), (LAYERS,), kinds=(kind,) * LAYERS)
     pipeline = dataclasses.replace(config.pipeline, offloaded_names=[])
     shape = (sizes.rows, config.train.sequence_length)
     inputs = {
@@ -257,23 +260,25 @@ def _layers(sizes: Sizes, mesh: Mesh, programs: Sequence[tuple[str, Remat]]) -> 
         kinds: str, remat: Remat, weights: Tree, x: jax.Array, inputs: Tree, turns: jax.Array
     ) -> Tree:
         keep = keep_of(dataclasses.replace(pipeline, remat=remat))
-        slots = LayerSlots(decoder.layer, layout, held, keep, "skip", None, by_visit=False)
+        slots = LayerSlots(decoder.layers, layout, {kind: held}, keep, "skip", None, by_visit=False)
         weights, x, inputs, zero = vary((weights, x, inputs, jnp.int32(0)))
-        row = SlotRow(*(zero,) * len(SlotRow._fields))
-        work = Work(row, zero, zero, zero, zero + LAYERS, zero + LAYERS, inputs)
-        pieces = slots.pieces(weights, x, inputs, halves=True)
+        row = SlotRow(*(zero,) * (len(SlotRow._fields) - 1))
+        seeds = dict.fromkeys(decoder.loss_weights, vary(jnp.float32(1)))
+        work = slots.work(row, jax.tree.map(lambda leaf: leaf[None], inputs), seeds)
+        pieces = slots.pieces(weights, x, inputs, seeds, halves=True)
         stash, deferred = slots.empty_stash(pieces, 1, x), slots.empty_deferred(pieces, 1)
 
         def body(_: Any, carry: Tree) -> Tree:
-            x, cotangent, stash, deferred, totals = carry
-            x, stash = slots.forward_and_keep(pieces, weights, work, x, stash)
+            x, cotangent, stash, deferred, totals, reports = carry
+            x, stash, reports = slots.forward_and_keep(pieces, weights, work, x, stash, reports)
             if "I" in kinds:
                 cotangent, deferred = slots.input_grad(pieces, weights, work, x, stash, deferred)
             if "W" in kinds:
                 totals = slots.weight_grad(pieces, work, deferred, totals)
-            return x, cotangent, stash, deferred, totals
+            return x, cotangent, stash, deferred, totals, reports
 
-        start = (x, x, stash, deferred, held.zeros(weights))
+        totals = {kind: held.zeros(weights[kind])}
+        start = (x, x, stash, deferred, totals, slots.empty_reports(pieces))
         return jax.tree.map(jnp.sum, lax.fori_loop(0, turns, body, start))
 
     x = 0.01 * jax.random.normal(jax.random.key(1), (*shape, config.model.d_model), dtype)
@@ -379,15 +384,15 @@ def _tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
     each other longer than for an empty collective.
     """
     still = dataclasses.replace(hardware, tick_us=0.0)
-    calls, foretold, ticks = [], [], []
+    calls, predicted, ticks = [], [], []
     for repeats in (1, LAYERS):
         run = _in_chunks(repeats, config, len(devices))
         schedule = schedule_of(run)
         calls.append(step_of(build_steps(run, devices)))
-        foretold.append(cost(Sizes(run), schedule, still).seconds)
+        predicted.append(cost(Sizes(run), schedule, still).seconds)
         ticks.append(schedule.num_ticks)
     few, many = (
-        taken - known for taken, known in zip(medians(calls, SECONDS), foretold, strict=True)
+        taken - known for taken, known in zip(medians(calls, SECONDS), predicted, strict=True)
     )
     return max(0.0, many - few) / (ticks[1] - ticks[0])
 
@@ -396,7 +401,7 @@ def _in_chunks(repeats: int, config: Config, stages: int) -> Config:
     """A ring of all devices with LAYERS each, in so many chunks; a microbatch for each device."""
     model = dataclasses.replace(config.model, num_layers=LAYERS * stages)
     train = dataclasses.replace(config.train, batch_size=Sizes(config).rows * stages)
-    schedule = "1f1b" if repeats == 1 else "interleaved"
+    schedule = ONE_FORWARD_ONE_BACKWARD if repeats == 1 else INTERLEAVED
     pipeline = PipelineConfig(schedule=schedule, repeats=repeats, microbatches=stages)
     mesh = _on_ring(config.mesh, stages)
     return dataclasses.replace(config, model=model, train=train, pipeline=pipeline, mesh=mesh)

@@ -8,7 +8,7 @@ from pathlib import Path
 from maxpipe.hardware import Hardware
 from maxpipe.plan.advice import TERMS, gib, verdict
 from maxpipe.plan.cost import CostModel
-from maxpipe.plan.search import Found, short_schedules
+from maxpipe.plan.search import Candidate, short_schedules
 from maxpipe.plan.sizes import Sizes
 from maxpipe.schedule import pictures
 from maxpipe.schedule.canvas import Box, Canvas, Label, text_width
@@ -37,24 +37,24 @@ _MOST_TICKS = 160
 """Of a timeline; of a longer step the first groups are drawn."""
 
 
-def write(found: Found, hardware: Hardware, path: Path) -> None:
+def write(candidate: Candidate, hardware: Hardware, path: Path) -> None:
     """Draws a plan to a file: PNG by its name, else SVG."""
-    canvas = picture(found, hardware)
+    canvas = picture(candidate, hardware)
     if path.suffix == ".png":
         canvas.png(path)
     else:
         path.write_text(canvas.svg(), encoding="utf-8")
 
 
-def picture(found: Found, hardware: Hardware) -> Canvas:
+def picture(candidate: Candidate, hardware: Hardware) -> Canvas:
     """Memory above, time below."""
-    canvas = _memory(found, hardware)
-    canvas.put(_timeline(found, hardware), canvas.height)
+    canvas = _memory(candidate, hardware)
+    canvas.put(_timeline(candidate, hardware), canvas.height)
     return canvas
 
 
-def _memory(found: Found, hardware: Hardware) -> Canvas:
-    total, limit = found.memory.total, hardware.memory_bytes
+def _memory(candidate: Candidate, hardware: Hardware) -> Canvas:
+    total, limit = candidate.memory.total, hardware.memory_bytes
     unit = _BAR_WIDTH / max(total, limit)
     fits = verdict(total, limit)
     title = f"memory of one {hardware.name}: {gib(total)} of {gib(limit)}, {fits}"
@@ -62,14 +62,14 @@ def _memory(found: Found, hardware: Hardware) -> Canvas:
     top = 44.0
     canvas.boxes.append(Box(_LEFT, top, limit * unit, _BAR, _PALE))
     x = _LEFT
-    for name, size in found.memory.largest:
+    for name, size in candidate.memory.largest:
         about = f"{TERMS[name].about}: {gib(size)}"
         canvas.boxes.append(Box(x, top, size * unit, _BAR, COLOURS[name], title=about))
         x += size * unit
     canvas.boxes.append(Box(_LEFT + limit * unit - 1, top - 5, 2, _BAR + 10, _LIMIT))
     y = top + _BAR + 26
     width = _LEFT + _BAR_WIDTH
-    for name, size in found.memory.largest:
+    for name, size in candidate.memory.largest:
         about = f"{gib(size)}  {TERMS[name].about}"
         canvas.boxes.append(Box(_LEFT, y - 11, 14, 14, COLOURS[name], radius=3))
         canvas.labels.append(Label(_LEFT + 22, y, about, 12, _INK, "l"))
@@ -79,12 +79,12 @@ def _memory(found: Found, hardware: Hardware) -> Canvas:
     return canvas
 
 
-def _timeline(found: Found, hardware: Hardware) -> Canvas:
-    sizes = Sizes(found.config)
+def _timeline(candidate: Candidate, hardware: Hardware) -> Canvas:
+    sizes = Sizes(candidate.config)
     slots = partial(CostModel(sizes, hardware).slots, layers=sizes.ring)
-    schedule = found.schedule
+    schedule = candidate.schedule
     if schedule.num_ticks > _MOST_TICKS:
-        schedule = short_schedules(found.config)[0]
+        schedule = short_schedules(candidate.config)[0]
     forward = slots("F")
     if schedule.mixed:
         later = [slots("I") / forward, max(slots("W") / forward, 0.01)]
@@ -92,11 +92,11 @@ def _timeline(found: Found, hardware: Hardware) -> Canvas:
         later = [slots("B") / forward / 2] * 2
     costs = Costs(1.0, *(round(cost, 2) for cost in later))
     canvas = pictures.drawing(schedule, costs)
-    parts = sorted(found.cost.parts.items(), key=lambda item: -item[1])
-    shares = ", ".join(f"{name} {part / found.cost.seconds:.1%}" for name, part in parts[:5])
-    text = f"step: {found.cost.seconds:.3g} s, MFU {found.cost.mfu:.1%} ({shares})"
+    parts = sorted(candidate.cost.parts.items(), key=lambda item: -item[1])
+    shares = ", ".join(f"{name} {part / candidate.cost.seconds:.1%}" for name, part in parts[:5])
+    text = f"step: {candidate.cost.seconds:.3g} s, MFU {candidate.cost.mfu:.1%} ({shares})"
     below = Canvas(canvas.width, 40, labels=[Label(_LEFT, 24, text, 13, _INK, "l", bold=True)])
-    if schedule.num_microbatches < found.config.pipeline.microbatches:
+    if schedule.num_microbatches < candidate.config.pipeline.microbatches:
         note = f"drawn with {schedule.num_microbatches} of its microbatches"
         below.labels.append(Label(_LEFT, 40, note, 12, _GREY, "l"))
         below.height = 50

@@ -77,7 +77,7 @@ class Collective:
     region: str
     count: float
     group: tuple[int, ...]
-    """Devices of the first group, by their place in the program's mesh; see `between_slices`."""
+    """Devices of the first group, by their position in the program's mesh; see `between_slices`."""
     num_bytes: float
     """Sent by each device in one execution, around a ring."""
     is_async: bool
@@ -397,23 +397,23 @@ def _products(each: Instruction, left: tuple[int, ...], right: tuple[int, ...]) 
     assert labels is not None
     settings = dict(part.split("=") for part in window.group(1).split()) if window else {}
     dims = {
-        place: (left[labels[1].index(place)], right[labels[2].index(place)], size)
-        for place, size in zip(labels[3], out, strict=True)
-        if place.isdigit()
+        dim: (left[labels[1].index(dim)], right[labels[2].index(dim)], size)
+        for dim, size in zip(labels[3], out, strict=True)
+        if dim.isdigit()
     }
     count = right[labels[2].index("i")]
-    count *= math.prod(size for place, size in zip(labels[3], out, strict=True) if place in "bf")
-    for place, sizes in dims.items():
-        count *= _meetings(*sizes, settings, int(place))
+    count *= math.prod(size for dim, size in zip(labels[3], out, strict=True) if dim in "bf")
+    for dim, sizes in dims.items():
+        count *= _meetings(*sizes, settings, int(dim))
     return count
 
 
-def _meetings(length: int, kernel: int, out: int, settings: Mapping[str, str], place: int) -> int:
+def _meetings(length: int, kernel: int, out: int, settings: Mapping[str, str], dim: int) -> int:
     """How often an element of the kernel meets one of the array, along one spatial dim."""
 
     def setting(name: str, default: int) -> int:
         parts = settings.get(name, "").split("x")
-        return int(parts[place].partition("_")[0]) if parts != [""] else default
+        return int(parts[dim].partition("_")[0]) if parts != [""] else default
 
     stride, spread, pad = setting("stride", 1), setting("lhs_dilate", 1), setting("pad", 0)
     taps = np.arange(kernel) * setting("rhs_dilate", 1)

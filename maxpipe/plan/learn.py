@@ -1,6 +1,6 @@
 """What layouts that ran say of those that did not, and which to run next.
 
-The logarithm of measured by foretold time is taken for a sum: an error that all layouts share, one
+The logarithm of measured by predicted time is taken for a sum: an error that all layouts share, one
 of each setting (`stage=2`, `remat=names`, rows of a microbatch), and one of the layout itself. All
 are normal, with the forecast as what is believed before anything ran.
 
@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from maxpipe.plan.search import Found
+from maxpipe.plan.search import Candidate
 from maxpipe.plan.sizes import Sizes
 
 CANDIDATES = 256
-"""Layouts, the best foretold, of which some run."""
+"""Layouts, the best predicted, of which some run."""
 COMMON = 3.0
 """Standard deviation of the error of all: devices may be faster or slower than their figures."""
 SETTING = 0.03
@@ -29,7 +29,7 @@ NOISE = 0.01
 """The same of a measured median."""
 
 
-def next_to_run(candidates: Sequence[Found], ran: Mapping[int, float | None]) -> int:
+def next_to_run(candidates: Sequence[Candidate], ran: Mapping[int, float | None]) -> int:
     """The candidate that may be the fastest: as fast as expected, less a standard error.
 
     Args:
@@ -50,20 +50,20 @@ def next_to_run(candidates: Sequence[Found], ran: Mapping[int, float | None]) ->
 
 
 def expected(
-    candidates: Sequence[Found], ran: Mapping[int, float]
+    candidates: Sequence[Candidate], ran: Mapping[int, float]
 ) -> tuple[np.ndarray, np.ndarray]:
     """`[N]`: median seconds of each candidate, and the standard error of their logarithm."""
-    foretold = np.array([each.cost.seconds for each in candidates])
+    predicted = np.array([each.cost.seconds for each in candidates])
     prior = COMMON**2 + SETTING**2 * _shared(candidates) + OWN**2 * np.eye(len(candidates))
     indices = list(ran)
     seen = prior[np.ix_(indices, indices)] + NOISE**2 * np.eye(len(indices))
     gain = np.linalg.solve(seen, prior[indices])
-    off = np.log(np.array(list(ran.values())) / foretold[indices])
+    off = np.log(np.array(list(ran.values())) / predicted[indices])
     left = prior.diagonal() - (gain * prior[indices]).sum(axis=0)
-    return foretold * np.exp(off @ gain), np.sqrt(np.maximum(left, 0.0))
+    return predicted * np.exp(off @ gain), np.sqrt(np.maximum(left, 0.0))
 
 
-def _shared(candidates: Sequence[Found]) -> np.ndarray:
+def _shared(candidates: Sequence[Candidate]) -> np.ndarray:
     """`[N, N]`: how many settings two layouts have in common."""
     settings = [_settings(each) for each in candidates]
     total = np.zeros((len(candidates),) * 2)
@@ -74,6 +74,6 @@ def _shared(candidates: Sequence[Found]) -> np.ndarray:
     return total
 
 
-def _settings(found: Found) -> dict[str, Any]:
+def _settings(candidate: Candidate) -> dict[str, Any]:
     """The layout's keys, and the rows of a microbatch that follow from them."""
-    return {**found.changes, "rows": Sizes(found.config).rows}
+    return {**candidate.changes, "rows": Sizes(candidate.config).rows}

@@ -10,18 +10,19 @@ from maxpipe.config.check import check
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.plan.advice import ROOM
-from maxpipe.plan.search import Found, evaluate
+from maxpipe.plan.search import Candidate, evaluate
 from maxpipe.plan.topology import Topology
+from maxpipe.schedule.catalog import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 
 
-def nearest(found: Found, topology: Topology) -> list[str]:
+def nearest(candidate: Candidate, topology: Topology) -> list[str]:
     """Single changes, then pairs, after which the run fits; the fastest first."""
     limit, hits = ROOM * topology.hardware.memory_bytes, []
-    singles = list(_changes(found.config))
+    singles = list(_changes(candidate.config))
     for changes in (*([one] for one in singles), *_pairs(singles)):
         if hits and len(changes) > 1:
             break
-        config = found.config
+        config = candidate.config
         for section, values in changes:
             config = dataclasses.replace(
                 config, **{section: dataclasses.replace(getattr(config, section), **values)}
@@ -32,12 +33,12 @@ def nearest(found: Found, topology: Topology) -> list[str]:
             other = evaluate(config, topology.hardware)
         except ConfigError:
             continue
-        if other.memory.total <= min(limit, found.memory.total):
+        if other.memory.total <= min(limit, candidate.memory.total):
             text = " ".join(
                 f"{section}.{key}={value}"
                 for section, values in changes
                 for key, value in values.items()
-                if value != getattr(getattr(found.config, section), key)
+                if value != getattr(getattr(candidate.config, section), key)
             )
             hits.append(
                 (
@@ -62,8 +63,8 @@ def _changes(config: Config) -> Iterator[Change]:
             yield "pipeline", {"weight_gather": gather}
     for factor in (2, 4, 8):
         yield "pipeline", {"microbatches": pipeline.microbatches * factor}
-    if pipeline.schedule not in ("interleaved", "1f1b") and pipeline.repeats == 1:
-        yield "pipeline", {"schedule": "1f1b"}
+    if pipeline.schedule not in (INTERLEAVED, ONE_FORWARD_ONE_BACKWARD) and pipeline.repeats == 1:
+        yield "pipeline", {"schedule": ONE_FORWARD_ONE_BACKWARD}
     if pipeline.group:
         yield "pipeline", {"group": 0}
     for taker in ("fsdp", "stage"):
@@ -75,7 +76,7 @@ def _changes(config: Config) -> Iterator[Change]:
 
 
 def _pairs(singles: Sequence[Change]) -> Iterator[list[Change]]:
-    for place, one in enumerate(singles):
-        for other in singles[place + 1 :]:
+    for index, one in enumerate(singles):
+        for other in singles[index + 1 :]:
             if one[0] != other[0] or not one[1].keys() & other[1].keys():
                 yield [one, other]

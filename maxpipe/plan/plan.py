@@ -10,12 +10,12 @@ from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.plan.nearest import nearest
 from maxpipe.plan.report import facts
-from maxpipe.plan.search import SHOWN, Found, Search, evaluate, search
+from maxpipe.plan.search import SHOWN, Candidate, Search, evaluate, search
 from maxpipe.plan.topology import Topology, placed
 
 
-def layout(loaded: Loaded, topology: Topology) -> Found:
-    """What is foretold of a config on a topology.
+def layout(loaded: Loaded, topology: Topology) -> Candidate:
+    """What is predicted of a config on a topology.
 
     Raises:
         ConfigError: the config does not fit the topology.
@@ -23,10 +23,10 @@ def layout(loaded: Loaded, topology: Topology) -> Found:
     return evaluate(placed(loaded, topology), topology.hardware)
 
 
-def forecast(found: Found, topology: Topology) -> tuple[dict[str, Any], list[str]]:
+def forecast(candidate: Candidate, topology: Topology) -> tuple[dict[str, Any], list[str]]:
     """(facts, the nearest changes that fit if this does not)."""
-    values = facts(found, topology.hardware)
-    return values, [] if values["fits"] else nearest(found, topology)
+    values = facts(candidate, topology.hardware)
+    return values, [] if values["fits"] else nearest(candidate, topology)
 
 
 def fixed_keys(loaded: Loaded, texts: Sequence[str]) -> dict[str, Any]:

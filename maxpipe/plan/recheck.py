@@ -14,7 +14,7 @@ from maxpipe.errors import ConfigError
 from maxpipe.plan.calibrate import medians, step_of
 from maxpipe.plan.compile import Report, build_steps, compile_step
 from maxpipe.plan.learn import next_to_run
-from maxpipe.plan.search import Found
+from maxpipe.plan.search import Candidate
 from maxpipe.plan.topology import Topology
 
 COMPUTE = ("layers", "bubble", "head", "update", "ticks")
@@ -27,7 +27,7 @@ MEASURED_SECONDS = 10.0
 class Checked:
     """A layout that was compiled or run."""
 
-    found: Found
+    candidate: Candidate
     report: Report | None = None
     """The compiler's; None if it was not asked, or the step needs more memory than there is."""
     measured: float | None = None
@@ -41,17 +41,17 @@ class Checked:
     @property
     def seconds(self) -> float:
         """Of a step: measured, or the compiler's compute, if any, and the forecast's traffic."""
-        foretold = self.found.cost
+        predicted = self.candidate.cost
         if self.measured is not None:
             return self.measured
         if self.report is None or not self.report.seconds:
-            return foretold.seconds
-        traffic = sum(time for name, time in foretold.parts.items() if name not in COMPUTE)
+            return predicted.seconds
+        traffic = sum(time for name, time in predicted.parts.items() if name not in COMPUTE)
         return self.report.seconds + traffic
 
 
 def recheck(
-    best: Sequence[Found], topology: Topology, tell: Callable[[str], None]
+    best: Sequence[Candidate], topology: Topology, tell: Callable[[str], None]
 ) -> list[Checked]:
     """Compiles each layout; those that fit come first, the fastest in front.
 
@@ -61,27 +61,27 @@ def recheck(
         tell: is given a line before each compilation.
     """
     checked = []
-    for place, found in enumerate(best, 1):
-        tell(_line("compiling", place, len(best), found))
+    for number, candidate in enumerate(best, 1):
+        tell(_line("compiling", number, len(best), candidate))
         try:
-            report = compile_step(Loaded(found.config, {}), topology)
+            report = compile_step(Loaded(candidate.config, {}), topology)
         except ConfigError as error:
             tell(str(error))
             report = None
-        checked.append(Checked(found, report))
+        checked.append(Checked(candidate, report))
     return _ranked(checked)
 
 
 def run_best(
-    candidates: Sequence[Found], count: int, devices: Sequence[Any], tell: Callable[[str], None]
+    candidates: Sequence[Candidate], count: int, devices: Sequence[Any], tell: Callable[[str], None]
 ) -> list[Checked]:
     """Runs steps of `count` layouts on made-up data; the fastest come first, what fails last.
 
-    The first is the best foretold. What ran corrects the forecasts of layouts like it, and so says
+    The first is the best predicted. What ran corrects the forecasts of layouts like it, and so says
     which one is next.
 
     Args:
-        candidates: of a search for so many devices, the best foretold in front.
+        candidates: of a search for so many devices, the best predicted in front.
         count: how many to run, if there are as many.
         devices: of this machine.
         tell: is given a line before each layout.
@@ -95,11 +95,13 @@ def run_best(
     return _ranked([Checked(candidates[index], measured=taken) for index, taken in ran.items()])
 
 
-def _measured(found: Found, devices: Sequence[Any], tell: Callable[[str], None]) -> float | None:
+def _measured(
+    candidate: Candidate, devices: Sequence[Any], tell: Callable[[str], None]
+) -> float | None:
     """Seconds of its step; None if a device has too little memory."""
     seconds = None
     try:
-        step = step_of(build_steps(found.config, devices))
+        step = step_of(build_steps(candidate.config, devices))
         (seconds,) = medians([step], MEASURED_SECONDS)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -110,8 +112,8 @@ def _measured(found: Found, devices: Sequence[Any], tell: Callable[[str], None])
     return seconds
 
 
-def _line(doing: str, place: int, count: int, found: Found) -> str:
-    return f"{doing} {place} of {count}: {found.words}"
+def _line(doing: str, number: int, count: int, candidate: Candidate) -> str:
+    return f"{doing} {number} of {count}: {candidate.words}"
 
 
 def _ranked(checked: Sequence[Checked]) -> list[Checked]:

@@ -9,7 +9,7 @@ from maxpipe.config.check import total_steps
 from maxpipe.hardware import GIB, Hardware
 from maxpipe.model.count import num_params
 from maxpipe.plan.advice import TERMS, gib, verdict
-from maxpipe.plan.search import SHOWN, Found, Search
+from maxpipe.plan.search import SHOWN, Candidate, Search
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.train.optimizers import optimizer_of
 from maxpipe.words import counted
@@ -79,9 +79,9 @@ def _table(found: Sequence[Traffic]) -> list[str]:
     ]
 
 
-def facts(found: Found, hardware: Hardware) -> dict[str, Any]:
+def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     """A plan as plain values."""
-    sizes, config, schedule = Sizes(found.config), found.config, found.schedule
+    sizes, config, schedule = Sizes(candidate.config), candidate.config, candidate.schedule
     parameters = num_params(sizes.model)
     tokens = config.train.batch_size * config.train.sequence_length
     arrays = optimizer_of(config.optim).num_saved
@@ -96,30 +96,30 @@ def facts(found: Found, hardware: Hardware) -> dict[str, Any]:
         "measured": hardware.measured,
         "num_devices": sizes.num_devices,
         "num_slices": sizes.num_slices,
-        "layout": found.changes,
+        "layout": candidate.changes,
         "parameters": parameters,
         "tokens_per_step": tokens,
         "steps": total_steps(config.train),
-        "flops_per_step": found.cost.model_flops * sizes.num_devices,
+        "flops_per_step": candidate.cost.model_flops * sizes.num_devices,
         "checkpoint_bytes": arrays * BYTES[config.model.param_dtype] * parameters,
         "memory_bytes": hardware.memory_bytes,
-        "argument_bytes": found.memory.arguments,
-        "working_bytes": found.memory.temporary,
-        "total_bytes": found.memory.total,
-        "fits": verdict(found.memory.total, hardware.memory_bytes) == "fits",
-        "terms": dict(found.memory.largest),
-        "host_bytes": found.memory.host,
+        "argument_bytes": candidate.memory.arguments,
+        "working_bytes": candidate.memory.temporary,
+        "total_bytes": candidate.memory.total,
+        "fits": verdict(candidate.memory.total, hardware.memory_bytes) == "fits",
+        "terms": dict(candidate.memory.largest),
+        "host_bytes": candidate.memory.host,
         "stages": per_stage,
         "ticks": schedule.num_ticks,
         "bubble": schedule.idle_fraction(),
         "traffic": [
             {"axis": axis, "link": link, "bytes": sent}
-            for (axis, link), sent in found.cost.traffic.items()
+            for (axis, link), sent in candidate.cost.traffic.items()
         ],
-        "seconds": found.cost.seconds,
-        "parts": found.cost.parts,
-        "mfu": found.cost.mfu,
-        "tokens_per_second": tokens / found.cost.seconds,
+        "seconds": candidate.cost.seconds,
+        "parts": candidate.cost.parts,
+        "mfu": candidate.cost.mfu,
+        "tokens_per_second": tokens / candidate.cost.seconds,
     }
 
 
@@ -154,7 +154,7 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
         f"stages: layers {layers}{more}; chunks in flight {depth}{more}",
         f"ticks: {values['ticks']}, of which a stage idles {values['bubble']:.1%}",
         "",
-        f"step: {values['seconds']:.3g} s foretold, {values['tokens_per_second']:,.0f} tokens/s, "
+        f"step: {values['seconds']:.3g} s predicted, {values['tokens_per_second']:,.0f} tokens/s, "
         f"MFU {values['mfu']:.1%}",
         "  "
         + ", ".join(
@@ -179,9 +179,9 @@ def search_facts(
     compiled: Sequence[Checked] = (),
     measured: Sequence[Checked] = (),
 ) -> dict[str, Any]:
-    """A search as plain values; what was compiled or run is ranked anew."""
+    """A search as plain values; what was compiled or run is ranked again."""
     by_compiler = [
-        facts(each.found, hardware)
+        facts(each.candidate, hardware)
         | {
             "compiled_fits": each.fits,
             "compiled_seconds": each.seconds,
@@ -190,7 +190,7 @@ def search_facts(
         for each in compiled
     ]
     by_devices = [
-        facts(each.found, hardware) | {"measured_seconds": each.measured} for each in measured
+        facts(each.candidate, hardware) | {"measured_seconds": each.measured} for each in measured
     ]
     return {
         "considered": found.considered,
@@ -204,20 +204,23 @@ def search_facts(
 def rechecked(found: Sequence[Checked], *, ran: bool = False) -> str:
     """What the compiler, or the devices if they `ran` there, say of the best layouts."""
     lines = ["", "measured:" if ran else "by the compiler:"]
-    for place, each in enumerate(found, 1):
-        foretold = f"{gib(each.found.memory.total)} foretold"
+    for rank, each in enumerate(found, 1):
+        predicted = f"{gib(each.candidate.memory.total)} predicted"
         if each.measured is not None:
-            forecast = f"{each.found.cost.seconds:.3g} s foretold"
-            lines += [f"{place:>2}. {each.measured:.3g} s ({forecast})", f"    {each.found.words}"]
+            forecast = f"{each.candidate.cost.seconds:.3g} s predicted"
+            lines += [
+                f"{rank:>2}. {each.measured:.3g} s ({forecast})",
+                f"    {each.candidate.words}",
+            ]
             continue
         if each.report is None:
-            lines += [f"{place:>2}. does not fit, {foretold}", f"    {each.found.words}"]
+            lines += [f"{rank:>2}. does not fit, {predicted}", f"    {each.candidate.words}"]
             continue
         fits = "fits" if each.fits else "does not fit"
-        needed = f"{gib(each.report.total_bytes)} ({foretold})"
+        needed = f"{gib(each.report.total_bytes)} ({predicted})"
         lines += [
-            f"{place:>2}. {each.seconds:.3g} s, {needed}: {fits}",
-            f"    {each.found.words}",
+            f"{rank:>2}. {each.seconds:.3g} s, {needed}: {fits}",
+            f"    {each.candidate.words}",
         ]
     return "\n".join(lines)
 
@@ -267,11 +270,11 @@ def searched(found: Search, hardware: Hardware) -> str:
         f"{hardware.memory_gib:g} GiB",
         "",
     ]
-    for place, each in enumerate(found.best[:SHOWN], 1):
+    for rank, each in enumerate(found.best[:SHOWN], 1):
         parts = sorted(each.cost.parts.items(), key=lambda item: -item[1])
         spent = ", ".join(f"{name} {s / each.cost.seconds:.0%}" for name, s in parts[:4])
         lines += [
-            f"{place:>2}. {each.cost.seconds:.3g} s, MFU {each.cost.mfu:.1%}, "
+            f"{rank:>2}. {each.cost.seconds:.3g} s, MFU {each.cost.mfu:.1%}, "
             f"{each.memory.total / GIB:.1f} GiB: {spent}",
             f"    {each.words}",
         ]

@@ -25,7 +25,7 @@ from maxpipe.plan.advice import ROOM
 from maxpipe.plan.cost import Cost, cost
 from maxpipe.plan.memory import Memory, memory
 from maxpipe.plan.sizes import Sizes, schedule_of
-from maxpipe.schedule.catalog import SCHEDULES, build
+from maxpipe.schedule.catalog import INTERLEAVED, SCHEDULES, build
 from maxpipe.schedule.table import Schedule
 from maxpipe.words import counted
 
@@ -38,8 +38,8 @@ SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Found:
-    """A layout and what is foretold of it."""
+class Candidate:
+    """A layout and what is predicted of it."""
 
     config: Config
     schedule: Schedule
@@ -73,7 +73,7 @@ class Search:
 
     considered: int
     too_large: int
-    best: list[Found]
+    best: list[Candidate]
 
 
 def search(
@@ -85,7 +85,7 @@ def search(
     fixed: Mapping[str, Any] | None = None,
     keep: int = SHOWN,
 ) -> Search:
-    """The layouts with the shortest foretold steps.
+    """The layouts with the shortest predicted steps.
 
     Args:
         config: model, batch and optimizer; what it says of the layout is not read.
@@ -100,24 +100,24 @@ def search(
     """
     considered = too_large = 0
     limit, ranked = ROOM * hardware.memory_bytes, []
-    for candidate in candidates(config, num_devices, num_slices, fixed or {}):
+    for layout in layouts(config, num_devices, num_slices, fixed or {}):
         considered += 1
-        sizes = Sizes(candidate)
-        short, long = short_schedules(candidate)
+        sizes = Sizes(layout)
+        short, long = short_schedules(layout)
         if memory(sizes, long or short, platform=hardware.platform).total > limit:
             too_large += 1
             continue
-        ranked.append((_seconds(candidate, short, long, hardware), candidate))
+        ranked.append((_seconds(layout, short, long, hardware), layout))
     ranked.sort(key=lambda pair: pair[0])
-    best: list[Found] = []
-    for _, candidate in ranked:
+    best: list[Candidate] = []
+    for _, layout in ranked:
         if len(best) == keep:
             break
-        if check(candidate, {}):
+        if check(layout, {}):
             continue
-        found = evaluate(candidate, hardware)
-        if found.memory.total <= limit:
-            best.append(found)
+        candidate = evaluate(layout, hardware)
+        if candidate.memory.total <= limit:
+            best.append(candidate)
         else:
             too_large += 1
     if not best:
@@ -131,17 +131,17 @@ def search(
     return Search(considered, too_large, sorted(best, key=lambda each: each.cost.seconds))
 
 
-def evaluate(config: Config, hardware: Hardware) -> Found:
+def evaluate(config: Config, hardware: Hardware) -> Candidate:
     """Forecasts from the layout's own table."""
     sizes, schedule = Sizes(config), schedule_of(config)
     held = memory(sizes, schedule, platform=hardware.platform)
-    return Found(config, schedule, held, cost(sizes, schedule, hardware, held))
+    return Candidate(config, schedule, held, cost(sizes, schedule, hardware, held))
 
 
-# Candidates.
+# Layouts.
 
 
-def candidates(
+def layouts(
     config: Config, num_devices: int, num_slices: int, fixed: Mapping[str, Any]
 ) -> Iterator[Config]:
     """Legal layouts, as far as sizes go; `check` has the last word."""
@@ -156,15 +156,15 @@ def candidates(
             config.mesh,
             **{f"{link}_{axis}": 1 for link in ("ici", "dcn") for axis in AXES} | mesh,
         )
-        placed = dataclasses.replace(config, mesh=resolved)
-        for pipeline in _pipelines(placed):
+        on_mesh = dataclasses.replace(config, mesh=resolved)
+        for pipeline in _pipelines(on_mesh):
             if all(
                 pipeline.get(key.removeprefix("pipeline."), value) == value
                 for key, value in fixed.items()
                 if key.startswith("pipeline.")
             ):
                 section = dataclasses.replace(config.pipeline, **pipeline)
-                yield dataclasses.replace(placed, pipeline=section)
+                yield dataclasses.replace(on_mesh, pipeline=section)
 
 
 def _meshes(config: Config, num_devices: int, num_slices: int) -> Iterator[dict[str, int]]:
@@ -196,19 +196,20 @@ def _pipelines(config: Config) -> Iterator[dict[str, Any]]:
     for name, repeats, group_factor in _schedules(stages):
         if stages * repeats > layers:
             continue
+        spec = SCHEDULES[name]
         for count in _divisors(sizes.rows_per_device):
             group = group_factor * stages
             if stages > 1 and (count < stages or group > count):
                 continue
             for gather in GATHERS if fsdp > 1 else ("iteration",):
                 # A window pays when several chunks share a stage and microbatches a gather.
-                if gather == "visit" and (repeats == 1 or name != "interleaved"):
+                if gather == "visit" and (repeats == 1 or not spec.reads_group):
                     continue
                 if gather != "visit" and group_factor > 1:
                     continue
                 for remat in REMATS:
-                    # A split backward replays for its inputs: it pays when little is replayed.
-                    if name.startswith(("zb", "v_")) and remat in ("full", "chunk"):
+                    # A split backward recomputes once for I and once for W: it pays with little.
+                    if spec.split and remat in ("full", "chunk"):
                         continue
                     yield base | {
                         "schedule": name,
@@ -223,16 +224,17 @@ def _pipelines(config: Config) -> Iterator[dict[str, Any]]:
 def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:
     """(name, repeats, group in stages)."""
     if stages == 1:
-        yield "interleaved", 1, 1
+        yield INTERLEAVED, 1, 1
         return
-    for name, family in SCHEDULES.items():
-        if name in ("gpipe", "circular", "breadth_first", "dualpipe_v"):
-            continue  # never faster than the others, with more memory
-        for repeats in (family.repeats,) if family.repeats else REPEATS:
-            if (name == "1f1b" and repeats > 1) or (name == "interleaved" and repeats == 1):
-                continue  # the same table under two names
+    for name, spec in SCHEDULES.items():
+        if spec.dominated:
+            continue
+        fixed = spec.repeats or spec.usual_repeats
+        for repeats in (fixed,) if fixed else REPEATS:
+            if spec.reads_group and repeats == 1:
+                continue  # the table of 1F1B under another name
             yield name, repeats, 1
-            if name == "interleaved":
+            if spec.reads_group:
                 yield name, repeats, 2
                 yield name, repeats, 4
 

@@ -40,8 +40,8 @@ def balanced_cut(
                 else:
                     found = np.where(cost <= limit * (1 + 1e-9), before + cost**2, np.inf)
                 # Of equals the last: the shortest last chunk, so the longer ones come first.
-                place = len(found) - 1 - int(np.argmin(found[::-1]))
-                value[chunk, end], taken[chunk, end] = found[place], end - (chunk - 1 + place)
+                index = len(found) - 1 - int(np.argmin(found[::-1]))
+                value[chunk, end], taken[chunk, end] = found[index], end - (chunk - 1 + index)
         return value, taken
 
     limit = best(np.inf)[0][-1, -1]

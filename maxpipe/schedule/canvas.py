@@ -119,9 +119,9 @@ class Canvas:
         for area in self.areas:
             pen.polygon([(x * scale, y * scale) for x, y in area.points], area.fill)
         for label in self.labels:
-            place = (label.x * scale, label.y * scale)
+            position = (label.x * scale, label.y * scale)
             font, anchor = fonts[label.size], f"{label.anchor}s"
-            pen.text(place, label.text, label.colour, font, anchor=anchor)
+            pen.text(position, label.text, label.colour, font, anchor=anchor)
         image.save(path, format="PNG")
 
 

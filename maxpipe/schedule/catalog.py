@@ -20,10 +20,12 @@ from maxpipe.schedule.verify import verify
 
 FILE_PREFIX = "file:"
 """`file:PATH` is the schedule that the CSV file describes."""
+ONE_FORWARD_ONE_BACKWARD, CIRCULAR, INTERLEAVED = "1f1b", "circular", "interleaved"
+"""The schedules that messages and forecasts suggest: plain 1F1B, and those with free repeats."""
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ScheduleSpec:
     """A schedule's generator and what it needs."""
 
     generate: Callable[[Ring, int, int], Orders]
@@ -32,10 +34,21 @@ class Family:
     shape: Literal["loop", "v"] = "loop"
     repeats: int | None = None
     """The only number of repeats it has, if it has only one."""
+    usual_repeats: int | None = None
+    """The repeats that the name usually means; with others it is another name of `interleaved`."""
+    split: bool = False
+    """Backwards are split into I and W, so that slots are mixed."""
+    dominated: bool = False
+    """Never faster than another schedule, with more memory: a search leaves it out."""
     delays: bool = False
     """Messages may take two ticks."""
     idle: Callable[[int, int, int], float] | None = None
     """Closed form of the idle time at (stages, repeats, microbatches), with F = I = W."""
+
+    @property
+    def reads_group(self) -> bool:
+        """Whether `pipeline.group` changes it."""
+        return self.group == "chosen"
 
 
 def _fill(stages: int, repeats: int, microbatches: int) -> float:
@@ -46,57 +59,82 @@ def _first_fill(stages: int, repeats: int, microbatches: int) -> float:
     return (stages - 1) / (3 * microbatches + stages - 1)
 
 
-SCHEDULES: dict[str, Family] = {
-    "gpipe": Family(
+SCHEDULES: dict[str, ScheduleSpec] = {
+    "gpipe": ScheduleSpec(
         orders.forward_then_backward,
         "all forwards, then all backwards; one repeat",
         repeats=1,
+        dominated=True,
         delays=True,
         idle=_fill,
     ),
-    "circular": Family(
+    CIRCULAR: ScheduleSpec(
         orders.forward_then_backward,
         "forward sweep over all repeats, then backward",
+        dominated=True,
         delays=True,
         idle=_fill,
     ),
-    "1f1b": Family(
+    ONE_FORWARD_ONE_BACKWARD: ScheduleSpec(
         orders.one_forward_one_backward,
         "one forward, one backward; groups of P",
         group="stages",
+        usual_repeats=1,
         idle=_fill,
     ),
-    "interleaved": Family(
+    INTERLEAVED: ScheduleSpec(
         orders.one_forward_one_backward,
         "1F1B with a chosen group, by default P",
         group="chosen",
         idle=_fill,
     ),
-    "breadth_first": Family(
+    "breadth_first": ScheduleSpec(
         orders.one_forward_one_backward,
         "one group, backward as early as possible",
+        dominated=True,
         idle=_fill,
     ),
-    "zb_h1": Family(
-        orders.zero_bubble_h1, "split backward fills the bubble; memory of 1F1B", repeats=1
+    "zb_h1": ScheduleSpec(
+        orders.zero_bubble_h1,
+        "split backward fills the bubble; memory of 1F1B",
+        repeats=1,
+        split=True,
     ),
-    "zb_h2": Family(
+    "zb_h2": ScheduleSpec(
         orders.zero_bubble_h2,
         "split backward, twice the memory, no bubble but the first fill",
         repeats=1,
+        split=True,
         idle=_first_fill,
     ),
-    "zb_v": Family(
-        orders.zero_bubble_v, "split backward on a V, almost no bubble", shape="v", repeats=2
+    "zb_v": ScheduleSpec(
+        orders.zero_bubble_v,
+        "split backward on a V, almost no bubble",
+        shape="v",
+        repeats=2,
+        split=True,
     ),
-    "v_half": Family(
-        orders.v_half, "split backward on a V, half the memory of 1F1B", shape="v", repeats=2
+    "v_half": ScheduleSpec(
+        orders.v_half,
+        "split backward on a V, half the memory of 1F1B",
+        shape="v",
+        repeats=2,
+        split=True,
     ),
-    "v_min": Family(
-        orders.v_min, "split backward on a V, a third of the memory", shape="v", repeats=2
+    "v_min": ScheduleSpec(
+        orders.v_min,
+        "split backward on a V, a third of the memory",
+        shape="v",
+        repeats=2,
+        split=True,
     ),
-    "dualpipe_v": Family(
-        orders.dualpipe_v, "forwards beside backwards on a V", shape="v", repeats=2
+    "dualpipe_v": ScheduleSpec(
+        orders.dualpipe_v,
+        "forwards beside backwards on a V",
+        shape="v",
+        repeats=2,
+        split=True,
+        dominated=True,
     ),
 }
 
@@ -123,14 +161,14 @@ def build(
         largest = microbatches
     else:
         _check_sizes(name, stages, repeats, microbatches, group, delayed)
-        family = SCHEDULES[name]
-        ring = Ring(stages, repeats, _shape(family, stages))
+        spec = SCHEDULES[name]
+        ring = Ring(stages, repeats, _shape(spec, stages))
         size = {"stages": stages, "microbatches": microbatches, "chosen": group or stages}
-        largest = min(size[family.group], microbatches)
-        order = family.generate(ring, microbatches, largest)
+        largest = min(size[spec.group], microbatches)
+        order = spec.generate(ring, microbatches, largest)
         largest = max(orders.group_sizes(microbatches, stages, largest))
-        if family.idle is not None and microbatches >= stages and not delayed:
-            closed_form = family.idle(stages, repeats, microbatches)
+        if spec.idle is not None and microbatches >= stages and not delayed:
+            closed_form = spec.idle(stages, repeats, microbatches)
     schedule = place(
         name, ring, order, num_microbatches=microbatches, group=largest, delayed=delayed
     )
@@ -148,8 +186,8 @@ def forward_only(ring: Ring, microbatches: int) -> Schedule:
     return schedule
 
 
-def _shape(family: Family, stages: int) -> Literal["loop", "v"]:
-    return family.shape if stages > 1 else "loop"  # on one stage both are the same
+def _shape(spec: ScheduleSpec, stages: int) -> Literal["loop", "v"]:
+    return spec.shape if stages > 1 else "loop"  # on one stage both are the same
 
 
 def _check_sizes(
@@ -160,7 +198,7 @@ def _check_sizes(
             "pipeline.schedule",
             name,
             f"must be one of {', '.join(SCHEDULES)}, or {FILE_PREFIX}PATH.",
-            "Set pipeline.schedule=interleaved.",
+            f"Set pipeline.schedule={INTERLEAVED}.",
         )
     for key, value in (
         ("mesh.ici_stage", stages),
@@ -169,15 +207,15 @@ def _check_sizes(
     ):
         if value < 1:
             raise ConfigError.one(key, value, "must be at least 1.", f"Set {key}=1.")
-    family = SCHEDULES[name]
-    if family.repeats is not None and repeats != family.repeats:
+    spec = SCHEDULES[name]
+    if spec.repeats is not None and repeats != spec.repeats:
         raise ConfigError.one(
             "pipeline.repeats",
             repeats,
-            repeats_rule(name, family),
-            f"Set pipeline.repeats={family.repeats}, or another pipeline.schedule.",
+            repeats_rule(name, spec),
+            f"Set pipeline.repeats={spec.repeats}, or another pipeline.schedule.",
         )
-    if delayed and not family.delays:
+    if delayed and not spec.delays:
         allowed = ", ".join(each for each, other in SCHEDULES.items() if other.delays)
         raise ConfigError.one(
             "pipeline.delayed_forwarding",
@@ -195,7 +233,7 @@ def _check_sizes(
         )
 
 
-def repeats_rule(name: str, family: Family) -> str:
+def repeats_rule(name: str, spec: ScheduleSpec) -> str:
     """Why a schedule has one number of repeats only."""
-    reason = "which visits each stage once" if family.repeats == 1 else "which turns back once, a V"
-    return f"must be {family.repeats} with pipeline.schedule={name}, {reason}."
+    reason = "which visits each stage once" if spec.repeats == 1 else "which turns back once, a V"
+    return f"must be {spec.repeats} with pipeline.schedule={name}, {reason}."

@@ -237,8 +237,8 @@ class _Picture:
             text = f"repeat {repeat}, and so on" if last else f"repeat {repeat}"
             width = 19.0 * len(kinds) + 5 + text_width(text, 12) + 16
             x, y = (x, y) if x + width <= self.width else (_LEFT, y + _LEGEND_LINE)
-            for place, kind in enumerate(kinds):
-                self._chip(x + 19 * place, y, kind, _shade(kind, repeat))
+            for column, kind in enumerate(kinds):
+                self._chip(x + 19 * column, y, kind, _shade(kind, repeat))
             self.labels.append(Label(x + 19 * len(kinds) + 5, y + 12, text, 12, _INK, "l"))
             x += width
         notes = [f"{kind} {_NAMES[kind]}" for kind in kinds]

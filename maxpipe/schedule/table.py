@@ -65,9 +65,9 @@ class Ring:
 
     def home(self, chunk: int) -> tuple[int, int]:
         """(stage, repeat) that runs the chunk."""
-        repeat, place = divmod(chunk, self.num_stages)
+        repeat, position = divmod(chunk, self.num_stages)
         turned = self.shape == "v" and repeat % 2 == 1
-        return (self.num_stages - 1 - place if turned else place), repeat
+        return (self.num_stages - 1 - position if turned else position), repeat
 
     def after(self, stage: int, repeat: int) -> tuple[int, int] | None:
         """(stage, repeat) that takes this chunk's output, or None after the last chunk."""

@@ -17,7 +17,7 @@ from maxpipe.schedule import draw
 from maxpipe.schedule.table import IDLE, Kind, Schedule, Slots
 
 IDLE_TOLERANCE = 1e-3
-"""How far idle time may be from the closed form of the schedule's family."""
+"""How far idle time may be from the closed form of the schedule's spec."""
 
 
 class ScheduleError(MaxpipeError):
@@ -25,13 +25,13 @@ class ScheduleError(MaxpipeError):
 
     def __init__(self, schedule: Schedule, tick: int, stage: int, kind: str, reason: str):
         self.tick, self.stage, self.kind = tick, stage, kind
-        place = f"schedule {schedule.name}: {kind} slot of stage {stage} in tick {tick}"
+        where = f"schedule {schedule.name}: {kind} slot of stage {stage} in tick {tick}"
         grid = draw.text(schedule, mark=(tick, stage, kind))
-        super().__init__(f"{place}: {reason}\n{grid}")
+        super().__init__(f"{where}: {reason}\n{grid}")
 
 
 def verify(schedule: Schedule, *, idle: float | None = None) -> None:
-    """Check the whole table; `idle` is the closed form of the family's idle time, if it has one.
+    """Check the whole table; `idle` is the closed form of its idle time, if there is one.
 
     Raises:
         ScheduleError: the first cell that is wrong, with the grid around it.
@@ -44,7 +44,7 @@ def verify(schedule: Schedule, *, idle: float | None = None) -> None:
     _Rounds(schedule).run()
     found = schedule.idle_fraction()
     if idle is not None and abs(found - idle) > IDLE_TOLERANCE:
-        reason = f"the table idles {found:.2%} of the time and its family {idle:.2%}."
+        reason = f"the table idles {found:.2%} of the time, and its closed form is {idle:.2%}."
         raise ScheduleError(schedule, 0, 0, "F", reason)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from maxpipe.boundary.files import full, records
+from maxpipe.config.paths import EVENTS_FILE
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.processes.phases import DATA, EVAL, LOOP, SAVE, SET_UP, STEP
 from maxpipe.telemetry.console import duration
@@ -101,7 +102,7 @@ def read(run_dir: str | Path) -> Goodput:
         ConfigError: there are no records.
         StorageError: they cannot be read.
     """
-    path, attempts = full(run_dir) / "events.jsonl", []
+    path, attempts = full(run_dir) / EVENTS_FILE, []
     try:
         attempts = _attempts(records(path, Record))
     except (FileNotFoundError, NotADirectoryError):
@@ -115,7 +116,7 @@ def read(run_dir: str | Path) -> Goodput:
         raise ConfigError.one(
             f"run folder {run_dir}",
             None,
-            "must hold an events.jsonl that `maxpipe train` wrote.",
+            f"must hold an {EVENTS_FILE} that `maxpipe train` wrote.",
             "Give the folder of a run, by default runs/<run.name>.",
         )
     return Goodput(attempts, _by_cause(attempts))

@@ -22,6 +22,7 @@ from typing import Any, TypedDict
 
 from maxpipe.boundary import files, redact
 from maxpipe.boundary.typed import parse
+from maxpipe.config.paths import EVENTS_FILE, METRICS_FILE, TENSORBOARD_FOLDER
 
 _log = logging.getLogger("maxpipe")
 
@@ -120,7 +121,7 @@ class EventLog:
         since: float | None = None,
         ours: Ours = _always,
     ):
-        self._file = _SafeFile(run_dir / "events.jsonl", ours) if process_index == 0 else None
+        self._file = _SafeFile(run_dir / EVENTS_FILE, ours) if process_index == 0 else None
         self._since = time.monotonic() if since is None else since
         if self._file is not None and _ends_inside_a_line(self._file.path):
             self._file.append(b"\n")
@@ -168,13 +169,13 @@ class MetricWriter:
         self._last: tuple[int, int, dict[str, object]] | None = None  # step, offset, record
         if process_index != 0:
             return
-        self._file = _SafeFile(run_dir / "metrics.jsonl", ours)
+        self._file = _SafeFile(run_dir / METRICS_FILE, ours)
         with self._file.guard():
             if not ours():
                 return
             self._last = _drop_after(self._file.path, resume_step)
         if tensorboard:
-            self._events = _TensorBoardFile(run_dir / "tensorboard", resume_step, ours)
+            self._events = _TensorBoardFile(run_dir / TENSORBOARD_FOLDER, resume_step, ours)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record `metrics` of `step`; a second call for the same step adds to its record."""
@@ -231,25 +232,25 @@ def _drop_after(path: Path, step: int) -> tuple[int, int, dict[str, object]] | N
         size = os.path.getsize(path)
     except FileNotFoundError:
         return None
-    places = list(kept.values())
-    if sorted(places) != places or sum(end - begin for begin, end in places) != size:
-        places = _keep(path, places)
+    spans = list(kept.values())
+    if sorted(spans) != spans or sum(end - begin for begin, end in spans) != size:
+        spans = _keep(path, spans)
     if not kept:
         return None
     with open(files.opened(path), "rb") as file:
-        begin, end = places[-1]
+        begin, end = spans[-1]
         file.seek(begin)
         return list(kept)[-1], begin, json.loads(file.read(end - begin))
 
 
-def _keep(path: Path, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _keep(path: Path, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Replace the file by these parts of it, in this order; returns where they are then."""
     beside, moved, offset = path.with_name(path.name + ".new"), [], 0
     with (
         open(files.opened(path), "rb") as old,
         open(files.opened(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as new,
     ):
-        for begin, end in places:
+        for begin, end in spans:
             old.seek(begin)
             new.write(old.read(end - begin))
             moved.append((offset, offset := offset + end - begin))

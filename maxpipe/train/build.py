@@ -62,9 +62,9 @@ def batches(
     rows = local_rows(sharding, num_rows)
     source = loader.batches(start, rows.tolist(), stop_step=stop)
 
-    def placed() -> Generator[Any]:
+    def on_devices() -> Generator[Any]:
         with source:
             for host in source:
                 yield place_rows(host, rows, num_rows, sharding)
 
-    return contextlib.closing(placed())
+    return contextlib.closing(on_devices())

@@ -23,8 +23,8 @@ from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.damage import Damaged
 from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.manager import Checkpoints, open_run
-from maxpipe.checkpoint.place import FOLDER, first_line, run_folder
 from maxpipe.checkpoint.selection import step_of
+from maxpipe.checkpoint.storage import FOLDER, first_line, run_folder
 from maxpipe.config.check import DEFAULT, check
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.config.schema import Config, MeshConfig, PipelineConfig
@@ -146,7 +146,7 @@ def _choose(address: Address, inputs: Sequence[str]) -> _Chosen:
     home = address.home
     folder = Folder(os.path.join(home, FOLDER))
     if not folder.steps():
-        open_run(address.run_dir, address.where, address.place)  # says so
+        open_run(address.run_dir, address.where, address.parent)  # says so
     step = step_of(folder, address)
     try:
         facts = folder.facts(step)

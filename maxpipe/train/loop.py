@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from maxpipe.checkpoint.place import run_folder
+from maxpipe.checkpoint.storage import run_folder
 from maxpipe.config.load import Loaded
 from maxpipe.errors import ExitCode
 from maxpipe.hardware import peak_flops

@@ -92,12 +92,23 @@ def build_optimizer(
 
 
 def _clip(limit: float) -> optax.GradientTransformationExtraArgs:
-    """optax's clipping, bit for bit, by a norm that is known already."""
+    """optax's clipping, bit for bit, by a norm that is known already.
+
+    It waits for `taken`: both moments read the quotients, so XLA may keep all of them in memory. It
+    must not do so while the step looks at what the update would leave.
+    """
 
     def update(
-        updates: Tree, state: Tree, params: Tree = None, *, norm: Any = None, **_: Any
+        updates: Tree,
+        state: Tree,
+        params: Tree = None,
+        *,
+        norm: Any = None,
+        taken: jax.Array | bool = True,
+        **_: Any,
     ) -> tuple[Tree, Tree]:
         norm = optax.tree.norm(updates) if norm is None else norm
+        norm = unless_bad(taken, norm, jnp.inf)
         within = norm < limit
         clip = lambda leaf: jnp.where(within, leaf, leaf / norm.astype(leaf.dtype) * limit)  # noqa: E731
         return jax.tree.map(clip, updates), state

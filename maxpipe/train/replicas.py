@@ -71,12 +71,12 @@ class ReplicaCheck:
         )
 
     def _copies(self, leaf: Any, sharding: NamedSharding) -> list[int]:
-        """For each device the place of the first one that holds the same shard."""
+        """For each device the index of the first one that holds the same shard."""
         indices = sharding.devices_indices_map(leaf.shape)
         first: dict[str, int] = {}
         return [
-            first.setdefault(str(indices[device]), place)
-            for place, device in enumerate(self._devices)
+            first.setdefault(str(indices[device]), index)
+            for index, device in enumerate(self._devices)
         ]
 
     def differences(self, tree: Tree) -> list[Difference]:
@@ -110,13 +110,13 @@ def _digests(tree: Tree) -> jax.Array:
 
 
 def digest(array: jax.Array) -> jax.Array:
-    """uint32: the sum of all entries' bits, each times an odd number that its place gives it.
+    """uint32: the sum of all entries' bits, each times an odd number given by its index.
 
     An odd number divides no power of two: one bit that flips always changes the sum.
     """
     bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
-    place = jnp.zeros(array.shape, jnp.uint32)
+    index = jnp.zeros(array.shape, jnp.uint32)
     for dim in range(array.ndim):
         stride = jnp.uint32(math.prod(array.shape[dim + 1 :]) % 2**32)
-        place += jax.lax.broadcasted_iota(jnp.uint32, array.shape, dim) * stride
-    return (bits.astype(jnp.uint32) * (2 * place + 1)).sum(dtype=jnp.uint32)
+        index += jax.lax.broadcasted_iota(jnp.uint32, array.shape, dim) * stride
+    return (bits.astype(jnp.uint32) * (2 * index + 1)).sum(dtype=jnp.uint32)

@@ -20,10 +20,11 @@ from maxpipe.boundary.typed import AnyFloat, checked
 from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.manager import Checkpoints, Restored
-from maxpipe.checkpoint.place import FOLDER, home, home_of, in_bucket, run_folder
 from maxpipe.checkpoint.selection import chosen, opened
+from maxpipe.checkpoint.storage import FOLDER, home, home_of, in_bucket, run_folder
 from maxpipe.config.check import total_steps, where
 from maxpipe.config.load import Loaded, to_dict
+from maxpipe.config.paths import EVENTS_FILE
 from maxpipe.config.rules import shown
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, compare
@@ -32,8 +33,6 @@ from maxpipe.telemetry.console import Console
 from maxpipe.train.guard import initial
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
-
-_EVENTS = "events.jsonl"
 
 # What each process may have for itself.
 OWN_SECTIONS = frozenset({"runtime", "log", "launch"})
@@ -208,7 +207,8 @@ def _must_be_new(loaded: Loaded, checkpoints: Checkpoints) -> None:
     if loaded.config.checkpoint.dir and (step := _saved_there(run_dir, os.fspath(durable))):
         raise StorageError(
             f"{durable}: holds no checkpoint\n"
-            f"  {run_dir / _EVENTS} says that step {step} was saved there. Nothing was changed.\n"
+            f"  {run_dir / EVENTS_FILE} says that step {step} was saved there. Nothing was "
+            "changed.\n"
             f"  Bring it back, or mount what holds it. To start over, delete {run_dir}, or set "
             "run.name to a new name."
         )
@@ -223,7 +223,7 @@ class _Saved(TypedDict):
 def _saved_there(run_dir: Path, folder: str) -> int:
     """The last step that the run has saved there, as it remembers; 0 for none."""
     try:
-        steps = [r["step"] for r in records(run_dir / _EVENTS, _Saved) if r["folder"] == folder]
+        steps = [r["step"] for r in records(run_dir / EVENTS_FILE, _Saved) if r["folder"] == folder]
     except OSError:
         return 0
     return steps[-1] if steps else 0

@@ -26,9 +26,10 @@ from maxpipe.boundary import files, redact
 from maxpipe.boundary.files import check_writable, full
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, local_folder
-from maxpipe.checkpoint.place import home, run_folder
+from maxpipe.checkpoint.storage import home, run_folder
 from maxpipe.config.check import cautions, check, total_steps, where
 from maxpipe.config.load import Loaded, to_dict, to_yaml
+from maxpipe.config.paths import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, Loader
 from maxpipe.errors import ConfigError, ExitCode, Preempted, ReplicaError, StorageError
@@ -58,7 +59,7 @@ _log = logging.getLogger("maxpipe")
 _MOST_TICKS = 160
 """Of the timeline that TensorBoard shows."""
 
-WRITTEN_FILES = ("config.yml", "metrics.jsonl", "metrics.jsonl.new", "events.jsonl")
+WRITTEN_FILES = (CONFIG_FILE, METRICS_FILE, f"{METRICS_FILE}.new", EVENTS_FILE)
 
 
 @dataclass
@@ -220,7 +221,7 @@ def set_up(
     writer = open_writer(resume_step=first)
     _show(writer, config, steps, begin.state, train_step, stack)
     if process == 0:
-        _write_config(run_dir / "config.yml", config, locks)
+        _write_config(run_dir / CONFIG_FILE, config, locks)
     run = Run(
         config=config,
         total_steps=length,

@@ -60,13 +60,15 @@ class Partition:
     def _axes(self) -> Tree:
         """Logical axes of each parameter, without those of stacking."""
         axes = self.decoder.axes()
-        return axes | {"outside": axes["layers"]} if self.layout.outside else axes
+        layers, layout = axes["layers"], self.layout
+        axes = axes | {"layers": {kind: layers[kind] for kind in layout.in_ring}}
+        if layout.outside:
+            axes |= {"outside": {kind: layers[kind] for kind in layout.in_front}}
+        return axes
 
     @cached_property
-    def network_specs(self) -> Tree:
-        """PartitionSpec of each parameter in network order; layers are split over stages."""
-        per_layer = self.layout.num_layers % self.mesh.shape[STAGE] == 0
-        stage = STAGE if per_layer else None
+    def saved_specs(self) -> Tree:
+        """PartitionSpec of each parameter as saved; layers are split over stages."""
         size = self.mesh.shape
 
         def unpadded(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
@@ -86,10 +88,31 @@ class Partition:
             for name, subtree in self.decoder.axes().items()
             if name != "layers"
         }
-        specs["layers"] = jax.tree.map(
-            lambda spec: PartitionSpec(stage, *spec[3:]), self.specs["layers"], is_leaf=_is_spec
+        specs["layers"] = self._without_one_kind(
+            {kind: self._saved_layers(kind) for kind in self.layout.stacks}
         )
         return specs
+
+    def _saved_layers(self, kind: str) -> Tree:
+        """PartitionSpec of the parameters of all layers of a kind, in network order."""
+        count = len(self.layout.stacks[kind].layers)
+        stage = STAGE if count % self.mesh.shape[STAGE] == 0 else None
+        ring, front = self.specs["layers"], self.specs.get("outside", {})
+        num_stacked, stacked = (3, ring[kind]) if kind in ring else (1, front[kind])
+        return jax.tree.map(
+            lambda spec: PartitionSpec(stage, *spec[num_stacked:]), stacked, is_leaf=_is_spec
+        )
+
+    def _without_one_kind(self, layers: Tree) -> Tree:
+        """Layers by kind as they are saved: without the name of the only kind.
+
+        So were all checkpoints before layers had kinds.
+        """
+        return layers if len(self.layout.stacks) > 1 else layers[next(iter(self.layout.stacks))]
+
+    def _by_kind(self, layers: Tree) -> Tree:
+        """The way back."""
+        return layers if len(self.layout.stacks) > 1 else {next(iter(self.layout.stacks)): layers}
 
     @cached_property
     def decayed(self) -> Tree:
@@ -102,36 +125,51 @@ class Partition:
 
     def init(self, key: jax.Array) -> Tree:
         """Stacked parameters; each layer's values depend on key and layer index alone."""
-        layers = jnp.asarray(self.layout.layer_at)
-        drawn = self.decoder.init_layers(key, jnp.maximum(layers, 0))
+        layout, init_layers = self.layout, self.decoder.init_layers
 
-        def stack(leaf: jax.Array) -> jax.Array:
-            used = (layers >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
-            return jnp.where(used, leaf, 0).reshape(*self.layout.shape, *leaf.shape[1:])
+        def drawn(kind: str) -> Tree:
+            stack = layout.stacks[kind]
+            layers = jnp.asarray(stack.layer_at)
+
+            def padded(leaf: jax.Array) -> jax.Array:
+                used = (layers >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
+                return jnp.where(used, leaf, 0).reshape(*stack.shape, *leaf.shape[1:])
+
+            return jax.tree.map(padded, init_layers(kind, key, jnp.maximum(layers, 0)))
 
         params = self._pad_vocabulary(self.decoder.init_outer(key))
-        params["layers"] = jax.tree.map(stack, drawn)
-        if self.layout.outside:
-            params["outside"] = self.decoder.init_layers(key, jnp.arange(self.layout.outside))
+        params["layers"] = {kind: drawn(kind) for kind in layout.in_ring}
+        if layout.outside:
+            params["outside"] = {
+                kind: init_layers(kind, key, jnp.asarray(layout.stacks[kind].in_front))
+                for kind in layout.in_front
+            }
         return params
 
     def stack(self, params: Tree) -> Tree:
-        """Network order -> the stacked, padded form."""
-        layout, stacked = self.layout, self._pad_vocabulary(params)
-        stacked["layers"] = jax.tree.map(layout.stack, params["layers"])
-        if layout.outside:
-            stacked["outside"] = jax.tree.map(lambda leaf: leaf[: layout.outside], params["layers"])
-        return stacked
+        """Network order, `layers {kind: [n, ...]}` -> the stacked, padded form."""
+        stacked = self._pad_vocabulary(params)
+        stacked["layers"], outside = self.layout.stack(params["layers"])
+        return stacked | {"outside": outside} if outside else stacked
 
     def unstack(self, params: Tree) -> Tree:
         """The stacked form -> network order without padding."""
         size = self.decoder.config.vocab_size
         plain = dict(params)
-        layers = (plain.pop("layers"), *([plain.pop("outside")] if self.layout.outside else []))
+        layers = self.layout.unstack(plain.pop("layers"), plain.pop("outside", {}))
         plain["embedding"] = plain["embedding"][:size]
         if "head" in plain:
             plain["head"] = plain["head"][:, :size]
-        return plain | {"layers": jax.tree.map(self.layout.unstack, *layers)}
+        return plain | {"layers": layers}
+
+    def to_saved(self, params: Tree) -> Tree:
+        """The stacked form -> what checkpoints hold: network order."""
+        plain = self.unstack(params)
+        return plain | {"layers": self._without_one_kind(plain["layers"])}
+
+    def from_saved(self, saved: Tree) -> Tree:
+        """The way back."""
+        return self.stack(saved | {"layers": self._by_kind(saved["layers"])})
 
     def _pad_vocabulary(self, params: Tree) -> Tree:
         shape = self.mesh.shape

@@ -35,7 +35,7 @@ from maxpipe.parallel.mesh import BATCH_AXES, STAGE
 from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
 from maxpipe.pipeline.executor import Engine
 from maxpipe.pipeline.layout import Layout
-from maxpipe.pipeline.program import Network
+from maxpipe.pipeline.network import Network
 from maxpipe.pipeline.remat import Keep
 from maxpipe.processes.runtime import compiler_options
 from maxpipe.schedule.balance import balanced_cut
@@ -107,7 +107,7 @@ class Steps:
     @cached_property
     def saved_sharding(self) -> Tree:
         """Of the saved form of the state, in network order."""
-        specs = self.partition.network_specs
+        specs = self.partition.saved_specs
         saved = {"step": PartitionSpec(), "params": specs, "optimizer": {"mu": specs, "nu": specs}}
         return self.partition.shardings(saved)
 
@@ -225,7 +225,7 @@ class Steps:
         """state -> what a checkpoint holds: network order, no padding."""
 
         def convert(state: TrainState) -> Tree:
-            unstack = self.partition.unstack
+            unstack = self.partition.to_saved
             saved = {name: unstack(tree) for name, tree in moments(state.optimizer).items()}
             return {"step": state.step, "params": unstack(state.params), "optimizer": saved}
 
@@ -237,7 +237,7 @@ class Steps:
 
         def convert(saved: Tree, guard: GuardState | None = None) -> TrainState:
             guard = initial(self.guard) if guard is None else guard
-            stack, step = self.partition.stack, saved["step"]
+            stack, step = self.partition.from_saved, saved["step"]
             params = stack(saved["params"])
             stacked = {name: stack(tree) for name, tree in saved["optimizer"].items()}
             fresh = self.optimizer.init(params)
@@ -249,13 +249,13 @@ class Steps:
     @cached_property
     def stack_params(self) -> Any:
         """Parameters as a checkpoint holds them -> as the steps take them."""
-        return jax.jit(self.partition.stack, out_shardings=self.state_sharding.params)
+        return jax.jit(self.partition.from_saved, out_shardings=self.state_sharding.params)
 
     def with_weights(self, params: Tree) -> TrainState:
         """A fresh state, but for parameters in the form that a checkpoint holds."""
 
         def convert(saved: Tree) -> TrainState:
-            params, guard = self.partition.stack(saved), initial(self.guard)
+            params, guard = self.partition.from_saved(saved), initial(self.guard)
             optimizer, step = self.optimizer.init(params), jnp.zeros((), jnp.int32)
             return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
 
@@ -285,7 +285,8 @@ class Steps:
         key = None
         if self.partition.decoder.config.dropout > 0:
             key = jax.random.fold_in(self._key(_DROPOUT), state.step)
-        loss, gradients = self.engine.value_and_grad(self.train_schedule)(state.params, batch, key)
+        found = self.engine.value_and_grad(self.train_schedule)(state.params, batch, key)
+        loss, gradients = found.loss, found.gradients
         norm = optax.tree.norm(gradients)
         rate = jnp.asarray(self.rate(state.step - state.guard.skipped))
         taken, guard = judge(
@@ -399,9 +400,15 @@ def partition(
     # Embedding and loss head are spread over all stages: only layers weigh on the cut.
     outside = pipeline.layers_outside
     cut = pipeline.cut or balanced_cut([1.0] * (model.num_layers - outside), ring.num_chunks)
-    layout = Layout(ring, tuple(cut), outside)
+    layout = Layout(ring, tuple(cut), outside, decoder.kind_of)
     parts = Partition(decoder, layout, mesh)
-    network = Network(decoder.layer, decoder.norm, model.vocab_size, jnp.dtype(model.compute_dtype))
+    network = Network(
+        decoder.layers,
+        decoder.norm,
+        model.vocab_size,
+        jnp.dtype(model.compute_dtype),
+        decoder.loss_weights,
+    )
     lengths = np.zeros(model.vocab_size, np.int32)
     lengths[: len(byte_lengths)] = byte_lengths
     return Steps(

@@ -24,7 +24,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def named(text: str) -> tuple[str, Step, str]:
     found = parse(text)
     assert found.given == text
-    return found.run_dir, found.step, found.place
+    return found.run_dir, found.step, found.parent
 
 
 def refused(text: str, where: str = "", runs: str = "") -> list[str]:
@@ -36,7 +36,7 @@ def refused(text: str, where: str = "", runs: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("text", "run_dir", "step", "place"),
+    ("text", "run_dir", "step", "parent"),
     [
         ("quick", "runs/quick", None, ""),
         ("runs/quick", "runs/quick", None, ""),
@@ -60,8 +60,8 @@ def refused(text: str, where: str = "", runs: str = "") -> list[str]:
         ("gs://b/a@c", "gs://b/a@c", None, ""),
     ],
 )
-def test_what_is_named(text: str, run_dir: str, step: Step, place: str):
-    assert named(text) == (run_dir, step, place)
+def test_what_is_named(text: str, run_dir: str, step: Step, parent: str):
+    assert named(text) == (run_dir, step, parent)
 
 
 def test_inside_the_folder_of_checkpoints(here: Path, monkeypatch: pytest.MonkeyPatch):
@@ -163,5 +163,5 @@ def test_some_commands_take_a_whole_run():
 
 def test_addresses_of_other_steps():
     assert parse("quick@120").at(7) == "runs/quick@7"
-    assert Address("x", "runs/a", place="/saved/a").at(7) == "/saved/a@7"
+    assert Address("x", "runs/a", parent="/saved/a").at(7) == "/saved/a@7"
     assert run_names("nowhere") == []

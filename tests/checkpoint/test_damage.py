@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.checkpoint.damage import Damaged, is_damage, outage, retried
-from maxpipe.checkpoint.place import first_line, remedy
+from maxpipe.checkpoint.storage import first_line, remedy
 from maxpipe.errors import causes
 
 

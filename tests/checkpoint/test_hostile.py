@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe import hardware
-from maxpipe.checkpoint.place import FOLDER, files, home_of
+from maxpipe.checkpoint.storage import FOLDER, files, home_of
 from maxpipe.cli import main
 from maxpipe.errors import MaxpipeError
 from maxpipe.launch.logs import Log

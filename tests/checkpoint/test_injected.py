@@ -18,7 +18,7 @@ import pytest
 from etils import epath
 from orbax.checkpoint._src.serialization import replica_slices
 
-from maxpipe.checkpoint import contents, copies, damage, manager, manifest, place, writer
+from maxpipe.checkpoint import contents, copies, damage, manager, manifest, storage, writer
 from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.folder import Folder
 from maxpipe.checkpoint.inspect import verified
@@ -279,10 +279,10 @@ NUMBERS = [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENXIO, errno.EAGAIN, 
 READERS = {
     "a file": (manifest, "_digest", "/6/state"),
     "a folder": (os, "listdir", FOLDER),
-    "the files of a step": (place, "_walk", "/6"),
-    "whether there is a manifest": (place, "_stat", "/6/manifest.json"),
-    "the manifest": (place, "opened", "/6/manifest.json"),
-    "facts": (place, "opened", "/6/facts"),
+    "the files of a step": (storage, "_walk", "/6"),
+    "whether there is a manifest": (storage, "_stat", "/6/manifest.json"),
+    "the manifest": (storage, "opened", "/6/manifest.json"),
+    "facts": (storage, "opened", "/6/facts"),
     "shapes": (ocp.StandardCheckpointHandler, "metadata", "/6/state"),
     "arrays": (ocp.PyTreeCheckpointHandler, "restore", "/6/state"),
 }

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from maxpipe.checkpoint import place
+from maxpipe.checkpoint import storage
 from maxpipe.cli import main
 from maxpipe.config.load import load
 from maxpipe.diagnosis import doctor, environment
-from maxpipe.diagnosis.doctor import Check, Patient
+from maxpipe.diagnosis.doctor import Check, Target
 from tests.bucket import Bucket
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def config(tmp_path: Path) -> list[str]:
 @pytest.fixture
 def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is started: for what is not about devices."""
-    monkeypatch.setattr(doctor, "devices", lambda patient: iter(()))
+    monkeypatch.setattr(doctor, "devices", lambda target: iter(()))
     monkeypatch.setattr(doctor, "loopback", lambda: Check("two processes", "ok", ""))
 
 
@@ -131,7 +131,7 @@ def test_versions_are_numbers(lower: str, higher: str):
 
 def test_a_folder_that_cannot_be_written(config: list[str], tmp_path: Path):
     (tmp_path / "runs").write_text("a file in the way")
-    found = by_name(list(doctor.folders(Patient.of(load(config)))))
+    found = by_name(list(doctor.folders(Target.of(load(config)))))
     explained(found["run folder"], "Not a directory", "Set run.dir")
     assert found["compilation cache"].status == "ok"
 
@@ -141,7 +141,7 @@ def test_a_place_of_checkpoints_is_looked_at(
 ):
     def folders(value: object) -> dict[str, Check]:
         loaded = load([*config, f"checkpoint.dir={value}"])
-        return by_name(list(doctor.folders(Patient.of(loaded))))
+        return by_name(list(doctor.folders(Target.of(loaded))))
 
     def without_gcsfs() -> None:
         raise ImportError
@@ -150,18 +150,18 @@ def test_a_place_of_checkpoints_is_looked_at(
     assert "a checkpoint takes" not in folders(tmp_path / "saved")["run folder"].text
     (tmp_path / "saved").write_text("a file in the way")
     explained(folders(tmp_path / "saved")["checkpoint folder"], "Set checkpoint.dir")
-    monkeypatch.setattr(place, "_store", without_gcsfs)
+    monkeypatch.setattr(storage, "_store", without_gcsfs)
     found = folders("gs://bucket/runs")["checkpoint folder"]
     assert found.status == "FAILED" and found.action == "Run: pip install 'maxpipe[gcs]'"
 
 
 def test_a_place_in_a_bucket_is_tried(config: list[str], bucket: Bucket):
     loaded = load([*config, "checkpoint.dir=gs://bucket/runs"])
-    found = by_name(list(doctor.folders(Patient.of(loaded))))["checkpoint folder"]
+    found = by_name(list(doctor.folders(Target.of(loaded))))["checkpoint folder"]
     assert found == Check(found.name, "ok", "gs://bucket/runs/tiny can be written")
     bucket.refused.add("POST")
     try:
-        found = by_name(list(doctor.folders(Patient.of(loaded))))["checkpoint folder"]
+        found = by_name(list(doctor.folders(Target.of(loaded))))["checkpoint folder"]
         explained(found, "Forbidden", "Storage Object User")
     finally:
         bucket.refused.clear()
@@ -189,7 +189,7 @@ def test_what_a_run_starts_from_is_looked_for(config: list[str], tmp_path: Path)
 
 def test_a_cache_that_cannot_be_written_is_a_warning(config: list[str], tmp_path: Path):
     (tmp_path / "cache").write_text("a file in the way")
-    found = by_name(list(doctor.folders(Patient.of(load(config)))))
+    found = by_name(list(doctor.folders(Target.of(load(config)))))
     assert found["compilation cache"].status == "warning"
     assert "runtime.compilation_cache" in found["compilation cache"].action
 
@@ -202,12 +202,12 @@ def test_space_for_checkpoints(
     from maxpipe.model.count import num_params
     from maxpipe.model.families.registry import describe
 
-    patient = Patient.of(load(config))
-    assert patient.config is not None and patient.config.checkpoint.keep == 3
-    one = num_params(describe(patient.config.model)) * 3 * 4
+    target = Target.of(load(config))
+    assert target.config is not None and target.config.checkpoint.keep == 3
+    one = num_params(describe(target.config.model)) * 3 * 4
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage(0, 0, one * free - 1))
-    found = by_name(list(doctor.folders(patient)))["run folder"]
+    found = by_name(list(doctor.folders(target)))["run folder"]
     assert found.status == status
     assert found.status == "ok" or "Free " in found.action
 
@@ -215,7 +215,7 @@ def test_space_for_checkpoints(
 def test_a_file_server_with_another_time(config: list[str], monkeypatch: pytest.MonkeyPatch):
     real = time.time
     monkeypatch.setattr(doctor.time, "time", lambda: real() - 60)
-    found = by_name(list(doctor.folders(Patient.of(load(config)))))["run folder"]
+    found = by_name(list(doctor.folders(Target.of(load(config)))))["run folder"]
     assert found.status == "warning" and "differs from this machine's by 60." in found.text
 
 
@@ -280,19 +280,19 @@ def answers(monkeypatch: pytest.MonkeyPatch, *records: dict[str, Any]) -> list[A
 
 def test_the_mesh_that_is_asked_for_is_tried(config: list[str], monkeypatch: pytest.MonkeyPatch):
     asked = answers(monkeypatch, {"name": "mesh", "status": "ok", "text": "stage 2"})
-    (found,) = doctor.devices(Patient.of(load([*config, "runtime.init_timeout_seconds=77"])))
+    (found,) = doctor.devices(Target.of(load([*config, "runtime.init_timeout_seconds=77"])))
     assert found == Check("mesh", "ok", "stage 2")
     ((specs, seconds, _),) = asked
     assert specs[0]["mesh"]["ici_stage"] == 2 and specs[0]["runtime"]["platform"] == "cpu"
     assert seconds == doctor.DEVICE_SECONDS
     several = load([*config, "runtime.num_processes=0", "runtime.init_timeout_seconds=77"])
-    list(doctor.devices(Patient.of(several)))
+    list(doctor.devices(Target.of(several)))
     assert asked[1][1] == doctor.DEVICE_SECONDS + 77
 
 
 def test_devices_that_hang_are_explained(monkeypatch: pytest.MonkeyPatch):
     answers(monkeypatch, {"name": "devices", "status": "FAILED", "text": "no answer within 9 s."})
-    (found,) = doctor.devices(Patient())
+    (found,) = doctor.devices(Target())
     explained(found, "no answer within 9 s.", "End other programs")
     explained(doctor.loopback(), "process 0: no answer within 9 s.", "no_proxy")
     assert doctor.kinds() == "no answer within 9 s."
@@ -300,10 +300,10 @@ def test_devices_that_hang_are_explained(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.slow
 def test_a_mesh_that_does_not_fit_and_a_platform_that_is_not_there(config: list[str]):
-    found = list(doctor.devices(Patient.of(load([*config, "mesh.ici_fsdp=4"]))))
+    found = list(doctor.devices(Target.of(load([*config, "mesh.ici_fsdp=4"]))))
     assert [check.status for check in found] == ["ok", "FAILED"]
     explained(found[1], "it is 8, and there are 4", "Set mesh.cpu_devices=8")
-    (found,) = doctor.devices(Patient.of(load([*config, "runtime.platform=tpu"])))
+    (found,) = doctor.devices(Target.of(load([*config, "runtime.platform=tpu"])))
     explained(found, "runtime.platform", "has no devices on this machine")
 
 

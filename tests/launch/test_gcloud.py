@@ -87,26 +87,26 @@ def test_shellcheck_finds_nothing(write: Write):
 
 def test_slices_are_requested_awaited_and_started(write: Write, calls: Path, tmp_path: Path):
     folder = write("gcloud", *NEEDED, *MULTISLICE, "launch.spot=true")
-    place = "--zone=us-west4-a --project=p"
+    location = "--zone=us-west4-a --project=p"
     shown = bash(folder / "start.sh")
     assert shown.startswith("waiting for 2 slices of v5p:2x2x4, 32 devices: PROVISIONING\nstarted;")
     request, *others = done(calls)
     assert request == (
-        f"queued-resources create quickstart {place} --accelerator-type=v5p-32 "
+        f"queued-resources create quickstart {location} --accelerator-type=v5p-32 "
         "--runtime-version=v2-alpha-tpuv5 --node-count=2 --node-prefix=quickstart --spot"
     )
     assert others[:2] == [
-        f"tpu-vm ssh quickstart-0 {place} --worker=all --command=mkdir -p maxpipe-quickstart "
+        f"tpu-vm ssh quickstart-0 {location} --worker=all --command=mkdir -p maxpipe-quickstart "
         "&& chmod 700 maxpipe-quickstart",
         f"tpu-vm scp {folder}/config.yml {folder}/host.sh {folder}/secret "
-        f"quickstart-0:maxpipe-quickstart/ {place} --worker=all",
+        f"quickstart-0:maxpipe-quickstart/ {location} --worker=all",
     ]
     secret = folder / "secret"
     assert re.fullmatch("[0-9a-f]{64}", text := secret.read_text())
     assert secret.stat().st_mode & 0o777 == 0o600
     assert not any(text in path.read_text() for path in (*folder.glob("*.*"), calls))
     assert others[-2:] == [
-        f"tpu-vm ssh quickstart-{node} {place} --worker=all "
+        f"tpu-vm ssh quickstart-{node} {location} --worker=all "
         "--command=bash maxpipe-quickstart/host.sh"
         for node in (0, 1)
     ]

@@ -54,8 +54,8 @@ def check_gradients(case: Case) -> None:
     run = steps.engine.value_and_grad(steps.train_schedule)
 
     def whole(plain: Any, batch: Any) -> Any:
-        loss, gradients = run(parts.stack(plain), batch, key)
-        return loss, parts.unstack(gradients)
+        found = run(parts.stack(plain), batch, key)
+        return found.loss, parts.unstack(found.gradients)
 
     with jax.set_mesh(parts.mesh):
         loss, found = jax.jit(whole)(plain, jax.device_put(batch, steps.batch_sharding))

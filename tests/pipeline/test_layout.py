@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.pipeline.layout import Layout, pad_vocabulary, padded_vocabulary
+from maxpipe.pipeline.layout import ONE_KIND, Layout, pad_vocabulary, padded_vocabulary
 from maxpipe.schedule.balance import balanced_cut
 from maxpipe.schedule.table import Ring
 
@@ -41,7 +41,8 @@ def test_chunks_are_even_and_in_network_order(layout: Layout) -> None:
         expected += sizes[repeat, stage]
     used = layout.layer_at[layout.layer_at >= 0]
     assert sorted(used.tolist()) == list(range(layout.outside, layout.num_layers))
-    assert layout.layer_at.size == np.prod(layout.shape)
+    assert layout.layer_at.shape == (*sizes.shape, layout.layers_per_chunk)
+    assert layout.stacks[ONE_KIND].shape == layout.layer_at.shape
 
 
 # A smaller range: every new shape is compiled.
@@ -49,58 +50,96 @@ def test_chunks_are_even_and_in_network_order(layout: Layout) -> None:
 @settings(max_examples=25, deadline=None)
 def test_stacking_is_undone_and_pads_with_zeros(layout: Layout) -> None:
     layers = 1.0 + np.arange(layout.num_layers * 2, dtype=np.float32).reshape(-1, 2)
-    stacked = np.asarray(layout.stack(jnp.asarray(layers)))
-    assert stacked.shape == (*layout.shape, 2)
-    for repeat in range(layout.shape[0]):
-        for stage in range(layout.shape[1]):
+    stack = layout.stacks[ONE_KIND]
+    stacked = np.asarray(stack.stack(jnp.asarray(layers)))
+    assert stacked.shape == (*stack.shape, 2)
+    for repeat in range(stack.shape[0]):
+        for stage in range(stack.shape[1]):
             size = layout.chunk_sizes[repeat, stage]
             start = layout.first_layer[repeat, stage]
             np.testing.assert_array_equal(
                 stacked[repeat, stage, :size], layers[start : start + size]
             )
             assert not stacked[repeat, stage, size:].any()
-    ring = layout.unstack(jnp.asarray(stacked))
+    ring = stack.unstack(jnp.asarray(stacked))
     np.testing.assert_array_equal(ring, layers[layout.outside :])
-    whole = layout.unstack(jnp.asarray(stacked), jnp.asarray(layers[: layout.outside]))
+    whole = stack.unstack(jnp.asarray(stacked), jnp.asarray(layers[: layout.outside]))
     np.testing.assert_array_equal(whole, layers)
 
 
 def test_nothing_reads_the_padding() -> None:
     layout = even(5, 2, 2)
     layers = jnp.arange(5.0)
-    padding = jnp.asarray(layout.layer_at < 0).reshape(layout.shape)
-    spoiled = jnp.where(padding, jnp.nan, layout.stack(layers))
-    np.testing.assert_array_equal(layout.unstack(spoiled), layers)
+    padding, stack = jnp.asarray(layout.layer_at < 0), layout.stacks[ONE_KIND]
+    spoiled = jnp.where(padding, jnp.nan, stack.stack(layers))
+    np.testing.assert_array_equal(stack.unstack(spoiled), layers)
 
 
 def test_an_uneven_cut_by_hand() -> None:
     layout = even(6, 2, 2)
     assert layout.chunk_sizes.tolist() == [[2, 2], [1, 1]]
     assert layout.first_layer.tolist() == [[0, 2], [4, 5]]
-    assert layout.layer_at.tolist() == [0, 1, 2, 3, 4, -1, 5, -1]
+    assert layout.layer_at.tolist() == [[[0, 1], [2, 3]], [[4, -1], [5, -1]]]
 
 
 def test_a_cut_on_a_v_by_hand() -> None:
     layout = Layout(Ring(2, 2, "v"), (1, 2, 1, 1))
     assert layout.chunk_sizes.tolist() == [[1, 2], [1, 1]]
     assert layout.first_layer.tolist() == [[0, 1], [4, 3]]
-    assert layout.layer_at.tolist() == [0, -1, 1, 2, 4, -1, 3, -1]
+    assert layout.layer_at.tolist() == [[[0, -1], [1, 2]], [[4, -1], [3, -1]]]
 
 
 def test_layers_in_front_of_the_ring_by_hand() -> None:
     layout = Layout(Ring(2, 1), (2, 1), outside=2)
     assert layout.num_layers == 5 and layout.first_layer.tolist() == [[2, 4]]
-    assert layout.layer_at.tolist() == [2, 3, 4, -1]
-    stacked = layout.stack(jnp.arange(5.0))
+    assert layout.layer_at.tolist() == [[[2, 3], [4, -1]]]
+    stack = layout.stacks[ONE_KIND]
+    stacked = stack.stack(jnp.arange(5.0))
     assert stacked.tolist() == [[[2.0, 3.0], [4.0, 0.0]]]
-    assert layout.unstack(stacked, jnp.arange(2.0)).tolist() == [0, 1, 2, 3, 4]
+    assert stack.unstack(stacked, jnp.arange(2.0)).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_kinds_have_stacks_of_their_own() -> None:
+    layout = Layout(Ring(2, 1), (3, 2), outside=1, kinds=("c", "a", "b", "a", "b", "b"))
+    assert (layout.in_ring, layout.in_front) == (("a", "b"), ("c",))
+    assert layout.kind_at.tolist() == [[[0, 1, 0], [1, 1, -1]]]
+    assert layout.place_at.tolist() == [[[0, 0, 1], [0, 1, 0]]]
+    assert {kind: stack.length for kind, stack in layout.stacks.items()} == {"c": 0, "a": 2, "b": 2}
+    layers = {"a": jnp.array([1.0, 3.0]), "b": jnp.array([2.0, 4.0, 5.0]), "c": jnp.array([0.5])}
+    ring, front = layout.stack(layers)
+    assert ring["a"].tolist() == [[[1.0, 3.0], [0.0, 0.0]]]
+    assert ring["b"].tolist() == [[[2.0, 0.0], [4.0, 5.0]]]
+    assert front["c"].tolist() == [0.5] and ring.keys() == {"a", "b"}
+    back = layout.unstack(ring, front)
+    assert {kind: leaf.tolist() for kind, leaf in back.items()} == {
+        kind: leaf.tolist() for kind, leaf in layers.items()
+    }
+    assert layout.front.kind_of == ("c",)
+
+
+@given(layouts(12, 4, 3), st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_layer_is_found_by_kind_and_place(layout: Layout, data: st.DataObject) -> None:
+    """The engine's way to a layer: the table's kind, and its place in that kind's stack."""
+    names = st.lists(st.sampled_from("abc"), min_size=layout.num_layers, max_size=layout.num_layers)
+    layout = Layout(layout.ring, layout.cut, layout.outside, tuple(data.draw(names)))
+    assert all(layout.stacks[kind].length for kind in layout.in_ring)
+    for repeat, stage, position in np.argwhere(layout.layer_at >= 0):
+        layer = layout.layer_at[repeat, stage, position]
+        kind = layout.in_ring[layout.kind_at[repeat, stage, position]]
+        stack = layout.stacks[kind]
+        found = stack.layer_at.reshape(stack.shape)[
+            repeat, stage, layout.place_at[repeat, stage, position]
+        ]
+        assert kind == layout.kind_of[layer] and found == layer
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int32])
 def test_types_survive(dtype: jnp.dtype) -> None:
     layout = even(3, 2, 1)
-    stacked = layout.stack(jnp.arange(3, dtype=dtype))
-    assert stacked.dtype == dtype and layout.unstack(stacked).dtype == dtype
+    stack = layout.stacks[ONE_KIND]
+    stacked = stack.stack(jnp.arange(3, dtype=dtype))
+    assert stacked.dtype == dtype and stack.unstack(stacked).dtype == dtype
 
 
 @given(st.integers(1, 10**6), st.integers(1, 64))

@@ -13,7 +13,7 @@ import pytest
 from maxpipe.config.schema import ACTIVATIONS, MeshConfig
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.pipeline.remat import Differentiated, Keep, Kept, differentiate
+from maxpipe.pipeline.remat import Constants, Keep, Kept, LayerVJP, differentiate
 from tests.cases import MODEL
 
 # Wide enough that matmuls dominate the operations.
@@ -37,18 +37,21 @@ def arguments() -> tuple[Any, jax.Array, Any, jax.Array]:
     inputs = {"segment_ids": ids // 50, "positions": ids % 50}
     weights = DECODER.init_layer(keys[0])
     x, cotangent = (jax.random.normal(key, shape) for key in keys[1:])
-    return weights, x, (inputs, jnp.int32(1), None), cotangent
+    return weights, x, Constants(inputs, jnp.int32(1), None, {}), cotangent
 
 
-def layer(weights: Any, x: jax.Array, constants: Any) -> jax.Array:
-    return DECODER.layer(weights, x, *constants)
+LAYER = DECODER.layers["layer"]
 
 
-def pieces_of(keep: Keep) -> Differentiated:
-    found: list[Differentiated] = []
+def layer(weights: Any, x: jax.Array, constants: Constants) -> Any:
+    return LAYER(weights, x, *constants[:3])
+
+
+def pieces_of(keep: Keep) -> LayerVJP:
+    found: list[LayerVJP] = []
 
     def trace(weights: Any, x: jax.Array, constants: Any) -> jax.Array:
-        found.append(differentiate(layer, keep, weights, x, constants, halves=True))
+        found.append(differentiate(LAYER, keep, weights, x, constants, halves=True))
         return x
 
     jax.eval_shape(trace, *arguments()[:3])
@@ -72,9 +75,9 @@ def name_of(keep: Keep) -> str:
 def test_the_pieces_are_the_layer(keep: Keep) -> None:
     weights, x, constants, cotangent = arguments()
     pieces = pieces_of(keep)
-    wanted, pullback = jax.vjp(lambda w, x: layer(w, x, constants), weights, x)
+    wanted, pullback = jax.vjp(lambda w, x: layer(w, x, constants)[0], weights, x)
     wanted_weights, wanted_x = pullback(cotangent)
-    output, saved = jax.jit(pieces.forward)(weights, x, constants)
+    output, saved, *_ = jax.jit(pieces.forward)(weights, x, constants)
     d_weights, d_x = jax.jit(pieces.backward)(weights, saved, constants, cotangent)
     for a, b in zip(
         jax.tree.leaves((wanted, wanted_weights, wanted_x)),
@@ -112,10 +115,10 @@ def test_two_pullbacks_would_cost_half_as_much_again() -> None:
     weights, x, constants, cotangent = arguments()
 
     def inputs_only(weights: Any, x: jax.Array) -> jax.Array:
-        return jax.vjp(lambda x: layer(weights, x, constants), x)[1](cotangent)[0]
+        return jax.vjp(lambda x: layer(weights, x, constants)[0], x)[1](cotangent)[0]
 
     def weights_only(weights: Any, x: jax.Array) -> Any:
-        return jax.vjp(lambda w: layer(w, x, constants), weights)[1](cotangent)
+        return jax.vjp(lambda w: layer(w, x, constants)[0], weights)[1](cotangent)
 
     twice = flops(inputs_only, weights, x) + flops(weights_only, weights, x)
     whole = flops(pieces.backward, weights, shapes(pieces.saved), constants, x)
@@ -173,19 +176,21 @@ DERIVED: dict[str, Any] = {
 def test_what_follows_from_weights_is_never_kept(name: str, halves: bool) -> None:
     """Where all shapes are alike: a slot keeps what follows from the input, and nothing else."""
 
-    def layer(weights: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
-        return jnp.sin(x @ DERIVED[name](weights["w"], ids)) * jnp.cos(ids.astype(jnp.float32))
+    def layer(weights: Any, x: jax.Array, ids: jax.Array, *_: Any) -> Any:
+        mixed = jnp.sin(x @ DERIVED[name](weights["w"], ids)) * jnp.cos(ids.astype(jnp.float32))
+        return mixed, {}, {}
 
     weights, x = (jax.random.normal(jax.random.key(n), (SIZE, SIZE)) for n in (1, 2))
-    arguments = {"w": weights}, x, jnp.arange(SIZE)[::-1]
+    constants = Constants(jnp.arange(SIZE)[::-1], jnp.int32(0), None, {})
+    arguments = {"w": weights}, x, constants
     pieces = differentiate(layer, Keep("none"), *arguments, halves=halves)
-    output, saved = pieces.forward(*arguments)
+    output, saved, *_ = pieces.forward(*arguments)
     other_x = pieces.forward(arguments[0], x + 1, arguments[2])[1]
     other_weights = pieces.forward({"w": weights + 1}, x, arguments[2])[1]
     assert saved
     for leaf, by_x, by_weights in zip(saved, other_x, other_weights, strict=True):
         assert (leaf != by_x).any() or (leaf == by_weights).all()
-    wanted, pullback = jax.vjp(lambda w, x: layer(w, x, arguments[2]), *arguments[:2])
+    wanted, pullback = jax.vjp(lambda w, x: layer(w, x, constants.inputs)[0], *arguments[:2])
     found = pieces.backward(arguments[0], saved, arguments[2], output)
     for a, b in zip(
         jax.tree.leaves((wanted, pullback(output))), jax.tree.leaves((output, found)), strict=True

@@ -114,7 +114,7 @@ def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.timing
 def test_a_calibrated_model_foretells_the_step_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a factor: what was measured is not the step that is foretold."""
+    """Within a factor: what was measured is not the step that is predicted."""
     monkeypatch.setattr(calibrate, "SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
     config = config_of(fsdp=NUM_DEVICES, tokens=256)
@@ -123,8 +123,8 @@ def test_a_calibrated_model_foretells_the_step_it_measured(monkeypatch: pytest.M
     assert found.forward > found.forward_alone  # virtual devices share cores
     assert after.measured and after.bf16_tflops == shipped()["cpu"].bf16_tflops
     (taken,) = calibrate.medians([step_of(build_steps(config, devices))], 0.2)
-    foretold = cost(Sizes(config), schedule_of(config), after).seconds
-    assert 1 / 3 < foretold / taken < 3
+    predicted = cost(Sizes(config), schedule_of(config), after).seconds
+    assert 1 / 3 < predicted / taken < 3
 
 
 def test_times_below_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

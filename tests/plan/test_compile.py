@@ -130,11 +130,11 @@ def test_where_the_compiler_states_a_peak_it_is_what_must_fit(report: Report) ->
 
 
 @pytest.mark.parametrize(
-    ("foretold", "expected"),
+    ("predicted", "expected"),
     [(92, "fits"), (93, "may not fit"), (100, "may not fit"), (101, "does not fit")],
 )
-def test_a_forecast_leaves_room(foretold: float, expected: str) -> None:
-    assert verdict(foretold, 100) == expected
+def test_a_forecast_leaves_room(predicted: float, expected: str) -> None:
+    assert verdict(predicted, 100) == expected
 
 
 MESSAGE = """\

@@ -9,14 +9,14 @@ import pytest
 from maxpipe.hardware import shipped
 from maxpipe.plan.advice import TERMS
 from maxpipe.plan.draw import COLOURS, picture, write
-from maxpipe.plan.search import Found, evaluate
+from maxpipe.plan.search import Candidate, evaluate
 from maxpipe.schedule.canvas import Canvas
 from tests.plan.test_search import STAGED, config_of
 
 V5P = shipped()["v5p"]
 
 
-def found(rows: int = 128, **pipeline: object) -> Found:
+def found(rows: int = 128, **pipeline: object) -> Candidate:
     sections = {"schedule": "interleaved", "repeats": 2, "microbatches": 16, **pipeline}
     return evaluate(config_of(STAGED, rows, **sections), V5P)
 

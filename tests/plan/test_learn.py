@@ -11,31 +11,31 @@ import pytest
 from maxpipe.plan import recheck
 from maxpipe.plan.learn import NOISE, expected, next_to_run
 from maxpipe.plan.plan import best_layouts
-from maxpipe.plan.search import Found
+from maxpipe.plan.search import Candidate
 from maxpipe.plan.topology import parse
 from tests.plan.test_search import config_of
 
 
 @pytest.fixture(scope="module")
-def candidates() -> list[Found]:
+def candidates() -> list[Candidate]:
     found = best_layouts(config_of(), parse("v5p:2x4x4"), {}, keep=60).best
     assert len(found) == 60
     return found
 
 
-def slow(key: str, value: Any, factor: float) -> Callable[[Found], float]:
-    """True seconds of a machine on which layouts with this setting take longer than foretold."""
+def slow(key: str, value: Any, factor: float) -> Callable[[Candidate], float]:
+    """True seconds of a machine on which layouts with this setting take longer than predicted."""
     return lambda found: found.cost.seconds * (factor if found.changes.get(key) == value else 1.0)
 
 
-def test_the_best_foretold_runs_first(candidates: list[Found]) -> None:
+def test_the_best_foretold_runs_first(candidates: list[Candidate]) -> None:
     assert next_to_run(candidates, {}) == 0
     mean, error = expected(candidates, {})
     assert mean == pytest.approx([each.cost.seconds for each in candidates])
     assert error == pytest.approx(error[0]) and error[0] > 1  # of layouts' times, not their order
 
 
-def test_what_ran_is_believed_and_corrects_what_is_like_it(candidates: list[Found]) -> None:
+def test_what_ran_is_believed_and_corrects_what_is_like_it(candidates: list[Candidate]) -> None:
     remat = candidates[0].config.pipeline.remat
     takes = slow("pipeline.remat", remat, 1.2)
     ran = {index: takes(candidates[index]) for index in range(0, 60, 3)}
@@ -49,34 +49,34 @@ def test_what_ran_is_believed_and_corrects_what_is_like_it(candidates: list[Foun
     assert np.square(off - off.mean()).sum() < 0.25 * np.square(before - before.mean()).sum()
 
 
-def test_a_machine_that_is_slow_throughout_changes_no_order(candidates: list[Found]) -> None:
+def test_a_machine_that_is_slow_throughout_changes_no_order(candidates: list[Candidate]) -> None:
     mean, _ = expected(candidates, {0: 3.0 * candidates[0].cost.seconds})
     assert mean[0] == pytest.approx(mean.min(), rel=1e-3)
     assert mean == pytest.approx([3.0 * each.cost.seconds for each in candidates], rel=0.01)
 
 
 def test_a_search_leaves_what_proves_slow(
-    candidates: list[Found], monkeypatch: pytest.MonkeyPatch
+    candidates: list[Candidate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fastest of all is found in fewer runs than its foretold place says."""
-    takes = slow("mesh.ici_stage", None, 1.2)  # all of the best foretold
+    """The fastest of all is found in fewer runs than its predicted place says."""
+    takes = slow("mesh.ici_stage", None, 1.2)  # all of the best predicted
     truth = sorted(takes(each) for each in candidates)
     monkeypatch.setattr(recheck, "_measured", lambda found, *_: takes(found))
     lines: list[str] = []
     ran = recheck.run_best(candidates, 8, [], lines.append)
     in_order = min(takes(each) for each in candidates[:8])
-    assert len(ran) == len({id(each.found) for each in ran}) == len(lines) == 8
+    assert len(ran) == len({id(each.candidate) for each in ran}) == len(lines) == 8
     assert ran[0].measured is not None and ran[0].measured < in_order
     assert ran[0].measured <= truth[2]
     assert [each.seconds for each in ran] == sorted(each.seconds for each in ran)
 
 
 def test_what_does_not_fit_runs_once_and_comes_last(
-    candidates: list[Found], monkeypatch: pytest.MonkeyPatch
+    candidates: list[Candidate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tries: list[Found] = []
+    tries: list[Candidate] = []
 
-    def measured(found: Found, *_: Any) -> float | None:
+    def measured(found: Candidate, *_: Any) -> float | None:
         tries.append(found)
         return None if len(tries) == 2 else found.cost.seconds
 
@@ -84,4 +84,4 @@ def test_what_does_not_fit_runs_once_and_comes_last(
     # The smallest of them is tried in spite of all that failed before.
     ran = recheck.run_best(candidates[:4], 9, [], lambda _: None)
     assert len(ran) == len({id(each) for each in tries}) == 4
-    assert [each.fits for each in ran] == [True, True, True, False] and ran[3].found is tries[1]
+    assert [each.fits for each in ran] == [True, True, True, False] and ran[3].candidate is tries[1]

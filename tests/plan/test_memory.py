@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import yaml
 
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
+from maxpipe.model.decoder import Decoder
 from maxpipe.model.families.registry import describe
 from maxpipe.model.spec import Part
 from maxpipe.parallel.mesh import AXES
-from maxpipe.pipeline.remat import differentiate
+from maxpipe.parallel.sharding import AxisRules
+from maxpipe.pipeline.remat import Constants, differentiate
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.memory import buffers, memory, state
 from maxpipe.plan.sizes import Sizes, schedule_of
@@ -192,11 +195,10 @@ def test_activations_of_a_weights_shape() -> None:
 def test_parameters_are_those_of_the_model() -> None:
     """Every name, shape and logical axis that the description declares, and no other."""
     decoder = steps_of(config_of({}, {}, {"microbatches": 1})).partition.decoder
-    (kind,) = describe(decoder.config).kinds.values()
-    shapes = jax.tree.map(
-        lambda leaf: tuple(leaf.shape), jax.eval_shape(decoder.init_layer, jax.random.key(0))
-    )
-    axes = decoder.axes()["layers"]
+    ((name, kind),) = describe(decoder.config).kinds.items()
+    drawn = jax.eval_shape(partial(decoder.init_layers, name), jax.random.key(0), jnp.arange(1))
+    shapes = jax.tree.map(lambda leaf: tuple(leaf.shape[1:]), drawn)
+    axes = decoder.axes()["layers"][name]
     found = {
         (part, name): (shapes[part][name], axes[part][name])
         for part in shapes
@@ -212,30 +214,28 @@ def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str) -> No
     pipeline = {"microbatches": 2, "remat": remat, "schedule": "zb_h1"}
     unlike = {"d_model": 20, "num_heads": 6, "num_kv_heads": 2, "head_size": 10, "d_mlp": 34}
     config = config_of(unlike | changes, {"ici_stage": 2}, pipeline, tokens=7)
-    sizes, decoder = Sizes(config), steps_of(config).partition.decoder
+    sizes, decoder = Sizes(config), Decoder(config.model, AxisRules.from_config(config.mesh))
+    (kind,) = sizes.model.kinds
     dtype, shape = jnp.dtype(config.model.compute_dtype), (sizes.rows, 7)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
     inputs = {"segment_ids": ids, "positions": ids, "example_ids": jnp.zeros(shape[:1], jnp.int32)}
     key = jax.random.key(0) if config.model.dropout else None
-    weights = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype),
-        jax.eval_shape(decoder.init_layer, jax.random.key(0)),
-    )
+    drawn = jax.eval_shape(partial(decoder.init_layers, kind), jax.random.key(0), jnp.arange(1))
+    weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], dtype), drawn)
     x = jax.ShapeDtypeStruct((*shape, config.model.d_model), dtype)
     found: list[Any] = []
 
-    def trace(weights: Any, x: Any, constants: Any) -> None:
-        layer = lambda weights, x, constants: decoder.layer(weights, x, *constants)  # noqa: E731
-        keep = keep_of(config.pipeline)
-        found.append(differentiate(layer, keep, weights, x, constants, halves=True))
+    def trace(*given: Any) -> None:
+        layer, keep = decoder.layers[kind], keep_of(config.pipeline)
+        found.append(differentiate(layer, keep, *given, halves=True))
 
-    jax.eval_shape(trace, weights, x, (inputs, jnp.int32(0), key))
+    jax.eval_shape(trace, weights, x, Constants(inputs, jnp.int32(0), key, {}))
 
     def size(arrays: Any) -> int:
         return sum(math.prod(each.shape) * each.dtype.itemsize for each in arrays)
 
-    assert size(found[0].saved) == sizes.kept_bytes("layer")[0]
-    assert size(found[0].deferred) == sizes.deferred_bytes("layer")
+    assert size(found[0].saved) == sizes.kept_bytes(kind)[0]
+    assert size(found[0].deferred) == sizes.deferred_bytes(kind)
 
 
 def attention_of(config: Config) -> Part:

@@ -27,7 +27,7 @@ class FakeReport:
 
 def test_what_fits_comes_first_and_the_fastest_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
     best = best_layouts(config_of(), parse("v5p:2x4x4"), FIXED).best[:4]
-    foretold = [each.cost.seconds for each in best]
+    predicted = [each.cost.seconds for each in best]
     reports = iter([FakeReport(9.0, fits=False), FakeReport(2.0), None, FakeReport(1.0)])
 
     def compile_step(*_: Any) -> FakeReport:
@@ -39,9 +39,9 @@ def test_what_fits_comes_first_and_the_fastest_in_front(monkeypatch: pytest.Monk
     monkeypatch.setattr(recheck, "compile_step", compile_step)
     lines: list[str] = []
     checked = recheck.recheck(best, parse("v5p:2x4x4"), lines.append)
-    assert [best.index(each.found) for each in checked] == [3, 1, 2, 0]
+    assert [best.index(each.candidate) for each in checked] == [3, 1, 2, 0]
     assert [each.fits for each in checked] == [True, True, False, False]
-    assert checked[0].seconds >= 1.0 and checked[2].seconds == foretold[2]
+    assert checked[0].seconds >= 1.0 and checked[2].seconds == predicted[2]
     assert len(lines) == 5 and "the step needs more" in "\n".join(lines)
     assert rechecked(checked).count("does not fit") == 2
 

@@ -17,7 +17,7 @@ from maxpipe.errors import ConfigError
 from maxpipe.hardware import shipped
 from maxpipe.plan.cost import cost
 from maxpipe.plan.plan import best_layouts, fixed_keys, forecast, layout
-from maxpipe.plan.search import _seconds, candidates, evaluate, short_schedules
+from maxpipe.plan.search import _seconds, evaluate, layouts, short_schedules
 from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.plan.topology import parse
 
@@ -43,7 +43,7 @@ STAGED = {"ici_stage": 4, "ici_fsdp": 8}
 
 
 def test_candidates_are_legal_and_use_all_devices() -> None:
-    found = list(candidates(config_of(), 32, 1, {}))
+    found = list(layouts(config_of(), 32, 1, {}))
     assert len(found) > 5000 and len(set(map(repr, found))) == len(found)
     for config in found[::97]:
         assert Sizes(config).num_devices == 32
@@ -51,7 +51,7 @@ def test_candidates_are_legal_and_use_all_devices() -> None:
 
 
 def test_slices_are_crossed_by_one_axis_only() -> None:
-    for config in list(candidates(config_of(), 32, 2, {}))[::97]:
+    for config in list(layouts(config_of(), 32, 2, {}))[::97]:
         assert Sizes(config).num_slices == 2 and Sizes(config).num_devices == 32
 
 

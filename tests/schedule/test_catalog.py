@@ -20,11 +20,11 @@ every_stages = pytest.mark.parametrize(
 
 
 def all_sizes(name: str, all_stages: tuple[int, ...] = SMALL) -> list[dict[str, Any]]:
-    family = SCHEDULES[name]
+    spec = SCHEDULES[name]
     return [
         {"stages": stages, "repeats": repeats, "microbatches": microbatches}
         for stages in all_stages
-        for repeats in ((family.repeats,) if family.repeats else (1, 2, 3))
+        for repeats in ((spec.repeats,) if spec.repeats else (1, 2, 3))
         for microbatches in sorted(
             {1, stages - 1, stages, stages + 1, 2 * stages, 2 * stages + 1, 3 * stages + 2} - {0}
         )

@@ -125,8 +125,8 @@ def test_many_repeats_run_out_of_letters() -> None:
 
 def test_a_comparison_has_a_line_for_each_schedule(golden: Golden) -> None:
     schedules = [
-        build(name, stages=4, repeats=family.repeats or 3, microbatches=8)
-        for name, family in SCHEDULES.items()
+        build(name, stages=4, repeats=spec.repeats or 3, microbatches=8)
+        for name, spec in SCHEDULES.items()
     ]
     table = draw.comparison(schedules, Costs(1.0, 1.0, 1.5))
     golden("schedule-comparison.txt", table + "\n")

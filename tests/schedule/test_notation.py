@@ -49,11 +49,11 @@ def assert_same(one: Any, two: Any) -> None:
 def test_a_written_schedule_reads_back_exactly(
     name: str, all_stages: tuple[int, ...], tmp_path: Path
 ) -> None:
-    family, file = SCHEDULES[name], tmp_path / "schedule.csv"
+    spec, file = SCHEDULES[name], tmp_path / "schedule.csv"
     for stages in all_stages:
-        for repeats in (family.repeats,) if family.repeats else (1, 2, 3):
+        for repeats in (spec.repeats,) if spec.repeats else (1, 2, 3):
             for microbatches in sorted({1, stages - 1, stages + 1, 2 * stages + 1} - {0}):
-                for delayed in {False, family.delays}:
+                for delayed in {False, spec.delays}:
                     sizes: dict[str, Any] = {
                         "stages": stages,
                         "repeats": repeats,

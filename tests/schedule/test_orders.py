@@ -17,8 +17,8 @@ MICROBATCHES = (1, 2, 5, 13)
 
 
 def orders_of(name: str, stages: int, repeats: int, microbatches: int) -> Orders:
-    family = SCHEDULES[name]
-    return family.generate(Ring(stages, repeats, family.shape), microbatches, microbatches)
+    spec = SCHEDULES[name]
+    return spec.generate(Ring(stages, repeats, spec.shape), microbatches, microbatches)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -30,13 +30,12 @@ def test_generators_are_short_and_name_their_source(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_each_stage_does_each_action_once(name: str) -> None:
-    family = SCHEDULES[name]
-    split = any(
-        a.kind == "W" for order in orders_of(name, 2, family.repeats or 1, 2) for a in order
-    )
+    spec = SCHEDULES[name]
+    split = any(a.kind == "W" for order in orders_of(name, 2, spec.repeats or 1, 2) for a in order)
+    assert split == spec.split
     kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
     for stages in range(1, 9):
-        for repeats in (family.repeats,) if family.repeats else (1, 3):
+        for repeats in (spec.repeats,) if spec.repeats else (1, 3):
             for microbatches in MICROBATCHES:
                 wanted = {
                     Action(kind, microbatch, repeat)

@@ -187,8 +187,8 @@ def test_delayed_messages_take_two_ticks() -> None:
 
 
 def test_an_action_runs_as_early_as_order_and_inputs_allow() -> None:
-    for name, family in SCHEDULES.items():
-        schedule = build(name, stages=3, repeats=family.repeats or 2, microbatches=5)
+    for name, spec in SCHEDULES.items():
+        schedule = build(name, stages=3, repeats=spec.repeats or 2, microbatches=5)
         at = {
             (kind, *key): tick
             for kind, slots in schedule.kinds

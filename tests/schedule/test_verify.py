@@ -33,18 +33,18 @@ Cell = tuple[int, int]
 def named(rng: Random) -> Schedule:
     """A schedule by its name, of any legal sizes."""
     name = rng.choice(sorted(SCHEDULES))
-    family = SCHEDULES[name]
+    spec = SCHEDULES[name]
     stages, microbatches = rng.randint(1, 6), rng.randint(1, 10)
     if rng.random() < 0.2:
-        return forward_only(Ring(stages, rng.randint(1, 4), family.shape), microbatches)
+        return forward_only(Ring(stages, rng.randint(1, 4), spec.shape), microbatches)
     group = rng.choice([0, rng.randint(min(stages, microbatches), microbatches)])
     return build(
         name,
         stages=stages,
-        repeats=family.repeats or rng.randint(1, 4),
+        repeats=spec.repeats or rng.randint(1, 4),
         microbatches=microbatches,
-        group=group if family.group == "chosen" else 0,
-        delayed=family.delays and rng.random() < 0.5,
+        group=group if spec.group == "chosen" else 0,
+        delayed=spec.delays and rng.random() < 0.5,
     )
 
 
@@ -727,7 +727,9 @@ def test_idle_time_is_compared_with_the_closed_form() -> None:
     schedule = build("1f1b", stages=4, microbatches=8)
     found = schedule.idle_fraction()
     verify(schedule, idle=found + 0.0009)
-    with pytest.raises(ScheduleError, match=r"idles 27\.27% of the time and its family 27\.38%"):
+    with pytest.raises(
+        ScheduleError, match=r"idles 27\.27% of the time, and its closed form is 27\.38%"
+    ):
         verify(schedule, idle=found + 0.0011)
 
 

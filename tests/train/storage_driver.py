@@ -28,7 +28,7 @@ from maxpipe.checkpoint import damage, manager
 from maxpipe.checkpoint.lock import FILE as LOCK
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, open_run
-from maxpipe.checkpoint.place import FOLDER
+from maxpipe.checkpoint.storage import FOLDER
 from maxpipe.checkpoint.trees import digest
 from maxpipe.cli import main
 from maxpipe.config.schema import CheckpointConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.checkpoint.place import entries, located
+from maxpipe.checkpoint.storage import entries, located
 from maxpipe.launch.restart import newest_step
 from tests.bucket import Bucket
 from tests.train.runs import Run, Start, ledger, saved_digest, wait_for

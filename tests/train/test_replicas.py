@@ -22,14 +22,14 @@ SPECS = {
 }
 
 
-def flipped(array: jax.Array, device: int, place: int, bit: int) -> jax.Array:
+def flipped(array: jax.Array, device: int, index: int, bit: int) -> jax.Array:
     """The array with one bit of one entry of one device's shard turned over."""
     shards = []
     for shard in array.addressable_shards:
         data = np.array(shard.data)
         if shard.device.id == device:
             entries = data.reshape(-1).view(f"uint{8 * data.dtype.itemsize}")
-            entries[place] ^= entries.dtype.type(1 << bit)
+            entries[index] ^= entries.dtype.type(1 << bit)
         shards.append(jax.device_put(data, shard.device))
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
@@ -71,8 +71,8 @@ def test_one_bit_names_array_and_device(
     name: str, device: int, check: ReplicaCheck, tree: Any
 ) -> None:
     size, width = tree[name].addressable_shards[0].data.size, 8 * tree[name].dtype.itemsize
-    for place, bit in ((0, 0), (size - 1, width - 1), (size // 2, width // 2)):
-        (found,) = check.differences(tree | {name: flipped(tree[name], device, place, bit)})
+    for index, bit in ((0, 0), (size - 1, width - 1), (size // 2, width // 2)):
+        (found,) = check.differences(tree | {name: flipped(tree[name], device, index, bit)})
         assert (found.name, found.device.id) == (name, device)
         assert found.other.id != device
 

@@ -104,9 +104,17 @@ def test_init_has_the_bits_of_the_plain_model(name: str, network: dict[str, Any]
         plain = partition.unstack(stacked)
         return plain, partition.stack(plain)
 
-    places = partition.shardings((partition.network_specs, partition.specs))
-    plain, again = jax.jit(there_and_back, out_shardings=places)(stacked)
+    def saved_and_back(stacked: Any) -> tuple[Any, Any]:
+        saved = partition.to_saved(stacked)
+        return saved, partition.from_saved(saved)
+
+    plain, again = jax.jit(there_and_back)(stacked)
     assert_same_bits(plain, network)
+    assert_same_bits(again, stacked)
+    places = partition.shardings((partition.saved_specs, partition.specs))
+    saved, again = jax.jit(saved_and_back, out_shardings=places)(stacked)
+    # The only kind of layers has no name in checkpoints.
+    assert_same_bits(saved, network | {"layers": network["layers"]["layer"]})
     assert_same_bits(again, stacked)
 
 
@@ -116,10 +124,10 @@ def test_init_has_the_bits_of_the_plain_model(name: str, network: dict[str, Any]
 def test_padding_is_zero_and_shapes_divide_their_shards(name: str) -> None:
     partition, stacked = drawn_stacked(name)
     layout, shape = partition.layout, partition.mesh.shape
-    unused = (layout.layer_at < 0).reshape(layout.shape)
+    unused = layout.layer_at < 0
     assert unused.any()
     for leaf in jax.tree.leaves(stacked["layers"]):
-        assert leaf.shape[:3] == layout.shape
+        assert leaf.shape[:3] == unused.shape
         assert not np.asarray(leaf)[unused].any() and np.asarray(leaf)[~unused].any()
     vocabulary, shards = stacked["embedding"].shape[0], shape["stage"] * shape["tensor"]
     assert vocabulary % shards == 0 and 37 < vocabulary < 37 + shards
@@ -173,10 +181,10 @@ def test_specs_of_the_stacked_form() -> None:
     assert specs["head"] == PartitionSpec("fsdp", ("stage", "tensor"))
     assert specs["final_norm.scale"] == PartitionSpec(None)
     stacked = (None, "stage", None)
-    assert specs["layers.attention.key"] == PartitionSpec(*stacked, "fsdp", "tensor", None)
-    assert specs["layers.attention.out"] == PartitionSpec(*stacked, "tensor", None, "fsdp")
-    assert specs["layers.mlp.down"] == PartitionSpec(*stacked, "tensor", "fsdp")
-    assert specs["layers.mlp_norm.scale"] == PartitionSpec(*stacked, None)
+    assert specs["layers.layer.attention.key"] == PartitionSpec(*stacked, "fsdp", "tensor", None)
+    assert specs["layers.layer.attention.out"] == PartitionSpec(*stacked, "tensor", None, "fsdp")
+    assert specs["layers.layer.mlp.down"] == PartitionSpec(*stacked, "tensor", "fsdp")
+    assert specs["layers.layer.mlp_norm.scale"] == PartitionSpec(*stacked, None)
     assert not [name for name in specs if name.startswith("outside")]
 
 
@@ -202,20 +210,22 @@ def test_specs_of_the_network_form_split_what_divides(
         num_layers=num_layers,
         vocab_size=vocab_size,
     )
-    specs = named_leaves(partition.network_specs)
+    specs = named_leaves(partition.saved_specs)
     assert specs["embedding"] == PartitionSpec(split, "fsdp")
     assert specs["head"] == PartitionSpec("fsdp", split)
     assert specs["layers.mlp.gate"] == PartitionSpec(on, "fsdp", "tensor")
     assert specs["layers.attention_norm.scale"] == PartitionSpec(on, None)
     # Every array can really be placed like that.
-    shapes = jax.eval_shape(partition.decoder.init, KEY)
-    shardings = partition.shardings(partition.network_specs)
+    shapes = jax.eval_shape(lambda key: partition.to_saved(partition.init(key)), KEY)
+    shardings = partition.shardings(partition.saved_specs)
     jax.tree.map(lambda sharding, leaf: sharding.shard_shape(leaf.shape), shardings, shapes)
 
 
 def test_a_conflict_names_the_parameter() -> None:
     partition = make_partition({}, rules={"head_size": ["tensor"]})
-    with pytest.raises(ConfigError, match=r"layers\.attention\.(key|out|query|value) has dims"):
+    with pytest.raises(
+        ConfigError, match=r"layers\.layer\.attention\.(key|out|query|value) has dims"
+    ):
         _ = partition.specs
 
 
@@ -223,10 +233,10 @@ def test_all_but_norm_scales_decay() -> None:
     decayed = named_leaves(make_partition({}, 1, 1).decayed)
     assert {name for name, decays in decayed.items() if not decays} == {
         "final_norm.scale",
-        "layers.attention_norm.scale",
-        "layers.mlp_norm.scale",
-        "outside.attention_norm.scale",
-        "outside.mlp_norm.scale",
+        "layers.layer.attention_norm.scale",
+        "layers.layer.mlp_norm.scale",
+        "outside.layer.attention_norm.scale",
+        "outside.layer.mlp_norm.scale",
     }
 
 

@@ -312,7 +312,7 @@ def test_a_copy_that_differs_stops_the_run_before_anything_is_saved(
         def step(state: Any, batch: Any) -> Any:
             state, metrics = run(state, batch)
             if int(state.step) == 11:
-                scale = flipped(state.params["final_norm"]["scale"], device=5, place=3, bit=2)
+                scale = flipped(state.params["final_norm"]["scale"], device=5, index=3, bit=2)
                 state = state._replace(params=state.params | {"final_norm": {"scale": scale}})
             return state, metrics
 

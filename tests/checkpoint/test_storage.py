@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from maxpipe.checkpoint import place
+from maxpipe.checkpoint import storage
 from maxpipe.checkpoint.manager import FOLDER, Checkpoints, open_run
-from maxpipe.checkpoint.place import files, home, home_of, in_bucket, located
+from maxpipe.checkpoint.storage import files, home, home_of, in_bucket, located
 from maxpipe.checkpoint.trees import digest
 from maxpipe.cli import main
 from maxpipe.config.schema import CheckpointConfig
@@ -78,7 +78,7 @@ def test_what_cannot_be_reached_is_told(monkeypatch: pytest.MonkeyPatch):
     def without_gcsfs() -> None:
         raise ImportError
 
-    monkeypatch.setattr(place, "_store", without_gcsfs)
+    monkeypatch.setattr(storage, "_store", without_gcsfs)
     with pytest.raises(StorageError) as refused:
         located("gs://bucket/run")
     where, rule, action = str(refused.value).splitlines()
@@ -92,4 +92,4 @@ def test_names_that_look_like_a_bucket_s(tmp_path: Path, monkeypatch: pytest.Mon
     assert str(located("x")) == str(tmp_path / "x")
     (tmp_path / "x" / "y").mkdir(parents=True)
     (tmp_path / "x" / "y" / "z").write_bytes(bytes(5))
-    assert files(located("x")) == {"y/z": 5} and not place.entries(located("nothing"))
+    assert files(located("x")) == {"y/z": 5} and not storage.entries(located("nothing"))

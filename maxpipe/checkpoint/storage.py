@@ -22,6 +22,7 @@ from etils import epath
 from maxpipe.boundary.files import Unfit, full, opened, scheme
 from maxpipe.checkpoint.damage import retried
 from maxpipe.config.load import load
+from maxpipe.config.paths import CONFIG_FILE
 from maxpipe.config.schema import CheckpointConfig, RunConfig
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError, causes
 
@@ -52,7 +53,7 @@ def home_of(run_dir: epath.PathLike, where: str = "path") -> str:
         ConfigError: that cannot be read, and the run's folder holds no checkpoints itself.
     """
     path = os.fspath(run_dir)
-    if in_bucket(path) or not os.path.exists(file := full(path, where) / "config.yml"):
+    if in_bucket(path) or not os.path.exists(file := full(path, where) / CONFIG_FILE):
         return path
     try:
         config = load([str(file)]).config

@@ -1,0 +1,8 @@
+"""Names of the files and folders that a run writes into its folder."""
+
+from __future__ import annotations
+
+CONFIG_FILE = "config.yml"
+METRICS_FILE = "metrics.jsonl"
+EVENTS_FILE = "events.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"

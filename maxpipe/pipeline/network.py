@@ -1,0 +1,58 @@
+"""What the engine is given: a network, and how it runs on a ring of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxpipe.pipeline.layout import Layout
+from maxpipe.pipeline.remat import Keep, LayerFn
+from maxpipe.pipeline.slots import Idle
+from maxpipe.pipeline.weights import Gather
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the engine runs: a stack of layers between an embedding and a loss head.
+
+    Parameters are `{embedding [V, D], layers {kind: ... [R, P, L, ...]}, final_norm, head [D, V]}`;
+    without `head` the embedding table is used. Layers in front of the ring are in
+    `outside {kind: ...}`, stacked `[layers, ...]`.
+    """
+
+    layers: dict[str, LayerFn]
+    """By kind."""
+    norm: Callable[[Tree, jax.Array], jax.Array]
+    """The norm in front of the loss head."""
+    vocab_size: int
+    compute_dtype: jnp.dtype
+    loss_weights: dict[str, float] = field(default_factory=dict)
+    """What each of the layers' losses counts in the objective, beside the cross entropy."""
+    embed_scale: float = 1.0
+    """Factor of what the embedding looks up."""
+    logit_cap: float = 0.0
+    """Logits become `cap * tanh(logits / cap)`. 0: as they are."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a network runs on a ring of stages."""
+
+    network: Network
+    layout: Layout
+    weight_gather: Gather
+    keep: Keep
+    idle: Idle
+    divisions: Tree
+    """For each parameter its `Division`."""
+
+    @property
+    def gather_outside_ring(self) -> Gather:
+        """When weights outside the ring are gathered: no window holds them."""
+        return "step" if self.weight_gather == "visit" else self.weight_gather

@@ -1,0 +1,90 @@
+"""The loop over ticks where weights are gathered by visit: a window of chunks that is refilled."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from maxpipe.pipeline.carry import Buffers, Table
+from maxpipe.pipeline.slots import read
+
+if TYPE_CHECKING:
+    from maxpipe.pipeline.program import Program
+
+
+def run_visits(program: Program, table: Table) -> Buffers:
+    """All ticks of a program, from one gather to the next."""
+    visits, weights, slots = program.schedule.visits, program.weights, program.slots
+    # Turn i runs the ticks between gathers i - 1 and i while gather i is on its way. Of the
+    # turns the first has no tick, and the last repeats the last gather for want of another.
+    stops = np.append(visits.gather_tick, program.schedule.num_ticks)
+    starts = np.append(visits.gather_tick[:1], stops[:-1])
+    # Chunks to be reduced before a turn; what is due at the end comes after the last turn.
+    due = np.searchsorted(visits.reduce_tick, starts, side="right")
+
+    def reduce_kind(kind: str, first: Any, last: Any, carry: Buffers) -> Buffers:
+        length = slots.length(kind)
+
+        def reduce_layer(number: jax.Array, carry: Buffers) -> Buffers:
+            gradients = carry.gradients
+            assert gradients is not None
+            event, layer = number // length, number % length
+            layers, sums = weights[kind].reduce(
+                gradients.layers[kind],
+                length * read(table.reduce_repeat, event) + layer,
+                carry.partial[kind],
+                length * read(table.reduce_slot, event) + layer,
+            )
+            return carry._replace(
+                partial=carry.partial | {kind: sums},
+                gradients=gradients._replace(layers=gradients.layers | {kind: layers}),
+            )
+
+        return lax.fori_loop(length * first, length * last, reduce_layer, carry)
+
+    def reduce(first: Any, last: Any, carry: Buffers) -> Buffers:
+        if not program.schedule.trains:
+            return carry
+        with jax.named_scope("reduce"):
+            for kind in weights:
+                carry = reduce_kind(kind, first, last, carry)
+        return carry
+
+    def one_tick(tick: jax.Array, carry: Buffers) -> Buffers:
+        return program.tick(carry, jax.tree.map(lambda leaf: read(leaf, tick), table.rows))
+
+    def one_turn(carry: Buffers, turn: tuple[jax.Array, ...]) -> tuple[Buffers, None]:
+        start, stop, first_due, last_due, repeat, slot = turn
+        with jax.named_scope("gather"):
+            chunk = {
+                kind: each.gather_chunk(
+                    program.held[kind], slots.length(kind) * repeat, slots.length(kind)
+                )
+                for kind, each in weights.items()
+            }
+        carry = reduce(first_due, last_due, carry)
+        with jax.named_scope("ticks"):
+            carry = lax.fori_loop(start, stop, one_tick, carry)
+        window = {
+            kind: jax.tree.map(
+                partial(_put, index=slot * slots.length(kind)), carry.window[kind], chunk[kind]
+            )
+            for kind in weights
+        }
+        return carry._replace(window=window), None
+
+    spans = (starts, stops, np.append(0, due[:-1]), due)
+    turns = tuple(jnp.asarray(span, jnp.int32) for span in spans)
+    events = (table.gather_repeat, table.gather_slot)
+    turns += tuple(jnp.append(column, column[-1:]) for column in events)
+    carry, _ = lax.scan(one_turn, program.buffers(), turns)
+    return reduce(due[-1], len(visits.reduce_tick), carry)
+
+
+def _put(held: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(held, new, index, 0)

@@ -1,0 +1,332 @@
+"""Layers of unlike kinds, and what layers return, against automatic differentiation.
+
+A toy network without a model: two or three kinds of layers with other parameters and shapes, a loss
+of a layer, and statistics of each layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxpipe.config.schema import MeshConfig
+from maxpipe.parallel.mesh import FSDP, STAGE, TENSOR, build_mesh
+from maxpipe.parallel.sharding import BATCH_SPEC
+from maxpipe.pipeline import outside, program, slots
+from maxpipe.pipeline.executor import Engine
+from maxpipe.pipeline.layout import Layout
+from maxpipe.pipeline.network import Network
+from maxpipe.pipeline.remat import Keep
+from maxpipe.schedule.balance import balanced_cut
+from maxpipe.schedule.catalog import build
+from tests.cases import TOLERANCE
+
+D, V, T = 6, 12, 5
+WEIGHTS = {"size": 0.7, "spread": 0.3}
+SHAPES = {
+    "wide": {"into": (D, 10), "out": (10, D)},
+    "narrow": {"into": (D, 4), "gain": (4,), "out": (4, D)},
+    "plain": {"shift": (D,)},
+}
+LETTERS = {"w": "wide", "n": "narrow", "p": "plain"}
+
+
+def wide(params: Any, x: Any, inputs: Any, index: Any, key: Any) -> Any:
+    """A loss of its target tokens, and a count of large hidden activations."""
+    hidden = checkpoint_name(jnp.tanh(x @ params["into"]), "gate")
+    if key is not None:
+        keys = jax.vmap(lambda n: jax.random.fold_in(jax.random.fold_in(key, index), n))(
+            inputs["example_ids"]
+        )
+        keep = jax.vmap(lambda k: jax.random.bernoulli(k, 0.7, hidden.shape[1:]))(keys)
+        hidden = jnp.where(keep, hidden, 0)
+    mask = inputs["loss_mask"]
+    size = (jnp.square(hidden).mean(-1) * mask).sum()
+    # NaN wherever an idle slot's rubbish, or a row that is not there, would come in.
+    size = jnp.where(jnp.isfinite(x).all(), size, jnp.nan)
+    large = (hidden > 0.2).astype(jnp.float32).sum((0, 1))
+    return x + hidden @ params["out"], {"size": size}, {"large": large}
+
+
+def narrow(params: Any, x: Any, inputs: Any, index: Any, key: Any) -> Any:
+    """Two losses; a number that differs by layer is read by index."""
+    pace = jnp.linspace(0.5, 1.5, 16)[index]
+    hidden = checkpoint_name(jnp.sin(pace * (x @ params["into"])) * params["gain"], "gate")
+    mask = inputs["loss_mask"]
+    losses = {
+        "size": (jnp.abs(hidden).mean(-1) * mask).sum(),
+        "spread": (jnp.square(x).mean(-1) * mask).sum(),
+    }
+    statistics = {"tokens": mask.sum(), "square": jnp.square(hidden).sum((0, 1))}
+    return x + hidden @ params["out"], losses, statistics
+
+
+def plain(params: Any, x: Any, inputs: Any, index: Any, key: Any) -> Any:
+    """Neither losses nor statistics; reads the positions of its tokens."""
+    return x + params["shift"] * jnp.cos(0.3 * inputs["positions"])[..., None], {}, {}
+
+
+LAYERS = {"wide": wide, "narrow": narrow, "plain": plain}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run a pattern of layers, a letter for each."""
+
+    pattern: str
+    stages: int = 1
+    repeats: int = 1
+    microbatches: int = 1
+    schedule: str = "interleaved"
+    gather: str = "iteration"
+    remat: str = "full"
+    idle: str = "skip"
+    outside: int = 0
+    fsdp: int = 1
+    data: int = 1
+    tensor: int = 1
+    dropout: bool = False
+    cut: tuple[int, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(LETTERS[letter] for letter in self.pattern)
+
+    @property
+    def rows(self) -> int:
+        return 3 * self.microbatches * self.fsdp * self.data
+
+    def __str__(self) -> str:
+        shown = [self.pattern, f"{self.schedule}-P{self.stages}R{self.repeats}M{self.microbatches}"]
+        named = ("pattern", "stages", "repeats", "microbatches", "schedule")
+        for field in fields(self):
+            if field.name not in named and getattr(self, field.name) != field.default:
+                shown.append(f"{field.name}{getattr(self, field.name)}")
+        return "-".join(shown)
+
+
+def norm(params: Any, x: Any) -> Any:
+    return x * params["scale"]
+
+
+@functools.cache
+def parameters(kinds: tuple[str, ...]) -> Any:
+    random = np.random.default_rng(3)
+    draw = lambda *shape: (0.5 * random.standard_normal(shape)).astype(np.float32)  # noqa: E731
+    return {
+        "embedding": draw(V, D),
+        "head": draw(D, V),
+        "final_norm": {"scale": 1 + draw(D)},
+        "layers": {
+            kind: {name: draw(kinds.count(kind), *shape) for name, shape in SHAPES[kind].items()}
+            for kind in dict.fromkeys(kinds)
+        },
+    }
+
+
+def objective(case: Case, params: Any, batch: Any, key: Any) -> Any:
+    """(sum, (cross entropy, losses, statistics)) over the batch, by the plain loop."""
+    x = params["embedding"][batch["tokens"]]
+    losses, found, seen = dict.fromkeys(WEIGHTS, 0.0), {}, dict.fromkeys(case.kinds, 0)
+    for index, kind in enumerate(case.kinds):
+        mine = jax.tree.map(lambda leaf, n=seen[kind]: leaf[n], params["layers"][kind])
+        seen[kind] += 1
+        x, more, statistics = LAYERS[kind](mine, x, batch, jnp.int32(index), key)
+        losses = losses | {name: losses[name] + loss for name, loss in more.items()}
+        found.setdefault(kind, []).append(statistics)
+    scores = jax.nn.log_softmax(norm(params["final_norm"], x) @ params["head"])
+    picked = jnp.take_along_axis(scores, batch["targets"][..., None], -1)[..., 0]
+    loss = -(picked * batch["loss_mask"]).sum()
+    total = loss + sum(WEIGHTS[name] * value for name, value in losses.items())
+    return total, (loss, losses, found)
+
+
+def batch_of(rows: int) -> Any:
+    random = np.random.default_rng(5)
+    ids = random.integers(0, V, (rows, T + 1), np.int32)
+    return {
+        "tokens": ids[:, :-1],
+        "targets": ids[:, 1:],
+        "positions": np.tile(np.arange(T, dtype=np.int32), (rows, 1)),
+        "loss_mask": (random.random((rows, T)) < 0.8).astype(np.float32),
+        "example_ids": np.arange(rows, dtype=np.int32),
+    }
+
+
+def engine_of(case: Case) -> tuple[Engine, Any]:
+    schedule = build(
+        case.schedule,
+        stages=case.stages,
+        repeats=case.repeats,
+        microbatches=case.microbatches,
+    )
+    cut = case.cut or balanced_cut(
+        [1.0] * (len(case.pattern) - case.outside), schedule.ring.num_chunks
+    )
+    layout = Layout(schedule.ring, cut, case.outside, case.kinds)
+    size = case.stages * case.fsdp * case.data * case.tensor
+    mesh = MeshConfig(
+        ici_stage=case.stages, ici_fsdp=case.fsdp, ici_data=case.data, ici_tensor=case.tensor
+    )
+    of_layer = {
+        "into": (FSDP, TENSOR),
+        "out": (TENSOR, FSDP),
+        "gain": (TENSOR,),
+        "shift": (None,),
+    }
+
+    def specs(kinds: tuple[str, ...], *stacked: Any) -> Any:
+        return {
+            kind: {name: PartitionSpec(*stacked, *of_layer[name]) for name in SHAPES[kind]}
+            for kind in kinds
+        }
+
+    all_specs = {
+        "embedding": PartitionSpec((STAGE, TENSOR), FSDP),
+        "head": PartitionSpec(FSDP, (STAGE, TENSOR)),
+        "final_norm": {"scale": PartitionSpec()},
+        "layers": specs(layout.in_ring, None, STAGE, None),
+    }
+    if case.outside:
+        all_specs["outside"] = specs(layout.in_front, None)
+    network = Network(LAYERS, norm, V, jnp.dtype("float32"), WEIGHTS)
+    keep = Keep(case.remat, ("gate",))  # type: ignore[arg-type]
+    engine = Engine(
+        network,
+        layout,
+        build_mesh(mesh, jax.devices()[:size]),
+        all_specs,
+        weight_gather=case.gather,  # type: ignore[arg-type]
+        keep=keep,
+        idle=case.idle,  # type: ignore[arg-type]
+    )
+    return engine, schedule
+
+
+def check(case: Case) -> None:
+    """Value, losses, statistics and every gradient leaf."""
+    engine, schedule = engine_of(case)
+    layout, mesh = engine.layout, engine.mesh
+    key = jax.random.key(7) if case.dropout else None
+    batch, params = batch_of(case.rows), parameters(case.kinds)
+    run = jax.jit(jax.grad(functools.partial(objective, case), has_aux=True))
+    wanted, (loss, losses, statistics) = run(params, batch, key)
+    count = batch["loss_mask"].sum()
+
+    def whole(params: Any, batch: Any) -> Any:
+        layers, outside = layout.stack(params["layers"])
+        stacked = params | {"layers": layers} | ({"outside": outside} if outside else {})
+        found = engine.value_and_grad(schedule)(stacked, batch, key)
+        gradients = dict(found.gradients)
+        back = layout.unstack(gradients.pop("layers"), gradients.pop("outside", {}))
+        statistics = found.statistics
+        reported = layout.unstack(statistics["layers"], statistics.get("outside", {}))
+        return found.loss, found.losses, gradients | {"layers": back}, reported
+
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
+        got = jax.jit(whole)(params, placed)
+    np.testing.assert_allclose(got[0], loss / count, rtol=TOLERANCE)
+    assert got[1].keys() == {name for name in WEIGHTS if float(losses[name])}
+    for name, found in got[1].items():
+        np.testing.assert_allclose(found, losses[name] / count, rtol=TOLERANCE)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(got[2]), strict=True
+    ):
+        error = np.abs(a / count - b).max() / np.abs(a / count).max()
+        assert error < TOLERANCE, f"{jax.tree_util.keystr(path)}: {error:.1e}"
+    for kind, layers in statistics.items():
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
+        assert got[3].get(kind, {}).keys() == stacked.keys()
+        for name, values in stacked.items():
+            np.testing.assert_allclose(got[3][kind][name], values, rtol=TOLERANCE)
+
+
+CASES = [
+    Case("wn"),
+    Case("wnwwp", 1, 2, 3, data=2),
+    Case("wwnnw", 2, 1, 3, schedule="1f1b", fsdp=2),
+    Case("wnwnwn", 2, 1, 4, idle="compute", tensor=2, dropout=True),
+    Case("nwwwwnw", 2, 2, 5, fsdp=2, remat="chunk"),
+    Case("pwnwpnwnw", 3, 2, 6, fsdp=2, gather="visit", remat="names"),
+    Case("wwnwwnwwn", 3, 3, 4, idle="compute", gather="step", data=2),
+    Case("wnnwnwwn", 2, 3, 5, gather="visit", idle="compute", fsdp=2, tensor=2),
+    Case("wnnwnwpn", 4, 2, 8, schedule="zb_v", fsdp=2, remat="none"),
+    Case("npwnnwp", 2, 1, 5, schedule="zb_h1", remat="names", tensor=2, idle="compute"),
+    Case("wwwnnnpp", 4, 1, 9, schedule="gpipe", fsdp=2, cut=(1, 3, 2, 2)),
+    Case("wnwnwnwn", 4, 2, 8, schedule="circular", remat="chunk", idle="compute"),
+    # Layers in front of the ring: of kinds that are in it, too, and of one that is not.
+    Case("pwnwn", 2, 1, 5, outside=1, fsdp=2),
+    Case("wpnwnnwn", 2, 2, 5, outside=2, schedule="v_half", remat="none", dropout=True),
+    Case("wwnnnnn", 4, 1, 7, outside=2, schedule="1f1b", gather="step", data=2),
+    Case("nwpnwnnwn", 3, 2, 7, outside=3, gather="visit", remat="chunk", fsdp=2),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_unlike_layers_equal_the_plain_loop(case: Case) -> None:
+    check(case)
+
+
+def buffers(case: Case) -> dict[str, int]:
+    """Bytes of what the loop over ticks carries, by its name."""
+    engine, schedule = engine_of(case)
+    params = parameters(case.kinds)
+    layers, _ = engine.layout.stack(params["layers"])
+    shapes = engine.buffer_shapes(schedule, params | {"layers": layers}, batch_of(case.rows))
+    sizes = lambda leaves: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)  # noqa: E731
+    return {name: sizes(leaves) for name, leaves in shapes.items()}
+
+
+def test_memory_is_the_sum_of_what_each_kind_has() -> None:
+    one = Case("", 2, 1, 4, remat="none", schedule="zb_h1")
+    both, wides, plains = (
+        buffers(replace(one, pattern=pattern)) for pattern in ("wwpwwp", "wwww", "pp")
+    )
+    for name in ("stash", "deferred"):
+        assert both[name] == wides[name] + plains[name] > wides[name] > 0
+    ends = buffers(replace(one, pattern="pppp"))["gradients"] - plains["gradients"]
+    assert both["gradients"] == wides["gradients"] + ends
+
+
+def test_losses_do_not_depend_on_the_number_of_microbatches() -> None:
+    values = []
+    for count in (1, 2, 6):
+        case = Case("wnwn", 2, 1, count)
+        engine, schedule = engine_of(case)
+        layers, _ = engine.layout.stack(parameters(case.kinds)["layers"])
+        stacked = parameters(case.kinds) | {"layers": layers}
+        with jax.set_mesh(engine.mesh):
+            run = jax.jit(engine.value_and_grad(schedule))
+            batch = jax.device_put(batch_of(18), NamedSharding(engine.mesh, BATCH_SPEC))
+            found = run(stacked, batch, None)
+        values.append([float(found.losses[name]) for name in WEIGHTS])
+    np.testing.assert_allclose(values[1:], values[:1] * 2, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("wnnwnw", 3, 1, 4, idle="compute", data=2),
+        Case("nwpwnnwn", 2, 2, 5, outside=2, schedule="zb_v", remat="none", idle="compute"),
+    ],
+    ids=str,
+)
+def test_idle_slots_contribute_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lies in a buffer before something is written there: here NaN."""
+
+    def rubbish(count: int, like: Any) -> Any:
+        empty = slots.room(count, like)
+        return jnp.full_like(empty, jnp.nan) if jnp.issubdtype(empty.dtype, jnp.floating) else empty
+
+    for module in (program, outside):
+        monkeypatch.setattr(module, "room", rubbish)
+    check(case)
