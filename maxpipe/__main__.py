@@ -8,13 +8,13 @@ import sys
 from types import FrameType
 
 _DROPS_ERRORS = {"_xla_gc_callback", "__del__"}
-"""Python calls these between two lines of anything, and drops what they raise."""
+"""Python calls these between any two lines, and drops what they raise."""
 
 
 def main() -> int:
     """Runs the command; Ctrl-C ends it without a traceback, wherever it is."""
     code = 128 + signal.SIGINT
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is to be ignored
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
         signal.signal(signal.SIGINT, interrupted)
     try:
         from maxpipe import cli
@@ -23,14 +23,14 @@ def main() -> int:
     except KeyboardInterrupt:
         pass
     if signal.getsignal(signal.SIGINT) == interrupted:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would say what it was cleaning up
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # or Python prints a traceback
     return code
 
 
 def interrupted(number: int, frame: FrameType | None) -> None:
-    """Raises KeyboardInterrupt, where that gets through; elsewhere it leaves the process.
+    """Raises KeyboardInterrupt where that propagates; elsewhere it ends the process.
 
-    A native module that is being imported makes an ImportError of the exception, or crashes.
+    A native module that is being imported turns the exception into an ImportError, or crashes.
     """
     while frame is not None:
         code = frame.f_code

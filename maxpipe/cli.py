@@ -1,6 +1,6 @@
 """The `maxpipe` command: arguments in, exit code out.
 
-Imports of the work stand inside the commands, so that `--help`, `config` and
+Heavy imports are inside the commands, so that `--help`, `config` and
 `schedule` start without jax.
 """
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _explained(argv: list[str]) -> int:
-    """The exit code; what went wrong is said."""
+    """The exit code; errors are printed."""
     try:
         return _run(argv)
     except MaxpipeError as error:
@@ -60,7 +60,7 @@ def _explained(argv: list[str]) -> int:
     except MemoryError as error:
         _complain(redact.shown(str(out_of_memory(error))))
         return int(ExitCode.CONFIG)
-    except BaseException as error:  # Rust code that panics raises one that is no Exception
+    except BaseException as error:  # a panic in Rust code raises one that is no Exception
         if isinstance(error, OSError) and (trouble := _trouble(sys.stdout, "\n")):
             return _no_output(trouble)
         _complain(redact.text(traceback.format_exc()).rstrip("\n"))
@@ -71,7 +71,7 @@ def _explained(argv: list[str]) -> int:
 
 
 def _open_streams() -> None:
-    """Standard streams that were closed lead nowhere: a file opened next would take their place."""
+    """Opens closed standard streams on /dev/null: a file opened next would take their number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)
@@ -82,12 +82,12 @@ def _open_streams() -> None:
 
 
 def _complain(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody listens
+    with contextlib.suppress(OSError, ValueError):  # stderr is gone
         print(text, file=sys.stderr, flush=True)
 
 
 def _trouble(stream: TextIO, text: str = "") -> Exception | None:
-    """Why this, and what was printed before, cannot be written."""
+    """The error that keeps this, and buffered output, from being written."""
     try:
         stream.write(text)
         stream.flush()
@@ -99,13 +99,13 @@ def _trouble(stream: TextIO, text: str = "") -> Exception | None:
 def _no_output(trouble: Exception) -> int:
     _complain(
         f"standard output: cannot be written\n  {getattr(trouble, 'strerror', None) or trouble}.\n"
-        "  Free space there, or send the output elsewhere."
+        "  Free space there, or redirect the output."
     )
     return int(ExitCode.STORAGE)
 
 
 def _flushed(code: object) -> Any:
-    """The exit code, when everything is printed; Python would complain of it once more."""
+    """The exit code, after all output is flushed; Python would report a failure again."""
     for stream in (sys.stdout, sys.stderr):
         if trouble := _trouble(stream):
             _discard(stream)
@@ -115,7 +115,7 @@ def _flushed(code: object) -> Any:
 
 
 def _discard(stream: TextIO) -> None:
-    """What is printed leads nowhere from now on, with what could not be written."""
+    """Redirects the stream to /dev/null, and drops what could not be written."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -148,7 +148,7 @@ def _train(options: argparse.Namespace) -> int:
     from maxpipe.train.loop import train
 
     code = train(loaded)
-    if _trouble(sys.stdout):  # a run is not judged by its console
+    if _trouble(sys.stdout):  # a lost console is no failure of the run
         _discard(sys.stdout)
     return code
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 class ExitCode(enum.IntEnum):
-    """What a cluster's restart rule can rely on."""
+    """Exit codes, a contract with restart rules of clusters."""
 
     DONE = 0
     CONFIG = 2
@@ -35,12 +35,12 @@ class Problem:
 
     def __str__(self) -> str:
         heading = f"{self.where} = {self.given}" if self.given else self.where
-        heading = heading.replace("\n", "\\n")  # what a value holds is no line of the message
+        heading = heading.replace("\n", "\\n")  # a value may hold line breaks
         return f"{heading}\n  {self.rule}\n  {self.action}"
 
 
 def printable(text: str) -> str:
-    """`text` without characters that a terminal would obey; lines stay lines."""
+    """`text` without control characters; line breaks are kept."""
     return "".join(
         each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
         for each in text
@@ -48,7 +48,7 @@ def printable(text: str) -> str:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and what each was raised from, once each: libraries close such chains to rings."""
+    """The error and its causes, once each: some libraries make cyclic chains."""
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:
@@ -79,7 +79,7 @@ class ConfigError(MaxpipeError):
 
 
 def out_of_memory(error: MemoryError) -> ConfigError:
-    """Of the host, where nothing else is known."""
+    """The error for host memory, without further details."""
     return ConfigError.one(
         "memory",
         None,
@@ -89,7 +89,7 @@ def out_of_memory(error: MemoryError) -> ConfigError:
 
 
 class AbsentError(MaxpipeError):
-    """Processes of a run did not come in time or cannot be reached; another start may find them."""
+    """Processes of a run did not connect in time or cannot be reached; a restart may help."""
 
     exit_code = ExitCode.HANG
 
@@ -101,15 +101,15 @@ class StorageError(MaxpipeError):
 
     @classmethod
     def unwritable(cls, where: object, error: OSError, action: str = "") -> StorageError:
-        """The common case; without an action it is about the folder of a run."""
+        """The common case; the default action is for the folder of a run."""
         action = action or "Free space, or set run.dir to a folder that can be written."
         return cls(f"{where}: cannot be written\n  {error.strerror or error}.\n  {action}")
 
 
 class NumbersError(MaxpipeError):
-    """Loss or gradients that the config does not let the run go on with.
+    """Loss or gradients with which the config does not let the run go on.
 
-    A run is deterministic: started again as it is, it would come here again. So the exit code is
+    A run is deterministic: started again, it would fail again. So the exit code is
     that of a config which has to be changed first.
     """
 
@@ -117,7 +117,7 @@ class NumbersError(MaxpipeError):
 
 
 class ReplicaError(MaxpipeError):
-    """A device's memory holds something else than it should; what is on disk is good."""
+    """A device's memory differs from its replicas'; checkpoints on disk are good."""
 
     exit_code = ExitCode.STORAGE
 

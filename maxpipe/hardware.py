@@ -1,4 +1,4 @@
-"""What one device of each kind can do: the figures of `configs/hardware/*.yml`.
+"""Performance figures of one device of each kind, from `configs/hardware/*.yml`.
 
 No jax, and no guesses: a device without a file is unknown.
 """
@@ -30,15 +30,15 @@ class Hardware:
 
     name: str
     topology: str
-    """What names of its topologies begin with, e.g. `v5p` of `v5p:2x4x4`."""
+    """Prefix of its topologies' names, e.g. `v5p` of `v5p:2x4x4`."""
     device_kind: str
-    """Pattern of jax's name of it."""
+    """Pattern of jax's device kind."""
     bf16_tflops: float
     """Dense peak."""
     memory_gib: float
     memory_gb_per_second: float
     links: int
-    """To neighbours in its slice."""
+    """Links to neighbours in its slice."""
     link_gb_per_second: float
     """Of one link, one way."""
     torus_dims: int
@@ -52,11 +52,11 @@ class Hardware:
     matmul_efficiency: float = 0.75
     """Share of the peak that a layer's forward reaches."""
     input_grad_cost: float = 1.0
-    """Time of a layer's input gradient, in forwards, without replays."""
+    """Time of a layer's input gradient, in forwards, without recomputation."""
     weight_grad_cost: float = 1.0
     """The same of its weights' gradients."""
     names_replay: float = 0.15
-    """Forwards that a backward runs again with `pipeline.remat=names`: norms and the like."""
+    """Forwards that a backward recomputes with `pipeline.remat=names`: norms and the like."""
     latency_us: float = 2.0
     """Of a collective or message inside a slice."""
     network_latency_us: float = 100.0
@@ -64,7 +64,7 @@ class Hardware:
     tick_us: float = 5.0
     """Of a turn of the loop over ticks, whatever it does."""
     shared_by: float = 0.0
-    """How many devices' work this machine does at a time when they share its cores; 0 when each
+    """Number of devices that can work at a time when they share this machine's cores; 0 when each
     device has its own."""
     fresh_gb_per_second: float = 0.0
     """Rate at which a device is given, and clears, the temporary memory of a step; 0 where it keeps
@@ -86,7 +86,7 @@ class Hardware:
 
     @property
     def ways(self) -> int:
-        """In which a ring of its devices sends at once."""
+        """Directions in which a ring of its devices sends at once."""
         return 2 if self.is_tpu else 1
 
     @property
@@ -96,7 +96,7 @@ class Hardware:
 
     @property
     def memory_bytes(self) -> float:
-        """On one device."""
+        """Memory of one device, bytes."""
         return self.memory_gib * GIB
 
 
@@ -127,7 +127,7 @@ def known() -> Mapping[str, Hardware]:
 
 
 def measured_folder() -> Path:
-    """Where figures are kept that were measured on this machine."""
+    """The folder of figures that were measured on this machine."""
     return Path("~/.cache/maxpipe/hardware").expanduser()
 
 
@@ -150,7 +150,7 @@ def keep_measured(hardware: Hardware) -> Path:
 
 
 _WRONG = (OSError, KeyError, TypeError, ValueError, RecursionError, re.error, yaml.YAMLError)
-"""What reading text of another kind raises."""
+"""Raised by text of another kind."""
 
 
 def _read_measured(path: Path) -> Hardware:
@@ -172,7 +172,7 @@ def _read_measured(path: Path) -> Hardware:
 
 
 def of_device(device_kind: str) -> Hardware | None:
-    """The hardware that jax calls so; None without a file, and for a part of a GPU."""
+    """The hardware of jax's device kind; None without a file, and for a part of a GPU."""
     if "MIG" in device_kind:
         return None
     for each in known().values():
@@ -182,6 +182,6 @@ def of_device(device_kind: str) -> Hardware | None:
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """The bf16 FLOP/s one device can do; None where nobody vouches for a figure."""
+    """The bf16 FLOP/s one device can do; None where no figure is known."""
     found = None if device_kind == "cpu" else of_device(device_kind)
     return found and found.flops

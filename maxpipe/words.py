@@ -1,4 +1,4 @@
-"""Numbers with their nouns: the one place that knows plurals."""
+"""Numbers with their nouns, in the singular or plural."""
 
 from __future__ import annotations
 

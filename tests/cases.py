@@ -121,16 +121,7 @@ def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:
 
 def with_rare(cases: Sequence[Any], rare: Sequence[Any]) -> list[Any]:
     """Parameters of a test, of which the rare ones run with the whole matrix only."""
-    return [*cases, *(_param(case, marks=pytest.mark.matrix) for case in rare)]
-
-
-def thinned(cases: Sequence[Any]) -> list[Any]:
-    """The same, with every second one rare."""
-    return with_rare(cases[::2], cases[1::2])
-
-
-def _param(case: Any, marks: pytest.MarkDecorator) -> Any:
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)
+    return [*cases, *(pytest.param(case, marks=pytest.mark.matrix) for case in rare)]
 
 
 _ORDINARY = Case()

@@ -2,13 +2,15 @@
 
 jax is configured the moment a test module, or code under test, first imports
 it: early enough for every backend use, and free for tests that never do. No
-environment variable is set, so a subprocess of a test starts like a user's.
+environment variable stays set, so a subprocess of a test starts like a user's.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.metadata
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,13 +24,31 @@ from tests.bucket import Bucket, served, variables
 NUM_DEVICES = 8
 GOLDEN = Path(__file__).parent / "golden"
 
+# Machine code half as fast in half the compile time; partitioning, fusion and memory stay as
+# they are. There is no compilation cache: see `maxpipe.processes.runtime.start`.
+FAST_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+"""Variables of a subprocess that compiles a step, where its speed does not matter."""
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    # A fusion is written as LLVM code at once, not through MLIR: a third of the compile time.
+    # XLA ends a process with a flag that it does not know, and later versions lack this one.
+    FAST_COMPILE["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
+
 
 def _configure_jax(jax: Any) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
-    # Machine code half as fast in half the compile time; partitioning, fusion and memory stay
-    # as they are. There is no compilation cache: see `maxpipe.processes.runtime.start`.
     jax.config.update("jax_disable_most_optimizations", True)
+    if flags := FAST_COMPILE.get("XLA_FLAGS"):
+        _read_by_xla(flags)
+
+
+def _read_by_xla(flags: str) -> None:
+    """XLA reads its flags once, when it is first asked for options."""
+    from jaxlib import xla_client
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip())
+        xla_client.CompileOptions()
 
 
 class _JaxLoader(importlib.machinery.SourceFileLoader):

@@ -1,4 +1,4 @@
-"""Strangers at a port: what they say, and so many of them at once."""
+"""Strangers at a port: what they send, and many of them at once."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ KINDS: tuple[Callable[[random.Random], bytes], ...] = (
 
 
 class Flood:
-    """Up to so many connections to a port of this machine, each of which says something random.
+    """Up to `most` connections to a port of this machine, each of which says something random.
 
     Some wait for an answer and send it back, some say more; some go, some break off, and some stay
     and say nothing.
@@ -82,7 +82,7 @@ class Flood:
         self._selector.close()
 
     def send(self, messages: int, seconds: float, *, a_second: float = math.inf) -> None:
-        """So many messages from 1 to `most` connections, or as many as go in this time."""
+        """`messages` messages from 1 to `most` connections, or as many as `seconds` allow."""
         first, begin = self.num_messages, time.monotonic()
         wanted = self._most
         while self.num_messages < first + messages:

@@ -339,7 +339,7 @@ def test_schedules_that_come_to_the_same_are_named(capsys: Capture):
     assert main(["schedule", "--compare", "1f1b,interleaved,gpipe", "--stages", "1"]) == 0
     assert "v_half" not in capsys.readouterr().out
     assert main(["schedule", "--compare", "zb_v,zb_v"]) == 0
-    assert "zb_v and zb_v come to the same at these sizes." in capsys.readouterr().out
+    assert "zb_v and zb_v are the same at these sizes." in capsys.readouterr().out
 
 
 def test_one_of_a_thing_is_named_in_the_singular(capsys: Capture):
@@ -471,7 +471,7 @@ def test_streams_that_are_closed_or_full(streams: str, code: int, unbuffered: st
 
 
 @pytest.mark.fault("H6")
-def test_a_mistake_keeps_its_code_when_nobody_can_read_of_it():
+def test_a_mistake_keeps_its_code_when_stderr_is_gone():
     command = f'"{sys.executable}" -m maxpipe config print none.yml >/dev/full 2>/dev/full'
     assert subprocess.run(["bash", "-c", command], cwd=ROOT).returncode == 2
 

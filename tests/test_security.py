@@ -34,6 +34,7 @@ from maxpipe.data.tokenizer import ByteTokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError
 from maxpipe.schedule.notation import read_orders
 from maxpipe.train.run import WRITTEN_FILES
+from tests.conftest import FAST_COMPILE
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "configs/model/tiny.yml")
@@ -231,7 +232,7 @@ def test_pickle_inside_of_data(crafted: bytes, tmp_path: Path):
 def test_pickle_in_the_index(
     crafted: bytes, canary: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """An array of objects is a pickle: the index is made anew."""
+    """An array of objects is a pickle: the index is made again."""
 
     class Armed:
         def __reduce__(self) -> Any:
@@ -286,7 +287,7 @@ def test_hostile_provenance(provenance: str, executable: tuple[Path, Callable[[]
 
 
 def test_pickle_as_program(crafted: bytes, executable: tuple[Path, Callable[[], Any]]):
-    """Not read with another digest; with the right one only where nobody else can write."""
+    """Not read with another digest; with the right one only where no other user can write."""
     import hashlib
 
     folder, load_it = executable
@@ -510,7 +511,7 @@ def test_names_of_data_sets_load_no_code(name: str, monkeypatch: pytest.MonkeyPa
 
 # --- mutations --------------------------------------------------------------------------------
 
-MUTATIONS = 400
+MUTATIONS = 1000
 GARBAGE = [
     *(
         "",
@@ -605,7 +606,7 @@ def mutated(draw: random.Random, lines: list[str], keys: list[str]) -> tuple[byt
 
 @pytest.mark.slow
 @pytest.mark.fault("C1")
-def test_mutated_configs_give_no_traceback(tmp_path: Path, capsys: Capture):
+def test_a_thousand_mutated_configs_give_no_traceback(tmp_path: Path, capsys: Capture):
     from maxpipe.config.load import KEYS
 
     draw = random.Random(0)
@@ -681,7 +682,7 @@ class Watched:
         paths = os.pathsep.join([str(folder / "watch"), str(ROOT)])
         self.environment = kept | {"PYTHONPATH": paths, "WATCH_LOG": str(self.log)}
         self.environment |= {"HF_TOKEN": TOKEN, "TRACKER_API_KEY": PASSWORD, "JAX_NOTE": TOKEN}
-        self.environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+        self.environment |= FAST_COMPILE
 
     def python(
         self, *arguments: object, isolated: bool = False

@@ -1,4 +1,4 @@
-"""Files that others may have made: read up to a size, and never written through a link."""
+"""Files from outside: read up to a size limit, and never written through a link."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 def scheme(path: str | os.PathLike[str]) -> str:
     """`gs` of `gs://bucket/name`; empty of a path in a file system.
 
-    A `://` further back is part of a name.
+    A `://` elsewhere is part of a name.
     """
     found = re.match(r"([a-z][a-z0-9+.-]*)://", os.fspath(path))
     return found[1] if found else ""
@@ -42,21 +42,21 @@ def full(path: str | Path, where: str = "path") -> Path:
 
 
 class Unfit(OSError):
-    """A file that is not what is read or written here: no regular one, too large, or a link."""
+    """A file that is not read or written here: not a regular one, too large, or a link."""
 
 
 def opened(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     """A descriptor of a regular file; what is written is never reached through a link.
 
     Raises:
-        Unfit: it is something else. Opening a pipe that nobody writes to would wait for ever, and
+        Unfit: it is not a regular file. Opening a pipe without a writer would block for ever, and
             reading a device may never end.
         OSError: it cannot be opened.
     """
     writes = flags & (os.O_WRONLY | os.O_RDWR)
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0)
     try:
-        # Cut off only when it is known what it is.
+        # Truncated only after the check.
         descriptor = os.open(os.path.expanduser(path), flags & ~os.O_TRUNC, mode)
     except ValueError as error:
         raise Unfit(errno.EINVAL, "it is not a path", repr(path)) from error
@@ -64,7 +64,7 @@ def opened(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0
         if writes and error.errno == errno.ELOOP:
             words = "it is a symbolic link, and nothing is written through one"
             raise Unfit(errno.ELOOP, words, str(path)) from error
-        if error.errno == errno.ENXIO:  # a pipe that nobody reads
+        if error.errno == errno.ENXIO:  # a pipe without a reader
             raise Unfit(errno.EINVAL, "it is not a regular file", str(path)) from error
         raise
     try:
@@ -82,7 +82,7 @@ def opened(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0
 
 
 def read(path: str | os.PathLike[str], most: int) -> bytes:
-    """The content of a file of at most so many bytes.
+    """The content of a file of at most `most` bytes.
 
     Raises:
         Unfit: it is larger, which must not fill the memory, or no regular file.
@@ -97,7 +97,7 @@ def read(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def write(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Writes a whole file, not through a link: all of it is there afterwards, or what was before.
+    """Replaces a whole file, not through a link: afterwards it has the new content, or the old one.
 
     Raises:
         OSError: it cannot be written, or is no regular file.
@@ -145,9 +145,9 @@ def lines(
 
 
 def records(path: str | os.PathLike[str], kind: type[T]) -> Iterator[T]:
-    """The JSON values of a file with one a line; lines of another kind are left out.
+    """The JSON values of a file with one a line; other lines are left out.
 
-    A kill or a full disk leaves half a line, another release writes others.
+    A kill or a full disk leaves half a line, another release may write other records.
 
     Raises:
         OSError: it cannot be read.
@@ -160,7 +160,7 @@ def records(path: str | os.PathLike[str], kind: type[T]) -> Iterator[T]:
 
 
 def check_writable(folder: Path, names: Iterable[str]) -> None:
-    """What there is of these files is regular: no link, which could lead anywhere, and no pipe.
+    """Checks that those of these files that exist are regular: no links, no pipes.
 
     A folder that was copied or unpacked may hold one; what follows a link writes to its target.
 

@@ -1,4 +1,4 @@
-"""Secrets taken out of what is printed and written.
+"""Redaction of secrets in everything that is printed and written.
 
 No config key is a secret, and maxpipe asks for none: libraries find theirs in the environment.
 One may still stand in a path, an override or a traceback. A run with such a value works, and
@@ -7,7 +7,7 @@ the value is replaced wherever maxpipe writes it: console, error messages and tr
 step, and reports. People read those, and what reads them back compares sections that hold
 numbers and choices, never paths: a resume takes its config from the command line.
 
-A secret is known by its form, by the name that it is given to, or because an environment
+A secret is recognised by its form, by the name that it is given to, or because an environment
 variable with such a name holds it.
 """
 
@@ -41,7 +41,7 @@ _FORMS = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""What is a secret whatever it is called. A path loses one of a URL's slashes."""
+"""Secrets by their form. A path loses one of a URL's slashes."""
 
 _NAME = (
     r"pass(?:word|wd|phrase)|secret|api[_-]?key|access[_-]?key|private[_-]?key|credential"
@@ -70,7 +70,7 @@ _given: tuple[str, ...] = ()
 
 @functools.lru_cache(4096)
 def is_secret_name(name: str) -> bool:
-    """Whether what is called so is a secret."""
+    """Whether the value of this name is a secret."""
     return _NAMES.search(name) is not None
 
 
@@ -85,7 +85,7 @@ def text(given: str) -> str:
 
 
 def _secrets(given: str) -> Iterator[tuple[int, int]]:
-    """Where the secrets are: all found in the same text, since one may be part of another."""
+    """Spans of the secrets: all found in the same text, since one may be part of another."""
     for value in (*_given, *_held_by_environment()):
         for each in {value, value.replace("\n", "\\n")}:  # an error's heading is one line
             start = given.find(each)
@@ -101,9 +101,9 @@ def _secrets(given: str) -> Iterator[tuple[int, int]]:
 
 
 def shown(given: str) -> str:
-    """The text for a terminal: without secrets, and without characters that it would obey.
+    """The text for a terminal: without secrets and without control characters.
 
-    What is printed may be a file's, or another process's; lines stay lines.
+    It may come from a file or another process; line breaks are kept.
     """
     return printable(text(given))
 
@@ -129,14 +129,14 @@ def _within(value: Any, name: str) -> Any:
 
 
 def learn(argv: Sequence[str]) -> None:
-    """From now on `text` knows the secrets of this command line, wherever a message repeats them.
+    """Registers the secrets of this command line, for redaction wherever a message repeats them.
 
     Of `run.name=password=X` a hint would say `Set run.name=password-X`.
     """
     global _given
     found = [value for _, value in _GIVEN.findall("\n".join(argv))]
     found += [value for name, value in itertools.pairwise(argv) if _is_secret_option(name)]
-    for arg in argv:  # names, whatever somebody has written there
+    for arg in argv:  # the values must be names, but may hold anything
         if arg.startswith("launch.environment"):
             found += re.findall(r"[=:]\s*([^\s\[\]{},=:]*[^\s\[\]{},=:A-Z0-9_][^\s\[\]{},]*)", arg)
     values = {value.strip("\"'") for value in found}
@@ -148,7 +148,7 @@ def _is_secret_option(arg: str) -> bool:
 
 
 def variables(names: Any) -> Any:
-    """A list that has to hold names of variables only: what else somebody wrote there is secret."""
+    """A list that should hold names of variables only: anything else in it counts as secret."""
     if isinstance(names, list | tuple):
         return [variables(each) for each in names]
     if isinstance(names, Mapping):

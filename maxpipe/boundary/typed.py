@@ -1,9 +1,9 @@
-"""Values from outside as the types that they must be: JSON of files and of other processes.
+"""Typed values from JSON of files and of other processes.
 
 A type is what a signature would say: `int`, `float`, `str`, `bool`, `None`, `Any`, `Literal`,
 `list[T]`, `tuple[A, B]`, `dict[str, T]`, unions of these, and a `TypedDict` for an object with
 known keys. Whole numbers fit 64 bits and floats are finite, unless the type says `AnyFloat`.
-Keys that a TypedDict does not know are kept: a later release may have written them.
+Keys that a TypedDict lacks are kept: a later release may have written them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AnyFloat = Annotated[float, "any"]
 """A float that may be NaN or infinite, as a loss may be."""
 
 MAX_DEPTH = 32
-"""Of brackets inside brackets; what maxpipe writes has fewer than ten."""
+"""Deepest nesting of brackets; maxpipe writes fewer than ten levels."""
 
 _LARGEST = 2**63
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
@@ -141,7 +141,7 @@ def _check_object(value: object, kind: Any, where: str) -> None:
 
 @functools.cache
 def _keys(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """The types of a TypedDict's keys, and which keys there must be."""
+    """The types of a TypedDict's keys, and which keys are required."""
     keys = get_type_hints(kind, include_extras=True)
     # Of annotations that are texts, Python's own `__required_keys__` does not see `NotRequired`.
     required = frozenset(

@@ -1,10 +1,10 @@
-"""How a run, and one of its checkpoints, are named wherever one is asked for.
+"""The addresses of runs and checkpoints in commands and config keys.
 
     RUN          a run's name below `run.dir`, the path to its folder, or gs://BUCKET/PATH/NAME
     RUN@STEP     one checkpoint of it; STEP is a number, `newest` or `best` (smallest eval/loss)
     PATH         the folder of one checkpoint: runs/quickstart/checkpoints/120
 
-Nothing is opened here, and buckets are not asked whether such a run exists.
+No file is opened here, and buckets are not queried.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Step = int | Literal["newest", "best"] | None
 _SUFFIX = re.compile(r"(?P<run>.+)@(?P<step>[^@/]*)", re.DOTALL)
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _MARKS = (CONFIG_FILE, EVENTS_FILE, METRICS_FILE, FOLDER)
-"""What the folder of a run has one of."""
+"""The folder of a run has at least one of these."""
 _SHOWN_RUNS = 8
 
 
@@ -46,7 +46,7 @@ class Address:
 
     @property
     def home(self) -> str:
-        """What holds the folder of checkpoints.
+        """The parent of the folder of checkpoints.
 
         Raises:
             ConfigError: only the run's config.yml could tell, and it cannot be read.
@@ -58,13 +58,13 @@ class Address:
         return f"{self.parent or self.run_dir}@{step}"
 
     def wrong(self, rule: str, action: str) -> ConfigError:
-        """A mistake in what was given."""
+        """The error for this address."""
         return _wrong(self.given, self.where, rule, action)
 
 
 def parse(text: str, where: str = "", runs: str = "", begin: Path = Path()) -> Address:
-    """What `text` names. `where` is the config key that gave it, `runs` what holds all runs, and
-    `begin` where relative paths begin.
+    """What `text` names. `where` is the config key that gave it, `runs` the parent folder of all
+    runs, and `begin` the base of relative paths.
 
     Raises:
         ConfigError: there is no such run, or there are two that could be meant.
@@ -178,7 +178,7 @@ class _Finder:
         return Address(self.given, str(path), where=self.where)
 
     def with_step(self, run: Address, step: str, before: str) -> Address:
-        """The run with what stood behind the `@`."""
+        """The run with the step after the `@`."""
         if run.step is not None:
             self.refuse("names a step twice.", f"Give {before}.")
         found = _step(step)
@@ -190,7 +190,7 @@ class _Finder:
         return Address(self.given, run.run_dir, found, run.parent, self.where)
 
     def unknown(self, text: str) -> NoReturn:
-        """There is nothing of that name."""
+        """Raises the error for a name without a run."""
         path, *below = self._candidates(text)
         if os.path.isfile(path) and is_run(path.parent):
             self.refuse("is a file, and a run is a folder.", f"Give {path.parent}.")
@@ -220,7 +220,7 @@ def _is_in_checkpoints(path: Path) -> bool:
 
 
 def _above(path: Path, count: int) -> Path:
-    """So many folders up, as it was written if it was written so long."""
+    """The path `count` folders up, relative if the given path is long enough."""
     return (
         path.parents[count - 1] if len(path.parts) > count else path.absolute().parents[count - 1]
     )

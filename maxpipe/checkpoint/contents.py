@@ -1,8 +1,8 @@
-"""What is in a step, read from its files: arrays as they are decoded, and the digests of memory.
+"""The content of a step, read from its files: decoded arrays, and the digests taken in memory.
 
-A step is what was saved when its arrays, decoded, have the digests that they had in memory, and
-its facts are those that were given. That is found out before a step gets its manifest, by
-`maxpipe checkpoints verify`, and by each restore of what that has read.
+A step is intact when its arrays, decoded, have the digests that they had in memory, and
+its facts are unchanged. That is checked before a step gets its manifest, by
+`maxpipe checkpoints verify`, and by each restore of what it has read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STATE, FACTS = "state", "facts"
 
 MOST_FACTS_BYTES = 1 << 24
 
-# At a time: each may be as large as one process' part of an array.
+# In parallel: each may be as large as one process' part of an array.
 _NUM_THREADS = 2
 
 
@@ -60,7 +60,7 @@ def shapes(folder: epath.Path) -> Tree:
 
 
 def check_plain(folder: epath.Path) -> None:
-    """All that orbax will open there are files and folders: a pipe would be waited for.
+    """Checks that orbax will open files and folders only: a pipe would block.
 
     Raises:
         Damaged: something else is among them.
@@ -75,18 +75,18 @@ def check_plain(folder: epath.Path) -> None:
 
 
 def understood(read: Any) -> Any:
-    """What a call returns that reads arrays.
+    """The result of a call that reads arrays.
 
     Raises:
         Damaged: the content is not that of a checkpoint.
-        OSError: the storage failed, again and again.
+        OSError: the storage failed repeatedly.
         Exception: what has nothing to do with storage, as it is.
     """
     try:
         return retried(read)
     except MaxpipeError:
         raise
-    except Exception as error:  # orbax raises that very class for damaged arrays, too
+    except Exception as error:  # orbax raises this class for damaged arrays, too
         if (failure := outage(error)) is not None:
             raise failure from error
         if not is_damage(error) and type(error) is not Exception:
@@ -95,7 +95,7 @@ def understood(read: Any) -> Any:
 
 
 def recorded(folder: epath.Path, step: int) -> Recorded | None:
-    """What was in memory when the step was saved; None of an older release that did not tell.
+    """The digests of memory when the step was saved; None for older releases without them.
 
     Raises:
         Damaged: it cannot be used.
@@ -160,7 +160,7 @@ def _starts(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[in
 
 
 def faults(folder: epath.Path, step: int, expected: Recorded | None) -> list[str]:
-    """What is wrong with the arrays and facts of a step, as they are on disk.
+    """The differences of a step's arrays and facts on disk from what was saved.
 
     Raises:
         OSError: they cannot be reached.
@@ -199,8 +199,8 @@ def seal(folder: epath.Path, step: int) -> int:
 
     Raises:
         NotSaved: it is not what was in memory.
-        NumbersError: that holds NaN or infinity, and so is no state to go on from.
-        OSError: it cannot be read, or the manifest not be written.
+        NumbersError: it holds NaN or infinity, and so is no state to go on from.
+        OSError: it cannot be read, or the manifest cannot be written.
     """
     with reaching(folder):
         try:
@@ -212,7 +212,7 @@ def seal(folder: epath.Path, step: int) -> int:
         if bad := digests.non_finite(expected.arrays):
             raise _not_finite(folder, bad)
         files = manifest.listed(folder)
-        # After the files: what is decoded was read from the disk then, not from memory.
+        # After the files, so that the arrays are decoded from the disk, not from the page cache.
         if wrong := faults(folder, step, expected):
             raise NotSaved("; ".join(wrong[:3]))
         entries = {name: one.entry() for name, one in expected.arrays.items()}
@@ -222,11 +222,11 @@ def seal(folder: epath.Path, step: int) -> int:
 
 
 def adopt(folder: epath.Path, step: int) -> None:
-    """Write the manifest of a step that was saved without, and was read wholly.
+    """Write the manifest of a step that was saved without one, and was read completely.
 
     Raises:
         NotSaved: it is not what was in memory, as far as that was recorded.
-        OSError: it cannot be read, or the manifest not be written.
+        OSError: it cannot be read, or the manifest cannot be written.
     """
     if exists(folder / copies.ITEM):
         seal(folder, step)

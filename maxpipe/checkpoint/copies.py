@@ -2,7 +2,7 @@
 
 orbax copies each process' part of every array to its host while training waits. The digests
 are of these very copies, taken in the background while they are being written: there is no
-second copy, and what changes between memory and disk is noticed. Each process writes those of
+second copy, and a change between memory and disk is detected. Each process writes those of
 its own parts, `digests/<process>.json`, and orbax commits a step only when all have.
 """
 
@@ -50,7 +50,7 @@ class _Content(TypedDict):
 
 @contextlib.contextmanager
 def tapped(state: Tree) -> Iterator[Copies]:
-    """What orbax copies to the host inside. It has no way to ask, so its copying is wrapped."""
+    """The host copies that orbax makes. It has no interface for them, so its copying is wrapped."""
     arrays = named(state)
     names: dict[int, list[str]] = {}
     for name, leaf in arrays.items():
@@ -130,7 +130,7 @@ class Handler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class Save(ocp.args.CheckpointArgs):
-    """`shapes` is like the state; `copies` comes when the host copies are made, or None."""
+    """`shapes` is like the state; `copies` resolves when the host copies are made, or to None."""
 
     step: int
     shapes: Tree
@@ -158,14 +158,14 @@ async def _write(directory: epath.Path, args: Save) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recorded:
-    """What was in memory when a step was saved. Of an older release, without the facts' digest."""
+    """Digests of memory when a step was saved; older releases lack the facts' digest."""
 
     arrays: dict[str, Sum]
     facts: str = ""
 
 
 def recorded(folder: epath.Path, step: int) -> Recorded:
-    """What all processes have written into a step.
+    """The digests that all processes have written into a step.
 
     Raises:
         ValueError: it is not what they wrote, or not all of it.

@@ -1,7 +1,7 @@
-"""What is damage and what is not: content that was read and is wrong, or storage that failed.
+"""Damage told apart from failures of storage: content that was read and is wrong, or no content.
 
-A storage that does not answer loses nothing. Only what was read and is not what was saved may
-make a checkpoint be taken for damaged; anything else is tried again, and then ends the run.
+Storage that does not answer loses nothing. Only content that was read and differs from what was
+saved makes a checkpoint damaged; any other failure is retried, and then ends the run.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from maxpipe.errors import MaxpipeError, causes
 T = TypeVar("T")
 
 ATTEMPTS, PAUSE_SECONDS = 3, 1.0
-"""How often storage is asked before it counts as failing, and the time in between."""
+"""Attempts before storage counts as failing, and the seconds in between."""
 
-# Something else is in the place of a file.
+# Not a regular file.
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 _CONTENT = (ValueError, LookupError, TypeError, AttributeError, EOFError, NotImplementedError)
 _CONTENT += (RecursionError,)  # of orbax, whose parser follows whatever nests
@@ -34,7 +34,7 @@ _OUTAGE = re.compile(
 
 
 class Damaged(Exception):
-    """What is on disk is not what was saved; the text is file or array, and reason."""
+    """The content on disk is not what was saved; the text is file or array, and reason."""
 
 
 def is_damage(error: BaseException) -> bool:
@@ -61,11 +61,11 @@ def outage(error: BaseException) -> OSError | None:
 
 
 def retried(call: Callable[[], T]) -> T:
-    """What the call returns; while the storage fails, it is asked again a few times.
+    """The result of the call, which is retried a few times while the storage fails.
 
     Raises:
         OSError: the storage still fails.
-        Exception: whatever else the call raises, at once.
+        Exception: any other exception of the call, at once.
     """
     for _ in range(ATTEMPTS - 1):
         try:

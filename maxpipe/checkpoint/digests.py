@@ -1,12 +1,12 @@
-"""Digests of arrays that do not depend on how these are cut among devices and processes.
+"""Digests of arrays that do not depend on how these are split over devices and processes.
 
 An array's digest is a sum modulo 2**64 over its elements: the bits of each as a number, times
 a key for each dimension that belongs to the element's index in it. The keys are odd, so one
 changed element always changes the sum; other changes, exchanged rows or blocks among them, go
 unnoticed with a chance of 2**-32 at worst (two flipped signs) and about 2**-60 otherwise. The
-sums of disjoint parts add up to that of the whole, whoever computes them. It is no protection
-against someone who wants to deceive. numpy computes it two or three times as fast as SHA-256,
-and lets other threads run meanwhile.
+sums of disjoint parts add up to that of the whole, on whatever device they are computed. It is
+no protection against forgery. numpy computes it two or three times as fast as SHA-256, and lets
+other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 _MODULO = 2**64
 _BLOCK = 1 << 18
-"""Elements at a time: more would leave the processor's cache, and fewer wait more often for other
+"""Elements at a time: more would leave the processor's cache, fewer wait more often for other
 threads."""
 # Of numbers that are not finite, all bits of the exponent are set.
 _EXPONENTS = {

@@ -1,4 +1,4 @@
-"""A folder of checkpoints on disk: which there are, what they hold, putting one aside.
+"""A folder of checkpoints on disk: its steps, their content, and quarantine for damaged ones.
 
 `<folder>/<step>/` holds arrays (`state/`, written by orbax), config and data position
 (`facts/metadata`, JSON), the arrays' digests in memory (`digests/`) and a manifest. It is
@@ -40,15 +40,15 @@ from maxpipe.errors import StorageError
 Tree = Any
 
 FORMAT = 3
-"""Of what is saved now. Format 1 had no manifest, no time and no metrics, format 2 no digests of
-the arrays; both are read, too."""
+"""The format that is written now. Format 1 had no manifest, no time and no metrics, format 2 no
+digests of the arrays; both are read, too."""
 
 _UNFINISHED = re.compile(r".*\.orbax-checkpoint-tmp.*|[0-9]+\.deleting")
 _COMMITTED = "commit_success.txt"
 
 
 class _Said(TypedDict):
-    """Facts on disk. What is in `config` and `data` is up to who reads them."""
+    """Facts on disk. The readers of `config` and `data` check their content."""
 
     format: int
     step: int
@@ -97,12 +97,12 @@ class Folder:
             if _is_step(entry.name) and _holds(entry)
         )
 
-    def put_aside(self) -> list[str]:
-        """Names of the checkpoints that were found damaged."""
+    def quarantined(self) -> list[str]:
+        """Names of the quarantined checkpoints."""
         return [entry.name for entry in entries(self.path) if ".corrupt" in entry.name]
 
     def oddities(self) -> list[str]:
-        """One line for each name that a checkpoint could have, and that is none."""
+        """One line for each entry with the name of a checkpoint that is none."""
         return [
             f"{entry}: is ignored, it holds no complete checkpoint"
             for entry in entries(self.path)
@@ -110,7 +110,7 @@ class Folder:
         ]
 
     def unfinished(self) -> list[str]:
-        """Names of what was left behind by a save or a deletion that did not come to its end.
+        """Names of what an unfinished save or deletion has left.
 
         In a bucket both are done in place.
         """
@@ -136,7 +136,7 @@ class Folder:
 
         Raises:
             Damaged: they cannot be read, or are of another step.
-            OSError: they cannot be reached, which says nothing about what is in them.
+            OSError: they cannot be reached, which says nothing about their content.
             StorageError: they were saved by a later release.
         """
         path = self / step / FACTS / "metadata"
@@ -165,9 +165,9 @@ class Folder:
         return facts
 
     def saved(self, step: int) -> Saved | None:
-        """What the rules of retention ask for; None of a step that is gone.
+        """The input of the retention rules; None for a step that is gone.
 
-        Of damaged facts, the folder's time.
+        For damaged facts, the folder's time.
         """
         try:
             facts = self.facts(step)
@@ -200,8 +200,8 @@ class Folder:
 
         return understood(read_them)
 
-    def set_aside(self, step: int, why: str = "corrupt") -> str:
-        """Rename a step, so that it is no checkpoint any more; returns its new name."""
+    def quarantine(self, step: int, why: str = "corrupt") -> str:
+        """Rename a step, so that it is no longer a checkpoint; returns its new name."""
         name, number = f"{step}.{why}", 1
         while exists(self.path / name):
             number += 1
@@ -210,9 +210,9 @@ class Folder:
         return name
 
     def remove(self, step: int) -> None:
-        """Delete a checkpoint; a kill half-way leaves nothing that looks like one."""
+        """Delete a checkpoint; a kill in between leaves nothing that looks like one."""
         going = self.path / f"{step}.deleting"
-        if in_bucket(going):  # where a rename is a copy, deleting file by file has to do
+        if in_bucket(going):  # where a rename is a copy: delete file by file
             going = self / step
             (going / manifest.FILE).unlink(missing_ok=True)
             (going / _COMMITTED).unlink(missing_ok=True)
@@ -241,8 +241,8 @@ def _delete(entry: epath.Path) -> None:
 
 
 def local_time(seconds: float) -> str:
-    """As people read it."""
+    """The local time as text."""
     try:
         return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
-    except (ValueError, OverflowError, OSError):  # no calendar goes so far
+    except (ValueError, OverflowError, OSError):  # outside the calendar
         return f"{'unknown':19}"

@@ -1,6 +1,6 @@
-"""What is in a run's checkpoints, as text. Only `pruned` and `deleted` change a run.
+"""The content of a run's checkpoints, as text. Only `pruned` and `deleted` change a run.
 
-Needs none of the run's devices.
+Needs no devices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from maxpipe.errors import ConfigError, StorageError
 
 
 class Listed(TypedDict):
-    """One checkpoint; `kept` is empty where no rule keeps it, or no rules are known."""
+    """One checkpoint; `kept` is empty if no rule keeps it, or there are no rules."""
 
     step: int
     saved: str
@@ -43,12 +43,12 @@ class Listed(TypedDict):
 
 
 class Listing(TypedDict):
-    """All that is in a folder of checkpoints, oldest first."""
+    """The content of a folder of checkpoints, oldest first."""
 
     folder: str
     checkpoints: list[Listed]
     damaged: list[str]
-    """Names of what was found damaged, and is not used."""
+    """Names of quarantined checkpoints, which are not used."""
     unfinished: list[str]
 
 
@@ -69,7 +69,7 @@ def listing(address: Address, rules: Rules | None) -> Listing:
             }
             for one, size, reason in _saved(folder, rules)
         ],
-        "damaged": folder.put_aside(),
+        "damaged": folder.quarantined(),
         "unfinished": folder.unfinished(),
     }
 
@@ -88,8 +88,8 @@ def listed(address: Address, rules: Rules | None) -> Iterator[str]:
             f"{has:8}    {loss:>8}  {reason}"
         )
         yield line.rstrip()
-    for name in folder.put_aside():
-        yield f"{name}: was found damaged, and is not used"
+    for name in folder.quarantined():
+        yield f"{name}: was found damaged and is not used"
     for name in folder.unfinished():
         yield f"{name}: unfinished"
     yield from folder.oddities()
@@ -100,7 +100,7 @@ def _saved(folder: Folder, rules: Rules | None) -> Iterator[tuple[Saved, int, st
     saved = [one for step in folder.steps() if (one := folder.saved(step))]
     reasons = kept(saved, rules) if rules else {}
     for one in saved:
-        if (size := _num_bytes(folder / one.step)) is not None:  # else its run deletes it
+        if (size := _num_bytes(folder / one.step)) is not None:  # else its run is deleting it
             yield one, size, reasons.get(one.step, "")
 
 
@@ -185,10 +185,10 @@ def _faults(folder: Folder, step: int) -> tuple[list[str], bool]:
 
 
 def pruned(run_dir: str, rules: Rules, *, dry_run: bool, elsewhere: bool = False) -> Iterator[str]:
-    """Deletes what no rule keeps, one line per checkpoint. The newest that is right stays.
+    """Deletes what no rule keeps, one line per checkpoint. The newest intact one stays.
 
     Raises:
-        ConfigError: the checkpoints are not in the run's own folder, and nobody said `elsewhere`.
+        ConfigError: the checkpoints are not in the run's own folder, without `elsewhere`.
         StorageError: a run is using the folder.
     """
     folder = open_run(run_dir).durable
@@ -202,13 +202,13 @@ def pruned(run_dir: str, rules: Rules, *, dry_run: bool, elsewhere: bool = False
 
 
 def check_own(run_dir: str, folder: Folder) -> None:
-    """What is to be deleted lies in the run's own folder.
+    """Checks that the checkpoints to delete are in the run's own folder.
 
-    A folder that somebody else wrote may lead, by its config.yml or by a link, to the checkpoints
+    A folder from another user may lead, by its config.yml or by a link, to the checkpoints
     of another run.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: they are not.
     """
     if in_bucket(run_dir):
         return
@@ -220,7 +220,7 @@ def check_own(run_dir: str, folder: Folder) -> None:
             f"run folder {run_dir}",
             None,
             f"must hold the checkpoints that are to be deleted; {by}, and they are in {real}.",
-            "Look whose they are with `maxpipe checkpoints list`, then add --elsewhere.",
+            "Check which run they belong to with `maxpipe checkpoints list`, then add --elsewhere.",
         )
 
 
@@ -243,11 +243,11 @@ def _pruned(folder: Folder, rules: Rules, *, dry_run: bool) -> Iterator[str]:
 
 
 def deleted(address: Address, *, force: bool, elsewhere: bool = False) -> Iterator[str]:
-    """Deletes one checkpoint, but never the newest good one unless by `force`.
+    """Deletes one checkpoint, but the newest intact one only with `force`.
 
     Raises:
-        ConfigError: no step is named, it is the newest good one, or it is not in the run's own
-            folder and nobody said `elsewhere`.
+        ConfigError: no step is named, it is the newest intact one, or it is not in the run's own
+            folder, without `elsewhere`.
         StorageError: a run is using the folder.
     """
     if address.step is None:
@@ -283,7 +283,7 @@ def best_of(address: Address, metric: str) -> tuple[str, int, float]:
 
 
 def compared(first: Address, second: Address) -> list[str]:
-    """What differs between two checkpoints; nothing if they are the same."""
+    """The differences between two checkpoints; empty if they are the same."""
     found = []
     for address in (first, second):
         checkpoints = opened(address)

@@ -1,22 +1,22 @@
-"""One run per folder: a lock that says who holds it, and that a dead holder loses.
+"""One run per folder: a lock that names its holder, and that a dead holder loses.
 
 `lock.json` names run, host and process. A thread refreshes its time of change, or its size
-where that time does not move: the heartbeat. A lock is taken over when its process is dead on
-this host, or when it is of another host and its heart has not beaten for `STALE_SECONDS`; a
-start waits to see whether it does, so that a run whose host was lost can be restarted at once.
+where that time cannot be set: the heartbeat. A lock is taken over when its process is dead on
+this host, or when it is of another host without a heartbeat for `STALE_SECONDS`; a
+start waits for one, so that a run whose host was lost can be restarted at once.
 How old a lock is at the start is a difference between times that the file system itself has
-given: clocks of hosts need not agree. From then on the waiting process counts its own time, so
-that a lock whose time lies in the future is waited for no longer than another one.
+set: clocks of hosts need not agree. From then on the waiting process uses its own clock, so
+that a lock with a time in the future is waited for no longer than another one.
 
-A run whose folder or lock was moved, deleted or replaced has lost it, and writes nothing more:
+A run whose folder or lock was moved, deleted or replaced has lost it, and stops writing:
 the folder is known by device and inode, which cannot be given to another one while it is open
 here, the lock by its token.
 
 Taking over (and releasing) is done under a claim, a file named after the lock's token
-that only one process can create: of two that find the same dead lock, one gets it.
+that only one process can create: of two that find the same dead lock, one wins.
 
-In a bucket all this is the same, but for a time of change, which only writing anew refreshes,
-and for the folder, which is none.
+In a bucket all this is the same, except for a time of change, which only writing again refreshes,
+and for the folder, which has no inode.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from maxpipe.errors import StorageError
 FILE = "lock.json"
 BEAT_SECONDS = 30.0
 STALE_SECONDS = 150.0
-"""After five beats that did not come."""
+"""Five missed heartbeats."""
 
 _LOG = logging.getLogger(__name__)
 _CLAIM_SECONDS = 60.0
@@ -57,7 +57,7 @@ _GONE = (FileNotFoundError, NotADirectoryError)
 
 
 class Content(TypedDict):
-    """What `lock.json` says."""
+    """The content of `lock.json`."""
 
     token: str
     run: NotRequired[str]
@@ -69,22 +69,22 @@ class Content(TypedDict):
 
 
 _VOID: Content = {"token": ""}
-"""Of a lock that is not readable as one."""
+"""The content of a lock that is not readable as one."""
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class _NoLock(OSError):
-    """What has the name of a lock cannot be one."""
+    """The file with the name of a lock cannot be one."""
 
 
 class RunLock:
-    """Held between `__enter__` and `__exit__`; `note` is what to tell about its last holder.
+    """Held between `__enter__` and `__exit__`; `note` is a message about its last holder.
 
     `key` of the config led to the folder. With `to_free`, for commands that delete, a full disk is
-    no obstacle: where nobody can write a lock, whoever finds none, or a dead one, is alone.
-    `lost` is empty, or says why the folder is not this run's any more, as far as anybody looked.
+    no obstacle: where no lock can be written, a command that finds none, or a dead one, is alone.
+    `lost` is empty, or says why the folder is no longer this run's, as of the last check.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RunLock:
         stale_seconds: float = STALE_SECONDS,
     ):
         folder = located(run_dir)
-        # In a bucket it has the methods of a Path that are used here, but for those below.
+        # In a bucket it has the methods of a Path that are used here, except for those below.
         self.path = cast(Path, folder) / FILE if in_bucket(folder) else Path(folder) / FILE
         self._key, self._to_free = key, to_free
         self.note = self.lost = ""
@@ -142,7 +142,7 @@ class RunLock:
         if self._heart.ident is not None:
             self._heart.join()
             with contextlib.suppress(OSError), reaching(self.path):
-                # A folder that is not ours is left alone: also a claim would be written there.
+                # A folder that is not ours is left alone: a claim, too, would be written there.
                 if self.held():
                     self._release()
         self._close_folder()
@@ -155,7 +155,7 @@ class RunLock:
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            self.path.unlink()  # nobody else can claim or replace it now
+            self.path.unlink()  # no other process can claim or replace it now
 
     def _is_free(self) -> bool:
         """Whether there is no lock, or one of a process that died on this machine."""
@@ -179,9 +179,9 @@ class RunLock:
         self._folder = -1
 
     def held(self) -> bool:
-        """Look whether folder and lock are still ours; costs some system calls.
+        """Check whether folder and lock are still ours; costs some system calls.
 
-        Storage that is away for a moment says nothing about that. What is lost stays lost.
+        A short failure of storage says nothing about that. A lost lock stays lost.
         """
         if not self.lost:
             with contextlib.suppress(OSError), reaching(self.path):
@@ -189,7 +189,7 @@ class RunLock:
         return not self.lost
 
     def check(self) -> None:
-        """Look, as `held` does, before something is written.
+        """Check, as `held` does, before something is written.
 
         Raises:
             StorageError: the folder is not this run's any more.
@@ -198,7 +198,7 @@ class RunLock:
         self.must_be_held()
 
     def must_be_held(self) -> None:
-        """Ask whether it was found lost, by whoever has looked; costs nothing.
+        """Raise if an earlier check found it lost; costs nothing.
 
         Raises:
             StorageError: it was.
@@ -227,7 +227,7 @@ class RunLock:
             return why
         return (
             f"{self.path}: was taken over by another run\n"
-            f"  it is held by {_words(holder)} now; this one gave no sign of life for more "
+            f"  it is held by {_words(holder)} now; this one sent no heartbeat for more "
             f"than {self._stale_seconds:.0f} s, or its lock was removed.\n"
             "  Let that run go on, or stop it and start this one again."
         )
@@ -261,12 +261,12 @@ class RunLock:
         raise OSError(f"others take and release it all the time ({_ATTEMPTS} attempts)")
 
     def _take_over(self) -> bool:
-        """Whether the lock was dead and is ours now; False when it is gone or someone is faster."""
+        """Whether the lock was dead and is ours now; False when it is gone or taken by another."""
         mine = self.path.with_name(f"{FILE}.{self._token}")
         try:
             _write(mine, self._token)
             holder = _read(self.path)
-            if _token(holder) == self._token:  # a request was repeated that had been heard
+            if _token(holder) == self._token:  # a repeated request, whose first one had succeeded
                 return True
             if not (reason := self._why_dead(holder, mine)):
                 return False
@@ -282,12 +282,12 @@ class RunLock:
         return True
 
     def _why_dead(self, holder: Content, mine: Path) -> str:
-        """The reason, empty when someone else has the lock now. `mine` tells the time.
+        """The reason, empty when another process has the lock now. `mine` gives the time.
 
-        Waits as long as the holder may be dead or alive.
+        Waits while it is unknown whether the holder is alive.
 
         Raises:
-            StorageError: the holder lives.
+            StorageError: the holder is alive.
         """
         sign, told, begin = _sign(self.path), False, time.monotonic()
         age = before = max(0.0, _beaten(mine) - sign[0])
@@ -298,17 +298,17 @@ class RunLock:
                 break
             if _token(_read(self.path)) != _token(holder):
                 return ""
-            # Looked at before the time is, which goes on while this process is stopped.
+            # Read before the clock, which goes on while this process is stopped.
             if _sign(self.path) != sign:
                 age = 0.0
                 break
             if age > self._stale_seconds:
-                return f"no sign of life for {age:.0f} s"
+                return f"no heartbeat for {age:.0f} s"
             if not told:
                 told = True
                 _LOG.warning(
-                    "%s is held by %s, last sign of life %.0f s ago; waiting for another one, or "
-                    "%.0f s of silence",
+                    "%s is held by %s, last heartbeat %.0f s ago; waiting for the next one, or "
+                    "%.0f s without one",
                     self.path,
                     _words(holder),
                     age,
@@ -318,13 +318,13 @@ class RunLock:
             age = before + time.monotonic() - begin
         raise StorageError(
             f"{self.path.parent}: is in use by another run\n"
-            f"  {_words(holder)}; last sign of life {age:.0f} s ago.\n"
+            f"  {_words(holder)}; last heartbeat {age:.0f} s ago.\n"
             "  Stop that run, or set run.name to a new name."
         )
 
     def _beat(self) -> None:
         while not self._released.wait(self._beat_seconds):
-            # A lock that was taken over is not ours to keep alive.
+            # A lock that was taken over is not refreshed.
             if self.held():
                 with contextlib.suppress(OSError), reaching(self.path):
                     _touch(self.path)
@@ -355,14 +355,14 @@ def _write(path: Path, token: str) -> None:
 
 
 def _touch(path: Path) -> None:
-    """Give a sign of life that others can see."""
-    if in_bucket(path):  # whose time is that of writing
+    """Write a heartbeat that other processes can see."""
+    if in_bucket(path):  # whose time is that of the last write
         path.write_text(path.read_text())
         return
     before = _sign(path)
     with contextlib.suppress(OSError):  # not every file system lets a time be set
         os.utime(path)
-    if _sign(path) == before:  # nor remembers it: JSON may have blanks behind it
+    if _sign(path) == before:  # the size changes instead: JSON may end with blanks
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
             os.write(descriptor, b"\n")
@@ -371,7 +371,7 @@ def _touch(path: Path) -> None:
 
 
 def _sign(path: Path) -> tuple[float, int]:
-    """What every sign of life changes: time of change, and size."""
+    """What every heartbeat changes: time of change, and size."""
     if in_bucket(path):
         found = epath.Path(path).stat()
         return found.mtime, found.length
@@ -380,7 +380,7 @@ def _sign(path: Path) -> tuple[float, int]:
 
 
 def _beaten(path: Path) -> float:
-    """When the file was last touched, by the clock of what holds it."""
+    """When the file was last touched, by the clock of its file system."""
     return _sign(path)[0]
 
 
@@ -434,7 +434,7 @@ def _words(holder: Content) -> str:
 
 
 def _is_here(holder: Content) -> bool:
-    """Whether the number of the lock's process means something on this machine."""
+    """Whether the lock's process id is valid on this machine."""
     return (
         0 < holder.get("pid", 0) <= _LARGEST_PID
         and holder.get("host") == platform.node()
@@ -448,12 +448,12 @@ def _why_dead_here(holder: Content) -> str:
     if start == "" or (start is None and not _lives(pid)):
         return "that process is dead"
     if start != holder.get("process_start"):
-        return "that process is dead, and another one has its number"
+        return "that process is dead, and another one has its id"
     return ""
 
 
 def _namespace() -> str | None:
-    """What the number of a process refers to: containers of one host may share its name."""
+    """The namespace of process ids: containers of one host may share its name."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -468,7 +468,7 @@ def _process_start(pid: int) -> str | None:
         return "" if Path("/proc/self/stat").exists() else None
     except OSError:
         return None
-    # The name of the program, in parentheses, may hold anything.
+    # The name of the program, in parentheses, may hold any character.
     fields = stat.rpartition(")")[2].split()
     return "" if fields[0] in "ZX" else fields[19]
 
@@ -484,7 +484,7 @@ def _lives(pid: int) -> bool:
 
 
 def _now_at(lock: Path) -> float:
-    """The time by the clock that marks files there: those of hosts need not agree."""
+    """The time by the file system's clock: those of hosts need not agree."""
     probe = lock.with_name(f"{FILE}.time-{secrets.token_hex(8)}")
     _write(probe, "now")
     try:
@@ -499,7 +499,7 @@ def _claim(lock: Path, token: str) -> Iterator[bool]:
     path = lock.with_name(f"{FILE}.claim-{token}")
     try:
         with contextlib.suppress(FileNotFoundError):
-            # Whoever claims is done in milliseconds, or dead. A claim of the future was made
+            # A process that claims is done in milliseconds, or dead. A claim of the future was made
             # before the clock of the file system was set back.
             if abs(_now_at(lock) - _beaten(path)) > _CLAIM_SECONDS:
                 path.unlink()

@@ -1,16 +1,16 @@
 """The checkpoints of a run: when one is due, what happens when saving or reading fails.
 
-It is given trees that are already in their saved form and knows neither models nor
+It takes trees that are already in their saved form, without models or
 pipelines, so that a checkpoint fits any layout. What can be trusted:
 
 - A checkpoint whose files or arrays are not what was saved is never used. The one before is
-  tried; if that is good, the damaged one is renamed `<step>.corrupt` and the reason is told.
-- Two damaged ones in a row are more likely trouble of the storage: the run stops, and nothing
-  is renamed. Neither is it when the storage fails: only what was read, twice, can be wrong.
+  tried; if that is intact, the damaged one is quarantined as `<step>.corrupt`, with a warning.
+- Two damaged ones in a row are more likely a failure of the storage: the run stops, and nothing
+  is renamed. Nor is it when the storage fails: only content that was read twice can be wrong.
 - One without a manifest was saved by an older release, or its run was killed in the moment
   between commit and manifest. It is compared with the digests of its arrays in memory, if it
   has them, and otherwise used with a warning; then it gets a manifest.
-- When no checkpoint can be used, but there were some, the run does not start anew.
+- When no checkpoint can be used, but there were some, the run does not start from scratch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Record = Callable[..., None]
 
 _LOG = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS = 1.0
-# What another attempt cannot cure. Orbax passes on the words of a system call, not its number.
+# Failures that a retry would meet again. Orbax passes on a system call's message, not its number.
 _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 _LASTING |= {errno.ENOTDIR, errno.EISDIR}
 _LASTING_WORDS = ("No space left", "quota", "File too large", "Read-only", "ermission denied")
@@ -70,7 +70,7 @@ _LASTING_WORDS += ("Forbidden", "PERMISSION_DENIED")  # of a bucket
 # What orbax and tensorstore raise for a folder or file that is not as it should be.
 _FAULTS = (OSError, ValueError, KeyError, RuntimeError, StorageError)
 _TOO_MANY = 2
-"""So many damaged checkpoints in a row are no damage, but trouble of the storage."""
+"""This many damaged checkpoints in a row are no damage, but a failure of the storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class _Skipped:
 class Checkpoints:
     """The checkpoints of one run.
 
-    `record(event, step=..., ...)` is told what happens. `agree` gives all processes the same
+    `record(event, step=..., ...)` receives events. `agree` gives all processes the same
     text; each of them reads a share of the files when one is verified. Without `write`, files
     and folders are left as they are.
     """
@@ -120,15 +120,15 @@ class Checkpoints:
                 self._must_be_shared(folder)
             self._writer = Writer(self._prune, self._check_locks)
         self._newest_folder = self.durable
-        # Of the steps, the newest that is known to be there; -1 of a run that starts anew.
+        # Of the steps, the newest that is known to exist; -1 for a new run.
         self._newest = -1
         for folder in self._folders:
             with answering(folder.path):
                 self._newest = max([self._newest, *folder.steps()])
 
     def _must_be_shared(self, folder: Folder) -> None:
-        """A process that sees another folder would miss checkpoints, and write its part of them
-        where nobody finds it.
+        """A process that sees another folder would miss checkpoints and write its part of them
+        where no other process finds it.
         """
         if self._alone:
             return
@@ -157,7 +157,7 @@ class Checkpoints:
     def restore_newest(
         self, abstract: Tree, accept: Callable[[Facts], None] = lambda facts: None
     ) -> Restored | None:
-        """The newest checkpoint that is what was saved; None if there never was one.
+        """The newest intact checkpoint; None if there never was one.
 
         What `abstract` leaves out is not read. `accept` may raise before the arrays are read.
 
@@ -181,28 +181,30 @@ class Checkpoints:
                     self._skip(one)
                 self._newest, self._newest_folder = step, folder
                 return found
-        aside = [str(folder.path / name) for folder in self._folders for name in folder.put_aside()]
+        aside = [
+            str(folder.path / name) for folder in self._folders for name in folder.quarantined()
+        ]
         if skipped or aside:
             reasons = [f"{one.folder / one.step}: {one.reason}" for one in skipped]
             raise StorageError(
                 f"{self.durable.path}: no checkpoint can be used\n"
                 f"  {'; '.join(reasons or [f'{name} was found damaged' for name in aside])}.\n"
                 "  Bring the files of one back and give its folder its step as name again, or "
-                "move all of them away to start anew."
+                "move all of them away to start from scratch."
             )
         return None
 
     def _distrusted(self, skipped: Sequence[_Skipped]) -> StorageError:
-        """Of several that look damaged in a row: nothing is renamed for that."""
+        """Several in a row look damaged: nothing is renamed."""
         newest = skipped[0]
         reasons = "; ".join(f"{one.step}: {one.reason}" for one in skipped)
         older = [step for step in newest.folder.steps() if step < skipped[-1].step]
         return StorageError(
             f"{newest.folder.path}: the newest {len(skipped)} checkpoints both look damaged\n"
             f"  {reasons}.\n"
-            "  That is more often trouble of the storage or of this machine than lost data: "
-            "everything is left as it is. Look after both, then look with "
-            f"`maxpipe checkpoints verify {self._run_dir}`, and start again. To go back "
+            "  That is more often a fault of the storage or of this machine than lost data: "
+            "everything is left as it is. Check both, then run "
+            f"`maxpipe checkpoints verify {self._run_dir}` and start again. To go back "
             f"without them, move {' and '.join(str(one.folder / one.step) for one in skipped)} away"
             + (f": the run resumes from step {older[-1]}." if older else ".")
         )
@@ -260,10 +262,10 @@ class Checkpoints:
     def _adopt(self, folder: Folder, step: int) -> None:
         """Give a step a manifest that has none."""
         if exists(folder / step / ITEM):
-            words = "it was read wholly, and is what its run had in memory"
+            words = "it was read completely, and is what its run had in memory"
         else:
-            words = "it was read wholly, but whether its bytes are those that were saved, nobody "
-            words += "can say"
+            words = "it was read completely, but whether its bytes are those that were saved "
+            words += "is unknown"
         _LOG.warning("%s has no %s: %s", folder / step, manifest.FILE, words)
         if self._writer is not None:
             try:
@@ -273,19 +275,19 @@ class Checkpoints:
                 _LOG.warning("%s: %s", folder / step / manifest.FILE, first_line(error))
 
     def _skip(self, skipped: _Skipped) -> None:
-        """Tell why a step is not used, and rename it."""
+        """Report why a step is not used, and quarantine it."""
         folder, step, reason = skipped.folder, skipped.step, skipped.reason
         if self._primary:
             renamed = ""
             if self._writer is not None:
                 try:
                     with reaching(folder.path):
-                        renamed = f", renamed {folder.set_aside(step)}"
+                        renamed = f", renamed {folder.quarantine(step)}"
                 except OSError as error:
                     raise _unusable(folder, error, folder / step) from error
             _LOG.warning("%s is skipped%s: %s", folder / step, renamed, reason)
             self._record("checkpoint_skipped", step=step, reason=reason)
-        self._agree("done" if self._primary else "")  # renamed before anyone looks again
+        self._agree("done" if self._primary else "")  # renamed before any process lists again
 
     # Saving.
 
@@ -314,10 +316,10 @@ class Checkpoints:
         *,
         last: bool = False,
     ) -> None:
-        """Start writing what `state` returns, which may be changed as soon as this returns.
+        """Start writing the result of `state`, which may be changed as soon as this returns.
 
         Does nothing when `step` is the newest checkpoint already. With `last` it returns when
-        everything is on disk; a failure is tried again there and then, and always an error.
+        everything is on disk; a failure is retried at once, and always an error.
 
         Raises:
             StorageError: it cannot be saved and `checkpoint.on_failure` says stop.
@@ -342,7 +344,7 @@ class Checkpoints:
             attempt += 1
             save = self._writer.outcome(wait=True)
             assert save is not None
-            # Process 0 alone writes the manifest: what it met there is everyone's failure.
+            # Process 0 alone writes the manifest: its failure there is a failure of all.
             again = attempt <= self._config.retries
             if save.error is None or _is_fault(save.error):
                 save.error = self._agree_on(save.error)
@@ -355,11 +357,11 @@ class Checkpoints:
                 time.sleep(_pause(attempt))
 
     def poll(self) -> None:
-        """Ask, each step, how the save in the background fares. Costs nothing.
+        """Poll, each step, the save in the background. Costs nothing.
 
         Raises:
             StorageError: it failed and `checkpoint.on_failure` says stop; or the folder was found
-                to be lost, by whoever has looked.
+                to be lost in an earlier check.
         """
         for lock in self._locks:
             lock.must_be_held()
@@ -411,7 +413,7 @@ class Checkpoints:
         return OSError(int(number), reason) if number != "0" else OSError(reason)
 
     def _settle(self, save: Save | None, *, final: bool = False) -> None:
-        """Take note of a save that is over."""
+        """Handle a save that is over."""
         if save is None:
             return
         if save.error is None:
@@ -458,7 +460,7 @@ class Checkpoints:
     # Leaving.
 
     def close(self) -> None:
-        """Wait for writing to end and let go of the folder."""
+        """Wait for writing to end and release the folder."""
         try:
             self.wait()
         finally:
@@ -477,7 +479,7 @@ class Checkpoints:
         try:
             self.close()
         except StorageError:
-            # The error that brought us here says more.
+            # The error that is being raised says more.
             if error is None:
                 raise
 
@@ -513,12 +515,12 @@ def local_folder(local_dir: str, run_dir: epath.PathLike) -> Path:
 
 
 def _comes(path: epath.Path) -> bool:
-    """Whether it is there, or soon: network file systems may tell of files late."""
+    """Whether it exists, or soon does: network file systems may show files late."""
     return any(exists(path) or time.sleep(1.0) for _ in range(5))
 
 
 def _prepare(folder: Folder, primary: bool) -> None:
-    """Learn now, not at the first save, that nothing can be written."""
+    """Fail now, not at the first save, if nothing can be written."""
     try:
         with reaching(folder.path):
             try_out(folder.path)
@@ -529,7 +531,7 @@ def _prepare(folder: Folder, primary: bool) -> None:
 
 
 def _make_room(folder: Folder, step: int, needed: int) -> None:
-    """Raises OSError when a save of so many bytes has no place to go."""
+    """Raises OSError when there is no space for a save of this size."""
     free = folder.free_bytes()
     if free is not None and free < needed:
         raise OSError(
@@ -538,10 +540,10 @@ def _make_room(folder: Folder, step: int, needed: int) -> None:
         )
     if not exists(folder / step):
         return
-    if step in folder.steps():  # our last attempt, of which the manifest failed
+    if step in folder.steps():  # our last attempt, whose manifest failed
         folder.remove(step)
     else:
-        name = folder.set_aside(step, "foreign")
+        name = folder.quarantine(step, "foreign")
         _LOG.warning("%s was in the way and is %s now", folder / step, name)
 
 
@@ -549,7 +551,7 @@ def _unusable(folder: Folder, error: BaseException, what: epath.Path | None = No
     newest: list[int] = []
     with contextlib.suppress(OSError, StorageError):
         if what is not None and not in_bucket(folder.path) and not exists(folder.path):
-            # Started again without it, the run would find nothing and begin at step 0.
+            # Restarted without it, the run would begin at step 0.
             return StorageError(
                 f"{folder.path}: was moved or deleted while the run was using it\n"
                 f"  {what.name} was not saved, and the checkpoints before it are not there.\n"
@@ -566,9 +568,9 @@ def _unusable(folder: Folder, error: BaseException, what: epath.Path | None = No
 
 
 def _is_fault(error: BaseException) -> bool:
-    """Whether the storage may be the reason.
+    """Whether the storage may be the cause.
 
-    What jax itself complains of is not: a process that is gone fails the saves of the others.
+    An error of jax itself is not: a lost process fails the saves of the others.
     """
     by_jax = any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in causes(error))
     return isinstance(error, _FAULTS) and not by_jax

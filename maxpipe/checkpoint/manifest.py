@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what is in its files, and in its arrays.
+"""The manifest of a checkpoint: digests of its files and of its arrays.
 
-Size and SHA-256 of each file find what changes on disk, with a file's name; neither the file
-system nor orbax notices when a bit of an array's bytes has turned. The digest of each array is
+Size and SHA-256 of each file detect changes on disk, with a file's name; neither the file
+system nor orbax detects a flipped bit in an array. The digest of each array is
 that of memory when it was saved. The manifest is written last, as one atomic replacement, when
 the arrays were read back and compared; it holds a digest of itself. Version 1 listed files only.
 """
@@ -30,9 +30,9 @@ _PARTIAL = f"{FILE}.partial"
 _OWN = (FILE, _PARTIAL)
 _CHUNK_BYTES = 1 << 20
 _MOST_BYTES = 1 << 26
-# Reading is what takes time, on network file systems most of all.
+# Reading dominates, on network file systems most of all.
 _NUM_THREADS = 16
-# Without these there is no checkpoint, whatever the list says.
+# Required in every checkpoint, whatever the list says.
 _ALWAYS = ("facts/metadata", "state/_METADATA", "state/manifest.ocdbt")
 
 
@@ -69,7 +69,7 @@ def write(
 ) -> list[str]:
     """Write the manifest, if it is right; returns what is wrong.
 
-    The files are compared with it once more: a bit that turned while they were listed would
+    The files are compared with it once more: a bit that flipped while they were listed would
     make a good checkpoint look damaged for ever.
 
     Raises:
@@ -124,13 +124,13 @@ def faults(folder: epath.Path, step: int, share: tuple[int, int] = (0, 1)) -> li
         return [f"{FILE} cannot be used: {error}"]
     wrong = [f"{name} is missing" for name in expected if name not in present]
     for name in sorted(present.keys() - expected.keys()):
-        # What belongs to nobody does no harm; among orbax' files it might be read.
+        # Unknown files do no harm, but orbax might read one that is among its own.
         if "/" in name and not os.path.basename(name).startswith("."):
             wrong.append(f"{name} is not in {FILE}")
     index, count = share
     names = [name for name in expected if name in present][index::count]
     for name in [name for name in names if present[name] > expected[name]["bytes"]]:
-        names.remove(name)  # nobody waits for what is gigantic
+        names.remove(name)  # a file that has grown huge is not read
         size = expected[name]["bytes"]
         wrong.append(f"{name} has {present[name]} bytes, not the {size} that were saved")
     return wrong + _changed(folder, names, expected, drop=True)
@@ -195,7 +195,7 @@ def _digests(
 
 
 def _digest(path: epath.Path, drop: bool) -> File:
-    """Size and SHA-256; with `drop`, of what is on the disk, not of what the system remembers."""
+    """Size and SHA-256; with `drop`, of the content on disk, not of the page cache."""
     total, size = hashlib.sha256(), 0
     with reading(path), open_file(path) as file:
         if drop and not in_bucket(path) and hasattr(os, "posix_fadvise"):
@@ -207,9 +207,9 @@ def _digest(path: epath.Path, drop: bool) -> File:
 
 
 def _flush(path: epath.Path) -> None:
-    """To the disk itself, if it is one of ours: a power cut leaves all or nothing.
+    """fsync, for a file on a local disk: a power cut leaves all or nothing.
 
-    Not to be tried again: after a failure, a system may forget what it could not write.
+    Not retried: after a failure, the kernel may drop the pages that it could not write.
     """
     if not in_bucket(path):
         with open_file(path) as file:

@@ -1,8 +1,8 @@
-"""Reads one checkpoint and decides with all processes whether it is what was saved.
+"""Reads one checkpoint and decides with all processes whether it is intact.
 
 The files are compared with the manifest and the arrays, once they are in memory, with the
-digests that they had in memory when they were saved. What looks damaged is read a second time:
-a bit may have turned on its way from the disk.
+digests that they had in memory when they were saved. A damaged one is read a second time:
+a bit may have flipped on its way from the disk.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def first_of_all(text: str) -> str:
 
 @contextlib.contextmanager
 def answering(path: epath.PathLike) -> Iterator[None]:
-    """What goes wrong with the storage inside ends the run: nobody decides anything from it.
+    """A failure of storage inside ends the run: no decision is based on it.
 
     Raises:
         StorageError: for any OSError. Other processes may see what this one does not.
@@ -100,7 +100,7 @@ def restore(
     found = _restore(folder, step, abstract, accept, agree)
     if jax.process_index() == 0:
         _LOG.warning(
-            "%s: %s at first, but not when it was read again: look after the storage and the "
+            "%s: %s at first, but not when it was read again: check the storage and the "
             "memory of this machine",
             folder / step,
             first,
@@ -142,7 +142,7 @@ def _restore(
 
 
 def _before_arrays(folder: Folder, step: int) -> tuple[str, Facts | None, Recorded | None]:
-    """What is wrong with the files, what they say, and what the arrays must be."""
+    """The faults of the files, the facts, and the expected digests of the arrays."""
     path = folder / step
     try:
         if manifest.is_in(path):

@@ -13,7 +13,7 @@ _HOUR_SECONDS = 3600
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the rules know of a checkpoint: `time` in seconds, `loss` of its evaluation."""
+    """The rules' view of a checkpoint: `time` in seconds, `loss` of its evaluation."""
 
     step: int
     time: float

@@ -53,7 +53,7 @@ def step_of(folder: Folder, address: Address) -> int:
     if step in steps:
         return step
     rule = f"must be one of the saved steps: {_listed(steps)}."
-    aside = [name for name in folder.put_aside() if name.startswith(f"{step}.")]
+    aside = [name for name in folder.quarantined() if name.startswith(f"{step}.")]
     if aside:
         rule = f"was found damaged, and is {aside[-1]} now; the saved steps are {_listed(steps)}."
     raise address.wrong(rule, f"Take {address.at(steps[-1])}, the newest.")

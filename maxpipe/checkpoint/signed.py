@@ -1,4 +1,4 @@
-"""JSON with a digest of itself: a bit that turned in it is noticed."""
+"""JSON with a digest of itself: a flipped bit in it is detected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def signed(content: Mapping[str, Any]) -> str:
 
 
 def opened(text: str | bytes, kind: type[T]) -> T:
-    """What `signed` was given.
+    """The value that `signed` was given.
 
     Raises:
         ValueError: it is something else.

@@ -1,7 +1,7 @@
-"""Where a run and its checkpoints lie: these in its folder, in another one, or in a bucket.
+"""Where a run and its checkpoints are stored: in its folder, in another one, or in a bucket.
 
 The only buckets are those of Google Cloud Storage, `gs://BUCKET/PATH`. epath, and so orbax, speak
-of their objects as of files, through gcsfs; what they have no word for is here.
+of their objects as of files, through gcsfs; what they lack is here.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _OPEN_FILES = "/proc/self/fd"
 
 
 def run_folder(config: RunConfig) -> Path:
-    """What a run writes, except checkpoints that have a place of their own."""
+    """The folder of what a run writes, except checkpoints with a folder of their own."""
     return full(config.dir, "run.dir") / config.name
 
 
 def home(run_dir: epath.PathLike, config: CheckpointConfig) -> str:
-    """What holds the folder of a run's checkpoints, with this config."""
+    """The parent of the folder of a run's checkpoints, with this config."""
     if not config.dir:
         return os.fspath(run_dir)
     above = config.dir if in_bucket(config.dir) else full(config.dir, "checkpoint.dir")
@@ -47,7 +47,7 @@ def home(run_dir: epath.PathLike, config: CheckpointConfig) -> str:
 
 
 def home_of(run_dir: epath.PathLike, where: str = "path") -> str:
-    """The same of a run that was: as its config.yml says. `where` names what gave the folder.
+    """The same for an existing run, by its config.yml. `where` names what gave the folder.
 
     Raises:
         ConfigError: that cannot be read, and the run's folder holds no checkpoints itself.
@@ -67,7 +67,7 @@ def home_of(run_dir: epath.PathLike, where: str = "path") -> str:
 
 
 def in_bucket(path: epath.PathLike) -> bool:
-    """Whether a path is none of a file system."""
+    """Whether a path is in a bucket, not in a file system."""
     return scheme(path) != ""
 
 
@@ -81,7 +81,7 @@ def located(path: epath.PathLike) -> epath.Path:
     if not in_bucket(path):
         return epath.Path("/") / full(os.fspath(path)).absolute()
     if not os.fspath(path).startswith(_BUCKET):
-        rule = "must be a folder, or a place in a bucket of Google Cloud Storage."
+        rule = "must be a folder, or a path in a bucket of Google Cloud Storage."
         raise ConfigError.one(os.fspath(path), None, rule, "Give gs://BUCKET/PATH or a folder.")
     try:
         _store()
@@ -100,16 +100,16 @@ def _store() -> Any:
     import fsspec
     from fsspec.config import conf
 
-    # What it logs, with tracebacks, it raises too, or works around.
+    # It logs, with tracebacks, errors that it also raises or handles.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
-    # It would remember what it once saw, and miss what tensorstore and other hosts write.
+    # Its cache of listings would miss what tensorstore and other hosts write.
     conf.setdefault("gcs", {})["use_listings_cache"] = False
     return fsspec.filesystem("gcs")
 
 
 @contextlib.contextmanager
 def reaching(path: epath.PathLike) -> Iterator[None]:
-    """Whatever goes wrong inside with a bucket is an OSError, as it is with a disk."""
+    """Turns any error of a bucket inside into an OSError, as for a disk."""
     try:
         yield
     except (OSError, MaxpipeError):
@@ -122,7 +122,7 @@ def reaching(path: epath.PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: epath.PathLike) -> Iterator[None]:
-    """An object is whole or not there: other failures to read one say nothing about it.
+    """An object is whole or missing: other failures to read one say nothing about it.
 
     Raises:
         StorageError: of a bucket. A disk's OSError stays what it is.
@@ -152,10 +152,10 @@ def create(path: epath.PathLike, text: str) -> None:
 
 
 class Pinned:
-    """A folder that is kept open: `path` leads to that very folder wherever it is moved, and
-    nowhere once it is deleted. By its name, what writes arrays would make it again.
+    """A folder that is kept open: `path` refers to that folder wherever it is moved, and
+    to nothing once it is deleted. By its name, the writer of arrays would create it again.
 
-    A bucket, and a system without /proc, has the name alone.
+    A bucket, and a system without /proc, has only the name.
     """
 
     def __init__(self, folder: epath.Path):
@@ -187,7 +187,7 @@ class Pinned:
 
 
 def try_out(folder: epath.Path) -> None:
-    """Write something there, and take it away. A folder is made.
+    """Write a file there and delete it. A missing folder is made.
 
     Raises:
         OSError: that is not possible.
@@ -195,7 +195,7 @@ def try_out(folder: epath.Path) -> None:
     with reaching(folder):
         if in_bucket(folder):
             probe = folder / f"{secrets.token_hex(8)}.probe"
-            probe.write_text("looks whether this can be written")
+            probe.write_text("checks whether this can be written")
             probe.unlink()
         else:
             folder.mkdir(parents=True, exist_ok=True)
@@ -203,10 +203,10 @@ def try_out(folder: epath.Path) -> None:
 
 
 def exists(path: epath.Path) -> bool:
-    """Whether there is such a file or folder. For epath storage out of reach is empty.
+    """Whether there is such a file or folder. For epath unreachable storage is empty.
 
     Raises:
-        OSError: that cannot be said.
+        OSError: that is unknown.
     """
     if not in_bucket(path):
         return retried(lambda: _stat(path)) is not None
@@ -219,7 +219,7 @@ def exists(path: epath.Path) -> bool:
 
 
 def entries(folder: epath.Path) -> list[epath.Path]:
-    """What is in a folder, in the order of names; nothing in one that is not there.
+    """The entries of a folder, in the order of names; none for one that does not exist.
 
     Raises:
         OSError: the folder cannot be read.
@@ -250,7 +250,7 @@ def open_file(path: epath.Path) -> IO[bytes]:
 
 
 def read(path: epath.Path, most: int) -> bytes:
-    """The content of a file or object of at most so many bytes.
+    """The content of a file or object of at most `most` bytes.
 
     Raises:
         OSError: it cannot be read, or is larger.
@@ -274,7 +274,7 @@ def files(folder: epath.Path) -> dict[str, int]:
 
 
 def _walk(folder: epath.Path) -> Iterator[tuple[str, int]]:
-    """Links are files here: what they lead to may hold them again."""
+    """Links are files here: their targets may hold them again."""
     left = [""]
     while left:
         below = left.pop()
@@ -295,7 +295,7 @@ def _size(entry: os.DirEntry[str]) -> int:
             raise
     except OSError:
         pass
-    return entry.stat(follow_symlinks=False).st_size  # of a link that leads nowhere
+    return entry.stat(follow_symlinks=False).st_size  # of a broken link
 
 
 def _stat(path: epath.Path) -> os.stat_result | None:
@@ -310,19 +310,19 @@ def _stat(path: epath.Path) -> os.stat_result | None:
 
 
 def remedy(path: epath.PathLike, key: str) -> str:
-    """What to do when nothing can be written to a path, to which a config key led."""
+    """The action for a path from a config key that cannot be written."""
     if link := _lost_link(path):
-        return f"Make what {link} leads to, or remove the link."
+        return f"Create the target of {link}, or remove the link."
     if in_bucket(path):
         return (
-            "Look whether this machine reaches the bucket, and give its account the role Storage "
-            f"Object User there; or set {key} to another place."
+            "Check that this machine reaches the bucket, and give its account the role Storage "
+            f"Object User there; or set {key} to another path."
         )
     return f"Free space, or set {key} to a folder that can be written."
 
 
 def _lost_link(path: epath.PathLike) -> str:
-    """The path, or the folder above it, that is a link which leads nowhere; empty if none is."""
+    """The path, or a folder above it, that is a broken link; empty if none is."""
     found = "" if in_bucket(path) else os.path.abspath(path)
     while found and found != os.path.dirname(found):
         if os.path.islink(found) and not os.path.exists(found):
@@ -332,10 +332,10 @@ def _lost_link(path: epath.PathLike) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong first: orbax wraps the reason in its own words."""
+    """The first cause: orbax wraps it in its own messages."""
     *_, error = causes(error)
     if isinstance(error, FileExistsError) and (link := _lost_link(error.filename or "")):
-        return f"{link} is a link to {os.readlink(link)}, where nothing is"
+        return f"{link} is a link to {os.readlink(link)}, which does not exist"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return (str(error).splitlines() or [type(error).__name__])[0]

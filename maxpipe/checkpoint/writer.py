@@ -2,7 +2,7 @@
 
 orbax copies the arrays to the host while the caller waits, then threads write these copies and
 their digests, and commit both. Then everything is read back and compared, and the manifest
-follows: a kill before it leaves a complete checkpoint that the next start compares.
+follows: after a kill before that, the next start compares a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _REPORTED_BY_US += ("_SignalingThread.run() raised an exception",)
 
 @dataclass(slots=True)
 class Save:
-    """One save. The rest is known when it is over; `error` is None of one that succeeded."""
+    """One save. The other fields are set when it is over; `error` is None if it succeeded."""
 
     folder: Folder
     step: int
@@ -69,7 +69,7 @@ class Writer:
                     copies.ITEM: copies.Handler(),
                 }
             ),
-            # Made in the background, a folder that cannot be made is noticed after minutes.
+            # In the background, a folder that cannot be made would be reported after minutes.
             async_options=ocp.AsyncOptions(
                 timeout_secs=_LIMIT_SECONDS, create_directories_asynchronously=False
             ),
@@ -78,7 +78,7 @@ class Writer:
     def start(self, folder: Folder, state: Tree, facts: Facts) -> None:
         """Start a save; the arrays may be changed as soon as this returns.
 
-        The one before must have been asked for with `outcome`. Fails as that does.
+        `outcome` must have returned the one before. Fails as that does.
         """
         assert self._save is None
         begin = time.monotonic()
@@ -119,7 +119,7 @@ class Writer:
             if save.error is None:
                 with reaching(save.folder.path):
                     self._checkpointer.wait_until_finished()
-                    self._check(save.folder)  # the rest goes by its name
+                    self._check(save.folder)  # the folder is used by its name from here on
                     if is_primary:
                         save.num_bytes = seal(save.folder / save.step, save.step)
         except Exception as error:
@@ -133,7 +133,7 @@ class Writer:
     def _tidy(self, save: Save) -> None:
         try:
             self._check(save.folder)
-        except StorageError:  # whose turn it is to tell; what is there now is left alone
+        except StorageError:  # reported elsewhere; the folder is left alone
             return
         for attempt in range(_ATTEMPTS):
             try:
@@ -143,15 +143,15 @@ class Writer:
                     else:
                         self._take_back(save)
                 return
-            except (OSError, StorageError) as error:  # costs space, no checkpoint
+            except (OSError, StorageError) as error:  # only costs space
                 if attempt == _ATTEMPTS - 1:
                     reason = first_line(error)
                     _LOG.warning("%s: cannot be tidied up: %s", save.folder.path, reason)
-                # Writes that had begun when another one failed still go on for a moment.
+                # Writes that had started when another one failed go on for a moment.
                 time.sleep(_PAUSE_SECONDS)
 
     def _take_back(self, save: Save) -> None:
-        """Delete what a failed save has left: what was never finished, or is known to be wrong."""
+        """Delete what a failed save has left: unfinished files, or files that are wrong."""
         save.folder.clean()
         is_wrong = isinstance(save.error, NotSaved | NumbersError)
         if is_wrong and exists(save.folder / save.step):
@@ -163,7 +163,7 @@ class Writer:
         return self._thread is not None and self._thread.is_alive()
 
     def outcome(self, *, wait: bool) -> Save | None:
-        """The save that is over since the last question; None if there is none, or none yet."""
+        """The save that has ended since the last call; None if there is none."""
         if self._thread is not None:
             if self.busy and not wait:
                 return None
@@ -175,14 +175,14 @@ class Writer:
         """Waits for the save that is under way."""
         if self._thread is not None:
             self._thread.join()
-        # What orbax still has to say is about a save whose outcome has told it.
+        # Errors that orbax still raises are of a save whose outcome has reported them.
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             self._checkpointer.close()
 
 
 @functools.cache
 def ignore_orphans() -> None:
-    """Keep quiet about reads and writes that were under way when orbax raised for another one.
+    """Drop errors of reads and writes that were under way when orbax raised for another one.
 
     They end in a closed event loop, or are never waited for, and each would be a traceback.
     """

@@ -22,7 +22,7 @@ _LOOK_SECONDS = 2.0
 def link(folder: Path, links: Path) -> int:
     """Links to the event files of every run in the folder, or of the run that it is.
 
-    TensorBoard names a run by the path of its files, and these lie in `<run>/tensorboard`.
+    TensorBoard names a run by the path of its files, and these are in `<run>/tensorboard`.
 
     Returns:
         The number of runs.
@@ -70,13 +70,13 @@ def _board(options: argparse.Namespace) -> int:
             finally:
                 process.terminate()
     if code:
-        rule = f"ended with exit code {code}; what it said stands above."
+        rule = f"ended with exit code {code}; what it printed is above."
         raise ConfigError.one("tensorboard", None, rule, "Set another --port, if it is in use.")
     return ExitCode.DONE
 
 
 def _started(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """A process that ignores Ctrl-C, as what is ignored at an exec stays so: it is terminated.
+    """A process that ignores Ctrl-C, since an ignored signal stays ignored at an exec.
 
     The terminal tells every process of its foreground; this one would print a traceback.
     """

@@ -1,4 +1,4 @@
-"""`maxpipe checkpoints`: what a run has saved, whether it is intact, and what of it stays."""
+"""`maxpipe checkpoints`: list, verify, compare and delete what a run has saved."""
 
 from __future__ import annotations
 
@@ -268,10 +268,15 @@ def _add_prune(actions: Commands) -> None:
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     _add_elsewhere(prune)
     for option, name, kind, words in (
-        ("--keep", "newest", integer, "the newest so many; 1 if only other rules are given"),
+        ("--keep", "newest", integer, "this number of the newest; 1 if only other rules are given"),
         ("--keep-every-steps", "every_steps", integer, "those whose step this number divides"),
-        ("--keep-every-hours", "every_hours", number, "the first in each period of so many hours"),
-        ("--keep-best", "best", integer, "so many with the smallest evaluation loss"),
+        (
+            "--keep-every-hours",
+            "every_hours",
+            number,
+            "the first in each period of this number of hours",
+        ),
+        ("--keep-best", "best", integer, "this number with the smallest evaluation loss"),
     ):
         prune.add_argument(
             option, dest=name, type=kind, metavar="NUMBER", help=f"rule: keep {words}"

@@ -1,7 +1,7 @@
-"""`maxpipe completion`: what a shell offers when TAB is pressed.
+"""`maxpipe completion`: TAB completion in shells.
 
-A shell gets a few lines that ask the command itself, so that what is offered is what this version
-takes. Answers are read from the parser; nothing heavy is imported for them.
+A shell gets a few lines that call the command itself, so that completions are those of the
+installed version. They are read from the parser, without heavy imports.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _maxpipe() {
     IFS=$' \\t\\n' read -ra words <<< "$line"
     [[ "$line" == *[[:space:]] ]] && words+=("")
     word="${words[${#words[@]}-1]}"
-    # Where a word has one of these signs, bash replaces what follows it only.
+    # Bash replaces only the part of a word after the last of these characters.
     cut="${word%"${word##*[$COMP_WORDBREAKS]}"}"
     COMPREPLY=()
     while IFS= read -r each; do
@@ -73,7 +73,7 @@ _MOST_STEPS = 1000
 
 
 def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
-    """What may stand in the place of the last of `words`, which follow the program's name."""
+    """Completions of the last of `words`, which follow the program's name."""
     *before, current = words or [""]
     command, arguments = _command(parser, before)
     choices = _choices(command)
@@ -139,7 +139,7 @@ def _expected(
 
 
 def _values(action: argparse.Action, current: str) -> list[str]:
-    """What an argument may be, by how it is shown."""
+    """Completions of an argument, by its metavar."""
     shown = str(action.metavar or "")
     if action.choices:
         return _beginning(current, (f"{each} " for each in action.choices))
@@ -195,7 +195,7 @@ def _assignments(current: str) -> list[str]:
 
 
 def _runs(current: str, *, with_step: bool) -> list[str]:
-    """Runs by name and by path; behind an `@` the steps of one."""
+    """Runs by name and by path; after an `@` the steps of one."""
     from maxpipe.config.schema import RunConfig
 
     run, sign, _ = current.rpartition("@")

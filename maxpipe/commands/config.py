@@ -1,4 +1,4 @@
-"""`maxpipe config`: what a config means, printed, explained and documented."""
+"""`maxpipe config`: print, explain and document configs."""
 
 from __future__ import annotations
 

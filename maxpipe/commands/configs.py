@@ -1,4 +1,4 @@
-"""`maxpipe configs` and `maxpipe init`: configs that are shipped, copied, and begun with."""
+"""`maxpipe configs` and `maxpipe init`: configs to list, copy and start from."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def _printable_path(given: str, where: str) -> Path:
-    """A path that messages and comments can show as it is."""
+    """A path without characters that messages and comments would have to escape."""
     if not given or not given.isprintable():
         rule = "must be a path of characters that can be printed."
         raise ConfigError.one(where, ascii(given), rule, "Name another one.")
@@ -75,7 +75,7 @@ def _printable_path(given: str, where: str) -> Path:
 
 
 def _train(path: Path) -> str:
-    """As a shell takes it."""
+    """The command line, quoted for a shell."""
     return f"maxpipe train {shlex.quote(str(path))}"
 
 
@@ -92,14 +92,14 @@ def _named(name: str) -> shipped.Shipped:
 
 
 def _write(path: Path, text: str, *, overwrite: bool) -> None:
-    """Writes a config that can be read back; what is there stays unless it may be replaced."""
+    """Writes a config that can be read back; an existing file stays unless `overwrite`."""
     from maxpipe.config.inputs import SUFFIXES
 
     if path.suffix not in SUFFIXES:
         rule = f"must end in {' or '.join(SUFFIXES)}, as config files do."
         raise ConfigError.one("command line: FILE", path, rule, f"Write {path}{shipped.SUFFIX}.")
     try:
-        # A link, or a pipe that nobody reads, is replaced and not written to.
+        # A link, or a pipe without a reader, is replaced and not written to.
         target = path.with_name(f".{path.name}.{os.getpid()}") if overwrite else path
         with open(target, "x", encoding="utf-8") as file:
             file.write(text)

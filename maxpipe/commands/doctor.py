@@ -1,4 +1,4 @@
-"""`maxpipe env` and `maxpipe doctor`: what is here, and whether a run could train with it."""
+"""`maxpipe env` and `maxpipe doctor`: the environment, and whether a run could train in it."""
 
 from __future__ import annotations
 

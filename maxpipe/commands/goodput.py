@@ -1,4 +1,4 @@
-"""`maxpipe goodput`: where a run's time went."""
+"""`maxpipe goodput`: the use of a run's time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from maxpipe.errors import ExitCode
 
 def add(commands: Commands) -> None:
     """Adds the command."""
-    about = "tell which share of a run's time went into steps that count"
+    about = "show the share of a run's time that went into steps that count"
     parser = commands.add_parser(
         "goodput",
         help=about,

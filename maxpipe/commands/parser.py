@@ -1,4 +1,4 @@
-"""What commands share: the parser that explains mistakes, kinds of arguments, files they write."""
+"""What commands share: the parser with its error messages, argument types, output files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ INPUTS_HELP = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports mistakes as every other part of maxpipe does."""
+    """Reports mistakes as `ConfigError`, in four parts."""
 
     def __init__(self, *args, **options):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, allow_abbrev=False, **options)
         self.command_names: tuple[str, ...] = ()
-        self.set_defaults(parser=self)  # the innermost wins: that of the command that is run
+        self.set_defaults(parser=self)  # the innermost wins: that of the command
 
     def error(self, message: str) -> NoReturn:
         see = f"See `{self.prog} --help`."
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError.one(f"command line: {self.prog}", None, f"{message}.", see)
 
     def refuse(self, unknown: Sequence[str]) -> None:
-        """Explains the first option that this command lacks, where another one is meant.
+        """Raises for the first option that this command lacks, with the option that is meant.
 
         Raises:
             ConfigError: with the option to take.
@@ -86,30 +86,30 @@ class Parser(argparse.ArgumentParser):
 
 
 _OUTPUTS = ("--write", "--output", "--out", "--save", "--file", "-o")
-"""What an option that writes a file is called elsewhere; here each kind of file has its own."""
+"""Other names for an option that writes a file; here each kind of file has its own."""
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[Parser]
-else:  # it has no parameter when it runs
+else:  # it has no parameters at run time
     Commands = argparse._SubParsersAction
 
 
 def subcommands(parser: Parser) -> Commands:
-    """Where the commands of a command are added."""
+    """Adds subcommands to a parser."""
     return parser.add_subparsers(
         metavar="COMMAND", dest="command_name", required=True, parser_class=Parser
     )
 
 
 def add_inputs(parser: argparse.ArgumentParser, first: str = "", about: str = "") -> None:
-    """The config of a command; `first` and `about` name what else may come before it."""
+    """Adds the config arguments; `first` and `about` name another one that may come before."""
     parser.add_argument(
         "inputs", nargs="*", metavar=f"{first}FILE|section.key=value", help=about + INPUTS_HELP
     )
 
 
 RUN, CHECKPOINT, STEP = "RUN", "RUN[@STEP]", "RUN@STEP"
-"""How an argument is shown that `maxpipe.checkpoint.address` reads."""
+"""Metavar of an argument that `maxpipe.checkpoint.address` parses."""
 
 
 def add_address(

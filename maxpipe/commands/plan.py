@@ -1,4 +1,4 @@
-"""`maxpipe plan` and `maxpipe compile`: what a run will take, before it is launched."""
+"""`maxpipe plan` and `maxpipe compile`: memory and time of a run, before it is launched."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from maxpipe.plan.topology import Topology
 
 OF_A_SEARCH = ("compile", "measure", "fix", "write")
-"""Options about what a search finds."""
+"""Options for the results of a search."""
 
 
 def add(commands: Commands) -> None:
@@ -67,7 +67,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Options that nothing would read are mistakes."""
+    """Refuses options that would have no effect."""
     unread = [
         ("slices", options.topology is None, "counts slices of a --topology", "Add --topology."),
         ("measure", options.devices is None, "runs on devices that are here", "Add --devices."),
@@ -143,7 +143,7 @@ def _search(options: argparse.Namespace, loaded: Loaded, target: Topology) -> in
     elif checked:
         print(report.rechecked(checked, ran=bool(options.measure)))
     if checked and not checked[0].fits:
-        rule = f"found that none of the best {len(checked)} layouts fits."
+        rule = f"found that none of the {len(checked)} best layouts fits."
         raise ConfigError.one("command line: --search", None, rule, "Check more of them.")
     best = checked[0].candidate if checked else found.best[0]
     _draw(options, best, target)
@@ -183,8 +183,8 @@ def _add_plan(commands: Commands) -> None:
     where.add_argument(
         "--devices",
         type=count,
-        metavar="NUMBER",
-        help="plan for so many devices like those of this machine",
+        metavar="N",
+        help="plan for N devices like those of this machine",
     )
     where.add_argument(
         "--calibrate",
@@ -197,14 +197,14 @@ def _add_plan(commands: Commands) -> None:
     again.add_argument(
         "--compile",
         type=count,
-        metavar="NUMBER",
-        help="of a search, compile the best so many and rank them again",
+        metavar="N",
+        help="of a search, compile the N best and rank them again",
     )
     again.add_argument(
         "--measure",
         type=count,
-        metavar="NUMBER",
-        help="of a search, run so many on the --devices, each chosen by what ran before, and rank "
+        metavar="N",
+        help="of a search, run N on the --devices, each chosen by what ran before, and rank "
         "them by that",
     )
     parser.add_argument(
@@ -212,7 +212,7 @@ def _add_plan(commands: Commands) -> None:
         nargs="+",
         default=[],
         metavar="section.key=value",
-        help="what a search keeps",
+        help="a key that a search keeps",
     )
     parser.add_argument("--write", metavar="FILE", help="write the best layout's config there")
     parser.add_argument(
@@ -235,7 +235,7 @@ def _add_topology(
     parser.add_argument(
         "--slices",
         type=count,
-        metavar="NUMBER",
+        metavar="N",
         help="slices, joined by the data-centre network; 1 by default",
     )
 

@@ -74,7 +74,7 @@ _DRAWINGS = {
 
 
 def _drawings(options: argparse.Namespace) -> dict[str, Path]:
-    """Kinds of drawings that are asked for, and their files."""
+    """The requested drawings and their files."""
     asked = {kind: getattr(options, kind) for kind in _DRAWINGS}
     return {kind: Path(path) for kind, path in asked.items() if path is not None}
 
@@ -130,7 +130,7 @@ def _unknown_schedule(where: str, name: str) -> ConfigError:
     rule = f"is not a schedule: the schedules are {', '.join(SCHEDULES)} and {FILE_PREFIX}PATH."
     found = value_meant("pipeline.schedule", name, SCHEDULES).removeprefix("Set pipeline.schedule=")
     guess = found.rstrip(".")
-    if found and guess not in SCHEDULES:  # there is a choice
+    if found and guess not in SCHEDULES:  # several are possible
         return ConfigError.one(where, None, rule, f"Write {found}")
     if name.endswith(".csv"):
         guess = f"{FILE_PREFIX}{name}"
@@ -180,7 +180,7 @@ def _sizes_of_config(
 
 
 def _example_sizes(names: list[str]) -> dict[str, Any]:
-    """Sizes for a first look, or those of a file."""
+    """Default sizes, or those of a file."""
     from maxpipe.schedule.catalog import FILE_PREFIX
     from maxpipe.schedule.notation import read_orders
 

@@ -1,4 +1,4 @@
-"""A first run to begin with: a small config with a comment for every key, from the schema."""
+"""A first run: a small config with a comment for every key, from the schema."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _HEAD = """\
 A first run: a small decoder on the source files of Python's library, byte by byte. It trains in
 minutes on a laptop's CPU, without a download, and as it is on GPUs and TPUs.
 
-  {train}                  trains it, or goes on with it after a stop
-  {train} train.steps=600  with other values, for once
+  {train}                  trains it, or resumes it after a stop
+  {train} train.steps=600  with other values, once
   tensorboard --logdir runs{pad}shows curves
 
 This file has the keys that a first run changes. `maxpipe config explain` lists all of them."""
@@ -49,7 +49,7 @@ _MORE = {
     "mesh.ici_data": "-1 takes all devices.",
     "data.source": "Your own text: `source: text`, and below it `path: my-texts/*.txt`.",
 }
-"""What the schema cannot say, as it is about this run."""
+"""Comments about this run that are not in the schema."""
 
 
 def text(name: str, train: str) -> str:

@@ -1,4 +1,4 @@
-"""Which file an argument of a command means: a path, or the name of a config that is shipped."""
+"""The file that an argument means: a path, or the name of a shipped config."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Input:
 
     path: Path
     origin: str
-    """What messages and `config print --origin` call it."""
+    """Its name in messages and `config print --origin`."""
 
     @property
     def run_name(self) -> str:
-        """What a run is called that has no other name."""
+        """The default name of a run."""
         return folder_name(self.path.stem)
 
 
@@ -48,7 +48,7 @@ def locate(argument: str, keys: Collection[str]) -> Input:
 
 
 def _refuse_two_meanings(found: shipped.Shipped) -> None:
-    """A file of the same name that says something else may be what is meant."""
+    """Refuses a name that is also a file with other content: either may be meant."""
     here = Path(f"{found.name}{shipped.SUFFIX}")
     try:
         if not here.is_file() or read(here, _MAX_BYTES) == found.path.read_bytes():
@@ -80,7 +80,7 @@ def _not_a_file(argument: str, keys: Collection[str]) -> Problem:
 
 
 def broken_link(path: str | os.PathLike[str]) -> str:
-    """What is wrong with a symbolic link that leads to nothing; empty of everything else."""
+    """The fault of a broken symbolic link; empty for anything else."""
     if not os.path.islink(path):
         return ""
     try:

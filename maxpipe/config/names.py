@@ -1,7 +1,7 @@
-"""What other trainers call things, and what they are called here.
+"""Names of other trainers, and the names here.
 
-One table for keys, one for values and one for commands. An entry leads to the name that stands
-for the same thing here, or says why there is none and what to do. Names are compared by their
+One table for keys, one for values and one for commands. An entry leads to the name
+of the same thing here, or says why there is none and what to do. Names are compared by their
 letters and digits only: `max_steps`, `maxSteps` and `max-steps` are one.
 """
 
@@ -98,7 +98,7 @@ _SAME_KEY = {
     "launch.slices": "num_slices",
     "launch.topology": "tpu_type accelerator_type",
 }
-"""A key to the names that it has elsewhere."""
+"""A key to its names elsewhere."""
 
 _NOT_SAME_KEY = {
     "epochs num_epochs num_train_epochs max_epochs n_epochs": (
@@ -214,7 +214,7 @@ _NOT_SAME_KEY = {
     "ema ema_decay label_smoothing z_loss z_loss_weight early_stopping "
     "early_stopping_patience muon_lr": ("is not supported.", "Leave it out."),
 }
-"""Names to why there is no such key here, and what to do."""
+"""Names to the reason that there is no such key here, and the action."""
 
 _EXPORT = (
     "Export it once: python -c \"import pandas; pandas.read_parquet('FILE.parquet')"
@@ -313,7 +313,7 @@ _VALUES = {
     "guard.on_spike": {"ignore warn log": "note", "drop": "skip"},
     "log.progress": {"rich bar tqdm true": "live", "lines text none false off": "plain"},
 }
-"""Key to what its values are called elsewhere: a value, or what to do instead."""
+"""Key to names of its values elsewhere: the value here, or an action."""
 
 _LISTS = {
     "data.path": "Put the files into one folder (links will do) and name it, or write a glob "
@@ -336,7 +336,7 @@ _COMMANDS = {
     "init": "new create quickstart",
     "board": "tensorboard tb watch dashboard",
 }
-"""A command to what it is called elsewhere."""
+"""A command to its names elsewhere."""
 
 _NO_COMMAND = {
     "generate sample chat infer inference serve predict_text": (
@@ -348,7 +348,7 @@ _NO_COMMAND = {
 
 
 class Answer(NamedTuple):
-    """What is known of a name that is not one of ours: one of these is empty."""
+    """The entry for a name from elsewhere: one of the two is empty."""
 
     name: str = ""
     """Ours."""
@@ -357,12 +357,12 @@ class Answer(NamedTuple):
 
 
 def key_meant(path: Sequence[str], keys: Collection[str]) -> Answer:
-    """What is meant by a key that does not exist, `path` being its section, if any, and name."""
+    """The key meant by one that does not exist; `path` is its section, if any, and name."""
     return same_key(path, keys) or Answer(_resembling(path, keys))
 
 
 def same_key(path: Sequence[str], keys: Collection[str]) -> Answer | None:
-    """What is known of exactly this name; nothing is guessed."""
+    """The entry for exactly this name, without guesses."""
     full, tail = squashed("".join(path)), squashed(path[-1])
     if full in _foreign_keys():
         return _foreign_keys()[full]
@@ -396,7 +396,7 @@ def because(rule: str, why: str) -> str:
 
 
 def _resembling(path: Sequence[str], keys: Collection[str]) -> str:
-    """Of the same section where it is one: all its keys resemble each other."""
+    """Choices of the same section if it is known: its keys resemble each other."""
     if len(path) > 1:
         prefix = f"{path[0]}."
         names = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
@@ -406,7 +406,7 @@ def _resembling(path: Sequence[str], keys: Collection[str]) -> str:
 
 
 def value_meant(key: str, value: str, choices: Iterable[str]) -> str:
-    """What to do about a value that is none of the choices; empty when nobody knows."""
+    """The action for a value that is none of the choices; empty if there is none."""
     choices = list(choices)
     if exact := [choice for choice in choices if squashed(choice) == squashed(value)]:
         return f"Set {key}={exact[0]}."
@@ -415,12 +415,12 @@ def value_meant(key: str, value: str, choices: Iterable[str]) -> str:
 
 
 def list_meant(key: str) -> str:
-    """What to do where a list was given for a key that takes one text; empty when nobody knows."""
+    """The action for a list in place of one text; empty if there is none."""
     return _LISTS.get(key, "")
 
 
 def command_meant(word: str, commands: Collection[str]) -> Answer:
-    """What is meant by a command that does not exist."""
+    """The command meant by one that does not exist."""
     if exact := [command for command in commands if squashed(command) == squashed(word)]:
         return Answer(exact[0])
     for command, names in _COMMANDS.items():

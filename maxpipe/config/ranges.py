@@ -10,9 +10,9 @@ BYTES_VOCABULARY = 259
 
 
 LARGEST = 3.4e38
-"""What devices compute with are float32 numbers: more is infinite."""
+"""The largest float32: devices compute in float32."""
 SMALLEST = 1.2e-38
-"""Less is zero there."""
+"""The smallest normal float32."""
 
 
 class Bound(NamedTuple):
@@ -70,8 +70,8 @@ _RANGES = (
     Bound("optim.warmup_steps", 0, 0),
     Bound("optim.decay_fraction", 0.2, 0, 1),
     Bound("optim.final_fraction", 0.1, 0, 1),
-    Bound("optim.beta1", 0.9, 0, 1, "1 would never forget", high_is_inside=False),
-    Bound("optim.beta2", 0.95, 0, 1, "1 would never forget", high_is_inside=False),
+    Bound("optim.beta1", 0.9, 0, 1, "1 would never decay", high_is_inside=False),
+    Bound("optim.beta2", 0.95, 0, 1, "1 would never decay", high_is_inside=False),
     Bound("optim.epsilon", 1e-8, SMALLEST, LARGEST, "it keeps a divisor away from 0 in float32"),
     Bound("optim.weight_decay", 0.1, 0, LARGEST, "devices compute in float32"),
     Bound("optim.clip_norm", 1.0, 0, LARGEST, "0 turns clipping off; devices compute in float32"),

@@ -1,4 +1,4 @@
-"""What a rule between config values is, and the words its messages share.
+"""Rules between config values, and phrases that their messages share.
 
 A rule names the keys it reads, so that it is left out when one of them is already known to be
 wrong. `check` and `pipeline_rules` hold the rules themselves.
@@ -95,7 +95,7 @@ def up(value: int, factor: int) -> int:
 
 
 def divisors(value: int) -> str:
-    """Divisors as a user would choose them; no mesh or head count is beyond 4096."""
+    """Divisors that a user would choose, at most 4096."""
     return listed(d for d in range(1, min(value, 4096) + 1) if value % d == 0)
 
 

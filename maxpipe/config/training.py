@@ -1,4 +1,4 @@
-"""What a config must say before it is trained, beyond what forecasts and compiled steps need."""
+"""Checks for training only, beyond those for forecasts and compiled steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ be even. Vocabularies of public models begin at 30,000."""
 def check_training(
     config: Config, origins: Mapping[str, str], skip: Collection[str] = ()
 ) -> list[Problem]:
-    """What keeps a sound config from being trained: a model for real text that is given none.
+    """Finds a valid config that should not be trained: a model for real text without any.
 
-    Forecasts and compiled steps need neither text nor tokenizer; a run that took the built-in ones
-    for a model with a vocabulary of its own would learn nothing of use, for as long as it is let.
+    Forecasts and compiled steps need neither text nor tokenizer; a run with the built-in ones
+    for a model with its own vocabulary would waste its time.
     """
     vocabulary = config.model.vocab_size
     if not {"model.vocab_size", "tokenizer.kind", "data.source"}.isdisjoint(skip):
@@ -44,8 +44,8 @@ def check_training(
             Problem(
                 where("data.source", origins),
                 config.data.source,
-                "is text for first tries, the source files of Python's library, and nobody has "
-                f"chosen it for this model, whose vocabulary has {vocabulary} ids.",
+                "is text for first tries, the source files of Python's library, and was not "
+                f"chosen for this model, whose vocabulary has {vocabulary} ids.",
                 "Set data.source=text and data.path=data/*.txt (your own), or data.source=corpus "
                 "if you mean it.",
             )

@@ -12,7 +12,7 @@ Raw = str | None | list["Raw"] | dict[str, "Raw"]
 
 
 def refused(text: str) -> tuple[str, str] | None:
-    """(rule, action) for text that no value may hold."""
+    """(rule, action) for text that is refused in every value."""
     if "${" in text:
         return "holds `${`: nothing is substituted in a value.", "Write the value itself."
     if "\0" in text:
@@ -78,7 +78,7 @@ def _scalar(raw: Raw) -> str:
 
 
 def as_is(raw: Raw) -> Raw:
-    """Strings, choices and mappings, which OmegaConf holds against their type."""
+    """Strings, choices and mappings, whose types OmegaConf checks."""
     return raw
 
 
@@ -94,4 +94,4 @@ READERS: dict[Any, Callable[[Raw], Any]] = {
     bool: _read_bool,
     list[int]: _read_ints,
 }
-"""How values of a type are read; they raise ValueError or OverflowError."""
+"""Parsers by type; they raise ValueError or OverflowError."""

@@ -33,7 +33,7 @@ from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 from maxpipe.words import counted
 
-# Raised whenever the same seed and data give other batches than before.
+# Increased whenever the same seed and data give other batches than before.
 _ORDER_VERSION = 1
 _SEQUENCE_ORDER = 1
 
@@ -62,7 +62,7 @@ class Batches(Iterator[Batch]):
         return next(self._iterator)
 
     def close(self) -> None:
-        """Drops what was read ahead. Threads end with the batch they are at."""
+        """Drops batches that were read ahead. Threads end with their current batch."""
         self._iterator.close()
 
     def __enter__(self) -> Batches:
@@ -271,8 +271,8 @@ def build(
     """Opens source and tokenizer, indexes the documents and splits them.
 
     The first time it reads every document once; `cache_dir` keeps what it found. Validation
-    takes batches of `eval_batch_size`, or of `batch_size` when that is 0. `moved` hears of each
-    part of the reading.
+    takes batches of `eval_batch_size`, or of `batch_size` when that is 0. `moved` is called for
+    each part of the reading.
 
     Raises:
         ConfigError: anything the user has to change in `data` or `tokenizer`.
@@ -353,7 +353,7 @@ _WORDS = {
 
 
 def _short(value: Any) -> Any:
-    """Digests by their first 12 digits."""
+    """Digests shortened to 12 digits."""
     return (
         re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b", r"\1", value)
         if isinstance(value, str)

@@ -40,7 +40,7 @@ class Permutation:
 
     The same in every version of every library: a position in a checkpoint names the
     same sequence for ever. It is a Feistel network over the next power of four,
-    walked until it lands inside the range.
+    iterated until the result is inside the range.
     """
 
     def __init__(self, size: int, *key: int):
@@ -54,7 +54,7 @@ class Permutation:
     def __call__(self, indices: np.ndarray) -> np.ndarray:
         inside = indices.size == 0 or 0 <= indices.min() <= indices.max() < self._size
         assert inside, f"an index outside of range({self._size}) would walk for ever"
-        # In blocks that stay in the processor's cache: four times as fast for many indices.
+        # In blocks that fit the processor's cache: four times as fast for many indices.
         blocks = range(_FEISTEL_BLOCK, len(indices), _FEISTEL_BLOCK)
         return np.concatenate([self._walk(block) for block in np.split(indices, blocks)])
 
@@ -103,7 +103,7 @@ def split_documents(
 
 @dataclass(frozen=True, slots=True)
 class DocumentIndex:
-    """What one pass over all documents finds.
+    """The result of one pass over all documents.
 
     `lengths` int64 [documents] counts tokens with begin and end; `byte_counts` int64
     [256] counts the bytes of the text.
@@ -130,7 +130,7 @@ def build_index(
 ) -> DocumentIndex:
     """The index of a source: from `cache_dir` if it is there, else by reading every document.
 
-    With `keep` it is there the next time.
+    With `keep` it is written to `cache_dir`.
 
     The index does not depend on seed, split or sequence length.
     """
@@ -182,7 +182,7 @@ def _load_index(path: str, num_documents: int) -> DocumentIndex | None:
 
 
 def _save_index(path: str, index: DocumentIndex) -> None:
-    """Written beside its place and renamed, so that no process ever reads half a file."""
+    """Written to a temporary name and renamed, so that no process reads half a file."""
     folder = os.path.dirname(path)
     temporary = None
     try:

@@ -1,7 +1,7 @@
 """Where documents come from: random access to the texts of a corpus by number.
 
 A source is a sequence: asking twice for document i gives the same text, in any
-thread and any process. It knows nothing of tokens, splits, order or batches;
+thread and any process. Tokens, splits, order and batches are not its concern;
 `packing.py` is the next step.
 """
 
@@ -39,7 +39,7 @@ _SYNTHETIC_DOCUMENTS = 8192
 _SYNTHETIC_WORDS = 1024
 _TFDS_NAME = re.compile(r"[A-Za-z]\w*(/[\w+.-]+)?(:\d+\.\d+\.\d+)?")
 _MAX_DEPTH = 256
-"""Of brackets inside brackets in a document's JSON."""
+"""Deepest nesting of brackets in a document's JSON."""
 _ANYTHING: Any = Any
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 # Tests hold text that is broken on purpose, the others are not part of the library.
@@ -231,7 +231,7 @@ class ArrayRecordSource:
             if not len(self._records):
                 raise ValueError("it has no records")
             first = self._records[0]
-        except Exception as error:  # its reader reports every fault with another class
+        except Exception as error:  # its reader has another class for each fault
             raise ConfigError.one(
                 "data.path",
                 path if len(files) == 1 else f"{path} and {len(files) - 1} more",
@@ -375,7 +375,7 @@ class SyntheticSource:
 
 
 def _random_bits(seed: int, stream: int, count: int) -> np.ndarray:
-    # numpy promises that a bit generator's raw output never changes; its distributions may.
+    # numpy guarantees a bit generator's raw output across versions, but not its distributions.
     return np.random.PCG64([seed, stream]).random_raw(count)
 
 
@@ -384,7 +384,7 @@ def _open_corpus() -> FileSource:
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _CORPUS_SKIPPED_FOLDERS]
-        # The build's own variables differ between machines that run the same Python.
+        # The build's variables differ between machines with the same Python.
         files += [
             os.path.join(folder, name)
             for name in names

@@ -24,10 +24,10 @@ from maxpipe.errors import ConfigError
 _BEGIN_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<|startoftext|>", "[CLS]")
 _END_NAMES = ("</s>", "<|end_of_text|>", "<eos>", "[EOS]", "<|endoftext|>", "<|im_end|>", "[SEP]")
 _PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>")
-_MAX_BYTES = 1 << 28  # the largest that models come with are an eighth of it
+_MAX_BYTES = 1 << 28  # eight times the largest published ones
 _MAX_SETTINGS_BYTES = 1 << 24
 _MAX_IDS = 1 << 26
-"""Arrays hold something of each id: one number must not fill the memory."""
+"""Arrays have an entry per id: one large number must not fill the memory."""
 _USED = "must be a tokenizer that works on every text"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -121,9 +121,9 @@ class ByteTokenizer:
 
 @contextlib.contextmanager
 def _explained(path: str, rule: str) -> Iterator[None]:
-    """Whatever the library does inside is a mistake in the file.
+    """Turns any error of the library inside into a mistake in the file.
 
-    Rust code that panics raises an exception which is no `Exception`.
+    A panic in Rust code raises an exception that is no `Exception`.
     """
     try:
         yield

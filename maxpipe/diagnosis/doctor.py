@@ -1,7 +1,7 @@
-"""What could keep a run from training here, found before it starts.
+"""Checks before a run starts: versions, folders, data, clocks, devices and processes.
 
-Every check is one `Check`. `probe` looks at devices in processes of their own, so
-that a device that hangs is a finding and not the end of the doctor.
+Every check is one `Check`. `probe` tests devices in processes of its own, so
+that a device that hangs is a finding and does not hang the doctor.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from maxpipe.train.optimizers import optimizer_of
 from maxpipe.words import counted
 
 DEVICE_SECONDS = 300.0
-"""For devices to start, and one small program per mesh axis to compile and run."""
+"""Seconds for devices to start, and for one small program per mesh axis."""
 LOOPBACK_SECONDS = 60.0
 
 _WRITTEN_BYTES = 1 << 20
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _CLOCK_SECONDS = 2.0
 _FIRST_YEAR = 2025
-"""A clock before it was never set."""
+"""A clock before this date was never set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is looked at: a config, or its defaults where there is none."""
+    """The config under test, or its defaults without one."""
 
     config: Config | None = None
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
@@ -82,13 +82,13 @@ class Target:
 
     @classmethod
     def of(cls, loaded: Loaded) -> Target:
-        """A run's."""
+        """The target of a loaded config."""
         config = loaded.config
         return cls(config, config.run, config.mesh, config.runtime)
 
 
 def examine(inputs: Sequence[str]) -> Iterator[Check]:
-    """Every check, as soon as it is done. Without inputs those that need no config."""
+    """Every check, as soon as it is done. Without inputs, those that need no config."""
     yield versions()
     target = Target()
     if inputs:
@@ -129,7 +129,7 @@ def report(inputs: Sequence[str], checks: Sequence[Check]) -> dict[str, Any]:
 
 
 def is_well(checks: Sequence[Check]) -> bool:
-    """Whether nothing has to change before a run."""
+    """Whether no check failed."""
     return all(check.status != "FAILED" for check in checks)
 
 
@@ -169,7 +169,7 @@ def _explained(name: str, error: ConfigError) -> Iterator[Check]:
 
 
 def folders(target: Target) -> Iterator[Check]:
-    """Whether what a run writes into can be written, and has space."""
+    """Whether the folders of a run can be written and have space."""
     run_dir, config = run_folder(target.run), target.config
     if config is None or not config.checkpoint.dir:
         yield _folder("run folder", run_dir, config)
@@ -181,14 +181,14 @@ def folders(target: Target) -> Iterator[Check]:
             "compilation cache",
             full(target.runtime.compilation_cache, "runtime.compilation_cache"),
         )
-        if cache.status == "FAILED":  # a run goes on without it
+        if cache.status == "FAILED":  # a run can do without it
             action = "Set runtime.compilation_cache to a folder that can be written."
             cache = dataclasses.replace(cache, status="warning", action=action)
         yield cache
 
 
 def source(config: Config) -> Iterator[Check]:
-    """Whether the checkpoint is there that a new run starts from."""
+    """Whether the checkpoint exists from which a new run starts."""
     name, given = "restore from", config.checkpoint.restore_from
     if not given:
         return
@@ -204,7 +204,7 @@ def source(config: Config) -> Iterator[Check]:
         return
     except (StorageError, OSError) as error:
         reason = first_line(error) if isinstance(error, OSError) else str(error).splitlines()[0]
-        action = "Look after the storage, and this account's rights there."
+        action = "Check the storage, and this account's rights there."
         yield Check(name, "FAILED", f"{given} cannot be read: {reason}.", action)
         return
     if not steps or (isinstance(found.step, int) and found.step not in steps):
@@ -222,7 +222,7 @@ def _steps(path: str) -> list[int]:
 
 
 def _checkpoints(path: str, config: Config) -> Check:
-    """The place that `checkpoint.dir` leads to."""
+    """The folder or bucket of `checkpoint.dir`."""
     name = "checkpoint folder"
     if not in_bucket(path):
         return _folder(name, Path(path), config, key="checkpoint.dir")
@@ -263,7 +263,7 @@ def _folder(name: str, path: Path, config: Config | None = None, *, key: str = "
 
 
 def _write_into(folder: Path) -> float:
-    """Writes a file and takes it away; returns how late its time is."""
+    """Writes and deletes a file; returns the seconds by which its time is late."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(_WRITTEN_BYTES))
         file.flush()
@@ -283,7 +283,7 @@ def _size(count: float) -> str:
 
 
 def data(config: Config) -> Iterator[Check]:
-    """Whether documents can be read and turned into tokens that the model knows."""
+    """Whether documents can be read and turned into tokens that the model has."""
     document = "text"
     try:
         source = open_source(config.data, config.run.seed)
@@ -308,7 +308,7 @@ def data(config: Config) -> Iterator[Check]:
 
 
 def clock() -> Check:
-    """Whether this machine's clock is set and goes on."""
+    """Whether this machine's clock is set and advances."""
     zone = os.environ.get("TZ", "").lstrip(":")
     wall, steady = time.time(), time.monotonic()
     time.sleep(0.05)
@@ -346,7 +346,7 @@ def devices(target: Target) -> Iterator[Check]:
     seconds = DEVICE_SECONDS
     if target.runtime.num_processes != 1:
         seconds += target.runtime.init_timeout_seconds
-    # What a doctor compiles is of no use to a run.
+    # The doctor's programs are of no use to a run.
     runtime = dataclasses.replace(target.runtime, compilation_cache="")
     folder = os.path.join(target.run.dir, target.run.name)
     (records,) = environment.probe([_spec(runtime, target.mesh, folder)], seconds)

@@ -1,6 +1,6 @@
-"""What runs here: versions, machine, environment variables. The first part of a bug report.
+"""The environment: versions, machine, variables. The first part of a bug report.
 
-Neither jax nor a device is used by this process; `probe.py` looks at devices in one of its own.
+This process uses neither jax nor a device; `probe.py` tests devices in a process of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PACKAGES = (
     "tensorstore",
     "numpy",
 )
-"""Whose versions decide what a run computes."""
+"""Packages whose versions decide what a run computes."""
 
 _VARIABLES = re.compile(
     r"XLA_FLAGS|LIBTPU_INIT_ARGS|CUDA_VISIBLE_DEVICES|(?:JAX|TPU|SLURM|TF_CPP|OMPI_COMM_WORLD)_\w+"
@@ -84,14 +84,14 @@ def _distribution() -> str | None:
 
 
 def _memory_limit() -> float:
-    """Bytes that this container may have."""
+    """The memory limit of this container, bytes."""
     with contextlib.suppress(OSError, ValueError):
         return int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
     return float("inf")
 
 
 def variables() -> dict[str, str]:
-    """Environment variables that change what jax and XLA do, without secrets."""
+    """Environment variables that affect jax and XLA, without secrets."""
     found = {name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)}
     return redact.within(dict(sorted(found.items())))
 
@@ -122,10 +122,10 @@ def probe(
 ) -> list[list[dict[str, Any]]]:
     """The records of one `probe` process per spec, all at once, within a time limit.
 
-    Without `inherit` the variables above are not passed on. A process that ended badly has a last
+    Without `inherit` the variables above are not passed on. A process that failed has a last
     record that says so.
     """
-    # The modules that this process imports, and none that lie in the working folder besides.
+    # The modules of this process, and none from the working folder.
     paths = [path or str(Path.cwd()) for path in sys.path]
     values = {
         name: value
@@ -172,7 +172,7 @@ def _last_words(err: IO[bytes]) -> str:
     """The last error message of a process, on one line."""
     err.seek(0)
     lines = err.read().decode(errors="replace").splitlines()[-3:]
-    return redact.text(" ".join(line.strip() for line in lines)) or "it said nothing"
+    return redact.text(" ".join(line.strip() for line in lines)) or "it printed nothing"
 
 
 def report() -> dict[str, Any]:

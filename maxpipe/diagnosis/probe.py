@@ -1,8 +1,8 @@
-"""What a run's devices are and whether they talk to each other.
+"""The devices of a run, their results and their collectives.
 
 Run by `python -m maxpipe.diagnosis.probe`.
 
-A process of its own, so that who asks can end it: broken links and busy devices hang rather
+A process of its own, so that its caller can end it: broken links and busy devices hang rather
 than fail. Prints one JSON record per finding: name, status, text, and an action.
 """
 
@@ -70,12 +70,12 @@ def _say(name: str, status: str, text: str, action: str = "", **more: Any) -> No
 
 
 def _devices(config: RuntimeConfig) -> None:
-    """Which there are, and whether each computes."""
+    """Lists the devices and checks that each computes."""
     for device in jax.local_devices():
         doubled = jax.device_put(np.arange(8.0, dtype=np.float32), device) * 2
         if np.asarray(doubled).tolist() != [2.0 * i for i in range(8)]:
-            action = "Run without it, and have it looked at."
-            _say("devices", "FAILED", f"{device} does not double numbers rightly.", action)
+            action = "Run without it, and have it checked."
+            _say("devices", "FAILED", f"{device} does not double numbers correctly.", action)
     kinds = collections.Counter(device.device_kind for device in jax.devices())
     words = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     words += f" in {counted(jax.process_count(), 'process')}"
@@ -90,16 +90,16 @@ def _devices(config: RuntimeConfig) -> None:
 def _collectives(mesh: Mesh, axis: str) -> None:
     name, wrong = f"collectives over {axis}", _wrong_collectives(mesh, axis)
     if wrong:
-        action = "Look at the links between these devices and at XLA_FLAGS and LIBTPU_INIT_ARGS."
+        action = "Check the links between these devices, XLA_FLAGS and LIBTPU_INIT_ARGS."
         _say(name, "FAILED", f"wrong values from {', '.join(wrong)}.", action)
     else:
         _say(name, "ok", f"{', '.join(COLLECTIVES)} give the right values")
 
 
 def _wrong_collectives(mesh: Mesh, axis: str) -> list[str]:
-    """Those that give this process' devices another value than arithmetic does."""
+    """Names of collectives with wrong values on this process' devices."""
     size = mesh.shape[axis]
-    # Row i is what device i gives; sums of so small numbers are exact.
+    # Row i is the input of device i; sums of such small numbers are exact.
     rows = (np.arange(size * size).reshape(size, size) % 251).astype(np.float32)
     following = [(i, (i + 1) % size) for i in range(size)]
 

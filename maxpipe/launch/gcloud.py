@@ -1,6 +1,6 @@
-"""TPU VMs of Google Cloud: a queued resource brings slices, and every host starts the run.
+"""TPU VMs of Google Cloud: a queued resource allocates slices, and every host starts the run.
 
-Hosts watch their own process with `maxpipe launch local`, so that the rule of restarts is one.
+Hosts monitor their own process with `maxpipe launch local`, so that the restart rule is the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from maxpipe.processes.secret import FILE_VARIABLE
 _START, _STOP, _HOST, _SECRET = "start.sh", "stop.sh", "host.sh", "secret"
 
 _PATIENCE = 10
-"""Looks at the request without an answer, half a minute apart."""
+"""Queries without an answer, half a minute apart, before giving up."""
 _SETTINGS = """\
 name={name}
 location=({location})
@@ -65,7 +65,7 @@ while true; do
       empty=$((empty + 1))
       if (( empty >= {patience} )); then
         echo "no answer about $name, {patience} times in a row" >&2
-        echo "  Mend what gcloud says above, then run this again." >&2
+        echo "  Fix the error of gcloud above, then run this again." >&2
         exit 1
       fi
       ;;
@@ -74,8 +74,8 @@ while true; do
   echo "waiting for {topology}: ${{now:-no answer}}"
   sleep "${{POLL_SECONDS:-30}}"
 done
-# The processes know each other by it. It stays the same, so that a host that starts its process
-# again beside this script finds what the others have. `stop.sh` removes it.
+# The processes authenticate by it. It stays the same, so that a host that starts its process
+# again besides this script has the same one. `stop.sh` removes it.
 if [[ ! -s "$here/{secret}" || ! -O "$here/{secret}" ]]; then
   rm -f "$here/{secret}"
   (

@@ -73,7 +73,7 @@ case ${{state% }} in
     exit {refused}
     ;;
 esac
-# The pods know each other by it. No file or command line holds it.
+# The pods authenticate by it. It is in no file and no command line.
 "${{kubectl[@]}}" delete secret {secret} --ignore-not-found
 od -An -N32 -tx1 /dev/urandom | tr -d ' \n' |
   "${{kubectl[@]}}" create secret generic {secret} --from-file={key}=/dev/stdin

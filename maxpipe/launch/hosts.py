@@ -1,4 +1,4 @@
-"""The hosts of a topology: how many there are, and what clouds call them."""
+"""The hosts of a topology: their number and their names in clouds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GPUS_PER_HOST = {"gb200": 4}
 
 @dataclass(frozen=True)
 class Tpu:
-    """What Google Cloud calls a kind of TPU; empty where it is not offered."""
+    """Google Cloud's names of a kind of TPU; empty where it is not offered."""
 
     runtime_version: str
     """Image of a TPU VM."""
@@ -64,7 +64,7 @@ def hosts_of(topology: Topology) -> Hosts:
     """The hosts that a topology stands for.
 
     Raises:
-        ConfigError: hosts are not sold in parts.
+        ConfigError: hosts cannot be divided.
     """
     kind, chips = topology.hardware.topology, math.prod(topology.dims)
     if topology.platform == "cpu":

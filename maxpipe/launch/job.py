@@ -1,4 +1,4 @@
-"""What is written for a cluster: files, and the command that submits them."""
+"""A cluster job: files, and the command that submits them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Submission:
-    """Files by name, and the command that uses them."""
+    """Files by name, and the command that submits them."""
 
     files: Mapping[str, str]
     submit: Sequence[str]
@@ -80,10 +80,10 @@ class Submission:
             raise StorageError.unwritable(folder, error, action) from error
 
     def run(self) -> int:
-        """Submits what was written; the tool's exit code.
+        """Submits the files; the tool's exit code.
 
         Raises:
-            ConfigError: the tool is not there.
+            ConfigError: the tool is missing.
         """
         if shutil.which(self.tool) is None:
             raise ConfigError.one(

@@ -1,7 +1,7 @@
-"""Processes of a run on this machine, watched and started again.
+"""Processes of a run on this machine, monitored and restarted.
 
 Each process writes to its own log file; that of the first is shown. Nothing here imports jax, so
-that the launcher holds no device and outlives what its processes do.
+that the launcher holds no device and survives crashes of its processes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Failure:
 
 
 def launch(loaded: Loaded, inputs: Sequence[str], processes: int) -> int:
-    """Runs `maxpipe train` with these inputs in so many processes; the exit code.
+    """Runs `maxpipe train` with these inputs in `processes` processes; the exit code.
 
     Raises:
         ConfigError: the run cannot start.
@@ -118,7 +118,7 @@ class _Requests:
 
     @property
     def code(self) -> int:
-        """With which a launcher ends that was asked to stop."""
+        """The exit code of a launcher that was asked to stop."""
         by_key = self.number == signal.SIGINT
         if self.count > 1:
             return ExitCode.INTERRUPTED if by_key else 128 + signal.SIGKILL
@@ -199,7 +199,7 @@ def _started(
 
 
 def _variables(processes: int) -> dict[str, str]:
-    """What the processes find in their environment besides that of the launcher.
+    """Environment variables of the processes besides those of the launcher.
 
     Processes of one run get a secret. A single one may be of a run on many hosts, all of which
     must have the same.
@@ -211,7 +211,7 @@ def _variables(processes: int) -> dict[str, str]:
 
 
 def _stop_with_parent() -> None:
-    """In a new process: a launcher that is killed leaves no run behind that nobody watches."""
+    """In a new process: a launcher that is killed takes its processes with it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
@@ -226,7 +226,7 @@ def _then(wait: Callable[[], int], ends: queue.SimpleQueue[int], rank: int) -> C
 
 def _send(number: signal.Signals, processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
-        process.send_signal(number)  # nothing, when it has ended
+        process.send_signal(number)  # no effect when it has ended
 
 
 def _stopped(failure: Failure, requests: _Requests, step: int | None) -> int:

@@ -1,4 +1,4 @@
-"""Log files of processes: one for each, over all attempts."""
+"""Log files of processes, one for each over all attempts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EXPLAINED = re.compile(r"(?:^\S.*\n(?:  \S.*\n){2,})+", re.MULTILINE)
 
 
 class Log:
-    """One process's file; what the newest attempt wrote begins at its header."""
+    """One process's file; the newest attempt begins at its header."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -48,7 +48,7 @@ class Log:
         return file
 
     def text(self) -> str:
-        """What the newest attempt has printed."""
+        """The output of the newest attempt."""
         with open(files.opened(self.path), "rb") as file:
             file.seek(self._start)
             return file.read(_MOST_BYTES).decode(errors="replace")
@@ -67,7 +67,7 @@ class Log:
         return "\n".join(lines)
 
     def follow(self) -> Follower:
-        """Shows what the newest attempt prints."""
+        """Shows the output of the newest attempt."""
         return Follower(self.path, self._start)
 
 
@@ -87,7 +87,7 @@ class Follower:
         try:
             sys.stdout.write(self._decode(new))
             sys.stdout.flush()
-        except BrokenPipeError:  # nobody looks any more; the run goes on
+        except BrokenPipeError:  # the reader is gone; the run goes on
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def close(self) -> None:

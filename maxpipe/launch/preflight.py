@@ -1,4 +1,4 @@
-"""What can be known of a launch before anything starts, and what cannot."""
+"""Checks of a launch before anything starts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def is_remote(path: str) -> bool:
 
 
 def check_local(loaded: Loaded, processes: int) -> str:
-    """Checks a run of so many processes on this machine; the report.
+    """Checks a run of `processes` processes on this machine; the report.
 
     Raises:
         ConfigError: it cannot start, with every reason.
@@ -170,7 +170,7 @@ def check_hosts(loaded: Loaded, workdir: Path, *, shared: bool) -> tuple[Config,
 
 def _refuse_secrets(loaded: Loaded) -> None:
     """The config of the hosts is a file, and they would need the real value in it."""
-    rule = "must not hold a secret: the files of a cluster's job are no place for it."
+    rule = "must not hold a secret: it would be in the files of a cluster's job."
     action = "Take it out; hosts get it in a variable that launch.environment names."
     problems = [
         Problem(where(f"{section}.{key}", loaded.origins), str(shown), rule, action)

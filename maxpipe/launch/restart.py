@@ -1,4 +1,4 @@
-"""Whether a run that ended is started again: by its exit code, and by what it saved."""
+"""Whether to restart a run that ended: by its exit code and its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
     say: no launcher looks into buckets.
     """
     if elsewhere:
-        return _told(run_dir)
+        return _recorded(run_dir)
     try:
         names = [path.name for path in (run_dir / FOLDER).iterdir()]
     except OSError:
@@ -42,13 +42,13 @@ def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
 
 
 class _Record(TypedDict):
-    """A line of `events.jsonl` that names a step; others are none of this kind."""
+    """A line of `events.jsonl` with a step; other lines are skipped."""
 
     event: str
     step: int
 
 
-def _told(run_dir: Path) -> int | None:
+def _recorded(run_dir: Path) -> int | None:
     newest = None
     with contextlib.suppress(OSError):
         for record in records(run_dir / EVENTS_FILE, _Record):
@@ -60,7 +60,7 @@ def _told(run_dir: Path) -> int | None:
 def killed(code: int) -> bool:
     """Whether a signal ended the process: negative for Python, above 128 for a shell.
 
-    Ctrl-C does not count: a run that it stops says so, and one that has not begun dies of it.
+    Ctrl-C does not count: a run that it stops reports it, and one that has not begun dies of it.
     """
     return (code < 0 or code > 128) and not interrupted(code)
 
@@ -76,7 +76,7 @@ def is_final(code: int) -> bool:
 
 
 def described(code: int) -> str:
-    """An exit code in words."""
+    """Description of an exit code."""
     if killed(code):
         number = -code if code < 0 else code - 128
         known = {each.value for each in signal.Signals}

@@ -1,6 +1,6 @@
 """A SLURM job: `srun` starts a process on every GPU or node, and jax finds the others.
 
-The job follows maxpipe's exit codes with the rule of `restart.py`, in the words of a shell.
+The job follows maxpipe's exit codes with the rule of `restart.py`, in shell.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ restarts={restarts}
 codes={folder}/codes-$SLURM_JOB_ID
 {variables}
 {newest_step}
-# The processes of this job know each other by it. `mktemp` makes a file that is its owner's alone.
+# The processes of this job authenticate by it. `mktemp` makes a file for its owner only.
 {secret}=$(mktemp {folder}/secret-XXXXXXXXXX) || exit {storage}
 trap 'rm -f "${secret}"' EXIT
 od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"${secret}"
@@ -45,7 +45,7 @@ while true; do
   : >"$codes"
   srun --cpu-bind=none --kill-on-bad-exit=1 {folder}/{task}
   code=$?
-  # srun reports the highest exit code; the task that failed first knows why.
+  # srun reports the highest exit code; that of the task that failed first counts.
   if (( code != 0 )) && read -r first <"$codes"; then code=$first; fi
   rm -f "$codes"
   echo "maxpipe ended with exit code $code; newest checkpoint: step $(newest_step)"

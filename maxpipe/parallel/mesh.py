@@ -1,6 +1,6 @@
 """The device mesh: axis names, sizes, and devices placed with their links in mind.
 
-Owns the names of the mesh axes. Devices of one slice are joined by fast links
+Devices of one slice are joined by fast links
 (ici), slices by the data-centre network (dcn); an axis' size is ici x dcn.
 """
 
@@ -36,7 +36,7 @@ BATCH_AXES = (DATA, FSDP)
 
 
 class Device(Protocol):
-    """What is read of a jax device."""
+    """The attributes of a jax device that are used."""
 
     @property
     def platform(self) -> str: ...
@@ -84,7 +84,7 @@ _INSIDE = tuple(f"ici_{axis}" for axis in AXES)
 def _nothing_left(
     given: MeshConfig, rest: str, slices: int, devices: Sequence[Device]
 ) -> ConfigError:
-    """For a -1 beside sizes that do not divide the devices."""
+    """The error for a -1 with sizes that do not divide the devices."""
     count, kind = len(devices), devices[0].platform
     inside = {key: size for key in _INSIDE if (size := getattr(given, key)) > 1}
     fixed = math.prod(inside.values()) * slices
@@ -131,7 +131,7 @@ def _check_slices(dcn: list[int], slices: int, kind: str) -> None:
         raise ConfigError.one(
             "mesh",
             " x ".join(f"dcn_{axis} {size}" for axis, size in zip(AXES, dcn, strict=True)),
-            f"must multiply to the number of slices: it is {total}, and the {kind} devices lie "
+            f"must multiply to the number of slices: it is {total}, and the {kind} devices are "
             f"in {counted(slices, 'slice')}.",
             f"Set mesh.dcn_data={slices} and every other mesh.dcn_* to 1, or another split.",
         )

@@ -1,7 +1,7 @@
-"""The one table from logical axes to mesh axes, and what follows from it.
+"""Partition specs and batch sharding from the table of logical axes in `axes`.
 
-Model code names what a dimension means ("heads", "mlp"); this module knows on which
-mesh axis that lies. Nothing else translates between the two.
+Model code names what a dim means ("heads", "mlp"); `axes` says over which mesh
+axes that is split, and only this module makes jax specs of it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AxisRules:
         """Partition of a tensor whose dims have these logical axes.
 
         Raises:
-            ConfigError: two dims would lie on the same mesh axis.
+            ConfigError: two dims would be on the same mesh axis.
         """
         table = dict(self.table)
         owner: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What takes memory, in the words of the config, and which keys shrink it.
+"""Terms of a device's memory, and the config keys that shrink each.
 
 Plans and the compiler's out-of-memory messages use one table.
 """
@@ -15,11 +15,11 @@ from maxpipe.hardware import GIB
 
 @dataclass(frozen=True)
 class Term:
-    """Something on the device."""
+    """One use of device memory."""
 
     about: str
     keys: str
-    """What makes it smaller."""
+    """The keys that make it smaller."""
 
 
 TERMS: dict[str, Term] = {
@@ -28,7 +28,7 @@ TERMS: dict[str, Term] = {
         "more mesh.ici_fsdp, mesh.ici_stage or mesh.ici_tensor",
     ),
     "gradients": Term(
-        "sums of gradients",
+        "gradient accumulators",
         "pipeline.weight_gather=iteration (sharded over fsdp), more mesh.ici_fsdp or "
         "mesh.ici_stage",
     ),
@@ -49,23 +49,24 @@ TERMS: dict[str, Term] = {
         "pipeline.weight_gather=iteration, or more pipeline.repeats (shorter chunks)",
     ),
     "partial": Term(
-        "gradients of whole chunks that wait to be reduced",
+        "gradients of whole chunks before their reduction",
         "pipeline.weight_gather=iteration, or more pipeline.repeats (shorter chunks)",
     ),
     "stash": Term(
-        "what forwards keep for their backwards",
+        "activations that forwards save for their backwards",
         "pipeline.remat=full or chunk, pipeline.offloaded_names, more pipeline.microbatches of "
         "fewer rows, a smaller pipeline.group",
     ),
     "deferred": Term(
-        "what weight gradients wait for",
+        "inputs of deferred weight gradients",
         "a schedule with whole backwards (pipeline.schedule=interleaved), more "
         "pipeline.microbatches of fewer rows",
     ),
-    "inbox": Term("messages that wait", "more pipeline.microbatches of fewer rows"),
-    "sent": Term("messages on their way", "more pipeline.microbatches of fewer rows"),
+    "inbox": Term("messages that wait in inboxes", "more pipeline.microbatches of fewer rows"),
+    "sent": Term("messages that are being sent", "more pipeline.microbatches of fewer rows"),
     "outside": Term(
-        "what the layers outside the ring keep", "pipeline.layers_outside=0, pipeline.remat=chunk"
+        "activations of the layers outside the ring",
+        "pipeline.layers_outside=0, pipeline.remat=chunk",
     ),
     "logits": Term(
         "logits of a microbatch and their gradient",
@@ -73,7 +74,7 @@ TERMS: dict[str, Term] = {
         "pipeline.microbatches of fewer rows",
     ),
     "layer": Term(
-        "one layer at work: its whole weights, their gradient, its activations",
+        "one layer's whole weights, their gradient, and its activations",
         "more mesh.ici_tensor, more pipeline.microbatches of fewer rows, a shorter "
         "train.sequence_length",
     ),
@@ -87,24 +88,24 @@ the allocator leaves free between buffers, and for the forecast's error."""
 
 
 def verdict(predicted: float, memory: float) -> str:
-    """Whether a step that is predicted to take so many bytes fits a device."""
+    """Whether a step that is predicted to take `predicted` bytes fits a device."""
     if predicted <= ROOM * memory:
         return "fits"
     return "may not fit" if predicted <= memory else "does not fit"
 
 
 def gib(size: float) -> str:
-    """For people."""
+    """Bytes as text."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
 
 
 def explain_out_of_memory(
     message: str, buffers: Mapping[str, tuple[tuple[int, ...], ...]], tensor: int = 1
 ) -> str:
-    """The compiler's message in model terms: what is largest, and what shrinks it; empty if it
-    lists nothing, as for devices that are not there.
+    """The compiler's message in model terms: the largest, and the keys that shrink them; empty
+    if it lists nothing, as when compiling for absent devices.
 
-    `buffers` maps names of `TERMS` to the shapes of their arrays, of which a device may have only
+    `buffers` maps names of `TERMS` to the shapes of their arrays, of which a device may hold only
     its part of `tensor`.
     """
     found = _allocations(message)

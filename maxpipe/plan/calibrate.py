@@ -1,8 +1,8 @@
-"""Times of a run's pieces on the devices at hand, put in place of published figures.
+"""Calibration: times of a run's parts on the devices here replace published figures.
 
 A layer's forward, input gradient and weight gradient run in the engine's own slots, on all devices
-at once and on one alone; messages, gathers and reductions go around the ring of all devices; a turn
-of the loop over ticks is what the same work takes longer in more of them.
+at once and on one alone; messages, gathers and reductions use the ring of all devices; a tick's
+overhead is the difference between the same work in many and in few ticks.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ from maxpipe.words import counted
 
 Tree = Any
 LAYERS = 2
-"""Of the chunk that is timed."""
+"""Layers of the chunk that is timed."""
 TURNS = (2, 10)
-"""Times that a program repeats its work: the difference is free of what a call costs."""
+"""Repetitions inside a program: the difference is free of the overhead of a call."""
 FRESH_ROW, FRESH_ROWS = 2**16, (16, 272)
 """Elements of a row, and rows, of two programs' buffers: 4 and 68 MiB."""
 SECONDS = 2.0
-"""How long each program is called again and again; medians count."""
+"""Seconds for which each program is called repeatedly; medians count."""
 _MOST_MEMORY = 0.9
-"""Share of a layer's time that its traffic through memory can be."""
+"""Largest share of a layer's time that memory traffic can take."""
 _CONTENDED = 1.5
-"""Devices that slow each other down by more than this share cores."""
+"""A slowdown above this means that devices share cores."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds on one device while all work."""
+    """Seconds on one device while all devices work."""
 
     forward: float
     """Of one layer, one microbatch."""
     input_grad: float
     weight_grad: float
     names_replay: float
-    """What a backward runs again with `pipeline.remat=names`."""
+    """What a backward recomputes with `pipeline.remat=names`."""
     forward_alone: float
-    """While the other devices rest."""
+    """While the other devices are idle."""
     hop: float = 0.0
     """A microbatch's message to the next device."""
     gather: float = 0.0
@@ -79,13 +79,13 @@ class Measured:
     scatter: float = 0.0
     """One layer's gradient, summed to shards."""
     latency: float = 0.0
-    """A collective with next to nothing in it."""
+    """An almost empty collective."""
     fresh: float = 0.0
     """A byte of a program's temporary memory."""
 
 
 def calibrate_here(loaded: Loaded) -> tuple[Hardware, Hardware, Measured]:
-    """(published figures, figures of the devices at hand, what was measured). Starts jax.
+    """(published figures, figures of the devices here, the measurements). Starts jax.
 
     Raises:
         ConfigError: the config does not fit the devices, or their kind is unknown.
@@ -100,7 +100,7 @@ def calibrate_here(loaded: Loaded) -> tuple[Hardware, Hardware, Measured]:
 def calibrate(
     config: Config, hardware: Hardware, devices: Sequence[Any]
 ) -> tuple[Hardware, Measured]:
-    """(figures of these devices, what was measured).
+    """(figures of these devices, the measurements).
 
     Args:
         config: its layers and microbatch are timed; the mesh is resolved.
@@ -115,7 +115,7 @@ def calibrate(
 
 
 def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int) -> Hardware:
-    """The figures with which the cost model gives back what was measured."""
+    """The figures with which the cost model reproduces the measurements."""
     contention = found.forward / found.forward_alone
     shared_by = num_devices / contention if contention > _CONTENDED else 0.0
     memory = _memory_rate(found, sizes, dataclasses.replace(hardware, shared_by=shared_by))
@@ -146,7 +146,7 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
             (found.gather, size * weights),
             (found.scatter, 4 * weights),
         )
-        # What takes no longer than an empty collective says nothing of the rate.
+        # A transfer as fast as an empty collective does not determine the rate.
         rates = [
             sent / (seconds - found.latency)
             for seconds, sent in moved
@@ -160,7 +160,7 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
 
 
 def _memory_rate(found: Measured, sizes: Sizes, hardware: Hardware) -> Hardware:
-    """With a faster memory if at the published rate it took all that was measured, or nearly.
+    """With a faster memory if at the published rate it would take nearly all the measured time.
 
     Caches can hold a small layer. Memory and matmuls are then faster by the same factor.
     """
@@ -194,7 +194,7 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
         together,
         (("F", "full"), ("FI", "full"), ("FIW", "full"), ("F", "names"), ("FI", "names")),
     )
-    input_grad = and_inputs - 2 * forward  # which runs the layer's forward again
+    input_grad = and_inputs - 2 * forward  # which recomputes the layer's forward
     times = {
         "forward": forward,
         "input_grad": input_grad,
@@ -218,10 +218,10 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
             raise ConfigError.one(
                 "command line: --calibrate",
                 None,
-                f"got a time below nothing for {name}: times vary too much on this machine now.",
+                f"got a negative time for {name}: times vary too much on this machine now.",
                 "Measure again while nothing else runs.",
             )
-    # A difference of differences: as good as nothing may come out below.
+    # A difference of differences: a value near 0 may come out negative.
     return Measured(names_replay=max(0.0, named_and_inputs - named - input_grad), **times)
 
 
@@ -287,7 +287,7 @@ def _layers(sizes: Sizes, mesh: Mesh, programs: Sequence[tuple[str, Remat]]) -> 
 
 
 def _moved(mesh: Mesh, x: jax.Array, move: Callable[[jax.Array, jax.Array], jax.Array]) -> float:
-    """Seconds of a collective that turns `x` into its like."""
+    """Seconds of a collective that keeps the shape of `x`."""
 
     def run(x: jax.Array, turns: jax.Array) -> jax.Array:
         return lax.fori_loop(0, turns, lambda turn, x: vary(move(x, turn)), vary(x)).sum()
@@ -326,7 +326,7 @@ def _fresh(mesh: Mesh) -> float:
 def _seconds(
     mesh: Mesh, runs: Sequence[Callable[..., Tree]], arguments: tuple[Tree, ...]
 ) -> list[float]:
-    """Of one turn of each program's loop, whose number of turns is its last argument."""
+    """Seconds of one iteration of each program's loop; the count is its last argument."""
     with jax.set_mesh(mesh):
         calls = [
             partial(program, *arguments, jnp.int32(turns))
@@ -361,7 +361,7 @@ def _program(mesh: Mesh, run: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 def medians(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
-    """Median seconds of each call, taken in turn so that what else happens hits all."""
+    """Median seconds of each call, interleaved so that disturbances hit all alike."""
     for call in calls:
         jax.block_until_ready(call())
     taken: list[list[float]] = [[] for _ in calls]
@@ -378,7 +378,7 @@ def medians(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
 
 
 def _tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
-    """Seconds that a tick takes besides what the cost model knows of it.
+    """Seconds of a tick beyond the cost model's prediction.
 
     Of the same layers and microbatches in few ticks and in many: devices that share cores wait for
     each other longer than for an empty collective.
@@ -398,7 +398,7 @@ def _tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
 
 
 def _in_chunks(repeats: int, config: Config, stages: int) -> Config:
-    """A ring of all devices with LAYERS each, in so many chunks; a microbatch for each device."""
+    """A ring of all devices with LAYERS each in `repeats` chunks; a microbatch for each device."""
     model = dataclasses.replace(config.model, num_layers=LAYERS * stages)
     train = dataclasses.replace(config.train, batch_size=Sizes(config).rows * stages)
     schedule = ONE_FORWARD_ONE_BACKWARD if repeats == 1 else INTERLEAVED
@@ -408,7 +408,7 @@ def _in_chunks(repeats: int, config: Config, stages: int) -> Config:
 
 
 def step_of(steps: Steps) -> Callable[[], Tree]:
-    """The train step on made-up data, over and over."""
+    """The train step on synthetic data, to be called repeatedly."""
     rows, tokens = steps.shape
     keys = jax.random.split(jax.random.key(0), 2)
     vocabulary = steps.partition.decoder.config.vocab_size

@@ -34,11 +34,11 @@ COLOURS = {
 _INK, _GREY, _PALE, _LIMIT = "#1d2633", "#667085", "#eff1f5", "#c4314b"
 _LEFT, _BAR, _BAR_WIDTH, _LINE = 68.0, 34.0, 880.0, 22.0
 _MOST_TICKS = 160
-"""Of a timeline; of a longer step the first groups are drawn."""
+"""Ticks of a timeline; of a longer step the first groups are drawn."""
 
 
 def write(candidate: Candidate, hardware: Hardware, path: Path) -> None:
-    """Draws a plan to a file: PNG by its name, else SVG."""
+    """Draws a plan to a file: PNG if its name ends so, else SVG."""
     canvas = picture(candidate, hardware)
     if path.suffix == ".png":
         canvas.png(path)
@@ -47,7 +47,7 @@ def write(candidate: Candidate, hardware: Hardware, path: Path) -> None:
 
 
 def picture(candidate: Candidate, hardware: Hardware) -> Canvas:
-    """Memory above, time below."""
+    """The memory bar above the timeline."""
     canvas = _memory(candidate, hardware)
     canvas.put(_timeline(candidate, hardware), canvas.height)
     return canvas

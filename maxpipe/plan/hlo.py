@@ -1,9 +1,9 @@
-"""What a compiled program will do, read from its optimized HLO text.
+"""The cost of a compiled program, read from its optimized HLO text.
 
-`compiled.as_text()` is walked from its entry, loops times their trips. TPU programs carry the
-compiler's estimate of the cycles of every computing instruction, but none for a synchronous
-collective: hence cycles and bytes moved are two answers. The layer loops' trips are data, so
-the caller says how many there are on average; so it is for work that only some ticks have.
+`compiled.as_text()` is walked from its entry, loop bodies times their trip counts. TPU programs
+carry the compiler's estimate of the cycles of every compute instruction, but none for a synchronous
+collective: hence cycles and bytes are reported apart. The layer loops' trip counts are data, so
+the caller gives their averages, and the share of ticks that run a conditional's branch.
 
     compiled = steps.compile_train()
     found = profile(parse(compiled.as_text()), trips={r"/forward/while$": 10 / 3})
@@ -109,7 +109,7 @@ class Profile:
     copies: list[Entry] = field(default_factory=list)
     """Buffers that are copied or transposed inside a loop."""
     unknown_loops: list[str] = field(default_factory=list)
-    """`op_name` of loops whose trips neither text nor caller tells; counted once."""
+    """`op_name` of loops whose trip counts neither text nor caller gives; counted once."""
 
     @property
     def cycles(self) -> float:
@@ -154,8 +154,8 @@ def profile(
 
     Args:
         module: a parsed program.
-        trips: pattern of a loop's `op_name` -> average trips each time it runs. Goes before
-            what the text says; the first match counts.
+        trips: pattern of a loop's `op_name` -> average trips each time it runs. Overrides
+            the text; the first match counts.
         shares: pattern of a conditional's `op_name` -> share of its executions that take the
             branch with the most cycles, 1 by default; the others take the cheapest.
         regions: name -> pattern of `op_name`. What is called belongs to its caller's region.
@@ -366,10 +366,10 @@ class _Walk:
             if carriers.intersection(other.operands):
                 if self._is_done(other):
                     return found
-                carriers.add(name)  # hands the state of the collective on, a loop too
+                carriers.add(name)  # passes the collective's state on; a loop may, too
             if other.opcode in _COMPUTE:
                 found.append(other)
-        # Its done may be in the loop's next turn: then the rest of the turn stands between.
+        # Its done may be in the loop's next iteration: then the rest of this one is in between.
         return found
 
     def _is_copy(self, each: Instruction) -> bool:
@@ -404,12 +404,12 @@ def _products(each: Instruction, left: tuple[int, ...], right: tuple[int, ...]) 
     count = right[labels[2].index("i")]
     count *= math.prod(size for dim, size in zip(labels[3], out, strict=True) if dim in "bf")
     for dim, sizes in dims.items():
-        count *= _meetings(*sizes, settings, int(dim))
+        count *= _pairings(*sizes, settings, int(dim))
     return count
 
 
-def _meetings(length: int, kernel: int, out: int, settings: Mapping[str, str], dim: int) -> int:
-    """How often an element of the kernel meets one of the array, along one spatial dim."""
+def _pairings(length: int, kernel: int, out: int, settings: Mapping[str, str], dim: int) -> int:
+    """Pairs of kernel and array elements that are multiplied, along one spatial dim."""
 
     def setting(name: str, default: int) -> int:
         parts = settings.get(name, "").split("x")

@@ -1,6 +1,6 @@
 """Optimized HLO text, read into computations of instructions, and how it writes groups of devices.
 
-What a program costs is `maxpipe.plan.hlo`'s.
+`maxpipe.plan.hlo` computes costs from it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Instruction:
     operands: tuple[str, ...]
     """Names of instructions in the same computation; of a constant, its value."""
     attributes: str
-    """Everything behind the operands."""
+    """Everything after the operands."""
 
     @cached_property
     def op_name(self) -> str:
-        """Where in the traced program it comes from, e.g. `jit(f)/while/body/add`."""
+        """Its origin in the traced program, e.g. `jit(f)/while/body/add`."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found.group(1) if found else ""
 
@@ -135,7 +135,7 @@ def _instruction(name: str, text: str) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Position behind the bracket that closes the one at `start`."""
+    """Position after the bracket that closes the one at `start`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match.group() == "(" else -1

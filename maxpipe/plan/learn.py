@@ -1,8 +1,8 @@
-"""What layouts that ran say of those that did not, and which to run next.
+"""Bayesian choice of the next layout to measure, from those that ran.
 
-The logarithm of measured by predicted time is taken for a sum: an error that all layouts share, one
-of each setting (`stage=2`, `remat=names`, rows of a microbatch), and one of the layout itself. All
-are normal, with the forecast as what is believed before anything ran.
+The logarithm of measured by predicted time is modelled as a sum: an error shared by all
+layouts, one of each setting (`stage=2`, `remat=names`, rows of a microbatch), and one of the layout
+itself. All are normal, and the forecast is the prior mean.
 
 Source: Bayesian optimization with a lower confidence bound (Srinivas et al., arXiv:0912.3995).
 """
@@ -18,13 +18,13 @@ from maxpipe.plan.search import Candidate
 from maxpipe.plan.sizes import Sizes
 
 CANDIDATES = 256
-"""Layouts, the best predicted, of which some run."""
+"""The layouts with the best forecasts, from which the measured ones are chosen."""
 COMMON = 3.0
-"""Standard deviation of the error of all: devices may be faster or slower than their figures."""
+"""Standard deviation of the shared error: devices may be faster or slower than their figures."""
 SETTING = 0.03
 """The same of one setting's error."""
 OWN = 0.02
-"""The same of what is left of a layout's."""
+"""The same of a layout's own error."""
 NOISE = 0.01
 """The same of a measured median."""
 
@@ -33,8 +33,8 @@ def next_to_run(candidates: Sequence[Candidate], ran: Mapping[int, float | None]
     """The candidate that may be the fastest: as fast as expected, less a standard error.
 
     Args:
-        candidates: more than ran.
-        ran: measured seconds by a candidate's index; None of one that could not run.
+        candidates: all layouts, more than ran.
+        ran: measured seconds by a candidate's index; None for one that could not run.
     """
     seconds = {index: taken for index, taken in ran.items() if taken is not None}
     mean, error = expected(candidates, seconds)
@@ -43,7 +43,7 @@ def next_to_run(candidates: Sequence[Candidate], ran: Mapping[int, float | None]
     failed = [index for index, taken in ran.items() if taken is None]
     smaller = held < held[failed].min() if failed else np.ones(len(candidates), bool)
     smaller[list(ran)] = False
-    if smaller.any():  # what needs as much memory would fail as well
+    if smaller.any():  # one that needs as much memory would fail, too
         lowest[~smaller] = np.inf
     lowest[list(ran)] = np.inf
     return int(lowest.argmin())
@@ -64,7 +64,7 @@ def expected(
 
 
 def _shared(candidates: Sequence[Candidate]) -> np.ndarray:
-    """`[N, N]`: how many settings two layouts have in common."""
+    """`[N, N]`: number of settings that two layouts share."""
     settings = [_settings(each) for each in candidates]
     total = np.zeros((len(candidates),) * 2)
     for key in sorted({key for each in settings for key in each}):

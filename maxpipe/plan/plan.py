@@ -15,7 +15,7 @@ from maxpipe.plan.topology import Topology, placed
 
 
 def layout(loaded: Loaded, topology: Topology) -> Candidate:
-    """What is predicted of a config on a topology.
+    """The forecast for a config on a topology.
 
     Raises:
         ConfigError: the config does not fit the topology.
@@ -24,7 +24,7 @@ def layout(loaded: Loaded, topology: Topology) -> Candidate:
 
 
 def forecast(candidate: Candidate, topology: Topology) -> tuple[dict[str, Any], list[str]]:
-    """(facts, the nearest changes that fit if this does not)."""
+    """(facts, the smallest changes after which it fits, if it does not)."""
     values = facts(candidate, topology.hardware)
     return values, [] if values["fits"] else nearest(candidate, topology)
 
@@ -33,7 +33,7 @@ def fixed_keys(loaded: Loaded, texts: Sequence[str]) -> dict[str, Any]:
     """The values of `section.key=value` that a search keeps.
 
     Raises:
-        ConfigError: a key that no layout has.
+        ConfigError: a key that a search does not set.
     """
     from maxpipe.config.load import KEYS
 
@@ -54,7 +54,7 @@ def fixed_keys(loaded: Loaded, texts: Sequence[str]) -> dict[str, Any]:
 def best_layouts(
     config: Config, topology: Topology, fixed: Mapping[str, Any], keep: int = SHOWN
 ) -> Search:
-    """The fastest layouts of a config on a topology: so many, if there are."""
+    """The `keep` fastest layouts of a config on a topology."""
     return search(
         config,
         topology.hardware,

@@ -1,4 +1,4 @@
-"""The best layouts of a search, ranked again by what the compiler or the devices say."""
+"""The best layouts of a search, ranked again by the compiler's report or by measurement."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from maxpipe.plan.search import Candidate
 from maxpipe.plan.topology import Topology
 
 COMPUTE = ("layers", "bubble", "head", "update", "ticks")
-"""Parts of a forecast that the compiler's estimate of cycles stands in for."""
+"""Parts of a forecast that the compiler's estimate of cycles replaces."""
 MEASURED_SECONDS = 10.0
-"""For which a layout's steps run, at least three of them."""
+"""Seconds for which a layout's steps run, at least three of them."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Checked:
 
     candidate: Candidate
     report: Report | None = None
-    """The compiler's; None if it was not asked, or the step needs more memory than there is."""
+    """The compiler's report; None if it was not compiled, or needs too much memory."""
     measured: float | None = None
     """Seconds of a step on the devices."""
 
@@ -40,7 +40,7 @@ class Checked:
 
     @property
     def seconds(self) -> float:
-        """Of a step: measured, or the compiler's compute, if any, and the forecast's traffic."""
+        """Seconds of a step: measured, or the compiler's compute, if any, and predicted traffic."""
         predicted = self.candidate.cost
         if self.measured is not None:
             return self.measured
@@ -57,8 +57,8 @@ def recheck(
 
     Args:
         best: of a search on this topology.
-        topology: what is compiled for.
-        tell: is given a line before each compilation.
+        topology: the target of the compilation.
+        tell: called with a line before each compilation.
     """
     checked = []
     for number, candidate in enumerate(best, 1):
@@ -75,16 +75,16 @@ def recheck(
 def run_best(
     candidates: Sequence[Candidate], count: int, devices: Sequence[Any], tell: Callable[[str], None]
 ) -> list[Checked]:
-    """Runs steps of `count` layouts on made-up data; the fastest come first, what fails last.
+    """Runs steps of `count` layouts on synthetic data; the fastest come first, failures last.
 
-    The first is the best predicted. What ran corrects the forecasts of layouts like it, and so says
-    which one is next.
+    The first is the best by forecast. Each result corrects the forecasts of similar layouts, which
+    chooses the next one.
 
     Args:
-        candidates: of a search for so many devices, the best predicted in front.
+        candidates: of a search for the same number of devices, the best predicted first.
         count: how many to run, if there are as many.
         devices: of this machine.
-        tell: is given a line before each layout.
+        tell: called with a line before each layout.
     """
     ran: dict[int, float | None] = {}
     count = min(count, len(candidates))

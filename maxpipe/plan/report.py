@@ -1,4 +1,4 @@
-"""Reports as text: what a compiler said, and what a plan predicts."""
+"""Reports as text: of the compiler, of a plan, of a search."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def search_facts(
 
 
 def rechecked(found: Sequence[Checked], *, ran: bool = False) -> str:
-    """What the compiler, or the devices if they `ran` there, say of the best layouts."""
+    """The best layouts by the compiler's report, or by measurement if they `ran`."""
     lines = ["", "measured:" if ran else "by the compiler:"]
     for rank, each in enumerate(found, 1):
         predicted = f"{gib(each.candidate.memory.total)} predicted"
@@ -226,18 +226,18 @@ def rechecked(found: Sequence[Checked], *, ran: bool = False) -> str:
 
 
 def calibrated(found: Measured, before: Hardware, after: Hardware) -> str:
-    """What was measured, and what it changes."""
+    """The measurements, and the figures that they change."""
     times = {
         "a layer's forward": found.forward,
         "its input gradient": found.input_grad,
         "its weights' gradients": found.weight_grad,
-        "what it runs again with names": found.names_replay,
+        "recomputed with remat=names": found.names_replay,
         "its forward, one device alone": found.forward_alone,
         "a message to the next device": found.hop,
         "gathering a layer's weights": found.gather,
         "reducing a layer's gradient": found.scatter,
-        "a collective of next to nothing": found.latency,
-        "a turn of the loop over ticks": after.tick_us * 1e-6,
+        "an almost empty collective": found.latency,
+        "overhead of a tick": after.tick_us * 1e-6,
     }
     lines = [f"{after.name}, measured {after.measured}", ""]
     lines += [f"{name:<34} {1e6 * taken:12,.1f} us" for name, taken in times.items() if taken]
@@ -260,11 +260,11 @@ FIGURES = (
     "shared_by",
     "fresh_gb_per_second",
 )
-"""What a calibration replaces."""
+"""The figures that a calibration replaces."""
 
 
 def searched(found: Search, hardware: Hardware) -> str:
-    """The best layouts, a line each, with what their time goes to."""
+    """The best layouts, two lines each, with the parts of their time."""
     lines = [
         f"{found.considered:,} layouts, of which {found.too_large:,} do not fit "
         f"{hardware.memory_gib:g} GiB",

@@ -1,8 +1,8 @@
 """Every legal layout of a run, pruned by memory and ranked by predicted time.
 
-A layout is what does not change the loss curve: mesh axes, stages, repeats, group, microbatches,
-schedule, gathers and remat. Tables are long where there are many microbatches; time and buffers
-are found from two short tables and carried on, which is exact for schedules whose steady state
+A layout does not change the loss curve: mesh axes, stages, repeats, group, microbatches, schedule,
+gathers and remat. Tables are long where there are many microbatches; time and buffers
+are found from two short tables and extrapolated, which is exact for schedules whose steady state
 repeats. The best few are computed again from their own tables.
 
 Source: enumerating plans for a compiler's cost model is Alpa's idea (arXiv:2201.12023).
@@ -34,12 +34,12 @@ REPEATS = (1, 2, 3, 4, 6, 8)
 GATHERS = ("iteration", "visit", "step")
 REMATS = ("none", "names", "full", "chunk")
 SHOWN = 10
-"""Layouts that a search is asked for where nothing else is said, and that are printed."""
+"""Layouts that a search returns by default, and that are printed."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout and what is predicted of it."""
+    """A layout and its forecast."""
 
     config: Config
     schedule: Schedule
@@ -48,7 +48,7 @@ class Candidate:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The keys that make the layout."""
+        """The keys that define the layout."""
         mesh, pipeline = self.config.mesh, self.config.pipeline
         found: dict[str, Any] = {}
         for link, axis in itertools.product(("ici", "dcn"), AXES):
@@ -88,10 +88,10 @@ def search(
     """The layouts with the shortest predicted steps.
 
     Args:
-        config: model, batch and optimizer; what it says of the layout is not read.
+        config: model, batch and optimizer; its layout is ignored.
         hardware: the kind of device.
         num_devices: of all slices.
-        num_slices: slices that they lie in.
+        num_slices: number of slices.
         fixed: full keys of `mesh` and `pipeline` that keep their value.
         keep: how many to return.
 
@@ -144,7 +144,7 @@ def evaluate(config: Config, hardware: Hardware) -> Candidate:
 def layouts(
     config: Config, num_devices: int, num_slices: int, fixed: Mapping[str, Any]
 ) -> Iterator[Config]:
-    """Legal layouts, as far as sizes go; `check` has the last word."""
+    """Layouts with legal sizes; `check` applies the other rules."""
     for mesh in _meshes(config, num_devices, num_slices):
         if any(
             mesh.get(key.removeprefix("mesh."), 1) != value

@@ -1,7 +1,7 @@
-"""Names of groups of devices, such as `v5p:4x4x4`, and the devices that they stand for.
+"""Names of groups of devices, such as `v5p:4x4x4`, and their devices.
 
 Parsing needs no jax. TPU devices come from libtpu, which describes chips that this machine does
-not have; CPU devices are virtual; GPUs must be there.
+not have; CPU devices are virtual; GPUs must be present.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CORES_PER_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
 _DEVICES_PER_CHIP = {"v2": 2, "v3": 2, "tpu7x": 2}
 _ACCELERATORS = {"v5e": "v5litepod"}
 _GENERAL = {"gpu": "h100", "cuda": "h100", "nvidia": "h100", "tpu": "v5p"}
-"""Words for many kinds, and one of them."""
+"""Generic names, and a kind for each."""
 _CHIP_OPTIONS = {"v4": {"chip_config_name": "megacore"}}
 """Both cores of a chip are one jax device unless one asks otherwise; libtpu's default is two."""
 
@@ -107,7 +107,7 @@ def parse(text: str, num_slices: int = 1, where: str = WHERE) -> Topology:
 
 
 def _meant(text: str, kinds: Mapping[str, Hardware]) -> str:
-    """The topology that was meant: `h100x8`, `8xH100` and `v5p-64` are ways to write one."""
+    """The topology that is meant: `h100x8`, `8xH100` and `v5p-64` are ways to write one."""
     name = text.lower().replace("v5litepod", "v5e").removeprefix("tpu-")
     if first := re.fullmatch(r"(\d+)[ x*-]*(\D.*)", name):
         name = f"{first[2]}:{first[1]}"
@@ -127,7 +127,7 @@ def _meant(text: str, kinds: Mapping[str, Hardware]) -> str:
 
 
 def _shaped(hardware: Hardware, count: int) -> str:
-    """So many devices in the shape in which they are joined, no more than a slice holds."""
+    """`count` devices in the shape of their torus, at most the largest slice."""
     count = max(1, min(count, _most(hardware)))
     return f"{hardware.topology}:{'x'.join(map(str, _cube(count, max(1, hardware.torus_dims))))}"
 
@@ -138,7 +138,7 @@ def _most(hardware: Hardware) -> int:
 
 
 def at_hand(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> Topology:
-    """So many devices like those of this machine, or all that it has, in one slice. Starts jax.
+    """`count` devices like those of this machine, or all that it has, in one slice. Starts jax.
 
     Args:
         runtime: of the process.
@@ -146,7 +146,7 @@ def at_hand(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> Topolog
         count: of devices.
 
     Raises:
-        ConfigError: there are none, or nobody has figures for their kind.
+        ConfigError: there are none, or no figures for their kind.
     """
     from maxpipe.processes import runtime as process
 
@@ -180,7 +180,7 @@ def all_here(topology: Topology) -> Sequence[Any]:
 
 
 def _cube(count: int, num_dims: int) -> tuple[int, ...]:
-    """The sides, as equal as can be, of a block with so many devices; the smallest comes first."""
+    """The sides, as equal as possible, of a block of `count` devices; the smallest first."""
     if num_dims == 1:
         return (count,)
     root = round(count ** (1 / num_dims))
@@ -189,14 +189,14 @@ def _cube(count: int, num_dims: int) -> tuple[int, ...]:
 
 
 def _way_to_fill(mesh: MeshConfig, sizes: Sizes, topology: Topology) -> str:
-    """What to do about a mesh that does not take all devices of a topology."""
-    others = sizes.num_devices // sizes.axes["data"] * mesh.dcn_data  # ici_data aside
+    """The action for a mesh that does not use all devices of a topology."""
+    others = sizes.num_devices // sizes.axes["data"] * mesh.dcn_data  # without ici_data
     if others and topology.num_devices % others == 0 and sizes.num_slices == topology.num_slices:
         return "Set mesh.ici_data=-1 to use what is left, or another size for an axis."
     here = f"they multiply to {topology.num_devices}"
     if topology.num_slices > 1:
         here += f", the product of mesh.dcn_* being {topology.num_slices}"
-    if topology.platform == "cpu":  # nobody names a topology to train on one
+    if topology.platform == "cpu":  # a CPU run takes its devices from a key
         more = f"mesh.cpu_devices={sizes.num_devices} or --topology cpu:{sizes.num_devices}"
         return f"Set {more}, or sizes of axes so that {here}."
     return f"Set sizes of axes so that {here}, or name a topology of {sizes.num_devices} devices."
@@ -225,15 +225,15 @@ def placed(loaded: Loaded, topology: Topology) -> Config:
 
 
 def prepare(topology: Topology) -> None:
-    """What must be set before jax is imported or looks for devices."""
+    """Settings before jax is imported or initialises devices."""
     if topology.platform != "tpu":
         return
     os.environ["TPU_ACCELERATOR_TYPE"] = topology.accelerator
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    # Other processes may be compiling for TPUs, too: nobody holds one.
+    # Other processes may be compiling for TPUs, too: none is held.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    # Its messages about hosts that it does not find are for those who run on TPUs.
+    # Its messages about missing hosts matter only for runs on TPUs.
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
 
@@ -279,5 +279,5 @@ def _no_topology(topology: Topology, error: Exception) -> ConfigError:
         WHERE,
         topology.name,
         f"cannot be compiled for on this machine: {reason}",
-        f"Install the compiler, pip install 'maxpipe[{extra}]', or name a size that is sold.",
+        f"Install the compiler, pip install 'maxpipe[{extra}]', or name a size that exists.",
     )

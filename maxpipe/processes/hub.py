@@ -1,4 +1,4 @@
-"""What process 0 knows of all processes of a run, and what it decides for them.
+"""The hub in process 0: the state of all processes of a run, and the decisions for them.
 
 `link` is the other end, `wire` is between them, and `listener` lets the others in.
 """
@@ -21,23 +21,22 @@ from maxpipe.errors import ExitCode, printable
 from maxpipe.processes.listener import Listener
 from maxpipe.processes.phases import SAVE, UNTIMED
 from maxpipe.processes.wire import Wire
-from maxpipe.words import counted
 
 _STRAGGLER_STEPS = 20
-"""Over which the processes' own times are compared."""
+"""Steps between comparisons of the processes' own times."""
 _STRAGGLER_SECONDS, _STRAGGLER_SHARE = 0.005, 0.05
-"""A step's delay that is worth a word: at least so long, and so much of the step."""
+"""A step's delay that is reported: at least these seconds, and this share of the step."""
 _SAY_EVERY_SECONDS = 10.0
 _BEHIND_SECONDS = 0.05
-"""After which more is handed to a network that did not take all at once."""
+"""Seconds after which a partly sent message is continued."""
 _AGAIN = "  Start the same command again to go on from the newest checkpoint."
 NOTHING_NEW = f"asked to stop before the first step\n  There is nothing new to save.\n{_AGAIN}"
 
 
 def free_port() -> int:
-    """A port that nobody listens at now, for the meeting point of processes that start next.
+    """A port without a listener, for the meeting point of processes that start next.
 
-    Not one of those that systems give to outgoing connections, which would take it meanwhile.
+    Outside the range for outgoing connections, which could take it meanwhile.
     """
     for port in random.sample(range(61_000, 65_000), 100):
         with contextlib.suppress(OSError), socket.create_server(("", port)):
@@ -48,11 +47,11 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """When a process gives the others, or the run, up."""
+    """Time limits after which a process gives up the others, or the run."""
 
     init_seconds: float = 300.0
     heartbeat_seconds: float = 100.0
-    """Without a word of a process."""
+    """Without a message of a process."""
     stall_seconds: float = 0.0
     """Without progress of a process; 0 waits forever."""
     grace_seconds: float = 0.0
@@ -65,13 +64,13 @@ class Trouble:
 
     text: str
     late: bool = False
-    """Some did not come, or cannot be reached; else what they were told does not fit."""
+    """Some did not connect, or cannot be reached; else their settings disagree."""
     action: str = ""
-    """What helps, where it is known."""
+    """The action to take, where it is known."""
 
 
 class Hello(TypedDict):
-    """Who a process is, and what it was told."""
+    """A process's identity and settings, sent first."""
 
     index: int
     count: int
@@ -81,7 +80,7 @@ class Hello(TypedDict):
 
 
 class Beat(TypedDict):
-    """Where it is, about once a second."""
+    """Its progress, about once a second."""
 
     phase: str
     step: int
@@ -98,11 +97,11 @@ class Failed(TypedDict):
 
 
 StopCode = Literal[75, 130]
-"""`ExitCode.PREEMPTED` or `ExitCode.INTERRUPTED`: with which all leave who were asked to stop."""
+"""`ExitCode.PREEMPTED` or `ExitCode.INTERRUPTED`: the exit code of all after a stop."""
 
 
 class FromMember(TypedDict):
-    """One of these things that a process tells the hub."""
+    """One of these messages from a process to the hub."""
 
     hello: NotRequired[Hello]
     beat: NotRequired[Beat]
@@ -123,7 +122,7 @@ class Leave(TypedDict):
 
 
 class FromHub(TypedDict):
-    """One of these things that the hub tells a process."""
+    """One of these messages from the hub to a process."""
 
     welcome: NotRequired[Literal[True]]
     refused: NotRequired[str]
@@ -137,12 +136,12 @@ class FromHub(TypedDict):
 
 
 def from_peer(text: str, most: int) -> str:
-    """A peer's words as they are shown: their end, without what a terminal would obey."""
+    """A peer's text for display: its end, without terminal control characters."""
     return printable(text[-most:])
 
 
 def code_from_peer(code: int) -> int:
-    """An exit code that a peer named. Whatever it says, a run that is ended is not done."""
+    """An exit code from a peer. It never means "done" for a run that is ended."""
     return code if 0 < code < 256 else int(ExitCode.BUG)
 
 
@@ -190,7 +189,7 @@ class Hub:
         self._listener: Listener | None = None
         self._selector = selector
         self._unknown: dict[Wire, float] = {}
-        """Of this run, and when they came; they have not said yet who they are."""
+        """Proved connections and their times; their hello is still to come."""
         self._refusal = ""
         self._lock = threading.RLock()
         self._goodbye = threading.Condition(self._lock)
@@ -199,7 +198,7 @@ class Hub:
         self._verdict = False
         self._asked = False
         self._stop_code: StopCode = 75
-        """The exit code of the stop that was asked for first: all leave with the same."""
+        """The exit code of the first stop request: all leave with it."""
         self._answers: dict[int, int] = {}
         self._values: dict[str, dict[int, str]] = {}
         self._said = time.monotonic()
@@ -207,7 +206,7 @@ class Hub:
     # Connections.
 
     def listen(self, address: tuple[str, int], secret: bytes) -> None:
-        """Opens the port at which the others come; it is closed when all are there.
+        """Opens the port for the others; it is closed when all have connected.
 
         Raises:
             OSError: the port is taken.
@@ -227,7 +226,7 @@ class Hub:
             self._selector.unregister(source)
 
     def tend(self) -> float:
-        """What the thread does between messages; the seconds after which it is to be done again."""
+        """The thread's work between messages; the seconds until the next time."""
         wires = [each.wire for each in list(self._members.values())]  # the main thread joins
         behind = [wire for wire in wires if wire and wire.waits]
         for wire in behind:
@@ -242,7 +241,7 @@ class Hub:
         return soon
 
     def read(self, source: Any) -> None:
-        """Takes what a socket has."""
+        """Reads what a socket has."""
         if isinstance(source, Listener):
             self._selector_drops(source)  # it rests
             self._look_at_the_port()
@@ -281,14 +280,14 @@ class Hub:
         wire.close()
 
     def _admit(self, wire: Wire, hello: Hello) -> Member | None:
-        """The process that introduces itself, unless what it was told is wrong."""
+        """Admits a process by its hello, unless its settings are wrong."""
         index, count = hello["index"], hello["count"]
         came = Member(index, from_peer(hello["host"], 255), hello["pid"], wire, hello["facts"])
         if count != self._count or not 0 < index < self._count:
-            told = f"was told of {counted(count, 'process')}, process 0 of {self._count}"
+            told = f"has num_processes={count}, process 0 has {self._count}"
             return self._refuse(came, f"{came} {told}")
         before, limit = self._members.get(index), self._limits.heartbeat_seconds
-        # A silent one's host was lost, and this is the same process started again.
+        # The silent one's host was lost, and this is its replacement.
         if before and (self._welcomed or time.monotonic() - before.heard < limit):
             return self._refuse(came, f"{came} has the number of {before}")
         self._unknown.pop(wire, None)
@@ -296,14 +295,14 @@ class Hub:
         return came
 
     def _refuse(self, came: Member, text: str) -> None:
-        """It is the only one that leaves: the others may be right, and it may come again."""
+        """Only it leaves: the others may be right, and it may be started again."""
         if came.wire is not None:
             came.wire.send({"refused": text})
         self._refusal = f"; {text}"
-        self._say(f"sent away: {text}")
+        self._say(f"refused: {text}")
 
     def refuse_for_the_missing(self) -> Trouble:
-        """Tells those who came who did not; returns the same."""
+        """Tells those that connected which are missing; returns the same text."""
         with self._lock:
             missing = f"{self._named(self._missing())} of {self._count}"
             text = f"{missing} did not come within {self._limits.init_seconds:g} s"
@@ -312,7 +311,7 @@ class Hub:
         return Trouble(text, late=True)
 
     def close(self) -> None:
-        """Closes every connection; those who still listen have heard `bye` or will see the end."""
+        """Closes every connection; peers have read `bye` or will see the end of the stream."""
         wires = [member.wire for member in self._members.values() if member.wire is not None]
         for wire in (*wires, *self._unknown):
             wire.close()
@@ -320,7 +319,7 @@ class Hub:
             self._listener.close()
 
     def wait_for_goodbyes(self, seconds: float) -> None:
-        """Until all others have left, which the thread goes on to watch."""
+        """Waits until all others have left, which the thread watches."""
         with self._goodbye:
             others = [member for member in self._members.values() if member.wire is not None]
             if self._welcomed:
@@ -328,7 +327,7 @@ class Hub:
                 self._goodbye.wait_for(lambda: all(each.left for each in others), limit)
 
     def wait_for_leaving(self, seconds: float) -> None:
-        """Gives the others time to hear why they leave; for the thread that reads."""
+        """Gives the others time to read why they leave; for the thread that reads."""
         end = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             for member in self._members.values():
@@ -343,7 +342,7 @@ class Hub:
     # Messages.
 
     def join(self, member: Member) -> None:
-        """One more of the run's processes is here."""
+        """One more of the run's processes has connected."""
         with self._lock:
             member.heard = time.monotonic()
             self._members[member.index] = member
@@ -373,7 +372,7 @@ class Hub:
                 self._asked, self._stop_code = True, message["stop"]
                 if self._welcomed:
                     self._tell({"ask": self._stop_code})
-                else:  # nobody has begun, and who did not come yet would not answer
+                else:  # none has begun, and those that did not connect yet cannot answer
                     self._end(self._stop_code, NOTHING_NEW)
             elif "at" in message:
                 self._answers[index] = message["at"]
@@ -390,7 +389,7 @@ class Hub:
                     self._tell({"agreed": message["same"], "values": list(groups.items())})
 
     def _decide(self) -> None:
-        """Where all stop: further than any of them is."""
+        """The step at which all stop: after any that was started."""
         furthest = max(self._answers.values())
         if furthest == 0:
             self._end(self._stop_code, NOTHING_NEW)
@@ -419,7 +418,7 @@ class Hub:
                     self._tell({"refused": text})
                     return
         self._welcomed = True
-        self._close_port()  # who is welcome joins jax's service next, at the same port
+        self._close_port()  # an admitted process joins jax's service next, at the same port
         for member in self._members.values():
             member.heard = time.monotonic()
         self._tell({"welcome": True})
@@ -429,7 +428,7 @@ class Hub:
         return [i for i in range(self._count) if i not in self._members or i in silent]
 
     def _silent(self) -> list[Member]:
-        """Who has not been heard for too long."""
+        """The processes without a message for too long."""
         now, limit = time.monotonic(), self._limits.heartbeat_seconds
         return [
             each
@@ -444,14 +443,14 @@ class Hub:
         names = ", ".join(map(str, listed[:8])) + more
         return f"process {names}" if len(listed) == 1 else f"processes {names}"
 
-    # Judgement.
+    # Timeouts.
 
-    def judge(self) -> None:
-        """Looks at all processes, about once a second."""
+    def check_timeouts(self) -> None:
+        """Checks all processes, about once a second."""
         with self._lock:
             if not self._welcomed:
-                self._look_at_the_port()  # some have had their time
-                self._welcome()  # one that was silent may be heard again
+                self._look_at_the_port()  # closes connections whose time is over
+                self._welcome()  # one that was silent may have sent again
                 self._say_who_is_missing()
             elif not self._verdict:
                 self._look_for_silence()
@@ -477,7 +476,7 @@ class Hub:
         self._say(text)
 
     def _strangers(self) -> str:
-        """Who came and was not of this run; perhaps those who are missing."""
+        """Connections that were not of this run; perhaps the missing ones."""
         if self._listener is None or not self._listener.num_refused:
             return ""
         return (
@@ -504,9 +503,9 @@ class Hub:
             self._end(ExitCode.HANG, text)
 
     def _look_for_early_ends(self) -> None:
-        """Processes end together: one that left alone is waited for in vain.
+        """Processes end together: the others would wait for one that left alone.
 
-        Not while the rest moves, or saves: process 0 looks at what all have written.
+        Not while the rest moves, or saves: process 0 reads back what all have written.
         """
         limit, alone = self._limits.heartbeat_seconds, time.monotonic() - self._first_goodbye
         rest = [each for each in self._members.values() if not each.left]
@@ -522,7 +521,7 @@ class Hub:
         self._end(ExitCode.HANG, text)
 
     def _look_for_stall(self) -> None:
-        """Only when nobody moves: what one process does, the others wait for."""
+        """Only when no process moves: what one process does, the others wait for."""
         limit = self._limits.stall_seconds
         here = [each for each in self._members.values() if each.beat and not each.left]
         idle = min((each.beat["seconds"] for each in here), default=0.0)
@@ -571,7 +570,7 @@ class Hub:
             )
 
     def _end(self, code: int, text: str, *, but: int = -1, stacks: bool = False) -> None:
-        """All leave; the first reason is the one that is told."""
+        """All leave; the first reason is the one that is reported."""
         if not self._verdict:
             self._verdict = True
             self._tell({"leave": {"code": int(code), "text": text, "stacks": stacks}}, but)

@@ -1,12 +1,12 @@
-"""How the processes of a run watch over each other: a connection from each one to process 0.
+"""How the processes of a run monitor each other: a connection from each one to process 0.
 
 Threads and sockets only, so that a process answers while its main thread compiles, waits in a
-collective or sleeps in a reader. Process 0 is the hub, which decides; all are told. A run of one
-process is its own hub. Only who knows the run's secret is heard. The hub tells, in this order of
-importance, why all leave: somebody failed and said so, somebody is gone, somebody does not answer,
+collective or sleeps in a reader. Process 0 is the hub, which decides for all. A run of one
+process is its own hub. Peers prove the run's secret first. The hub says, in this order of
+importance, why all leave: a process reported a failure, is gone, or does not answer, or
 nothing moves.
 
-jax has a service of the same kind, which ends processes with SIGABRT and names nobody; the link
+jax has a service of the same kind, which ends processes with SIGABRT and names none; the link
 speaks first.
 """
 
@@ -69,10 +69,10 @@ _ONE_REQUEST_SECONDS = 1.0
 _ONE_KEY_SECONDS = 0.25
 """The same of Ctrl-C, which a person may press twice in a second, and mean it."""
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-"""Which ask a run to stop: a scheduler's, that of a closed terminal, and Ctrl-C."""
+"""Signals that ask a run to stop: a scheduler's, a closed terminal's, and Ctrl-C."""
 _VERDICT_SECONDS = 2.0
 _GOODBYE_SECONDS = 5.0
-"""For words that are on their way when a process leaves."""
+"""Seconds for messages that are on their way when a process leaves."""
 _NO_SECRET = "; it has left no secret in the run's folder"
 _OTHER_SECRET = "; what answers there does not know the secret of this run"
 _SAME_SECRET = (
@@ -85,14 +85,14 @@ _LONGEST_TEXT = 8000
 
 @dataclass
 class Told:
-    """What the hub has told this process; guarded by the link's condition."""
+    """What the hub has sent to this process; guarded by the link's condition."""
 
     welcome: bool = False
     refused: Trouble | None = None
     asked: bool = False
-    """Somebody was asked to stop, and the hub collects how far each process is."""
+    """A process was asked to stop, and the hub collects how far each one is."""
     code: StopCode = 75
-    """With which all leave then."""
+    """The exit code of all then."""
     stop_at: int | None = None
     agreed: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     """Name of what was compared -> value -> processes that have it."""
@@ -122,7 +122,7 @@ class Link:
         self.tell: Callable[[str], None] = say
         """Prints a line on every process."""
         self.on_leave: Callable[[int, str], None] = lambda code, text: None
-        """Called before the process ends for a reason that the hub told."""
+        """Called before the process ends for a reason from the hub."""
         self._phases, self._limits = phases, limits
         self._selector = selectors.DefaultSelector()
         self._hub = None
@@ -156,7 +156,7 @@ class Link:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
-            # What is ignored stays so: `nohup`, and jobs that a script has put into the background.
+            # An ignored signal stays ignored: `nohup`, and background jobs of a script.
             if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
                 self._before.setdefault(number, signal.signal(number, self._noted))
         # Python hands a signal on when the main thread next runs Python, which may take as long
@@ -164,7 +164,7 @@ class Link:
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        self._closed = self._hub is None  # which ends when it has heard all goodbyes
+        self._closed = self._hub is None  # the hub ends when all have said goodbye
         self._send({"bye": True})
         if self._wire is not None:
             self._wire.flush(_GOODBYE_SECONDS)
@@ -198,8 +198,8 @@ class Link:
 
         Args:
             address: host and port of the hub; it listens there until all have come.
-            facts: what must be the same everywhere, by name.
-            secret: of the run; None as long as this process does not know it.
+            facts: values that must be the same in all processes, by name.
+            secret: of the run; None until this process has it.
         """
         hello: Hello = {
             "index": self.index,
@@ -221,10 +221,10 @@ class Link:
                 return found
             self._heard, self._wire = time.monotonic(), found
             self._selector.register(found, selectors.EVENT_READ)
-        if self._asked_at:  # when there was nobody to tell
+        if self._asked_at:  # before there was a connection
             self._send({"stop": self._asked_code})
         with contextlib.suppress(OSError):
-            self._wakes.send(b"\0")  # the thread looks at what is new
+            self._wakes.send(b"\0")  # wakes the thread
         end = time.monotonic() + self._limits.init_seconds + (5 if self.index else 0)
         with self._changed:
             self._changed.wait_for(
@@ -239,7 +239,7 @@ class Link:
     def _reach(
         self, address: tuple[str, int], hello: Hello, secret: Callable[[], bytes | None]
     ) -> Wire | Trouble:
-        """The wire to process 0, or why there is none. Who else answers there is told nothing."""
+        """The wire to process 0, or why there is none. Any other program learns nothing."""
         begin = told = time.monotonic()
         where = f"{address[0]}:{address[1]}"
 
@@ -250,7 +250,7 @@ class Link:
         reason = _NO_SECRET
         while time.monotonic() < end():
             try:
-                if (key := secret()) is None:  # or there no more, since process 0 has left
+                if (key := secret()) is None:  # or removed, since process 0 has left
                     raise ConnectionRefusedError
                 reason = "" if reason == _NO_SECRET else reason
                 wire = reach(address, key, end)
@@ -278,7 +278,7 @@ class Link:
         """Whether to stop here. All processes ask equally often and get the same answers."""
         with self._changed:
             while self._told.asked and self._told.stop_at is None and not self._closed:
-                self._changed.wait(1.0)  # all answer from their threads: it is on its way
+                self._changed.wait(1.0)  # all answer from their threads
             self._answered += 1
             return self._told.stop_at is not None and self._answered >= self._told.stop_at
 
@@ -299,17 +299,17 @@ class Link:
 
     @contextlib.contextmanager
     def ends_together(self) -> Iterator[None]:
-        """When the body fails here, the others are told why and leave with the same code."""
+        """When the body fails here, the others get the reason and leave with the same code."""
         try:
             yield
         except Preempted:  # agreed by all
             raise
         except BaseException as error:
             if isinstance(error, NumbersError | ReplicaError) and self.index != 0:
-                # All decide alike, and process 0 writes down why.
+                # All decide alike, and process 0 records why.
                 time.sleep(_VERDICT_SECONDS)
             if isinstance(error, Exception) and not isinstance(error, MaxpipeError):
-                # A collective fails when another process is gone: who that is, the hub tells.
+                # A collective fails when another process is gone: the hub reports which.
                 time.sleep(_VERDICT_SECONDS if self.count > 1 else 0)
             code = error.exit_code if isinstance(error, MaxpipeError) else ExitCode.BUG
             if isinstance(error, KeyboardInterrupt):
@@ -318,12 +318,12 @@ class Link:
             raise
 
     def fail(self, code: int, text: str) -> None:
-        """Tells all others that this process fails; it leaves by itself, whatever jax does."""
+        """Reports to all others that this process fails; it ends independently of jax."""
         self._failing = True
         self._send({"failed": {"code": code, "text": redact.text(text)[-4000:]}})
         if self.count == 1:
             return
-        if self._hub is not None:  # jax ends those at once who lose process 0
+        if self._hub is not None:  # jax ends a process at once that loses process 0
             self._hub.wait_for_goodbyes(_GOODBYE_SECONDS / 2)
         # jax would wait for the others at the exit, and they are gone.
         atexit.register(_exit_now, code)
@@ -335,7 +335,7 @@ class Link:
         try:
             self._watch()
         except BaseException:
-            # The main thread would wait for words that never come.
+            # The main thread would wait for messages that never come.
             self._go(ExitCode.BUG, traceback.format_exc())
 
     def _watch(self) -> None:
@@ -352,21 +352,21 @@ class Link:
                 last = now
                 self._send({"beat": self._beat()})
                 if self._hub is not None:
-                    self._hub.judge()
+                    self._hub.check_timeouts()
                 else:
                     self._judge_hub(now)
                 if self._asked_at and now - self._asked_at > self._limits.grace_seconds > 0:
                     self._go(self._asked_code, _NO_TIME)
 
     def _tend(self) -> float:
-        """As the hub does: sends what waits; the seconds until that is to be done again."""
+        """As in the hub: sends what is queued; the seconds until the next time."""
         if self._wire is None or not self._wire.waits:
             return math.inf
         self._wire.push()
         return _BEHIND_SECONDS
 
     def _judge_hub(self, now: float) -> None:
-        """Nobody else watches process 0."""
+        """Only this link watches process 0."""
         limit = self._limits.heartbeat_seconds
         if self._wire is None or self._closed or self._failing or now - self._heard <= limit:
             return
@@ -375,7 +375,7 @@ class Link:
         self._go(ExitCode.HANG, text)
 
     def _beat(self) -> Beat:
-        """What the hub is told of this process, about once a second."""
+        """Sends this process's state to the hub, about once a second."""
         where = self._phases.where()
         return {
             "phase": where.phase,
@@ -427,7 +427,7 @@ class Link:
             self._wire.send(message)
 
     def _hear(self, message: FromHub) -> None:
-        """A word of the hub."""
+        """A message of the hub."""
         with self._changed:
             at = self._answered
             if "welcome" in message:
@@ -467,7 +467,7 @@ class Link:
                 self.on_leave(int(code), text)
 
         try:
-            with contextlib.suppress(RuntimeError):  # no thread begins while Python ends
+            with contextlib.suppress(RuntimeError):  # no thread can start while Python ends
                 _exit_later(2 * _GOODBYE_SECONDS, int(code))
                 telling = threading.Thread(target=tell_ledger, daemon=True)
                 telling.start()
@@ -492,9 +492,9 @@ def _delay_aborts(delay: bool = True) -> None:
     """A thread of jax that aborts since process 0 is gone sleeps first: the link tells why.
 
     The handler is C's own `sleep`, given the signal's number: six seconds. Python could not run
-    one in that thread. Afterwards the abort goes on. The handler serves once, so that whoever
-    sends SIGABRT from outside, and wants more than a pause, sends it again. Python's faulthandler,
-    where somebody turned it on, keeps the signal: stacks were asked for.
+    one in that thread. Afterwards the abort goes on. The handler serves once, so that a second
+    SIGABRT from outside ends the process at once. Python's faulthandler, where it is enabled, keeps
+    the signal.
     """
     if faulthandler.is_enabled():
         return

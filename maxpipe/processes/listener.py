@@ -1,8 +1,8 @@
-"""The port of process 0 while the others are waited for: whom it lets in, and whom it sends away.
+"""The port of process 0 while the others connect: which connections it accepts, which it refuses.
 
-Anybody may find the port. Who has not proved to be of this run costs little: strangers are few,
-short of words and short-lived, and what they cost is followed by a rest so many times as long, in
-which nobody looks at the port.
+Any host may find the port. A connection that has not proved to be of this run costs little:
+there are few, they send little and live shortly, and after each look that took time the port is
+left alone for a multiple of that time.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from typing import Any
 from maxpipe.processes.wire import Stranger, Wire
 
 _MOST_STRANGERS, _SECONDS = 64, 10.0
-"""At a time, besides one for each process; and how long each has to prove itself."""
+"""Unproved connections at a time, besides one per process; seconds that each has for its proof."""
 _ACCEPTS = 16
-"""At a look."""
+"""Connections accepted in one look."""
 _REST, _SHORTEST_REST_SECONDS = 30.0, 0.01
-"""How many times as long as a look took this process's time the next one is put off."""
+"""The next look is delayed by this multiple of the last one's CPU time."""
 _BACKLOG = 512
 _OUT_OF_SOCKETS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def own_addresses(host: str) -> list[str]:
-    """The addresses of this machine that others mean by `host`; empty when that is not known."""
+    """The addresses of this machine that `host` resolves to; empty if it does not resolve here."""
     try:
         found = list(dict.fromkeys(str(each[4][0]) for each in _resolved(host, 0)))
-    except socket.gaierror:  # known to others, or not yet
+    except socket.gaierror:  # other hosts may resolve it, or this one later
         return []
     is_name = host not in found and host != "localhost"
     if is_name and any(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found):
-        return []  # many hosts call themselves 127.0.1.1, which means something else to others
+        return []  # many hosts name themselves 127.0.1.1, which other hosts cannot reach
     return [each for each in found if _is_here(each)]
 
 
@@ -90,7 +90,7 @@ class Listener:
         host, port = address
         hosts = own_addresses(host)
         if not hosts:
-            say(f"process 0 listens at every address: which one others mean by {host} is not known")
+            say(f"process 0 listens at every address: {host} is no address of this machine")
         dual = not hosts and socket.has_dualstack_ipv6()
         for each in hosts or [""]:
             family = socket.AF_INET6 if ":" in each or dual else socket.AF_INET
@@ -102,11 +102,11 @@ class Listener:
             self._selector.register(opened, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """Can be read when somebody is at the port."""
+        """Readable when a connection is waiting."""
         return self._selector.fileno()
 
     def look(self) -> list[Wire]:
-        """The processes that have proved themselves, once each. Nothing before `rests_until`."""
+        """The processes that have proved themselves, once each. Empty before `rests_until`."""
         now, begin = time.monotonic(), time.thread_time()
         if now < self.rests_until:
             return []
@@ -115,7 +115,7 @@ class Listener:
             source: Any = key.fileobj
             if source in self._opened:
                 self._accept(source)
-            elif source in self._strangers:  # not sent away for a newcomer just now
+            elif source in self._strangers:  # not closed for a newer one just now
                 proved += self._hear(source)
         for stranger in [each for each in self._strangers if now - each.since > _SECONDS]:
             self._send_away(stranger)
@@ -138,9 +138,9 @@ class Listener:
             self._selector.register(stranger, selectors.EVENT_READ)
 
     def _make_room(self) -> None:
-        """The oldest goes of those of the address that has most."""
-        ((crowded, _),) = Counter(each.address for each in self._strangers).most_common(1)
-        self._send_away(next(each for each in self._strangers if each.address == crowded))
+        """Closes the oldest connection of the address that has the most."""
+        ((busiest, _),) = Counter(each.address for each in self._strangers).most_common(1)
+        self._send_away(next(each for each in self._strangers if each.address == busiest))
 
     def _hear(self, stranger: Stranger) -> list[Wire]:
         try:

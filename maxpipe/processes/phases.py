@@ -1,4 +1,4 @@
-"""Where a process is in its run, and where its time went.
+"""The phase of a process in its run, and the time spent in each.
 
 One object per process, written by the main thread and read by those that watch it. The names are
 those of the ledger in `events.jsonl`, of stall reports and of `maxpipe goodput`.
@@ -17,9 +17,9 @@ LOOP, DATA, STEP, EVAL, SAVE = "loop", "data", "step", "eval", "save"
 SET_UP = (START, DATA_SET_UP, RESTORE, COMPILE)
 """Before the first step."""
 WAITING = (STEP, EVAL, SAVE, RESTORE)
-"""In which a process may wait for the others; in all others it holds them up itself."""
+"""Phases that may wait for other processes; in all others a process delays them itself."""
 UNTIMED = (COMPILE,)
-"""Takes what it takes: nobody outside can tell whether anything moves."""
+"""Of unknown length: from outside, progress cannot be seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Where:
     step: int
     """The newest step that was started."""
     seconds: float
-    """Since something was last done."""
+    """Since the last progress."""
     own_seconds: float
-    """In all, after set-up, in which it did not wait for devices or other processes."""
+    """In total after set-up, without waits for devices or other processes."""
 
 
 class Phases:
@@ -63,7 +63,7 @@ class Phases:
                 self._progressed = self._clock()
 
     def progress(self, step: int | None = None) -> None:
-        """Something was done; `step` is the newest step that was started."""
+        """Progress was made; `step` is the newest step that was started."""
         with self._lock:
             self._progressed = self._clock()
             self.step = self.step if step is None else step

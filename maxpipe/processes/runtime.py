@@ -1,4 +1,4 @@
-"""How a process starts and stops: devices, other processes, caches, signals.
+"""Start and stop of a process: devices, other processes, caches, signals.
 
 The only module that touches jax's global settings and the process environment. It
 runs before the first device is used.
@@ -35,11 +35,11 @@ from maxpipe.processes.phases import Phases
 
 _LOG = logging.getLogger(__name__)
 
-# jax ends a process with SIGABRT when others do not come or go; our limits must be the first.
+# jax ends a process with SIGABRT when others do not connect or are lost; our limits come first.
 _JAX_LIMIT_SECONDS = 60
 _ANNOUNCED_SECRET = 32
 _UNREACHED = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
-"""Beginnings of jax's errors that are about other processes, which come and go."""
+"""Prefixes of jax's errors about other processes that are missing or lost."""
 
 
 def start(config: RuntimeConfig, cpu_devices: int) -> None:
@@ -66,8 +66,8 @@ def joined(
     Args:
         config: of the processes.
         cpu_devices: virtual ones of this process.
-        phases: what the others may know of this process.
-        facts: what must be the same in all processes, by name.
+        phases: this process's progress, reported to the others.
+        facts: values that must be the same in all processes, by name.
         folder: of the run, which all processes see. The first leaves a secret in it for the
             others, where neither the environment nor jax gives them one.
 
@@ -80,7 +80,7 @@ def joined(
     _prepare(config, cpu_devices)
     if config.num_processes == 0:
         _initialize(config)
-        _find_devices(config)  # before jax looks for them, and fails unexplained
+        _find_devices(config)  # before jax looks for them and fails without an explanation
         index, count = jax.process_index(), jax.process_count()
     else:
         index, count = config.process_id, config.num_processes
@@ -200,7 +200,7 @@ def _open_cache(folder: str) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         _LOG.warning(
-            "runtime.compilation_cache = %s: cannot be used (%s). Programs are compiled anew.",
+            "runtime.compilation_cache = %s: cannot be used (%s). Programs are compiled again.",
             redact.text(folder),
             error.strerror,
         )
@@ -244,20 +244,20 @@ def _address(config: RuntimeConfig) -> tuple[str, int]:
 
 
 def _announced(index: int) -> tuple[tuple[str, int], bytes]:
-    """Host and a free port of process 0, and a secret of its making, told over the devices."""
+    """Host and a free port of process 0, and a new secret, broadcast over the devices."""
     word = np.zeros(_ANNOUNCED_SECRET + 300, np.uint8)  # a name has at most 253
     if index == 0:
         text = secrets.token_bytes(_ANNOUNCED_SECRET)
         text += f"{_own_address()}:{free_port()}".encode()
         word[: len(text)] = np.frombuffer(text, np.uint8)
-    told = bytes(np.asarray(multihost_utils.broadcast_one_to_all(word), np.uint8))
-    host, _, port = told[_ANNOUNCED_SECRET:].rstrip(b"\0").decode().rpartition(":")
-    return (host, int(port)), told[:_ANNOUNCED_SECRET]
+    sent = bytes(np.asarray(multihost_utils.broadcast_one_to_all(word), np.uint8))
+    host, _, port = sent[_ANNOUNCED_SECRET:].rstrip(b"\0").decode().rpartition(":")
+    return (host, int(port)), sent[:_ANNOUNCED_SECRET]
 
 
 def _own_address() -> str:
-    """Where the others find this host, which is that of process 0."""
-    # The interface which leads out. A host's own name often stands for loopback.
+    """The address of this host, which is that of process 0, for the others."""
+    # The interface of the default route. A host's own name often stands for loopback.
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # an address for documentation; nothing is sent
         return probe.getsockname()[0]
@@ -300,7 +300,7 @@ def _initialize(config: RuntimeConfig) -> None:
 
 
 def _bound(config: RuntimeConfig) -> str | None:
-    """Where jax's own service listens, by itself at every address of this host."""
+    """The address of jax's own service, by default every address of this host."""
     if os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
         return None
     return config.coordinator if own_addresses(_address(config)[0]) else None

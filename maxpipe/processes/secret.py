@@ -1,6 +1,6 @@
-"""The secret by which the processes of a run know each other.
+"""The secret by which the processes of a run authenticate each other.
 
-It never stands in a config, a command line or a log. Who starts the processes gives it to all in
+It is never in a config, a command line or a log. A launcher gives it to all processes in
 their environment, or in a private file that the environment names. Without either, process 0 leaves
 one in the run's folder, which all processes see and only their user can read, for as long as they
 are waited for.
@@ -23,7 +23,7 @@ FILE_VARIABLE = "MAXPIPE_RUN_SECRET_FILE"
 
 _LEFT = ".secret-"
 _SHORTEST, _LONGEST = 32, 1024
-"""Bytes. Whoever sees one greeting can try short secrets out at home."""
+"""Bytes. One recorded greeting is enough to try short secrets offline."""
 _ACTION = (
     f"Run `openssl rand -hex 32` once, and set {VARIABLE} to what it prints in the environment of "
     "every process."
@@ -31,12 +31,12 @@ _ACTION = (
 
 
 def new() -> str:
-    """One that nobody knows."""
+    """A new random one."""
     return secrets.token_hex(32)
 
 
 def given(environment: Mapping[str, str] = os.environ) -> bytes | None:
-    """What the environment holds or names; None where it says nothing.
+    """The secret that the environment holds or names; None where it does neither.
 
     Raises:
         ConfigError: it is too short, or its file is not private.
@@ -57,7 +57,8 @@ def given(environment: Mapping[str, str] = os.environ) -> bytes | None:
         action = "Make it on every host, by `(umask 077; openssl rand -hex 32 > FILE)` and a copy."
         if isinstance(error, PermissionError):
             action = (
-                "Let it belong to this user, and nobody else read it (`chmod 600`), on every host."
+                "Let it belong to this user and be readable by no other (`chmod 600`), on every "
+                "host."
             )
         raise ConfigError.one(FILE_VARIABLE, None, rule, action) from error
 
@@ -69,7 +70,7 @@ def file_in(folder: Path, port: int) -> Path:
 
 @contextlib.contextmanager
 def left_in(folder: Path, port: int) -> Iterator[bytes]:
-    """Leaves a new secret for the other processes; it is there until the block ends.
+    """Writes a new secret for the other processes; it exists until the block ends.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -82,7 +83,7 @@ def left_in(folder: Path, port: int) -> Iterator[bytes]:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with open(os.open(draft, flags, 0o600), "w", encoding="ascii") as stream:
             stream.write(text)
-        # Whatever lay there, a link or what a foreign folder brought along, is not used.
+        # An existing file, perhaps a link or from a copied folder, is not used.
         draft.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -96,15 +97,15 @@ def left_in(folder: Path, port: int) -> Iterator[bytes]:
 
 
 def take_back(folder: Path, port: int) -> None:
-    """Removes what was left, if it is there."""
+    """Removes the file, if it exists."""
     with contextlib.suppress(OSError):
         file_in(folder, port).unlink()
 
 
 def sweep(folder: Path) -> None:
-    """Removes what processes left that were killed while they waited, at whatever port.
+    """Removes the files of processes that were killed while they waited, at any port.
 
-    For who holds the folder's lock: all processes of its run have met.
+    For the holder of the folder's lock: all processes of its run have connected.
     """
     for path in folder.glob(f"{_LEFT}*"):
         with contextlib.suppress(OSError):
@@ -112,17 +113,17 @@ def sweep(folder: Path) -> None:
 
 
 def found_in(folder: Path, port: int) -> bytes | None:
-    """What process 0 has left; None as long as there is nothing.
+    """The secret that process 0 wrote; None before that.
 
     Raises:
         ConfigError: others than the user of this process could have read it.
     """
     path = file_in(folder, port)
     try:
-        os.listdir(folder)  # else NFS may believe for a minute that there is no such file
+        os.listdir(folder)  # else NFS may cache for a minute that there is no such file
         return _read(path)
     except PermissionError as error:
-        rule = f"must be readable by the user of all processes, and nobody else: {error.strerror}."
+        rule = f"must be readable by the user of all processes, and no other: {error.strerror}."
         raise ConfigError.one(str(path), None, rule, _ACTION) from error
     except OSError:  # not there yet, or being replaced
         return None
@@ -135,7 +136,7 @@ def _read(path: Path) -> bytes:
         PermissionError: it is not this user's alone.
         OSError: it cannot be read, or holds no secret.
     """
-    # Opening a pipe that nobody writes to would wait for ever.
+    # Opening a pipe without a writer would block for ever.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as stream:
         status = os.fstat(descriptor)

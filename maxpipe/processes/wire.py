@@ -1,17 +1,17 @@
-"""Messages between two processes of a run, which no third can read into, send or change.
+"""Messages between two processes of a run, authenticated against any third.
 
-Both ends hold the run's secret, and both prove it before either says anything else:
+Both ends hold the run's secret, and both prove it before either sends anything else:
 
     member -> hub   the protocol's name, the member's nonce
     hub -> member   the hub's nonce, HMAC(secret, "hub", both nonces)
     member -> hub   HMAC(secret, "member", both nonces)
 
-A proof holds for these nonces and this role only: sent again, sent back or elsewhere it proves
+A proof holds for these nonces and this role only: repeated, reflected or sent elsewhere it proves
 nothing. Messages follow, each with its length and an HMAC of its number and content under a key of
 this connection and direction. They are JSON and not encrypted.
 
-Nothing here waits but `reach` and `flush`: what a peer does not read is kept up to a limit, at
-which it is given up.
+Only `reach` and `flush` block: what a peer does not read is queued up to a limit, at
+which the connection is dropped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from maxpipe.boundary.typed import parse
 _T = TypeVar("_T")
 
 FROM_MEMBER_BYTES, FROM_HUB_BYTES = 1 << 18, 1 << 24
-"""The longest messages: a member tells of itself, the hub of all."""
+"""The longest messages: a member sends its own state, the hub that of all."""
 PIECE_BYTES = 1 << 16
 
 _NAME = b"maxpipe1"
@@ -45,11 +45,11 @@ _MOST_DRAINED = 64
 
 
 class NotOfThisRun(ConnectionError):
-    """Who answers does not know the run's secret."""
+    """The peer does not know the run's secret."""
 
 
 def _digest(key: bytes, *parts: bytes) -> bytes:
-    """Of parts of which all but the last have one length for each role."""
+    """A greeting's parts; all but the last have a fixed length for each role."""
     return hmac.digest(key, b"\0".join(parts), "sha256")
 
 
@@ -86,7 +86,7 @@ class Wire:
         return self.push()
 
     def push(self) -> bool:
-        """Hands what waits to the network, as far as it takes it."""
+        """Sends what is queued, as far as the network accepts it."""
         with self._lock:
             try:
                 while self._unsent:
@@ -102,7 +102,7 @@ class Wire:
         return True
 
     def flush(self, seconds: float) -> None:
-        """Waits until all is handed to the network, for so long at most."""
+        """Waits until all is sent, at most these seconds."""
         end = time.monotonic() + seconds
         while self.push() and self.waits and time.monotonic() < end:
             time.sleep(0.01)
@@ -110,7 +110,7 @@ class Wire:
     def receive(self, kind: type[_T]) -> list[_T] | None:
         """Whole messages that have come; None when there will be no more.
 
-        What is not a message of this kind ends the connection.
+        Any other data ends the connection.
         """
         try:
             data = self._socket.recv(PIECE_BYTES)
@@ -143,13 +143,13 @@ class Wire:
         return found
 
     def _end(self) -> None:
-        """The next look finds the end."""
+        """The next read finds the end."""
         self._unread.clear()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Lets go of the socket. What was sent arrives."""
+        """Closes the socket. What was sent arrives."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             for _ in range(_MOST_DRAINED):  # unread bytes would make the network drop the others
@@ -171,10 +171,10 @@ class Stranger:
         return self._socket.fileno()
 
     def advance(self, secret: bytes) -> Wire | None:
-        """Takes what has come; the wire, when it is one of the run.
+        """Reads what has arrived; the wire, once it has proved to be of the run.
 
         Raises:
-            OSError: it is none, or is gone.
+            OSError: it is not of the run, or is gone.
         """
         wanted = _DIGEST if self._nonces else _HELLO
         try:
@@ -197,7 +197,7 @@ class Stranger:
         return Wire(self._socket, secret, self._nonces, is_hub=True)
 
     def close(self) -> None:
-        """Lets go of the socket."""
+        """Closes the socket."""
         self._socket.close()
 
 
@@ -214,14 +214,14 @@ def reach(address: tuple[str, int], secret: bytes, end: Callable[[], float]) -> 
         end: the time, of the monotonic clock, at which waiting is over.
 
     Raises:
-        NotOfThisRun: somebody else answers.
-        OSError: nobody does.
+        NotOfThisRun: the answer is from another program.
+        OSError: there is no answer.
     """
     begin = time.monotonic()
     sock = socket.create_connection(address, max(0.1, min(_CONNECT_SECONDS, end() - begin)))
     try:
         if sock.getsockname() == sock.getpeername():
-            raise ConnectionRefusedError("nobody listens, and the network made both ends one")
+            raise ConnectionRefusedError("there is no listener, and the socket connected to itself")
         sock.settimeout(_LOOK_SECONDS)
         own, answer = secrets.token_bytes(_NONCE), b""
         sock.sendall(_NAME + own)

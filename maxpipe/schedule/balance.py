@@ -1,4 +1,4 @@
-"""Where the layer stack is cut into chunks: as evenly as the costs of layers allow. No jax."""
+"""The cut of the layer stack into chunks, as even as the layers' costs allow. No jax."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 def balanced_cut(
     costs: Sequence[float], num_chunks: int, *, first: float = 0.0, last: float = 0.0
 ) -> tuple[int, ...]:
-    """Layers of each chunk, at least one, such that the costliest chunk is as cheap as can be.
+    """Layers of each chunk, at least one, such that the costliest chunk is as cheap as possible.
 
-    `costs` are those of the layers; `first` and `last` come on top of the first and the last chunk,
+    `costs` are those of the layers; `first` and `last` are added to the first and the last chunk,
     for an embedding and a loss head that one stage does alone. Among equally good cuts the most
     even one is taken, longer chunks first: stages advance in lockstep, so long chunks should meet.
 

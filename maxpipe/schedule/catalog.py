@@ -1,6 +1,6 @@
 """Schedules by name: which there are, and how each becomes a table.
 
-A schedule is a generator of orders, the ring it runs on, and what a user should know. Everything
+A schedule is a generator of orders, the ring it runs on, and facts for users. Everything
 else follows: `build` places the orders, and the engine runs the table.
 """
 

@@ -19,7 +19,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def summary(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
-    """Two lines: what the schedule is, and what it costs in time and memory."""
+    """Two lines: the schedule's sizes, and its time and memory."""
     kept = counted(schedule.num_stash, "saved chunk") if schedule.trains else "no saved chunks"
     if schedule.mixed:
         kept += f" and {counted(schedule.num_deferred, 'deferred weight gradient')}"
@@ -117,7 +117,7 @@ def _marked(cells: list[str], mark: tuple[int, int, str] | None, stage: int) -> 
 
 
 def comparison(schedules: Sequence[Schedule], costs: Costs) -> str:
-    """One line per schedule: its time, and what it takes on each stage."""
+    """One line per schedule: its time, and its memory on each stage."""
     rows = [
         ["", "", "", "idle", "idle", "saved", "", "in", "", "", ""],
         ["schedule", "repeats", "ticks", "at 1:1:1", f"at {_ratio(costs)}", "chunks"],
@@ -155,12 +155,12 @@ def comparison(schedules: Sequence[Schedule], costs: Costs) -> str:
 
 
 def _equal(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Says which schedules are one at these sizes."""
+    """Names schedules that are the same at these sizes."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, *numbers in rows:
         names.setdefault(tuple(numbers), []).append(name)
     same = [
-        f"{' and '.join(each)} come to the same at these sizes."
+        f"{' and '.join(each)} are the same at these sizes."
         for each in names.values()
         if len(each) > 1
     ]

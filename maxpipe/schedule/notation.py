@@ -72,7 +72,7 @@ def read_orders(
 
 
 class _Cell(NamedTuple):
-    """An action of the file and where it stands."""
+    """An action of the file and its column."""
 
     chunk: int
     kind: Kind
@@ -84,7 +84,7 @@ class _Cell(NamedTuple):
 
     @property
     def parts(self) -> tuple[Kind, ...]:
-        """What a whole backward does is also what I and W do."""
+        """A whole backward is I and W."""
         return ("I", "W") if self.kind == "B" else (self.kind,)
 
 
@@ -168,7 +168,7 @@ def _ring_of(lines: list[_Line], path: Path) -> Ring:
         ]
         for ring in rings
     ]
-    # The shape that the file comes closest to is the one its author means.
+    # The shape with the fewest misplaced actions is the one that is meant.
     ring, wrong = min(zip(rings, misplaced, strict=True), key=lambda pair: len(pair[1]))
     if wrong:
         line, cell = wrong[0]
@@ -198,7 +198,7 @@ def _check_line(line: _Line, ring: Ring, count: int, path: Path) -> None:
                     "Leave one of the two out.",
                 )
     stage = ring.home(line.cells[0].chunk)[0]
-    # Lazily: a microbatch number that is far too large asks for billions of actions.
+    # Lazily: a microbatch number that is far too large would make billions of actions.
     wanted = (
         (ring.chunk(stage, repeat), microbatch, part)
         for microbatch in range(count)

@@ -1,4 +1,4 @@
-"""Generators: in which order each stage computes, and nothing else.
+"""Generators of schedules: the order in which each stage computes.
 
 `generate(ring, num_microbatches, group)` gives each stage's list of actions. Ticks, messages and
 buffers follow from it (`placement`). A new schedule is a new function here and a row in
@@ -27,7 +27,7 @@ def group_sizes(num_microbatches: int, num_stages: int, group: int) -> list[int]
 
 
 def _ring_sequence(sizes: Sequence[int], num_repeats: int, kind: Kind) -> list[Action]:
-    """Order in which every stage of a loop meets (microbatch, repeat)."""
+    """Order in which every stage of a loop computes (microbatch, repeat)."""
     repeats = range(num_repeats)
     sequence: list[Action] = []
     start = 0
@@ -128,7 +128,7 @@ def dualpipe_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
     Source: DualPipe's V-shaped half (DeepSeek, github.com/deepseek-ai/DualPipe).
     """
     stages, orders = ring.num_stages, []
-    # The phases need two microbatches per stage; what is too many is left out of every stage.
+    # The phases need two microbatches per stage; the surplus is left out of every stage.
     available = max(num_microbatches, 2 * stages)
     for stage in range(stages):
         up = stages - 1 - stage
@@ -157,7 +157,7 @@ def dualpipe_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
     return orders
 
 
-# Searches that the generators above share.
+# Greedy searches that the generators above share.
 
 
 class _Greedy:
@@ -180,7 +180,7 @@ class _Greedy:
         """Every stage's order."""
         tick, total = 0, 3 * self.num_microbatches * self.ring.num_repeats
         while any(len(order) < total for order in self.orders):
-            # All choose before any choice takes effect: a message needs its tick.
+            # All stages choose before any choice takes effect: a message needs a tick.
             chosen = [self._choose(stage, tick) for stage in range(self.ring.num_stages)]
             for stage, action in enumerate(chosen):
                 if action is not None:
@@ -234,8 +234,8 @@ def _repeated_block(
     """One microbatch's pattern over a V, repeated every six ticks.
 
     `offsets` are the ticks between neighbours in the forward of the first and of the second chunk,
-    the input gradients of the second and of the first: a microbatch's life, hence memory, is
-    stages times their sum. Weight gradients take the ticks that stay free.
+    the input gradients of the second and of the first: a microbatch is in flight, and takes
+    memory, for stages times their sum. Weight gradients take the ticks that stay free.
 
     Source: building blocks of arXiv:2405.15362.
     """
@@ -264,7 +264,7 @@ def _repeated_block(
 
 
 def _block_starts(stages: int, offsets: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Ticks of the four parts on stage 0, the earliest that never meet modulo the interval."""
+    """Ticks of the four parts on stage 0, the earliest that never collide modulo the interval."""
     down, up, back, home = (offset * (stages - 1) for offset in offsets)
     for second in range(down + up + 1, down + up + 1 + _INTERVAL):
         for turn in range(second + 1, second + 1 + _INTERVAL):
@@ -276,4 +276,4 @@ def _block_starts(stages: int, offsets: tuple[int, int, int, int]) -> tuple[int,
                     for p in range(stages)
                 ):
                     return parts
-    raise AssertionError(f"offsets {offsets} meet on {stages} stages")
+    raise AssertionError(f"offsets {offsets} collide on {stages} stages")

@@ -1,7 +1,7 @@
 """A schedule as a picture, SVG or PNG, and as a trace for Perfetto.
 
 A picture has a lane for each stage: what it computes over time, with the number of the microbatch,
-and below that how many chunks' activations it keeps. Colours tell repeats apart, shades kinds of
+and below that how many chunks' activations it keeps. Colours distinguish repeats, shades kinds of
 slots. Time is that of lockstep ticks at given costs.
 """
 
@@ -27,7 +27,7 @@ _NAMES: dict[Kind, str] = {
 
 
 def svg(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
-    """The picture as an SVG document; a box tells its chunk and tick under the pointer."""
+    """The picture as an SVG document; a box shows its chunk and tick under the pointer."""
     return drawing(schedule, costs).svg()
 
 
@@ -78,7 +78,7 @@ def perfetto(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
         )
     for number, (sender, receiver) in enumerate(_messages(schedule)):
         arrow = {"pid": 0, "name": "message", "cat": "message", "id": number}
-        # An arrow begins inside of a slice; at its very end the next one may have begun.
+        # An arrow must begin inside a slice; at its end the next one may have begun.
         sent = times.start(sender) + costs.of(sender.kind) / 2
         read = times.start(receiver)
         events += [
@@ -99,7 +99,7 @@ def perfetto(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
 
 
 class _Work(NamedTuple):
-    """What a stage does in one slot."""
+    """The work of a stage in one slot."""
 
     kind: Kind
     tick: int
@@ -119,7 +119,7 @@ def _work(schedule: Schedule) -> Iterator[_Work]:
 
 
 def _messages(schedule: Schedule) -> Iterator[tuple[_Work, _Work]]:
-    """(sender, receiver) of what goes from one stage to another."""
+    """(sender, receiver) of every message between stages."""
     works = {(work.kind, work.chunk, work.microbatch): work for work in _work(schedule)}
     for work in works.values():
         if work.kind != "W":
@@ -130,7 +130,7 @@ def _messages(schedule: Schedule) -> Iterator[tuple[_Work, _Work]]:
 
 
 class _Times:
-    """When ticks and slots begin, in lockstep."""
+    """Start times of ticks and slots, in lockstep."""
 
     def __init__(self, schedule: Schedule, costs: Costs):
         spent = schedule.tick_costs(costs)
@@ -177,7 +177,7 @@ _BOX_HEIGHT, _STRIP_HEIGHT, _LANE_GAP = 24.0, 14.0, 9.0
 _LEGEND_LINE = 24.0
 _MIN_WIDTH = 720.0
 _WIDTH = 1500.0
-"""As wide as a picture likes to be, if its boxes are then neither narrow nor wide."""
+"""Preferred width, if it keeps the boxes within `_MIN_UNIT` and `_MAX_UNIT`."""
 _MIN_UNIT, _MAX_UNIT, _MAX_WIDTH = 13.0, 30.0, 16000.0
 
 
@@ -229,7 +229,7 @@ class _Picture:
         return self.top + stage * self.pitch
 
     def _legend(self, y: float) -> float:
-        """Draws what colours mean; returns where the next line would be."""
+        """Draws the legend; returns the y of the next line."""
         kinds: list[Kind] = [kind for kind, _ in self.schedule.kinds]
         x = _LEFT
         for repeat in range(min(self.schedule.num_repeats, len(_COLOURS))):
@@ -261,7 +261,7 @@ class _Picture:
             self.labels.append(Label(_LEFT - 10, y + 16.5, f"stage {stage}", 12, _INK, "r"))
 
     def _axis(self) -> None:
-        """The ticks for whose number there is room."""
+        """Tick numbers, where there is room."""
         bottom = self._lane(self.schedule.num_stages) - _LANE_GAP
         free = 0.0
         for tick, time in enumerate(self.times.ticks[:-1]):

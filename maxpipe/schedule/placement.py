@@ -1,7 +1,7 @@
-"""From orders to a table: the passes that give each action a tick and each value a slot.
+"""Placement of orders in a table: passes that give each action a tick and each value a slot.
 
 1. `_earliest_ticks`: an action runs in the first tick that its inputs and its stage's order allow.
-2. `_Buffers`: every value that waits, a message, saved activations, what I leaves for W, is an
+2. `_Buffers`: every value that waits, a message, saved activations, inputs of W, is an
    interval of time on one stage; colouring the intervals gives buffer slots, the fewest possible.
 3. `_visits`: runs of one chunk on a stage become gathers into a window of chunks, and their
    gradients reductions out of it.
@@ -35,7 +35,7 @@ WINDOW_REPEATS = 2
 
 
 class OrderError(ConfigError):
-    """Orders that can never run: every stage waits for another one."""
+    """Orders with a deadlock: every stage waits for another one."""
 
 
 def place(
@@ -89,7 +89,7 @@ def _empty_slots(num_ticks: int, num_stages: int) -> Slots:
     return Slots(idle, *(zeros() for _ in range(6)))
 
 
-# When.
+# Ticks.
 
 _Cell = tuple[int, int]
 """(tick, stage)."""
@@ -126,7 +126,7 @@ def _earliest_ticks(name: str, ring: Ring, orders: Orders, *, mixed: bool, delay
 def _inputs(
     ring: Ring, action: Action, stage: int, at: _Ticks, mixed: bool, delayed: bool
 ) -> Iterator[tuple[_Cell | None, int]]:
-    """The cells of what an action needs, and how many ticks later it can use each."""
+    """The cells that an action depends on, and the ticks after which it can use each."""
     kind, microbatch, repeat = action
     own_forward = at.get((Action("F", microbatch, repeat), stage))
     if kind == "W":
@@ -162,7 +162,7 @@ def _stuck(name: str, ring: Ring, orders: Orders, position: list[int]) -> OrderE
     return OrderError([problem])
 
 
-# Where.
+# Buffer slots.
 
 
 class _Interval(NamedTuple):
@@ -189,7 +189,7 @@ def _colour(intervals: Iterable[_Interval]) -> int:
     return used
 
 
-# The moments of a tick, in the order in which the engine touches buffers.
+# The phases of a tick, in the order in which the engine accesses buffers.
 _LOSS_MIXED, _FORWARD, _LOSS, _EARLY, _BACKWARD, _WEIGHT, _END = range(7)
 _MOMENTS = 8
 
@@ -233,7 +233,7 @@ class _Buffers:
         return self._per_stage(found)
 
     def deferred(self) -> int:
-        """What weight gradients need: from I to W."""
+        """Inputs of weight gradients: from I to W."""
         found: dict[int, list[_Interval]] = {}
         i, w = self.slots["I"].deferred, self.slots["W"].deferred
         for _, stage, start, end in self._spans("I", "W"):
@@ -245,7 +245,7 @@ class _Buffers:
         """Messages: from their arrival to the slot that reads them.
 
         Every direction is written in every tick; a message without a reader is an interval of one
-        moment, and so gets a slot that nothing lives in just then.
+        phase, and so gets a slot that is free then.
         """
         ways = self._ways()
         shape = (self.num_ticks, self.ring.num_stages)
@@ -284,7 +284,7 @@ class _Buffers:
         return [("loss", 0), *order] if trains else order
 
     def _moment_of(self, way: tuple[str, int]) -> int:
-        """When in a tick an arriving message is written."""
+        """The phase of a tick in which an arriving message is written."""
         port, step = way
         if port == "loss":
             return _LOSS_MIXED if self.mixed else _LOSS
@@ -360,7 +360,7 @@ def _merged(events: list[list[_Run]]) -> list[list[_Run]]:
 
 
 def _visits(ring: Ring, slots: dict[str, Slots], num_ticks: int, *, mixed: bool) -> Visits:
-    """Gathers and reductions, at the same tick on all stages: nothing in them diverges."""
+    """Gathers and reductions, at the same tick on all stages: control flow is uniform."""
     empty = np.zeros((0, ring.num_stages), np.int32)
     if ring.num_repeats <= WINDOW_REPEATS:
         none = np.zeros(0, np.int32)

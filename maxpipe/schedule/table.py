@@ -1,9 +1,9 @@
-"""What a schedule is once it is placed: int32 arrays of who does what, when, in which buffers.
+"""Placed schedules: int32 arrays of each stage's action and buffer slots in each tick.
 
 Stages advance in ticks. There are two kinds of schedules:
 
 - *typed* slots: a tick is a forward slot, the loss head, and a slot for whole backwards. Slots of
-  one kind cost the same on every stage, so nobody waits for a slower neighbour. A message travels
+  one kind cost the same on every stage, so no stage waits for a slower neighbour. A message travels
   while the other kind of slot computes.
 - *mixed* slots: a tick is one action of any kind on each stage: a forward (F), the gradient of a
   chunk's input (I), or that of its weights (W). Weight gradients fill what would be idle time.
@@ -43,7 +43,7 @@ Orders = list[list[Action]]
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Which stage holds which chunk of the network, and which way messages go.
+    """The ring: the stage of each chunk of the network, and the direction of messages.
 
     In a `loop` every repeat runs over the stages in the same direction. In a `v` the direction
     alternates: where one repeat ends the next begins, on the same stage.
@@ -80,9 +80,9 @@ class Ring:
         return self.home(chunk) if chunk >= 0 else None
 
     def step(self, repeat: int, *, turns: bool, backward: bool) -> int:
-        """Way of a message: +1 to the next stage of the ring, -1 to the previous, 0 stays.
+        """Direction of a message: +1 to the next stage of the ring, -1 to the previous, 0 stays.
 
-        `repeat` is the sender's; `turns` says that the receiver's is another one.
+        `repeat` is the sender's; `turns`: the receiver's differs.
         """
         if self.shape == "v" and turns:
             return 0
@@ -104,15 +104,15 @@ class Slots:
     repeat: np.ndarray
     """Repeat computed (0 when idle)."""
     inbox: np.ndarray
-    """Where F finds its input and B or I its cotangent."""
+    """Inbox slot of F's input and of B's or I's cotangent."""
     stash: np.ndarray
-    """Where F leaves the saved activations for B or I."""
+    """Stash slot of the activations that F saves for B or I."""
     deferred: np.ndarray
-    """Where I leaves what W needs."""
+    """Slot of W's inputs, which I writes."""
     window: np.ndarray
-    """Where F, B and I find the chunk's gathered weights, when chunks are gathered by visit."""
+    """Slot of the chunk's gathered weights for F, B and I, when chunks are gathered by visit."""
     gradient: np.ndarray
-    """Where B or W adds the chunk's gradient, when chunks are gathered by visit."""
+    """Slot of the chunk's gradient accumulator for B or W, when chunks are gathered by visit."""
 
     @property
     def active(self) -> np.ndarray:
@@ -129,15 +129,15 @@ class Slots:
 class Arrival:
     """Messages from one direction, written to the inbox in every tick.
 
-    Where a tick's message carries nothing, `slot` names an inbox slot that is dead just then.
+    Where a tick's message carries nothing, `slot` names an inbox slot that is free then.
     """
 
     port: Literal["F", "B", "X", "loss"]
-    """What is sent: outputs of forwards, of backwards, of either (mixed), or of the loss head."""
+    """The source: outputs of forwards, of backwards, of either (mixed), or of the loss head."""
     step: int
-    """Way on the ring: +1, -1, or 0 for what stays on its stage."""
+    """Direction on the ring: +1, -1, or 0 for a message that stays on its stage."""
     slot: np.ndarray
-    """`[K, P]`: inbox slot in which the stage puts what arrives."""
+    """`[K, P]`: inbox slot to which the stage writes the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Outside:
 
     They run for a round of P microbatches at a time: of round i, stage p has microbatch i*P + p.
     The round goes forward when the first of its microbatches enters the ring, and backward when the
-    last of them is back. In between each stage keeps what it has of the round in one slot.
+    last of them is back. In between each stage keeps its part of the round in one slot.
     """
 
     forward: np.ndarray
@@ -181,7 +181,7 @@ class Outside:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A placed schedule: everything the engine needs to know about time and buffers."""
+    """A placed schedule: all that the engine needs of time and buffers."""
 
     name: str
     ring: Ring
@@ -239,8 +239,8 @@ class Schedule:
     def loss_microbatch(self) -> np.ndarray:
         """`[K]`: microbatch that the loss head takes in this tick, or `IDLE`.
 
-        In mixed ticks the head takes what the tick before made: all stages meet at the head, and
-        at the start of a tick nobody has to wait for another one's slot.
+        In mixed ticks the head takes the outputs of the tick before: all stages meet at the head,
+        and at the start of a tick no stage waits for another stage's slot.
         """
         stage = self.ring.last_stage
         last = self.forward.repeat[:, stage] == self.num_repeats - 1
@@ -274,7 +274,7 @@ class Schedule:
     def stash_depth(self) -> np.ndarray:
         """`[K, P]`: chunks whose activations a stage holds while it computes tick k.
 
-        What I leaves for W counts as well: it is of the same size.
+        Inputs of W, which I writes, count as well: they are of the same size.
         """
         written = np.cumsum(self.forward.active, axis=0)
         freed = np.cumsum((self.weight if self.mixed else self.backward).active, axis=0)

@@ -1,6 +1,6 @@
 """Static proof that a schedule computes the network, in milliseconds and without jax.
 
-The table is replayed on strings with the engine's own rules for messages and buffers: every read
+The table is simulated on strings with the engine's own rules for messages and buffers: every read
 must find exactly the value that the unpipelined network would have there. A dependency broken by
 one tick, a message into the wrong slot, a live slot overwritten or a dead one read all show up as
 a wrong string. On failure the error draws the grid around the bad cell.
@@ -21,7 +21,7 @@ IDLE_TOLERANCE = 1e-3
 
 
 class ScheduleError(MaxpipeError):
-    """A table that would compute something else than the network."""
+    """A table that does not compute the network."""
 
     def __init__(self, schedule: Schedule, tick: int, stage: int, kind: str, reason: str):
         self.tick, self.stage, self.kind = tick, stage, kind
@@ -40,7 +40,7 @@ def verify(schedule: Schedule, *, idle: float | None = None) -> None:
     _check_visits(schedule)
     _check_kinds(schedule)
     _check_completeness(schedule)
-    _Replay(schedule).run()
+    _Simulation(schedule).run()
     _Rounds(schedule).run()
     found = schedule.idle_fraction()
     if idle is not None and abs(found - idle) > IDLE_TOLERANCE:
@@ -152,7 +152,7 @@ def _check_completeness(schedule: Schedule) -> None:
 
 
 class _Message(NamedTuple):
-    """What a slot sends, and the way on which someone waits for it (None: nobody does)."""
+    """What a slot sends, and the direction in which it is expected (None: none)."""
 
     value: str
     step: int | None
@@ -164,7 +164,7 @@ _Row = list[_Message]
 """One message per stage."""
 
 
-class _Replay:
+class _Simulation:
     """The engine's tick on strings instead of arrays."""
 
     def __init__(self, schedule: Schedule):
@@ -179,7 +179,7 @@ class _Replay:
         self.stash: list[dict[int, str]] = [{} for _ in stages]
         self.deferred: list[dict[int, str]] = [{} for _ in stages]
         self.window = [[_DEAD] * visits.num_window for _ in stages]
-        # (chunk, microbatch) of what is added up in each gradient slot.
+        # (chunk, microbatch) of the terms in each gradient accumulator.
         self.partial: list[list[list[tuple[int, int]]]] = [
             [[] for _ in range(visits.num_gradient)] for _ in stages
         ]
@@ -189,7 +189,7 @@ class _Replay:
         self.peaks = {"inbox": none, "stash": none, "deferred": none}
 
     def run(self) -> None:
-        """Replay every tick; at the end nothing that was saved may be left unread."""
+        """Simulate every tick; at the end nothing that was saved may be left unread."""
         schedule = self.schedule
         nothing = [_NO_MESSAGE] * schedule.num_stages
         before: dict[str, _Row] = {"F": nothing, "B": nothing, "X": nothing}
@@ -226,7 +226,7 @@ class _Replay:
         return sent
 
     def _arrive(self, tick: int, travelling: dict[str, _Row], staying: dict[str, _Row]) -> None:
-        """Store what these ports bring at one moment of the tick."""
+        """Store the messages of these ports at one phase of the tick."""
         schedule = self.schedule
         for stage in range(schedule.num_stages):
             writes: list[tuple[bool, int, str, str]] = []
@@ -238,7 +238,7 @@ class _Replay:
             if not writes:
                 continue
             self._count("inbox", len(self.unread[stage]) + len(writes), tick, stage)
-            # What somebody waits for comes first, so that nothing else may share its slot.
+            # Expected messages come first, so that nothing else may share their slot.
             for unwanted, slot, value, port in sorted(writes):
                 if slot in self.unread[stage]:
                     kind = port if port in dict(schedule.kinds) else schedule.kinds[1][0]
@@ -301,7 +301,7 @@ class _Replay:
         self._add_gradient(slots, chunk, microbatch, tick, stage, "W")
 
     def _take(self, kind: Kind, slots: Slots, tick: int, stage: int) -> tuple[int, int] | None:
-        """(chunk, microbatch) of the slot; its weights must be at hand."""
+        """(chunk, microbatch) of the slot; its weights must be in the window."""
         microbatch = int(slots.microbatch[tick, stage])
         if microbatch == IDLE:
             return None
@@ -380,7 +380,7 @@ class _Replay:
                 self.window[stage][slot] = f"weights of chunk {chunk}"
 
     def _check_end(self) -> None:
-        """All that was produced has been used, and no buffer is larger than it has to be."""
+        """Every value that was produced has been used, and no buffer is larger than needed."""
         schedule = self.schedule
         last, kind = schedule.num_ticks - 1, schedule.kinds[-1][0]
         for stage in range(schedule.num_stages):
@@ -401,7 +401,7 @@ class _Replay:
 
 
 class _Rounds:
-    """What the layers outside the ring do, replayed: one slot holds one round from end to end."""
+    """Simulates the layers outside the ring: one slot holds one round from end to end."""
 
     def __init__(self, schedule: Schedule):
         self.schedule, self.outside = schedule, schedule.outside

@@ -1,6 +1,6 @@
-"""The console of a run: all text that a person sees while it lasts.
+"""The console of a run: all text for the user.
 
-It is given numbers, and cannot stop a run: a closed terminal costs lines, never steps.
+It takes numbers, and cannot stop a run: a closed terminal loses lines, never steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RATE_WINDOW = 20
 
 
 class Console:
-    """All text a person sees while a run lasts.
+    """All text for the user during a run.
 
     `live` draws a view that is updated in place, `plain` prints lines, `auto`
     takes `live` on a terminal only. Process 0 speaks; of the others only
@@ -134,7 +134,7 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 def _show_logs(console: Console) -> Callable[[], None]:
-    """Make `console` the way of log records to the terminal; returns the undo."""
+    """Send log records to `console`; returns the undo."""
     # Imported first, or absl would put its own handler back when jax or orbax import it.
     from absl import logging as absl_logging
 
@@ -171,7 +171,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 class _Progress:
-    """Where the run is, how fast it goes, and when it will end."""
+    """Progress of a run: step, rate and remaining time."""
 
     def __init__(self, first_step: int = 0, total_steps: int = 0):
         self.step = first_step
@@ -200,7 +200,7 @@ class _Progress:
 
 
 def _highlights(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """The few numbers worth a line, as (tag, text), where `metrics` has them."""
+    """The main numbers, as (tag, text), where `metrics` has them."""
     forms = {
         "train/loss": lambda value: f"loss {value:.4f}",
         "eval/loss": lambda value: f"eval loss {value:.4f}",
@@ -234,7 +234,7 @@ def _number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As people write it: `1m05s`."""
+    """A duration as text: `1m05s`."""
     if seconds < 59.95:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,6 +1,6 @@
-"""Which share of a run's time went into steps that count, and where the rest went.
+"""Goodput: the share of a run's time in steps that count, and the use of the rest.
 
-Read from `events.jsonl` alone: durations inside an attempt are those of a clock that nobody sets,
+Read from `events.jsonl` alone: durations inside an attempt are those of a monotonic clock,
 the time between attempts is that of the calendar. The measure is Google's ML goodput.
 """
 
@@ -30,12 +30,12 @@ CAUSES = {
         zip(SET_UP, ("start of the process", "opening data", "restoring", "compiling"), strict=True)
     ),
     DOWN: "between attempts",
-    UNKNOWN: "not told: since the last record of an attempt that was killed",
+    UNKNOWN: "unknown: after the last record of an attempt that was killed",
 }
 
 
 _LONGEST_SECONDS = 1e10
-"""Three hundred years: no run took longer."""
+"""Three hundred years, a limit for damaged records."""
 
 
 class Record(TypedDict):
@@ -51,7 +51,7 @@ class Record(TypedDict):
 
 @dataclass
 class Stretch:
-    """Steps and the time they took, as one record tells."""
+    """Steps and their time, from one record."""
 
     first: int
     """Done before it."""
@@ -67,7 +67,7 @@ class Attempt:
     end: datetime
     """Of the last record."""
     first: int | None = None
-    """The step it went on from; None if it did not get so far."""
+    """The step it resumed from; None if it ended before."""
     last: int = 0
     ended: str = "killed"
     uptime: float = 0.0
@@ -143,7 +143,7 @@ def _add(record: Record, attempts: list[Attempt]) -> None:
         time = time.replace(tzinfo=UTC)
     seconds = record.get("seconds", {})
     if not all(0 <= each <= _LONGEST_SECONDS for each in (uptime, *seconds.values())):
-        raise ValueError("no run took so long")
+        raise ValueError("a duration above the limit")
     event = record["event"]
     if event == "begin":
         attempts.append(Attempt(time - timedelta(seconds=uptime), time))
@@ -167,7 +167,7 @@ def _add(record: Record, attempts: list[Attempt]) -> None:
 
 def _by_cause(attempts: list[Attempt]) -> dict[str, float]:
     total = dict.fromkeys(CAUSES, 0.0)
-    # From the last to the first: a step that a later stretch begins before was done again.
+    # From the last to the first: a step after the start of a later stretch was done again.
     begun_later = math.inf
     for number in reversed(range(len(attempts))):
         attempt, told = attempts[number], 0.0

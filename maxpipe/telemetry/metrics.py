@@ -1,4 +1,4 @@
-"""Every number that a run writes, declared: its tag, its unit, what it means and when it is there.
+"""Declarations of every number that a run writes: tag, unit, meaning and when it is written.
 
 The page docs/metrics.md, TensorBoard's groups of charts and the test of what runs write are made
 from this table.
@@ -57,7 +57,7 @@ METRICS = (
     Metric(
         "perf/tflops_per_device",
         "10^12 operations per second",
-        "What the model needs, without what is replayed, in that time on each device.",
+        "What the model needs, without recomputation, in that time on each device.",
     ),
     Metric(
         "perf/mfu",

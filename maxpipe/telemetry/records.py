@@ -1,8 +1,8 @@
-"""What a run writes: `metrics.jsonl`, `tensorboard/` and `events.jsonl` of its folder.
+"""Writers of `metrics.jsonl`, `tensorboard/` and `events.jsonl` in a run's folder.
 
-Nothing here may stop a run: a full disk costs records, never steps. The run's folder is made by
-whoever starts the run, never here. `ours` is asked before each record: where the folder is not
-the run's any more, nothing is written.
+Nothing here may stop a run: a full disk loses records, never steps. The run's folder is made by
+the code that starts the run, never here. `ours` is called before each record: where the
+folder is no longer the run's, nothing is written.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ def _json_value(value: object) -> object:
 
 
 class EventLog:
-    """`events.jsonl`: what happened to a run, over all its restarts.
+    """`events.jsonl`: the events of a run, over all its restarts.
 
     Records are `{"time": UTC in ISO 8601, "uptime": seconds, "event": ..., ...}` and never removed;
-    `uptime` is of a clock that nobody sets, from `since`, by default when the log was opened.
+    `uptime` is of a monotonic clock from `since`, by default when the log was opened.
     Only process 0 writes.
     """
 
@@ -199,7 +199,7 @@ class MetricWriter:
             self._events.text(tag, redact.text(markdown))
 
     def show(self, summary: Callable[[], Any]) -> None:
-        """Show in TensorBoard what this makes; it is not called without TensorBoard."""
+        """Show the result of `make` in TensorBoard; without TensorBoard it is not called."""
         events = self._events
         if events is not None:
             events.summary(summary())

@@ -35,7 +35,7 @@ def steps_of(config: Config, mesh: Mesh, byte_lengths: np.ndarray) -> Steps:
 
 
 def datasets_of(config: Config, moved: Callable[[], None]) -> Datasets:
-    """The documents that a config names, and its tokenizer; `moved` hears of parts of reading.
+    """The documents that a config names, and its tokenizer; `moved` is called during reading.
 
     Raises:
         ConfigError: they cannot be used, or have ids that the model does not know.

@@ -1,7 +1,7 @@
-"""What a checkpoint makes of some text: restored without its optimizer, under any layout.
+"""Evaluation of a checkpoint: restored without its optimizer, under any layout.
 
 Nothing is written, neither into the run's folder nor beside it, and no lock is taken: the run may
-go on meanwhile, or be somebody else's.
+go on meanwhile, or belong to another user.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from maxpipe.train.step import Steps
 
 Say = Callable[[str], None]
 
-# Of the run's settings these say nothing about what its parameters make of text.
+# Settings of the run that do not change the loss of its parameters.
 _LEFT_OUT = ("checkpoint", "guard", "launch", "log")
 _OF_ITS_PROCESSES = ("num_processes", "process_id", "coordinator", "executable")
 _SOURCE = ("data.source", "data.path", "data.tfds_dir", "data.field")
 _ORDER = ("order_version", "source", "documents", "source_digest", "seed", "validation_fraction")
-"""What of a fingerprint decides which documents are for validation."""
+"""Entries of a fingerprint that decide which documents are for validation."""
 _REPORT_SECONDS = 10.0
 
 
 class Report(TypedDict):
-    """What was found. Losses are means over target `tokens`, or over `bytes` of their text."""
+    """The result. Losses are means over target `tokens`, or over `bytes` of their text."""
 
     checkpoint: str
     step: int
@@ -93,7 +93,7 @@ def evaluate_checkpoint(
     `inputs` are files and overrides that change the checkpoint's own config. `split` says which
     documents count: by default those for validation. Of a source that `inputs` name it is all, and
     of these all batches.
-    `say` is told what goes on.
+    `say` is called with progress messages.
 
     Raises:
         ConfigError: there is no such checkpoint, or the config does not fit it or the devices.
@@ -126,8 +126,8 @@ def evaluate_checkpoint(
             if not is_other or chosen.is_given("eval.batches"):
                 count = min(config.eval.batches or count, count)
             with phases.enter(EVAL), batches(steps.batch_sharding, loader, 0, count) as source:
-                told = _told(source, count, phases, say)
-                totals = evaluate(step, params, told, stops)
+                reported = _reported(source, count, phases, say)
+                totals = evaluate(step, params, reported, stops)
     if totals is None and chosen.loaded.config.runtime.num_processes == 1:
         raise KeyboardInterrupt
     if totals is None:
@@ -142,7 +142,7 @@ def evaluate_checkpoint(
 
 
 def _choose(address: Address, inputs: Sequence[str]) -> _Chosen:
-    """Before any device is used: the checkpoint's config says which."""
+    """Opens the checkpoint before any device is used: its config says which."""
     home = address.home
     folder = Folder(os.path.join(home, FOLDER))
     if not folder.steps():
@@ -202,7 +202,7 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def _silent(text: str) -> None:
-    """What processes other than the first say."""
+    """Progress messages of processes other than the first are dropped."""
 
 
 def _fitted(chosen: _Chosen, say: Say) -> Config:
@@ -304,8 +304,8 @@ def _restore(chosen: _Chosen, config: Config, steps: Steps) -> Any:
     return steps.stack_params(found.state["params"])
 
 
-def _told(source: Iterator[Any], count: int, phases: Phases, say: Say) -> Iterator[Any]:
-    """The same batches; from time to time the user hears how many are done."""
+def _reported(source: Iterator[Any], count: int, phases: Phases, say: Say) -> Iterator[Any]:
+    """The same batches, with progress messages."""
     begin = last = time.monotonic()
     for number, batch in enumerate(source):
         phases.progress(number)

@@ -1,4 +1,4 @@
-"""A compiled train step on disk, and why nobody should load just any.
+"""A compiled train step on disk, loaded only if its owner, digest and facts are right.
 
 A compiled program is code, and jax stores part of it as a pickle, which is code too. So it is kept
 in a folder that only its owner can write, with a digest and the facts that it was made of; nothing
@@ -26,13 +26,13 @@ PROGRAM, PROVENANCE = "program.bin", "provenance.json"
 WHERE = "runtime.executable"
 _MAX_PROVENANCE_BYTES = 1 << 20
 DECIDING = ("model", "mesh", "pipeline", "train", "optim")
-"""Config sections that decide what the program is."""
+"""Config sections that determine the program."""
 DECIDING_KEYS = ("run.seed", "guard.spike_sigmas", "guard.spike_window", "guard.on_spike")
-"""Keys of other sections that do."""
+"""Keys of other sections that determine it."""
 
 
 class Provenance(TypedDict):
-    """What lies beside a program."""
+    """The facts beside a program."""
 
     sha256: str
     facts: dict[str, str]
@@ -88,7 +88,7 @@ def load(
                 WHERE,
                 folder,
                 f"was compiled for {name} = {its}, and this run has {mine}.",
-                f"Compile it anew with `maxpipe compile ... --save`, or leave out {WHERE}.",
+                f"Compile it again with `maxpipe compile ... --save`, or leave out {WHERE}.",
             )
     if devices[0].platform == "cpu" and len(devices) > 1:
         raise ConfigError.one(
@@ -108,12 +108,12 @@ def load(
 def _damaged(folder: Path) -> StorageError:
     return StorageError(
         f"{WHERE} = {folder}\n  is damaged: its digest is not that of its program.\n"
-        "  Compile it anew with `maxpipe compile ... --save`."
+        "  Compile it again with `maxpipe compile ... --save`."
     )
 
 
 def _read_private(path: Path, most: int = -1) -> bytes:
-    """At most so many bytes of a file, of the very file that was looked at."""
+    """At most `most` bytes of a file, of the very file that was checked."""
     with open(files.opened(path), "rb") as stream:
         _check_private(path, os.fstat(stream.fileno()))
         return stream.read(most)
@@ -122,15 +122,15 @@ def _read_private(path: Path, most: int = -1) -> bytes:
 def _check_private(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise StorageError(
-            f"{WHERE} = {path}\n  could have been written by others, and a program is code.\n"
-            f"  chown it to yourself and chmod 700 the folder, if you trust what is in it."
+            f"{WHERE} = {path}\n  can be written by others, and a program is code.\n"
+            f"  chown it to yourself and chmod 700 the folder, if you trust its content."
         )
 
 
 def facts_of(
     sections: Mapping[str, Mapping[str, Any]], lowered: Any, devices: Sequence[Any]
 ) -> dict[str, str]:
-    """What a train step is made of: config, devices, compiler, and the program itself.
+    """The facts of a train step: config, devices, compiler, and the program itself.
 
     `sections` are those of a config whose mesh is resolved, by name.
     """

@@ -1,8 +1,8 @@
-"""The training run: the loop, and the way out.
+"""The training loop, and the end of a run.
 
 Step, parameters, optimizer and data position belong together: they are saved in one
 checkpoint, and everything random follows from seed and step. So a run that was
-killed and resumed computes, bit for bit, what an unbroken one does.
+killed and resumed computes, bit for bit, the same as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def train(loaded: Loaded) -> int:
         ConfigError: the config does not fit the machine, the data or the run's checkpoint.
         StorageError: checkpoints cannot be read or written.
         Preempted: the run was asked to stop, and has saved; Interrupted by Ctrl-C.
-        NumbersError: loss or gradients are such that the config does not let the run go on.
-        ReplicaError: devices that should hold the same hold something else.
+        NumbersError: the config does not let the run go on with such loss or gradients.
+        ReplicaError: copies on several devices differ.
     """
     config = loaded.config
     with contextlib.ExitStack() as stack:
@@ -74,7 +74,7 @@ def _run_loop(run: Run) -> None:
 
 
 def _train_on(run: Run) -> None:
-    """The loop. Each line is a thing that happens, in this order."""
+    """The loop."""
     config, first, last = run.config, run.first, run.total_steps
     meter = Meter(run)
     evaluated: dict[str, float] = {}
@@ -144,7 +144,7 @@ def _closing_words(run: Run, evaluated: dict[str, float]) -> str:
 
 
 def memory_in_use() -> dict[str, float]:
-    """Memory in use, of what tells: CPU devices do not."""
+    """Memory in use, where it is known: CPU devices do not report it."""
     found = {}
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]

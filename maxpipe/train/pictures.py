@@ -1,4 +1,4 @@
-"""What a run looks like, as pictures for TensorBoard: its timeline, memory and sharding."""
+"""Pictures for TensorBoard: a run's timeline, memory and sharding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_ROWS = 200
 
 
 def memory(program: Any) -> Canvas:
-    """Bytes that the compiler gives a device's part of the step, one bar for each use."""
+    """The compiler's bytes for one device's part of the step, one bar for each use."""
     found = program.memory_analysis()
     sizes = {
         "arguments: parameters, optimizer state, batch": found.argument_size_in_bytes,
@@ -38,7 +38,7 @@ def memory(program: Any) -> Canvas:
 
 
 def sharding(params: Any) -> Canvas:
-    """Shape of each parameter, what of it one device holds, and the mesh axes that split it."""
+    """Shape of each parameter, shape of one device's part, and the mesh axes that split it."""
     rows = [("parameter", "shape", "on a device", "split over")]
     for path, array in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator=".")

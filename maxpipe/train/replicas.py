@@ -1,8 +1,8 @@
 """Copies of the train state on several devices, compared bit for bit.
 
 Where a mesh axis does not shard an array, the devices along it hold copies that every step changes
-in the same way. A device that computes or remembers wrongly makes its copy differ, and nothing
-else tells. Each device reduces its shards to one integer each; only those travel.
+in the same way. A fault of a device's arithmetic or memory makes its copy differ, and nothing
+else shows it. Each device reduces its shards to one integer each; only those are sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Tree = Any
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An array whose copies on two devices differ; most copies are like `other`'s."""
+    """An array whose copies on two devices differ; most copies equal `other`'s."""
 
     name: str
     device: Any
@@ -49,7 +49,7 @@ def explain(found: Sequence[Difference], where: str) -> str:
 
 
 class ReplicaCheck:
-    """Compares the copies in trees that are placed like `shardings`."""
+    """Compares the copies in trees with these shardings."""
 
     def __init__(self, mesh: Mesh, abstract: Tree, shardings: Tree):
         self._devices = list(mesh.devices.flat)
@@ -80,7 +80,7 @@ class ReplicaCheck:
         ]
 
     def differences(self, tree: Tree) -> list[Difference]:
-        """Of this tree; all processes get the same answer."""
+        """The differences in this tree; all processes get the same result."""
         found = np.asarray(self._digests(tree))
         wrong = found != np.take_along_axis(found, self._groups, axis=0)
         return [

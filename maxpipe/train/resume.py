@@ -1,4 +1,4 @@
-"""Where a run begins: after its newest checkpoint, from another run, or at step 0.
+"""The start of a run: after its newest checkpoint, from another run, or at step 0.
 
 What is read from a checkpoint is checked to fit the config.
 """
@@ -34,7 +34,7 @@ from maxpipe.train.guard import initial
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
 
-# What each process may have for itself.
+# Settings that may differ between processes.
 OWN_SECTIONS = frozenset({"runtime", "log", "launch"})
 OWN_KEYS = frozenset(
     {"run.dir", "data.path", "data.tfds_dir", "data.threads", "data.prefetch_batches"}
@@ -44,8 +44,8 @@ OWN_KEYS = frozenset(
 # Model keys that may change between a checkpoint and the run that resumes it.
 _FREE_MODEL_KEYS = frozenset({"dropout", "attention", "compute_dtype"})
 
-# What may change of a finished run: how often it is saved and evaluated, what it is called, which
-# machine it is on, and how its length was said.
+# Settings that may change of a finished run: how often it is saved and evaluated, its name, its
+# machine, and the key that gives its length.
 _FREE_WHEN_DONE = frozenset({"checkpoint", "eval"})
 _FREE_KEYS_WHEN_DONE = frozenset(
     {"run.name", "train.steps", "train.tokens", "mesh.cpu_devices", "data.allow_change"}
@@ -54,7 +54,7 @@ _FREE_KEYS_WHEN_DONE = frozenset(
 
 
 class Guarded(TypedDict):
-    """What the guard had counted when a checkpoint was saved."""
+    """The guard's counts when a checkpoint was saved."""
 
     skipped: int
     spikes: int
@@ -64,7 +64,7 @@ class Guarded(TypedDict):
 
 
 class Position(TypedDict):
-    """Where in the data a checkpoint is."""
+    """The data position of a checkpoint."""
 
     step: int
     fingerprint: dict[str, Any]
@@ -75,23 +75,23 @@ _NEW_START = "checkpoint.restore_from to a run with this model, or to '' for a f
 
 
 class Start(NamedTuple):
-    """Where a run begins, or begins again."""
+    """The start of a run, or of its continuation."""
 
     state: TrainState
     words: str
     offset: int = 0
     """See `Watch.offset`."""
     facts: Mapping[str, Any] | None = None
-    """What the guard had counted."""
+    """The guard's counts."""
 
 
 def restore_or_init(
     loaded: Loaded, steps: Steps, checkpoints: Checkpoints, datasets: Datasets, console: Console
 ) -> Start:
-    """Where to go on from.
+    """The state to continue from.
 
     Raises:
-        ConfigError: what is there was saved with another model, or other data.
+        ConfigError: the checkpoint is of another model, or other data.
         StorageError: it cannot be read.
     """
     config = loaded.config
@@ -103,7 +103,7 @@ def restore_or_init(
         except (ValueError, KeyError) as error:
             raise StorageError(
                 f"step {facts.step}: is no checkpoint of a run\n"
-                f"  what it says of model and data cannot be used: {error}.\n"
+                f"  its facts about model and data cannot be used: {error}.\n"
                 "  Use the release of maxpipe that has saved it, or set run.name to a new name."
             ) from error
         otherwise = "run.name to a new name" if own else _NEW_START
@@ -188,7 +188,7 @@ def _data_path(saved: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _must_be_new(loaded: Loaded, checkpoints: Checkpoints) -> None:
-    """A run whose checkpoints are where `checkpoint.dir` led before does not start anew."""
+    """A run whose checkpoints are where `checkpoint.dir` led before does not start from scratch."""
     run_dir = run_folder(loaded.config.run)
     homes = [str(run_dir)]
     with contextlib.suppress(ConfigError):
@@ -221,7 +221,7 @@ class _Saved(TypedDict):
 
 
 def _saved_there(run_dir: Path, folder: str) -> int:
-    """The last step that the run has saved there, as it remembers; 0 for none."""
+    """The last step that the run has saved there, by its events; 0 for none."""
     try:
         steps = [r["step"] for r in records(run_dir / EVENTS_FILE, _Saved) if r["folder"] == folder]
     except OSError:
@@ -237,7 +237,7 @@ def check_model(
 ) -> None:
     """Compares the `model` sections of a checkpoint and of a config.
 
-    `otherwise` is what else the user may set.
+    `otherwise` is the other action for the user.
 
     Raises:
         ConfigError: with every key that must be as it was saved.
@@ -278,7 +278,7 @@ def _changed_keys(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[st
 
 
 def _check_finished(facts: Facts, loaded: Loaded) -> None:
-    """A finished run that is given other settings is not what was meant: another run is.
+    """Refuses a finished run with other settings: a new run is meant.
 
     Raises:
         ConfigError: with the settings, and the name of a run that is not there yet.

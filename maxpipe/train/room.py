@@ -1,7 +1,7 @@
-"""Whether a run fits the memory that is here: asked before anything is filled or compiled.
+"""Checks that a run fits the memory of its devices, before it is allocated or compiled.
 
-A forecast that is well above what there is refuses the run; one that is near only warns. What the
-compiler says of the program is asked next. An allocator that refuses all the same is explained.
+A forecast well above the memory refuses the run; one near it only warns. Then the
+compiler's report is checked. An allocation that fails nevertheless is explained.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from maxpipe.plan.memory import Memory, memory
 from maxpipe.plan.sizes import Sizes, schedule_of
 
 SURE = 1.2
-"""A forecast of so many times the memory is not wrong enough for the run to fit."""
+"""A forecast of this multiple of the memory is not wrong enough for the run to fit."""
 _KEY = "runtime.memory_check"
 _OVERRIDE = f"{_KEY}=warn starts it anyway"
 _CONTROL_GROUPS = (
@@ -32,7 +32,7 @@ _CONTROL_GROUPS = (
 
 
 def check_forecast(config: Config, warn: Callable[[str], None]) -> None:
-    """Compares what the train step is predicted to take with what the devices here have.
+    """Compares the predicted memory of the train step with that of the devices here.
 
     Raises:
         ConfigError: it surely does not fit.
@@ -42,7 +42,7 @@ def check_forecast(config: Config, warn: Callable[[str], None]) -> None:
 
 
 def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) -> None:
-    """The same of what the compiler says of the compiled step, when the state is in memory.
+    """The same for the compiler's report of the step, when the state is in memory.
 
     Raises:
         ConfigError: it does not fit.
@@ -52,7 +52,7 @@ def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) ->
         return  # the compiler for TPUs has refused what does not fit
     needed = said.output_size_in_bytes - said.alias_size_in_bytes + said.temp_size_in_bytes
     words = "the compiled train step takes, beside the state,"
-    if jax.local_devices()[0].platform != "cpu":  # of which all memory is known, not what is left
+    if jax.local_devices()[0].platform != "cpu":  # total known, not the free part
         needed += said.argument_size_in_bytes
         words = "the compiled train step takes"
     _check(config, needed, _predicted(config), words, 1.0, warn)
@@ -60,7 +60,7 @@ def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) ->
 
 @contextlib.contextmanager
 def explained(config: Config) -> Iterator[None]:
-    """An allocator that refuses memory inside is a mistake in the config, said in its words."""
+    """Turns a failed allocation inside into an error of the config."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -70,12 +70,12 @@ def explained(config: Config) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator refused, of the host or of a device."""
+    """Whether an allocation failed, on the host or on a device."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def device_memory(device: Any) -> float | None:
-    """Bytes that programs can have on a device, None where nobody says so.
+    """Bytes that programs can have on a device, None where it is unknown.
 
     Virtual CPU devices share what is left of the host's memory.
     """
@@ -153,7 +153,7 @@ def _predicted(config: Config) -> Memory:
 
 
 def _refused(config: Config, error: BaseException) -> ConfigError:
-    """What was asked for, what there is, and which keys take less."""
+    """The error: the allocation, the memory, and the keys that make it smaller."""
     asked = (str(error).splitlines() or [""])[0][:300] or "no more memory"
     device = jax.local_devices()[0]
     of_host = isinstance(error, MemoryError) or device.platform == "cpu"

@@ -1,6 +1,6 @@
-"""A run: what its loop works with, and how that is set up, from the run's folder and config.
+"""A run: the objects of its loop, and their set-up from the run's folder and config.
 
-Everything that a process has for itself is checked to be the same in all of them.
+What each process loads for itself is checked to be the same in all of them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ WRITTEN_FILES = (CONFIG_FILE, METRICS_FILE, f"{METRICS_FILE}.new", EVENTS_FILE)
 
 @dataclass
 class Run:
-    """What the loop works with."""
+    """The objects of the loop."""
 
     config: Config
     total_steps: int
@@ -133,10 +133,10 @@ class Run:
         return metrics
 
     def compare_replicas(self, step: int) -> None:
-        """Look whether devices that should hold the same do.
+        """Check that copies on several devices are the same.
 
         Raises:
-            ReplicaError: some do not.
+            ReplicaError: some differ.
         """
         if self.compared == step:
             return
@@ -150,7 +150,7 @@ class Run:
         self.events.write("time", step=bad_step, seconds=self.phases.take())
         with self.phases.enter(RESTORE):
             self.checkpoints.wait()
-            del self.state  # two would not fit
+            del self.state  # there is no memory for two
             start = self.restore()
         self.state, first = start.state, int(start.state.step)
         self.watch.went_back(bad_step, first, start.facts)
@@ -206,7 +206,7 @@ def set_up(
     restore = partial(restore_or_init, loaded, steps, checkpoints, datasets, console)
     with phases.enter(RESTORE):
         begin = restore()
-    # All of it: on CPUs, one array of a state that could not be allocated is waited for for ever.
+    # All leaves: on CPUs, waiting for one array of a state that failed to allocate never ends.
     jax.block_until_ready(begin.state)
     first = int(begin.state.step)
     phases.progress(first)
@@ -248,7 +248,7 @@ def set_up(
         ),
         restore=restore,
     )
-    stack.callback(lambda: run.writer.close())  # going back opens another one
+    stack.callback(lambda: run.writer.close())  # a roll back opens another one
     return run
 
 
@@ -266,7 +266,7 @@ def _must_not_be_over(loaded: Loaded, first: int, length: int) -> None:
 
 
 def _locks(config: Config, stack: contextlib.ExitStack) -> list[RunLock]:
-    """Of the run's folder, and of what holds its checkpoints if that is elsewhere."""
+    """Locks of the run's folder, and of the folder of its checkpoints if that is elsewhere."""
     run_dir = run_folder(config.run)
     locks = [RunLock(run_dir)]
     other = RunLock(home(run_dir, config.checkpoint), key="checkpoint.dir")
@@ -307,7 +307,7 @@ def _ledger(
     stack: contextlib.ExitStack,
     ours: Callable[[], bool],
 ) -> EventLog:
-    """The run's ledger, in which this attempt begins, and which will say how it ends."""
+    """The run's event log, with the begin of this attempt; its end is written on exit."""
     events = EventLog(run_folder(config.run), link.index, phases.begun, ours)
     host, pid = platform.node(), os.getpid()
     version = maxpipe.__version__
@@ -330,7 +330,7 @@ def _ledger(
 
 
 def shared_facts(config: Config) -> dict[str, str]:
-    """What must be the same in all processes, by name."""
+    """Values that must be the same in all processes, by name."""
     facts = {"maxpipe": maxpipe.__version__, "jax": jax.__version__}
     for section, keys in to_dict(redact.within(config)).items():
         if section not in OWN_SECTIONS:
@@ -339,7 +339,7 @@ def shared_facts(config: Config) -> dict[str, str]:
 
 
 def _check_same_data(link: Link, datasets: Datasets) -> None:
-    """All processes cut their rows from the same documents."""
+    """Checks that all processes have the same documents."""
     fingerprint = json.dumps(datasets.train.fingerprint(), sort_keys=True)
     seen = link.same("data", hashlib.sha256(fingerprint.encode()).hexdigest())
     if len(seen) > 1:
@@ -363,7 +363,7 @@ def _show(
     program: Any,
     stack: contextlib.ExitStack,
 ) -> None:
-    """Starts to put what TensorBoard shows of a run besides its numbers, once per start.
+    """Starts writing TensorBoard's charts, settings and pictures of a run, once per start.
 
     In a thread of its own: the first pictures take a second.
     """
@@ -402,7 +402,7 @@ def _draw(
         if program is not None:
             writer.show(lambda: board.image("run/memory", pictures.memory(program)))
         writer.show(lambda: board.image("run/sharding", pictures.sharding(params)))
-    except Exception as error:  # a picture that fails may not cost a step
+    except Exception as error:  # a failed picture must not stop the run
         _log.warning("TensorBoard lacks a picture of this run: %s", error)
 
 

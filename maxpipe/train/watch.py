@@ -1,8 +1,8 @@
-"""What a run does about bad steps: notes them, goes on, goes back, or stops.
+"""The reaction to bad steps: record, skip, roll back, or stop.
 
-The devices have left the update out already (`guard.py`); here the run learns of it when the next
-step is under way, so that nothing waits. All processes read the same numbers in the same order,
-and so decide alike. What is counted here is saved with the data position: a run that is resumed
+The devices have skipped the update already (`guard.py`); the host reads that when the next
+step is under way, so that nothing blocks. All processes read the same numbers in the same order,
+and so decide alike. The counts are saved with the data position: a resumed run
 decides as one that was never interrupted.
 """
 
@@ -20,7 +20,7 @@ from maxpipe.telemetry.records import EventLog
 
 
 class RollBack(Exception):
-    """The run has to go back to its newest checkpoint, and on behind the batch of this step."""
+    """The run has to roll back to its newest checkpoint, and continue after this step's batch."""
 
     def __init__(self, step: int):
         super().__init__(step)
@@ -28,7 +28,7 @@ class RollBack(Exception):
 
 
 class Watch:
-    """Reads what became of each step, and decides what the run does."""
+    """Reads the outcome of each step, and decides how the run continues."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Watch:
     ):
         """`facts` are a checkpoint's, those of the devices included."""
         self.offset = offset
-        """Batches left out by going back: step s takes batch s + offset, both counted from 0."""
+        """Batches skipped by roll backs: step s takes batch s + offset, both counted from 0."""
         self.roll_backs: int = (facts or {}).get("roll_backs", 0)
         self._pending: tuple[int, Mapping[str, Any]] | None = None
         self._count_from(facts)

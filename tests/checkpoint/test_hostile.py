@@ -1,4 +1,4 @@
-"""Run folders that somebody else wrote: whatever is in them is an explained error, or left out."""
+"""Run folders that another user wrote: whatever is in them is an explained error, or left out."""
 
 from __future__ import annotations
 

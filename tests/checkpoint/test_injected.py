@@ -217,7 +217,7 @@ def test_a_step_that_lacks_its_manifest_is_compared_with_memory(copy: Path, capl
     step = copy / FOLDER / "6"
     (step / "manifest.json").unlink()
     assert resume(copy) == (6, [])
-    assert "it was read wholly, and is what its run had in memory" in caplog.text
+    assert "it was read completely, and is what its run had in memory" in caplog.text
     assert manifest.is_in(Folder(copy / FOLDER) / 6)
     for harm in ("flipped", "facts", "digests"):
         shutil.copytree(step, copy / "kept")

@@ -85,7 +85,7 @@ def test_list_has_a_line_for_each_step(six: Path, capsys: Capture):
     (six / FOLDER / "8").mkdir()
     lines = run(capsys, "list", six)
     assert re.search(r"MiB  no +3.5000$", lines[-4])
-    assert lines[-3] == "5.corrupt: was found damaged, and is not used"
+    assert lines[-3] == "5.corrupt: was found damaged and is not used"
     assert lines[-2] == "7.orbax-checkpoint-tmp: unfinished"
     assert lines[-1].endswith("8: is ignored, it holds no complete checkpoint")
 
@@ -214,7 +214,7 @@ def test_delete_refuses_the_newest_good_checkpoint(six: Path, capsys: Capture):
     assert "the newest checkpoint" in run(capsys, "delete", f"{six}@5", code=2)[1]
     run(capsys, "delete", f"{six}@newest")  # the damaged one is no loss
     (six / FOLDER / "5" / "manifest.json").unlink()
-    run(capsys, "delete", f"{six}@5", code=2)  # may be good: nobody knows
+    run(capsys, "delete", f"{six}@5", code=2)  # may be good: it is unknown
     assert steps(six) == list("12345")
     run(capsys, "delete", f"{six}@5", "--force")
     for step in (1, 2, 3):
@@ -225,7 +225,7 @@ def test_delete_refuses_the_newest_good_checkpoint(six: Path, capsys: Capture):
 
 
 def test_delete_stays_in_the_run_s_folder(six: Path, tmp_path: Path, capsys: Capture):
-    """A config.yml of somebody else, or a link, may lead to another run's checkpoints."""
+    """A config.yml of another user, or a link, may lead to another run's checkpoints."""
     foreign, linked = tmp_path / "foreign", tmp_path / "linked"
     for folder in (foreign, linked):
         folder.mkdir()

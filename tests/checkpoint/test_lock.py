@@ -84,7 +84,7 @@ def test_dead_process_of_this_host_loses_it_at_once(tmp_path: Path):
 def test_number_that_another_process_got_is_not_the_holder(tmp_path: Path):
     leave_behind(tmp_path, process_start="1")
     with RunLock(tmp_path) as held:
-        assert "another one has its number" in held.note
+        assert "another one has its id" in held.note
 
 
 ELSEWHERE = [{"host": "other"}, {"namespace": "pid:[1]"}]
@@ -174,7 +174,7 @@ def test_a_holder_whose_clock_is_ahead_lives(tmp_path: Path):
 
 
 @pytest.mark.fault("L3")
-def test_a_clock_that_jumps_while_a_start_waits_kills_nobody(
+def test_a_clock_that_jumps_while_a_start_waits_kills_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The file system's time is an hour ahead all at once; then the holder gives a sign."""
@@ -243,7 +243,7 @@ def test_a_heart_beats_where_times_cannot_be_set(
 
 
 @pytest.mark.fault("L3")
-def test_a_claim_from_the_future_holds_nobody_up(tmp_path: Path):
+def test_a_claim_from_the_future_delays_no_start(tmp_path: Path):
     leave_behind(tmp_path, age=1000, host="other")
     claim = tmp_path / f"{FILE}.claim-dead"
     claim.write_text("")
@@ -321,7 +321,7 @@ def replace(run_dir: Path) -> None:
 
 
 def delete_and_make_again(run_dir: Path) -> None:
-    """Nobody else gets the inode of a folder that is open."""
+    """No other folder gets the inode of one that is open."""
     shutil.rmtree(run_dir)
     run_dir.mkdir()
 
@@ -363,7 +363,7 @@ def test_a_folder_that_was_lost_is_noticed_and_left_alone(
         held.must_be_held()
         lose(run_dir)
         before = everything(tmp_path)
-        held.must_be_held()  # nobody has looked yet
+        held.must_be_held()  # not checked yet
         with pytest.raises(StorageError) as found:
             held.check()
         assert not held.held()
@@ -441,7 +441,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.fault("L7")
-def test_who_frees_space_needs_no_lock_where_nobody_can_have_one(tmp_path: Path, full_disk: None):
+def test_freeing_space_needs_no_lock_where_none_can_be_written(tmp_path: Path, full_disk: None):
     with pytest.raises(StorageError, match="No space left"), RunLock(tmp_path):
         pass
     with RunLock(tmp_path, to_free=True):

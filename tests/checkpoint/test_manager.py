@@ -1,4 +1,4 @@
-"""What is saved is read back bit for bit; what cannot be is told, put aside, and gone without."""
+"""What is saved is read back bit for bit; what cannot be is reported, quarantined and skipped."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_a_sealed_step_that_cannot_be_decoded_is_damaged(
 
 
 @pytest.mark.fault("F11")
-def test_damaged_step_is_put_aside_and_the_one_before_taken(copy: Path, caplog: Logs):
+def test_damaged_step_is_quarantined_and_the_one_before_taken(copy: Path, caplog: Logs):
     arrays = next((copy / FOLDER / "6" / "state" / "d").iterdir())
     content = bytearray(arrays.read_bytes())
     content[len(content) // 2] ^= 4
@@ -293,7 +293,7 @@ def test_all_damaged_is_never_a_new_start(steps: list[str], copy: Path):
         message = str(refused.value)
         assert "6: facts/" in message
         if len(steps) == 1:
-            assert "no checkpoint can be used" in message and "start anew" in message
+            assert "no checkpoint can be used" in message and "start from scratch" in message
         else:
             assert "the newest 2 checkpoints both look damaged" in message
             assert "3: facts/" in message
@@ -301,7 +301,7 @@ def test_all_damaged_is_never_a_new_start(steps: list[str], copy: Path):
         assert names(copy) == steps
     for step in steps:
         (copy / FOLDER / step).rename(copy / FOLDER / f"{step}.corrupt")
-    with Checkpoints(copy) as checkpoints, pytest.raises(StorageError, match="start anew"):
+    with Checkpoints(copy) as checkpoints, pytest.raises(StorageError, match="start from scratch"):
         checkpoints.restore_newest(abstract())
     with Checkpoints(copy / "new") as checkpoints:
         assert checkpoints.restore_newest(abstract()) is None
@@ -336,7 +336,7 @@ def test_step_without_manifest_is_read_wholly_and_gets_one(copy: Path, caplog: L
     assert manifest.is_in(Folder(copy / FOLDER) / 6)
     caplog.clear()
     assert resume(copy) == (6, []) and caplog.messages == []
-    # One that cannot be read is put aside as any other.
+    # One that cannot be read is quarantined as any other.
     (copy / FOLDER / "6" / "manifest.json").unlink()
     for path in (copy / FOLDER / "6" / "state").rglob("d/*"):
         path.write_bytes(b"")

@@ -311,7 +311,7 @@ def test_a_mesh_that_does_not_fit_and_a_platform_that_is_not_there(config: list[
 @pytest.mark.multihost
 @pytest.mark.faults
 def test_two_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch):
-    # Somebody else is where process 0 should listen.
+    # Another program listens at process 0's port.
     import socket
 
     with socket.socket() as other:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.cli import main
+from tests.conftest import FAST_COMPILE
 from tests.train.conftest import CACHE, run, start, tiny  # noqa: F401  fixtures
 
 ROOT = Path(__file__).parents[2]
@@ -53,13 +54,13 @@ class Cluster:
         self.program = tools / "train"
         self._script(self.program, f'exec {sys.executable} -m maxpipe "$@"')
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "SLURM_"))}
-        self.environment = kept | {
+        self.environment = kept | FAST_COMPILE
+        self.environment |= {
             "PATH": f"{tools}:{os.environ['PATH']}",
             "FAKE_SLURM": str(self.state),
             "FAKE_JOB_ID": str(self._job_id()),
             "PYTHONPATH": str(ROOT),
             "PYTHONPYCACHEPREFIX": str(CACHE),
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         }
 
     @staticmethod

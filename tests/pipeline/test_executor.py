@@ -15,7 +15,7 @@ import pytest
 from maxpipe.model.decoder import Decoder
 from maxpipe.schedule.catalog import SCHEDULES
 from maxpipe.schedule.notation import read_orders
-from tests.cases import TOLERANCE, Case, batch_of, steps_of, thinned
+from tests.cases import TOLERANCE, Case, batch_of, steps_of
 from tests.conftest import GOLDEN
 
 
@@ -114,7 +114,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("case", thinned(SHAPES), ids=str)
+@pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_gradients_equal_the_plain_loop(case: Case) -> None:
     check_gradients(case)
 
@@ -168,7 +168,7 @@ VISITS = [
 ]
 
 
-@pytest.mark.parametrize("case", thinned(VISITS), ids=str)
+@pytest.mark.parametrize("case", VISITS, ids=str)
 def test_the_window_of_weights_holds_the_right_chunks(case: Case) -> None:
     """Every number of stages and every group: stages turn to the next chunk at other ticks."""
     check_gradients(replace(case, gather="visit"))
@@ -198,7 +198,7 @@ OUTSIDE = [
 ]
 
 
-@pytest.mark.parametrize("case", thinned(OUTSIDE), ids=str)
+@pytest.mark.parametrize("case", OUTSIDE, ids=str)
 def test_layers_outside_the_ring(case: Case) -> None:
     check_gradients(case)
 
@@ -252,7 +252,7 @@ def matrix() -> list[Case]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", matrix()[::131], ids=str)
+@pytest.mark.parametrize("case", matrix()[::53], ids=str)
 def test_sample_of_the_matrix(case: Case) -> None:
     check_gradients(case)
 

@@ -148,7 +148,7 @@ def test_measured_figures_are_kept_and_used(
     assert "8 devices of CPU, measured today" in capsys.readouterr().out
 
 
-def test_a_file_that_nobody_measured_is_refused(home: Path) -> None:
+def test_a_file_that_was_not_measured_is_refused(home: Path) -> None:
     hardware.measured_folder().mkdir(parents=True)
     (hardware.measured_folder() / "cpu.yml").write_text("speed: high\n")
     with pytest.raises(ConfigError, match="is not a file that"):

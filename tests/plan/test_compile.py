@@ -48,7 +48,7 @@ def test_operations_are_those_of_the_layers_and_the_head(report: Report) -> None
     pairs = scored_pairs(CONFIG.train.sequence_length)
     forward = matmuls + 4 * sizes.rows * pairs * model.num_heads * model.head_size
     head = 2 * sizes.tokens * sizes.head_elements(whole=True)
-    # Forward, replay, and a backward of twice as much, but for the last matmul of the replay.
+    # Forward, recomputation, and a backward of twice as much, but for the last recomputed matmul.
     layers = 4 * forward - 2 * sizes.tokens * model.d_mlp * model.d_model
     per_stage = sum(sizes.cut) / sizes.stages
     wanted = sizes.microbatches * (per_stage * layers + 3 * head)

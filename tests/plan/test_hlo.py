@@ -99,7 +99,7 @@ def test_cycles_follow_trips_and_shares(small: Profile):
     assert not small.unknown_loops
 
 
-def test_a_loop_nobody_knows_counts_once_and_is_named():
+def test_a_loop_of_unknown_trips_counts_once_and_is_named():
     found = profile(parse(SMALL))
     assert found.unknown_loops == ["jit(f)/while/body/forward/while"]
     assert found.cycles == 10 * (1000 + 107)

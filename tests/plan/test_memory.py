@@ -25,7 +25,7 @@ from maxpipe.plan.compile import build_steps
 from maxpipe.plan.memory import buffers, memory, state
 from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.train.step import Steps, keep_of
-from tests.cases import buffer_bytes, with_rare
+from tests.cases import buffer_bytes
 
 ROOT = Path(__file__).parents[2]
 
@@ -287,7 +287,7 @@ TEMPORARY: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "mesh", "pipeline"), with_rare(TEMPORARY[::2], TEMPORARY[1::2]))
+@pytest.mark.parametrize(("model", "mesh", "pipeline"), TEMPORARY)
 def test_memory_on_cpus_is_near_the_compilers(
     model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Small programs compiled for eight TPUs that nobody has: messages, copies and gathers overlap."""
+"""Small programs compiled for eight absent TPUs: messages, copies and gathers overlap."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_one_process_is_its_own_hub() -> None:
     assert codes == [75] and "stopped at" in printed[0]
 
 
-def test_a_run_that_ends_leaves_nobody_behind() -> None:
+def test_a_run_that_ends_leaves_no_process_behind() -> None:
     with members("steps(link, 5)") as processes:
         assert ends(processes)[0] == [0, 0, 0]
 
@@ -301,7 +301,7 @@ def test_a_killed_process_is_named_at_once(victim: int) -> None:
 
 @pytest.mark.parametrize("killed", [True, False])
 def test_the_link_speaks_before_a_thread_that_aborts(killed: bool) -> None:
-    """As one of jax does when it finds process 0 gone; whoever aborts for its own reasons dies."""
+    """As jax does without process 0; a process that aborts for another reason dies."""
     body = """
 def abort():
     ctypes.CDLL(None).abort()
@@ -512,7 +512,7 @@ def test_a_hub_that_did_not_come() -> None:
     assert codes[1] == 71 and "process 0 was not found at 127.0.0.1:" in errors[1]
 
 
-def test_a_name_that_nobody_knows_is_no_matter_of_the_secret(
+def test_an_unknown_host_name_is_no_matter_of_the_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor is a secret that is there no more, since process 0 has given up meanwhile."""

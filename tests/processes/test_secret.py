@@ -99,7 +99,7 @@ def test_a_folder_that_keeps_nothing_private_is_refused(
         return descriptor
 
     monkeypatch.setattr(os, "open", open_for_all)
-    rule = "and nobody else: its mode is 666"
+    rule = "and no other: its mode is 666"
     with pytest.raises(ConfigError, match=rule) as caught, secret.left_in(tmp_path, 1):
         pass
     assert "set MAXPIPE_RUN_SECRET" in str(caught.value) and not list(tmp_path.iterdir())

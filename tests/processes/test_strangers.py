@@ -67,7 +67,7 @@ def test_random_messages_at_the_port_end_nothing_and_cost_little() -> None:
 
 
 @pytest.mark.fault("P2")
-def test_idle_connections_keep_nobody_out_and_nothing_busy() -> None:
+def test_idle_connections_keep_no_process_out_and_nothing_busy() -> None:
     """More than this process may have files open."""
     few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))"
     with members("steps(link, 5)", count=2, started=1, before=few) as (first,):
@@ -241,7 +241,7 @@ def test_a_port_that_is_taken_is_not_shared() -> None:
 
 @pytest.mark.fault("P4")
 @pytest.mark.parametrize("says", ["nothing", "noise", "its greeting", "welcome"])
-def test_a_false_process_0_learns_nothing_and_sends_nobody_home(says: str) -> None:
+def test_a_false_process_0_learns_nothing_and_sends_no_process_away(says: str) -> None:
     texts = {
         "noise": b"\xff" * 64,
         "its greeting": None,
@@ -446,7 +446,7 @@ def test_random_messages_of_a_process_are_no_bug() -> None:
             for _ in range(50):
                 index, message = chance.randrange(2), chance.choice(makes)()
                 hub.handle(index, parse(json.dumps(message), FromMember))
-                hub.judge()
+                hub.check_timeouts()
         ended = [message["leave"]["code"] for message in told if "leave" in message]
         assert told[0] == {"welcome": True} and all(0 < code < 256 for code in ended)
 
@@ -481,7 +481,7 @@ def test_whatever_a_process_says_the_run_is_not_done(code: int) -> None:
 
 
 @pytest.mark.fault("P5")
-def test_who_reads_nothing_holds_nobody_up() -> None:
+def test_a_peer_that_reads_nothing_holds_no_other_up() -> None:
     here, there = socket.socketpair()
     with here, there:
         wire = Wire(here, KEY, b"nonces", is_hub=True)

@@ -48,7 +48,7 @@ def test_every_size_is_built_and_verified(name: str, stages: tuple[int, ...]) ->
         assert schedule.name == name and schedule.trains and not schedule.delayed
         assert schedule.num_microbatches == sizes["microbatches"]
         assert (schedule.num_stages, schedule.num_repeats) == (sizes["stages"], sizes["repeats"])
-        # A stage's actions take that many ticks at least, and nobody waits for ever.
+        # A stage's actions take that many ticks at least, and no stage waits for ever.
         work = sizes["microbatches"] * sizes["repeats"]
         assert (3 if schedule.mixed else 1) * work <= schedule.num_ticks
         assert schedule.num_ticks <= 3 * (work + schedule.ring.num_chunks) + schedule.num_stages

@@ -125,7 +125,7 @@ def test_forward_then_backward_saves_every_chunk(
     assert min(ticks_of(schedule.backward).values()) >= last_forward - (stages - 1)
 
 
-# Orders that nobody generates.
+# Orders that no generator makes.
 
 
 def orders(*lines: str) -> list[list[Action]]:

@@ -179,7 +179,7 @@ class Message(NamedTuple):
 
 
 def messages(schedule: Schedule) -> Iterator[Message]:
-    """Every message that somebody reads."""
+    """Every message that is read."""
     ring = schedule.ring
     backward: Kind = "I" if schedule.mixed else "B"
     ticks: dict[tuple[Kind, int, int, int], int] = {
@@ -285,7 +285,7 @@ def two_actions_in_a_tick(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def moved_action(schedule: Schedule, rng: Random) -> Schedule | None:
-    """An action runs in an idle slot, and what it sends is stored where nobody looks."""
+    """An action runs in an idle slot, and what it sends is stored where it is never read."""
     sent = [message for message in messages(schedule) if schedule.arrivals[message.way].step]
     if not sent:
         return None
@@ -383,7 +383,7 @@ def lost_message(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def overwritten_message(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Something that nobody waits for lands on a message that is stored and read later."""
+    """Something unexpected lands on a message that is stored and read later."""
     found = list(messages(schedule))
     waited_for = {(message.way, message.written) for message in found}
     targets = [

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import FAST_COMPILE
+
 ROOT = Path(__file__).parents[2]
 
 TINY = """
@@ -63,7 +65,7 @@ def start() -> Callable[..., subprocess.Popen[str]]:
         }
         # Half the time to load modules, and to compile the step.
         environment |= {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(CACHE)}
-        environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+        environment |= FAST_COMPILE
         first = {"PYTHONPATH": f"{modules}{os.pathsep}{ROOT}"} if modules else {}
         return subprocess.Popen(
             [sys.executable, "-m", "maxpipe", *map(str, arguments)],

@@ -24,7 +24,6 @@ from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.train.evaluate import evaluate
 from maxpipe.train.step import Steps, partition
-from tests.cases import thinned
 
 SAME = 1e-5  # float32, relative
 ROWS, TOKENS = 8, 16
@@ -128,7 +127,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", thinned(list(LAYOUTS)))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_loss_equals_the_plain_loop(layout: str, datasets: Datasets, expected: dict[str, float]):
     steps = steps_of(*LAYOUTS[layout], datasets)
     loader = datasets.validation

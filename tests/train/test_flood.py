@@ -76,4 +76,4 @@ def is_open(port: int) -> None:
         else:
             time.sleep(0.5)
             return
-    raise AssertionError("nobody listens")
+    raise AssertionError("there is no listener")

@@ -479,7 +479,7 @@ def test_a_finished_run_takes_changes_that_are_none(copy: Path, tiny: Path, run:
     assert "config: eval.batches was 4 when step 24 was saved and is 5" in output
 
 
-def test_a_folder_that_nobody_can_make_is_explained(tiny: Path, run: Run):
+def test_a_folder_that_cannot_be_made_is_explained(tiny: Path, run: Run):
     output = run("train", tiny, "run.dir=/proc/nowhere", code=74)
     is_explained(output)
     assert "/proc/nowhere" in output and "cannot be written" in output and "set run.dir" in output

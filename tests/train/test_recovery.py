@@ -73,7 +73,9 @@ def test_run_goes_on_from_the_step_before_a_damaged_one(
 
 
 @pytest.mark.fault("F14", "K8")
-def test_run_without_a_good_checkpoint_does_not_start_anew(copy: Path, tiny: Path, run: Run):
+def test_run_without_a_good_checkpoint_does_not_start_from_scratch(
+    copy: Path, tiny: Path, run: Run
+):
     for step in (copy / "checkpoints").iterdir():
         flip_a_bit(step)
     output = run("train", tiny, f"run.dir={copy.parent}", *ARGUMENTS, code=74)
