@@ -200,10 +200,11 @@ def test_space_for_checkpoints(
 ):
     """In checkpoints; three are kept while one is written."""
     from maxpipe.model.count import num_params
+    from maxpipe.model.families.registry import describe
 
     target = Target.of(load(config))
     assert target.config is not None and target.config.checkpoint.keep == 3
-    one = num_params(target.config.model) * 3 * 4
+    one = num_params(describe(target.config.model)) * 3 * 4
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage(0, 0, one * free - 1))
     found = by_name(list(doctor.folders(target)))["run folder"]

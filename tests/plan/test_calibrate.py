@@ -21,7 +21,7 @@ from maxpipe.hardware import known, shipped
 from maxpipe.plan import calibrate
 from maxpipe.plan.calibrate import Measured, applied, step_of
 from maxpipe.plan.compile import build_steps
-from maxpipe.plan.cost import Model, cost
+from maxpipe.plan.cost import CostModel, cost
 from maxpipe.plan.sizes import Sizes, schedule_of
 
 NUM_DEVICES = 4
@@ -58,7 +58,7 @@ def test_the_cost_model_gives_back_what_was_measured(
 ) -> None:
     sizes = Sizes(config_of(fsdp=NUM_DEVICES))
     latency, rate = 5e-6, 2e8
-    weights = sizes.layer_elements(whole=True) * (1 - 1 / NUM_DEVICES)
+    weights = sizes.layer_elements(sizes.usual_kind, whole=True) * (1 - 1 / NUM_DEVICES)
     found = Measured(
         forward=forward * contention,
         input_grad=1.5 * forward * contention,
@@ -72,20 +72,21 @@ def test_the_cost_model_gives_back_what_was_measured(
         fresh=4e-9,
     )
     after = applied(found, sizes, shipped()[kind], NUM_DEVICES)
-    model = Model(sizes, after)
-    assert model.forward == pytest.approx(found.forward_alone)
-    assert model.crowd == pytest.approx(contention)
+    model = CostModel(sizes, after)
+    layer = model.usual
+    assert layer.forward == pytest.approx(found.forward_alone)
+    assert model.contention == pytest.approx(contention)
     assert model.hides == (contention == 1)
     # Devices with cores of their own keep their memory between steps.
     assert after.fresh_gb_per_second == pytest.approx(0.25 if contention > 1 else 0.0)
     assert after.input_grad_cost == pytest.approx(1.5)
     assert after.names_replay == pytest.approx(0.2)
-    backward = after.weight_grad_cost * model.layer_seconds + model.accumulation
+    backward = after.weight_grad_cost * layer.seconds + layer.accumulation
     assert backward == pytest.approx(0.8 * found.forward_alone)
-    assert (model.accumulation > 0) == (contention > 1)
+    assert (layer.accumulation > 0) == (contention > 1)
     # Nine arrays, each with its own latency.
-    assert model.gather == pytest.approx(found.gather + 8 * latency)
-    assert model.scatter == pytest.approx(found.scatter + 8 * latency)
+    assert layer.gather == pytest.approx(found.gather + 8 * latency)
+    assert layer.scatter == pytest.approx(found.scatter + 8 * latency)
 
 
 def again(measure: Callable[[], T]) -> T:

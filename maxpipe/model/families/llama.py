@@ -25,8 +25,8 @@ class Llama:
             d, config.num_heads, config.num_kv_heads, config.head_size, gain, config.attention
         )
         branches = (
-            Branch("attention", attention, norm),
-            Branch("mlp", GatedMLP(d, config.d_mlp, gain), norm),
+            Branch("attention", attention, norm, dropout=config.dropout),
+            Branch("mlp", GatedMLP(d, config.d_mlp, gain), norm, dropout=config.dropout),
         )
         table, vocab = (d, "embed"), (config.vocab_size, "vocab")
         ends = Ends(

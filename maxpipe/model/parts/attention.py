@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from maxpipe.model.spec import Dims, Matmul, Normal, Operation, Param, Scores
+from maxpipe.model.spec import Dims, Held, Matmul, Normal, Operation, Param, Part, Scores
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(Part):
     """Causal attention within segments, with rotary positions (arXiv:2305.13245)."""
 
     d_model: int
@@ -36,18 +36,54 @@ class Attention:
     @property
     def activations(self) -> Mapping[str, Dims]:
         """`query` and `key` are rotated; `context` is what attention mixes."""
-        size = (self.head_size, "head_size")
-        heads, kv_heads = (self.num_heads, "heads"), (self.num_kv_heads, "kv_heads")
         return {
-            "query": (heads, size),
-            "key": (kv_heads, size),
-            "value": (kv_heads, size),
-            "context": (heads, size),
-            "attention_out": ((self.d_model, "embed"),),
+            "query": self._query,
+            "key": self._key,
+            "value": self._key,
+            "context": self._query,
+            "attention_out": self._width,
         }
 
     @property
     def operations(self) -> tuple[Operation, ...]:
         """Four projections and the two products with the scores."""
-        scores = Scores(self.num_heads, "heads", self.head_size)
+        fused = self.backend != "xla"
+        scores = Scores(self.num_heads, "heads", self.head_size, fused=fused)
         return Matmul("query"), Matmul("key"), Matmul("value"), scores, Matmul("out")
+
+    @property
+    def traffic(self) -> Held:
+        """Input and output, and what is mixed: queries and keys stay near the scores."""
+        return Held(narrow=((2.0, self._width), (2.0, self._query)))
+
+    @property
+    def working(self) -> Held:
+        """Of each pair its score and its probability."""
+        return Held(pairs=(1.0, 1.0, 0.0))
+
+    @property
+    def residuals(self) -> Held:
+        """Inputs of all matmuls; angles, and two statistics of each softmax, in float32.
+
+        Of each pair whether it counts, its score in float32 and its probability.
+        """
+        narrow = ((1.0, self._width), (2.0, self._query), (2.0, self._key))
+        wide = ((2.0, ((self.head_size, ""),)), (2.0, ((self.num_heads, "heads"),)))
+        return Held(narrow=narrow, wide=wide, pairs=(1.0, 1.0, 1.0))
+
+    def deferred(self, *, recomputed: bool) -> Held:
+        """Inputs of the projections and cotangents of their outputs."""
+        width = (1.0 if recomputed else 2.0, self._width)
+        return Held(narrow=(width, (2.0, self._query), (2.0, self._key)))
+
+    @property
+    def _width(self) -> Dims:
+        return ((self.d_model, "embed"),)
+
+    @property
+    def _query(self) -> Dims:
+        return ((self.num_heads, "heads"), (self.head_size, "head_size"))
+
+    @property
+    def _key(self) -> Dims:
+        return ((self.num_kv_heads, "kv_heads"), (self.head_size, "head_size"))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from maxpipe.model.spec import Dims, Matmul, Normal, Operation, Param
+from maxpipe.model.spec import Dims, Held, Matmul, Normal, Operation, Param, Part
 
 
 @dataclass(frozen=True)
-class GatedMLP:
+class GatedMLP(Part):
     """SwiGLU (arXiv:2002.05202): `(silu(x W_gate) * (x W_up)) W_down`."""
 
     d_model: int
@@ -30,10 +30,41 @@ class GatedMLP:
     @property
     def activations(self) -> Mapping[str, Dims]:
         """Both inputs of the gate."""
-        hidden = ((self.d_mlp, "mlp"),)
-        return {"gate": hidden, "up": hidden}
+        return {"gate": self._hidden, "up": self._hidden}
 
     @property
     def operations(self) -> tuple[Operation, ...]:
         """Three projections."""
         return Matmul("gate"), Matmul("up"), Matmul("down")
+
+    @property
+    def traffic(self) -> Held:
+        """Input and output; the gate's inputs are written and read."""
+        return Held(narrow=((2.0, self._width), (4.0, self._hidden)))
+
+    @property
+    def working(self) -> Held:
+        """The gate's inputs and output, and their gradients."""
+        return Held(narrow=((6.0, self._hidden),))
+
+    @property
+    def residuals(self) -> Held:
+        """Inputs of all matmuls, and of the gate."""
+        return Held(narrow=((1.0, self._width), (3.0, self._hidden)))
+
+    def deferred(self, *, recomputed: bool) -> Held:
+        """Inputs of all matmuls and cotangents of their outputs.
+
+        Recomputed, the gate's output follows from its inputs once more.
+        """
+        if recomputed:
+            return Held(narrow=((1.0, self._width), (4.0, self._hidden)))
+        return Held(narrow=((2.0, self._width), (3.0, self._hidden)))
+
+    @property
+    def _width(self) -> Dims:
+        return ((self.d_model, "embed"),)
+
+    @property
+    def _hidden(self) -> Dims:
+        return ((self.d_mlp, "mlp"),)
