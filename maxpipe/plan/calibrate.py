@@ -239,7 +239,9 @@ def _layers(sizes: Sizes, mesh: Mesh, programs: Sequence[tuple[str, Remat]]) -> 
     config = sizes.config
     decoder = Decoder(config.model, AxisRules.from_config(config.mesh))
     dtype = jnp.dtype(config.model.compute_dtype)
-    init = jax.jit(lambda key: decoder.init_layers(key, jnp.arange(LAYERS)))
+    kind = decoder.model.layers[-1]
+    layer = decoder.layer(kind)
+    init = jax.jit(lambda key: decoder.init_layers(kind, key, jnp.arange(LAYERS)))
     weights = jax.tree.map(lambda leaf: leaf.astype(dtype), init(jax.random.key(0)))
     held = LayerWeights("step", jax.tree.map(lambda _: WHOLE, weights), dtype)
     layout = Layout(Ring(1, 1), (LAYERS,))
@@ -254,8 +256,10 @@ def _layers(sizes: Sizes, mesh: Mesh, programs: Sequence[tuple[str, Remat]]) -> 
     def run(
         kinds: str, remat: Remat, weights: Tree, x: jax.Array, inputs: Tree, turns: jax.Array
     ) -> Tree:
-        keep = keep_of(dataclasses.replace(pipeline, remat=remat))
-        slots = LayerSlots(decoder.layer, layout, held, keep, "skip", None, by_visit=False)
+        keep = keep_of(dataclasses.replace(pipeline, remat=remat), config.model)
+        slots = LayerSlots(
+            lambda *given: layer(*given)[0], layout, held, keep, "skip", None, by_visit=False
+        )
         weights, x, inputs, zero = vary((weights, x, inputs, jnp.int32(0)))
         row = SlotRow(*(zero,) * len(SlotRow._fields))
         work = Work(row, zero, zero, zero, zero + LAYERS, zero + LAYERS, inputs)

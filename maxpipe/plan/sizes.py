@@ -218,15 +218,15 @@ class Sizes:
     def keeps_hidden(self) -> bool:
         """Whether the MLP's hidden activations are kept for a layer's backward."""
         pipeline = self.config.pipeline
-        kept = activations([*pipeline.saved_names, *pipeline.offloaded_names])
+        kept = activations([*pipeline.saved_names, *pipeline.offloaded_names], self.config.model)
         return pipeline.remat == "none" or (pipeline.remat == "names" and "gate" in kept)
 
     def kept_bytes(self) -> tuple[float, float]:
         """(on the device, on the host) kept by one layer, or by a chunk with `chunk`."""
         pipeline, size = self.config.pipeline, BYTES[self.config.model.compute_dtype]
         if pipeline.remat == "names":
-            offloaded = set(activations(pipeline.offloaded_names))
-            saved = set(activations(pipeline.saved_names)) - offloaded
+            offloaded = set(activations(pipeline.offloaded_names, self.config.model))
+            saved = set(activations(pipeline.saved_names, self.config.model)) - offloaded
             here = self.activation + self.named(saved)
             return size * here, size * self.named(offloaded)
         if pipeline.remat == "none":

@@ -57,9 +57,20 @@ class Partition:
         return jax.tree_util.tree_map_with_path(spec, self._axes, is_leaf=_is_axes)
 
     @cached_property
+    def kind(self) -> str:
+        """The one kind of layer that there is."""
+        (kind,) = self.decoder.model.kinds
+        return kind
+
+    @cached_property
+    def _network_axes(self) -> Tree:
+        axes = self.decoder.axes()
+        return axes | {"layers": axes["layers"][self.kind]}
+
+    @cached_property
     def _axes(self) -> Tree:
         """Logical axes of each parameter, without those of stacking."""
-        axes = self.decoder.axes()
+        axes = self._network_axes
         return axes | {"outside": axes["layers"]} if self.layout.outside else axes
 
     @cached_property
@@ -83,13 +94,13 @@ class Partition:
             name: jax.tree.map(
                 lambda axes, spec: unpadded(spec, axes), subtree, self.specs[name], is_leaf=_is_axes
             )
-            for name, subtree in self.decoder.axes().items()
+            for name, subtree in self._network_axes.items()
             if name != "layers"
         }
-        specs["layers"] = jax.tree.map(
+        layers = jax.tree.map(
             lambda spec: PartitionSpec(stage, *spec[3:]), self.specs["layers"], is_leaf=_is_spec
         )
-        return specs
+        return specs | {"layers": {self.kind: layers}}
 
     @cached_property
     def decayed(self) -> Tree:
@@ -103,7 +114,7 @@ class Partition:
     def init(self, key: jax.Array) -> Tree:
         """Stacked parameters; each layer's values depend on key and layer index alone."""
         layers = jnp.asarray(self.layout.layer_at)
-        drawn = self.decoder.init_layers(key, jnp.maximum(layers, 0))
+        drawn = self.decoder.init_layers(self.kind, key, jnp.maximum(layers, 0))
 
         def stack(leaf: jax.Array) -> jax.Array:
             used = (layers >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
@@ -112,15 +123,17 @@ class Partition:
         params = self._pad_vocabulary(self.decoder.init_outer(key))
         params["layers"] = jax.tree.map(stack, drawn)
         if self.layout.outside:
-            params["outside"] = self.decoder.init_layers(key, jnp.arange(self.layout.outside))
+            outside = jnp.arange(self.layout.outside)
+            params["outside"] = self.decoder.init_layers(self.kind, key, outside)
         return params
 
     def stack(self, params: Tree) -> Tree:
         """Network order -> the stacked, padded form."""
         layout, stacked = self.layout, self._pad_vocabulary(params)
-        stacked["layers"] = jax.tree.map(layout.stack, params["layers"])
+        layers = params["layers"][self.kind]
+        stacked["layers"] = jax.tree.map(layout.stack, layers)
         if layout.outside:
-            stacked["outside"] = jax.tree.map(lambda leaf: leaf[: layout.outside], params["layers"])
+            stacked["outside"] = jax.tree.map(lambda leaf: leaf[: layout.outside], layers)
         return stacked
 
     def unstack(self, params: Tree) -> Tree:
@@ -131,7 +144,19 @@ class Partition:
         plain["embedding"] = plain["embedding"][:size]
         if "head" in plain:
             plain["head"] = plain["head"][:, :size]
-        return plain | {"layers": jax.tree.map(self.layout.unstack, *layers)}
+        return plain | {"layers": {self.kind: jax.tree.map(self.layout.unstack, *layers)}}
+
+    def to_saved(self, params: Tree) -> Tree:
+        """The stacked form -> what checkpoints hold, which leaves out the name of the one kind."""
+        return self.as_saved(self.unstack(params))
+
+    def as_saved(self, tree: Tree) -> Tree:
+        """A tree in network order without the name of the one kind."""
+        return tree | {"layers": tree["layers"][self.kind]}
+
+    def from_saved(self, params: Tree) -> Tree:
+        """What checkpoints hold -> the stacked form."""
+        return self.stack(params | {"layers": {self.kind: params["layers"]}})
 
     def _pad_vocabulary(self, params: Tree) -> Tree:
         shape = self.mesh.shape

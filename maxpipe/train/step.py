@@ -107,7 +107,7 @@ class Steps:
     @cached_property
     def saved_sharding(self) -> Tree:
         """Of the saved form of the state, in network order."""
-        specs = self.partition.network_specs
+        specs = self.partition.as_saved(self.partition.network_specs)
         saved = {"step": PartitionSpec(), "params": specs, "optimizer": {"mu": specs, "nu": specs}}
         return self.partition.shardings(saved)
 
@@ -225,9 +225,9 @@ class Steps:
         """state -> what a checkpoint holds: network order, no padding."""
 
         def convert(state: TrainState) -> Tree:
-            unstack = self.partition.unstack
-            saved = {name: unstack(tree) for name, tree in moments(state.optimizer).items()}
-            return {"step": state.step, "params": unstack(state.params), "optimizer": saved}
+            saved = self.partition.to_saved
+            found = {name: saved(tree) for name, tree in moments(state.optimizer).items()}
+            return {"step": state.step, "params": saved(state.params), "optimizer": found}
 
         return jax.jit(convert, out_shardings=self.saved_sharding)
 
@@ -237,7 +237,7 @@ class Steps:
 
         def convert(saved: Tree, guard: GuardState | None = None) -> TrainState:
             guard = initial(self.guard) if guard is None else guard
-            stack, step = self.partition.stack, saved["step"]
+            stack, step = self.partition.from_saved, saved["step"]
             params = stack(saved["params"])
             stacked = {name: stack(tree) for name, tree in saved["optimizer"].items()}
             fresh = self.optimizer.init(params)
@@ -249,13 +249,13 @@ class Steps:
     @cached_property
     def stack_params(self) -> Any:
         """Parameters as a checkpoint holds them -> as the steps take them."""
-        return jax.jit(self.partition.stack, out_shardings=self.state_sharding.params)
+        return jax.jit(self.partition.from_saved, out_shardings=self.state_sharding.params)
 
     def with_weights(self, params: Tree) -> TrainState:
         """A fresh state, but for parameters in the form that a checkpoint holds."""
 
         def convert(saved: Tree) -> TrainState:
-            params, guard = self.partition.stack(saved), initial(self.guard)
+            params, guard = self.partition.from_saved(saved), initial(self.guard)
             optimizer, step = self.optimizer.init(params), jnp.zeros((), jnp.int32)
             return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
 
@@ -401,7 +401,13 @@ def partition(
     cut = pipeline.cut or balanced_cut([1.0] * (model.num_layers - outside), ring.num_chunks)
     layout = Layout(ring, tuple(cut), outside)
     parts = Partition(decoder, layout, mesh)
-    network = Network(decoder.layer, decoder.norm, model.vocab_size, jnp.dtype(model.compute_dtype))
+    layer = decoder.layer(parts.kind)
+    network = Network(
+        lambda *arguments: layer(*arguments)[0],
+        decoder.norm,
+        model.vocab_size,
+        jnp.dtype(model.compute_dtype),
+    )
     lengths = np.zeros(model.vocab_size, np.int32)
     lengths[: len(byte_lengths)] = byte_lengths
     return Steps(
@@ -415,7 +421,7 @@ def partition(
             mesh,
             parts.specs,
             weight_gather=pipeline.weight_gather,
-            keep=keep_of(pipeline),
+            keep=keep_of(pipeline, model),
             idle=pipeline.idle,
         ),
         shape=(train.batch_size, train.sequence_length),
@@ -426,8 +432,9 @@ def partition(
     )
 
 
-def keep_of(pipeline: PipelineConfig) -> Keep:
+def keep_of(pipeline: PipelineConfig, model: ModelConfig) -> Keep:
     """What the engine keeps for backward slots, as the config says."""
     if pipeline.remat != "names":
         return Keep(pipeline.remat)
-    return Keep("names", activations(pipeline.saved_names), activations(pipeline.offloaded_names))
+    saved, offloaded = pipeline.saved_names, pipeline.offloaded_names
+    return Keep("names", activations(saved, model), activations(offloaded, model))

@@ -47,9 +47,9 @@ def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int) -
         tied_embeddings=tied,
     )
     assert count.num_params(config) == tree_params(config)
-    layers = jax.eval_shape(Decoder(config, RULES).init_layer, jax.random.key(0))
+    layers = jax.eval_shape(Decoder(config, RULES).init, jax.random.key(0))["layers"]
     one = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layers))
-    assert count.layer_params(config) == one
+    assert num_layers * count.layer_params(config) == one
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from maxpipe.model.spec import Constant, Dims, Held, Operation, Param
+from maxpipe.model.spec import Constant, Dims, Operation, Param
 
 
 @dataclass(frozen=True)

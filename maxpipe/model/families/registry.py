@@ -1,0 +1,16 @@
+"""All model families: what `model.family` may be. To add one, write its file and name it here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from maxpipe.config.schema import ModelConfig
+from maxpipe.model.families import llama
+from maxpipe.model.spec import Family, Model
+
+FAMILIES: Mapping[str, Family] = {each.name: each for each in (llama.FAMILY,)}
+
+
+def describe(config: ModelConfig) -> Model:
+    """The model of a config that satisfies every rule."""
+    return FAMILIES[config.family].describe(config)
