@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class ExitCode(enum.IntEnum):
@@ -37,6 +38,14 @@ class Problem:
         heading = f"{self.where} = {self.given}" if self.given else self.where
         heading = heading.replace("\n", "\\n")  # a value may hold line breaks
         return f"{heading}\n  {self.rule}\n  {self.action}"
+
+
+class Finding(NamedTuple):
+    """A broken rule: the key to blame, the rule with its numbers, and what to do."""
+
+    key: str
+    rule: str
+    action: str
 
 
 def printable(text: str) -> str:

@@ -21,7 +21,8 @@ ROWS = (
     ("maxpipe", "maxpipe.errors", "maxpipe.words"),
     ("maxpipe.boundary",),
     (
-        *("maxpipe.schedule", "maxpipe.config.schema", "maxpipe.config.shipped"),
+        *("maxpipe.schedule", "maxpipe.config.schema", "maxpipe.config.bounds"),
+        "maxpipe.config.shipped",
         *("maxpipe.processes.phases", "maxpipe.processes.secret"),
     ),
     ("maxpipe.parallel.axes", "maxpipe.hardware", "maxpipe.model.spec"),
@@ -29,6 +30,8 @@ ROWS = (
     ("maxpipe.model.families",),
     ("maxpipe.config",),
     ("maxpipe.parallel", "maxpipe.processes", "maxpipe.model.count"),
+    ("maxpipe.model.attention",),
+    ("maxpipe.model.modules",),
     (
         *("maxpipe.model", "maxpipe.pipeline", "maxpipe.data"),
         *("maxpipe.checkpoint", "maxpipe.telemetry"),
@@ -63,6 +66,9 @@ FORBIDDEN = [
     ("maxpipe.data", "jax", "data can be looked at without a device"),
     ("maxpipe.telemetry", "jax", "telemetry is given numbers"),
     ("maxpipe.schedule", "jax", "a schedule is data"),
+    ("maxpipe.model.spec", "jax", "a description is data"),
+    ("maxpipe.model.parts", "jax", "a description is data"),
+    ("maxpipe.model.families", "jax", "a description is data"),
     ("maxpipe.errors", "jax", "errors are raised everywhere"),
     ("maxpipe.hardware", "jax", "plans are made without devices"),
     ("maxpipe.diagnosis.environment", "jax", "a process of its own looks at devices"),
@@ -345,8 +351,8 @@ def test_no_leftovers():
 def config_keys() -> dict[tuple[str, str], str]:
     """(section class, field) -> the string under the field, "" when there is none."""
     keys = {}
-    for section in tree("maxpipe.config.schema").body:
-        if isinstance(section, ast.ClassDef) and section.name != "Config":
+    for section in _section_classes():
+        if section.name != "Config":
             for node, below in zip(section.body, [*section.body[1:], None], strict=True):
                 if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                     doc = below.value if isinstance(below, ast.Expr) else None
@@ -363,11 +369,23 @@ def section_names() -> dict[str, str]:
         for node in tree("maxpipe.config.schema").body
         if isinstance(node, ast.ClassDef) and node.name == "Config"
     )
-    return {
+    named = {
         ast.unparse(node.annotation): ast.unparse(node.target)
         for node in root.body
         if isinstance(node, ast.AnnAssign)
     }
+    return {section.name: "own" for section in _section_classes()} | named
+
+
+def _section_classes() -> list[ast.ClassDef]:
+    """Of the schema, and of the families of models."""
+    declaring = [module for module in MODULES if _within(module, "maxpipe.model.families")]
+    return [
+        node
+        for module in ("maxpipe.config.schema", *declaring)
+        for node in tree(module).body
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
+    ]
 
 
 def test_every_config_key_is_documented():

@@ -607,7 +607,7 @@ def mutated(draw: random.Random, lines: list[str], keys: list[str]) -> tuple[byt
 @pytest.mark.slow
 @pytest.mark.fault("C1")
 def test_a_thousand_mutated_configs_give_no_traceback(tmp_path: Path, capsys: Capture):
-    from maxpipe.config.load import KEYS
+    from maxpipe.config.keys import KEYS
 
     draw = random.Random(0)
     lines = Path(TINY).read_text(encoding="utf-8").splitlines()

@@ -7,7 +7,6 @@ installed version. They are read from the parser, without heavy imports.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import glob
 import os
 import typing
@@ -146,8 +145,9 @@ def _values(action: argparse.Action, current: str) -> list[str]:
     if shown in (RUN, CHECKPOINT, STEP):
         return _runs(current, with_step=shown != RUN)
     if shown == "KEY":
-        sections = (f"{section} " for section in _sections())
-        return _beginning(current, [*sections, *(f"{key} " for key, _ in _keys())])
+        from maxpipe.config.keys import KEYS, SECTIONS
+
+        return _beginning(current, (f"{each} " for each in (*SECTIONS, *KEYS)))
     if shown == "NAME":
         return _beginning(current, _shipped())
     if shown.endswith("section.key=value"):
@@ -159,30 +159,16 @@ def _shipped() -> Iterator[str]:
     return (f"{name} " for name in shipped.configs())
 
 
-def _sections() -> dict[str, type]:
-    from maxpipe.config.schema import Config
-
-    return typing.get_type_hints(Config)
-
-
-def _keys() -> Iterator[tuple[str, object]]:
-    for section, declared in _sections().items():
-        hints = typing.get_type_hints(declared)
-        yield from ((f"{section}.{each.name}", hints[each.name]) for each in _fields(declared))
-
-
-def _fields(declared: type) -> tuple[dataclasses.Field, ...]:
-    return dataclasses.fields(declared)  # pyright: ignore[reportArgumentType]
-
-
 def _assignments(current: str) -> list[str]:
     """Keys, section by section, and values where the type names them."""
+    from maxpipe.config.keys import KEYS, SECTIONS
+
     key, sign, value = current.partition("=")
     if not sign:
         if "." not in current:
-            return _beginning(current, (f"{section}." for section in _sections()))
-        return _beginning(current, (f"{name}=" for name, _ in _keys()))
-    hint = dict(_keys()).get(key)
+            return _beginning(current, (f"{each}." for each in SECTIONS if "." not in each))
+        return _beginning(current, (f"{name}=" for name in KEYS))
+    hint = KEYS.get(key)
     if hint is bool:
         return _beginning(current, (f"{key}={word} " for word in ("true", "false")))
     if typing.get_origin(hint) is typing.Literal:

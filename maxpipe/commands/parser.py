@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
 
     def _is_key(self, option: str) -> bool:
         """Whether it names a config key, and this command takes these."""
-        from maxpipe.config.load import KEYS
+        from maxpipe.config.keys import KEYS
         from maxpipe.config.names import same_key
 
         takes = any(action.dest == "inputs" for action in self._actions)

@@ -18,11 +18,11 @@ from collections.abc import Collection, Iterator, Mapping
 import maxpipe.config.pipeline_rules  # noqa: F401  registers its rules
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import scheme
+from maxpipe.config.keys import FAMILY, KEYS, family_section
 from maxpipe.config.names import list_meant
 from maxpipe.config.ranges import BOUNDS, BYTES_VOCABULARY, Bound
 from maxpipe.config.rules import (
     RULES,
-    Finding,
     axis_keys,
     axis_size,
     did_you_mean,
@@ -34,7 +34,9 @@ from maxpipe.config.rules import (
     value_of,
 )
 from maxpipe.config.schema import Config, TrainConfig
-from maxpipe.errors import Problem
+from maxpipe.errors import Finding, Problem
+from maxpipe.model.families.registry import FAMILIES, describe
+from maxpipe.model.parts.attention import Attention
 from maxpipe.parallel.axes import (
     DEFAULT_AXIS_RULES,
     LOGICAL_AXES,
@@ -202,6 +204,29 @@ def _cudnn_runs_there(config: Config) -> Iterator[Finding]:
             "model.compute_dtype",
             "must be bfloat16 with model.attention=cudnn, which has no float32 kernel.",
             "Set model.compute_dtype=bfloat16, or model.attention=xla.",
+        )
+
+
+_MODEL_KEYS = tuple(key for key in KEYS if key.startswith("model."))
+
+
+@rule(*_MODEL_KEYS)
+def _family_agrees(config: Config) -> Iterator[Finding]:
+    yield from FAMILIES[config.model.family].rules(config.model)
+
+
+@rule(*_MODEL_KEYS)
+def _backend_computes_it(config: Config) -> Iterator[Finding]:
+    section = family_section(config.model.family)
+    parts = [part for kind in describe(config.model).kinds.values() for part in kind.parts.values()]
+    options = {each for part in parts if isinstance(part, Attention) for each in part.unsupported}
+    for option in sorted(options):
+        key = f"{section}.{option}" if f"{section}.{option}" in KEYS else FAMILY
+        yield Finding(
+            "model.attention",
+            f"has no {option.replace('_', ' ')}, which {key} = {shown(value_of(config, key))} "
+            "asks for.",
+            "Set model.attention=xla.",
         )
 
 

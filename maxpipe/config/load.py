@@ -13,7 +13,7 @@ import functools
 import math
 import os
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,17 @@ from maxpipe.boundary import redact
 from maxpipe.boundary.files import read
 from maxpipe.config.check import DEFAULT, check, did_you_mean, is_override
 from maxpipe.config.inputs import Input, broken_link, locate, nearby
+from maxpipe.config.keys import (
+    FAMILY,
+    KEYS,
+    MOVED,
+    SECTIONS,
+    family_section,
+    is_of_another_family,
+    names_in,
+    parted,
+    sections_of,
+)
 from maxpipe.config.names import because, key_meant, list_meant, override_meant, value_meant
 from maxpipe.config.schema import Config
 from maxpipe.config.training import check_training
@@ -34,16 +45,6 @@ from maxpipe.errors import ConfigError, Problem
 MAX_FILE_BYTES = 1 << 20
 _MAX_DEPTH = 8
 _MAX_PROBLEMS = 100
-
-SECTIONS: dict[str, type] = typing.get_type_hints(Config)
-"""Section name to the dataclass that declares it."""
-
-KEYS: dict[str, Any] = {
-    f"{section}.{name}": hint
-    for section, declared in SECTIONS.items()
-    for name, hint in typing.get_type_hints(declared).items()
-}
-"""Full key to its type, in the order of the schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class Loaded:
     """Full key to "default", a file, or the text of an override."""
     filled: frozenset[str] = frozenset()
     """Full keys that were -1, of which the devices have decided the value."""
+    cautions: tuple[Problem, ...] = ()
+    """What was understood but should be written otherwise."""
 
 
 def load(
@@ -84,9 +87,12 @@ def load(
             assignments += _read_document(document, file.origin, problems)
     for arg in overrides:
         assignments += _read_override(arg, problems)
+    cautions = tuple(_cautions(assignments, saved_as=origin))
+    assignments = [_to_new_key(assignment) for assignment in assignments]
     named = _named_like(located[-1]) if located and located[-1] else None
     is_complete = None not in documents
-    return _build(assignments, problems, named, is_complete=is_complete, to_train=to_train)
+    built = _build(assignments, problems, named, is_complete=is_complete, to_train=to_train)
+    return dataclasses.replace(built, cautions=cautions)
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
@@ -95,8 +101,14 @@ def from_dict(values: Mapping[str, Any]) -> Config:
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """Every section and key, defaults included."""
-    return dataclasses.asdict(config)
+    """Every section and key, defaults included; that of the family is inside `model`."""
+    nested: dict[str, dict[str, Any]] = {}
+    for section, values in sections_of(config).items():
+        outer, _, inner = section.partition(".")
+        below = nested.setdefault(outer, {})
+        below = below.setdefault(inner, {}) if inner else below
+        below |= {name: copy.deepcopy(getattr(values, name)) for name in names_in(section)}
+    return nested
 
 
 def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
@@ -105,10 +117,12 @@ def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
     `comment` gives the text behind a full key's line.
     """
     lines: list[str] = []
-    for section, values in to_dict(config).items():
-        lines.append(f"{section}:")
-        for name, value in values.items():
-            line = f"  {name}: {one_line(value)}"
+    for section, values in sections_of(config).items():
+        *outer, inner = section.split(".")
+        indent = "  " * len(outer)
+        lines.append(f"{indent}{inner}:")
+        for name in names_in(section):
+            line = f"{indent}  {name}: {one_line(getattr(values, name))}"
             remark = comment(f"{section}.{name}") if comment else ""
             remark = "".join(character for character in remark if character.isprintable())
             lines.append(f"{line}  # {remark}" if remark else line)
@@ -121,7 +135,8 @@ def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
 @dataclass(frozen=True, slots=True)
 class _Assignment:
     path: tuple[str, ...]
-    """Section, key and, inside a mapping, the entry. Shorter when a part is missing."""
+    """Section, that of a family in two parts, key and, inside a mapping, the entry. Shorter when a
+    part is missing."""
     raw: Raw
     origin: str
     place: str
@@ -242,12 +257,24 @@ def _read_document(
             if raw is not None or section not in SECTIONS:
                 yield _Assignment((section,), raw, file, place)
             continue
-        for name, line, value in _entries(content, file, f"{section}.", problems):
-            path, place = (section, name), f"{file}:{line}"
-            if isinstance(value, yaml.MappingNode):
-                # Read for its problems: a key that appears twice.
-                list(_entries(value, file, f"{section}.{name}.", problems))
-            yield from _split(path, _raw(value), file, place)
+        yield from _read_section((section,), content, file, problems)
+
+
+def _read_section(
+    above: tuple[str, ...], content: yaml.MappingNode, file: str, problems: list[Problem]
+) -> Iterator[_Assignment]:
+    for name, line, value in _entries(content, file, f"{'.'.join(above)}.", problems):
+        path, place = (*above, name), f"{file}:{line}"
+        is_section = ".".join(path) in SECTIONS
+        if is_section and isinstance(value, yaml.MappingNode):
+            yield from _read_section(path, value, file, problems)
+            continue
+        if isinstance(value, yaml.MappingNode):
+            # Read for its problems: a key that appears twice.
+            list(_entries(value, file, f"{'.'.join(path)}.", problems))
+        raw = _raw(value)
+        if raw is not None or not is_section:
+            yield from _split(path, raw, file, place)
 
 
 def _entries(
@@ -285,12 +312,15 @@ def _raw(node: yaml.Node) -> Raw:
 
 def _from_values(values: Mapping[str, Any], origin: str) -> Iterator[_Assignment]:
     for section, content in values.items():
-        raw = _as_raw(content)
-        if isinstance(raw, dict) and section in SECTIONS:
-            for name, value in raw.items():
-                yield from _split((section, name), value, origin, origin)
-        else:
-            yield _Assignment((str(section),), raw, origin, origin)
+        yield from _from_value((str(section),), _as_raw(content), origin)
+
+
+def _from_value(path: tuple[str, ...], raw: Raw, origin: str) -> Iterator[_Assignment]:
+    if isinstance(raw, dict) and ".".join(path) in SECTIONS:
+        for name, value in raw.items():
+            yield from _from_value((*path, name), value, origin)
+    else:
+        yield from _split(path, raw, origin, origin)
 
 
 def _as_raw(value: Any) -> Raw:
@@ -304,7 +334,9 @@ def _as_raw(value: Any) -> Raw:
 
 def _read_override(arg: str, problems: list[Problem]) -> Iterator[_Assignment]:
     key, _, text = arg.partition("=")
-    path = tuple(key.split(".", 2))
+    section, rest = parted(key.split("."))
+    # The entry of a mapping may have dots of its own.
+    path = (*section.split("."), *".".join(rest).split(".", 1)) if rest else (section,)
     if arg.startswith("-"):
         rule, action = override_meant(arg.lstrip("-"), "is not an option of this command.", KEYS)
         action = action or "See the command's --help."
@@ -314,7 +346,7 @@ def _read_override(arg: str, problems: list[Problem]) -> Iterator[_Assignment]:
         rule, action = override_meant(arg, rule, KEYS)
         action = action or "Write section.key=value."
         problems.append(Problem(f"command line: {key}", _shortened(text), rule, action))
-    elif not _is_collection(KEYS.get(".".join(path[:2]))):
+    elif not _is_collection(KEYS.get(".".join([section, *rest[:1]]))):
         yield _Assignment(path, text, arg, "command line")
     else:
         try:
@@ -323,7 +355,7 @@ def _read_override(arg: str, problems: list[Problem]) -> Iterator[_Assignment]:
             problems.append(_syntax_problem(f"command line: {arg}", error))
             return
         raw = _raw(node) if node else None
-        if isinstance(raw, dict) and len(path) == 2:
+        if isinstance(raw, dict) and ".".join(path) in KEYS:
             # The whole mapping is replaced; a single entry (a.b.c=...) is added.
             yield _Assignment(path, {}, arg, "command line")
         yield from _split(path, raw, arg, "command line")
@@ -347,6 +379,19 @@ def _is_collection(hint: Any) -> bool:
 
 
 # From assignments to values.
+
+
+def _cautions(assignments: Iterable[_Assignment], saved_as: str) -> Iterator[Problem]:
+    """What is written with a key of an earlier release, and not by one."""
+    for each in assignments:
+        new = MOVED.get(".".join(each.path))
+        if new and each.origin != saved_as:
+            yield each.problem(f"is called {new} now.", f"Write {new} in its place.")
+
+
+def _to_new_key(assignment: _Assignment) -> _Assignment:
+    new = MOVED.get(".".join(assignment.path))
+    return dataclasses.replace(assignment, path=tuple(new.split("."))) if new else assignment
 
 
 def _named_like(file: Input) -> _Assignment:
@@ -380,18 +425,26 @@ def _build(
         else:
             problems.append(problem)
             wrong.update(_prefixes(assignment.path))
+    family = nodes["model"]["family"]
+    for problem in _of_other_families(assignments, family):
+        problems.append(problem)
+        wrong.add(problem.where.rpartition(": ")[2])
+    nodes = {name: node for name, node in nodes.items() if not is_of_another_family(name, family)}
     missing = [
         f"{section}.{name}"
         for section, node in nodes.items()
         for name in sorted(OmegaConf.missing_keys(node), key=list(node.keys()).index)
     ]
     for key in missing:
-        section, _, name = key.partition(".")
+        section, _, name = key.rpartition(".")
         nodes[section][name] = KEYS[key]()  # Stands in so that the other rules can run.
     absent = [key for key in missing if key not in wrong]
     if absent and is_complete:
         problems.append(_missing_problem(absent, assignments))
-    config = Config(**{section: OmegaConf.to_object(node) for section, node in nodes.items()})  # pyright: ignore[reportArgumentType]
+    sections: dict[str, Any] = {name: OmegaConf.to_object(node) for name, node in nodes.items()}
+    own = sections.pop(family_section(family))
+    sections["model"] = dataclasses.replace(sections["model"], own=own)
+    config = Config(**sections)
     broken = check(config, origins, skip=wrong.union(missing))
     if to_train:
         broken += check_training(config, origins, skip=wrong.union(missing))
@@ -409,6 +462,19 @@ def _unset() -> dict[str, Any]:
     for node in nodes.values():
         OmegaConf.set_readonly(node, False)
     return nodes
+
+
+def _of_other_families(assignments: Iterable[_Assignment], family: str) -> Iterator[Problem]:
+    """Keys that the model's family does not read; of each the last assignment."""
+    last = {assignment.path: assignment for assignment in assignments}
+    for path, assignment in last.items():
+        section, rest = parted(path)
+        if rest and ".".join([section, rest[0]]) in KEYS and is_of_another_family(section, family):
+            other = section.rpartition(".")[2]
+            yield assignment.problem(
+                f"is read by {FAMILY}={other} only, and the family is {family}.",
+                f"Leave it out, or set {FAMILY}={other}.",
+            )
 
 
 def _prefixes(path: tuple[str, ...]) -> list[str]:
@@ -429,21 +495,21 @@ def _missing_problem(keys: Sequence[str], assignments: Sequence[_Assignment]) ->
 
 def _assign(nodes: Mapping[str, Any], assignment: _Assignment) -> Problem | None:
     """Put the value into its section; the problem if that cannot be done."""
-    key = ".".join(assignment.path[:2])
-    hint = KEYS.get(key)
-    depth = len(assignment.path)
-    if hint is None or depth == 1 or (depth > 2 and not _is_mapping(hint)):
+    section, rest = parted(assignment.path)
+    hint = KEYS.get(f"{section}.{rest[0]}") if rest else None
+    if hint is None or not rest or (len(rest) > 1 and not _is_mapping(hint)):
         return _unknown_problem(assignment)
     for text in texts(assignment.raw):
         refusal = refused(text)
         if refusal:
             return assignment.problem(*refusal)
-    section, _, name = key.partition(".")
-    node = nodes[section]
+    node, name, entry = nodes[section], rest[0], rest[1:]
     try:
         value = READERS.get(hint, as_is)(assignment.raw)
-        if depth > 2:
-            node[name][assignment.path[2]] = value
+        if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
+            raise ValueError(value)
+        if entry:
+            node[name][entry[0]] = value
         else:
             node[name] = value
     except (ValueError, OverflowError):
@@ -489,7 +555,7 @@ def _type_problem(assignment: _Assignment, hint: Any) -> Problem:
 
 
 def _unknown_problem(assignment: _Assignment) -> Problem:
-    section, *rest = assignment.path
+    section, rest = parted(assignment.path)
     if section in SECTIONS and not rest:
         rule = "is a section: its keys stand below it, one `key: value` per line."
         return assignment.problem(rule, f"Run `maxpipe config explain {section}` for its keys.")

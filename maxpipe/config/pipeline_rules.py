@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from maxpipe.config.keys import KEYS
 from maxpipe.config.names import value_meant
-from maxpipe.config.rules import Finding, axis_keys, axis_size, did_you_mean, divisors, rule, up
-from maxpipe.config.schema import ACTIVATIONS, SAVED_PRESETS, Config
+from maxpipe.config.rules import axis_keys, axis_size, did_you_mean, divisors, rule, up
+from maxpipe.config.schema import Config, ModelConfig
+from maxpipe.errors import Finding
+from maxpipe.model.families.registry import describe
 from maxpipe.schedule.catalog import (
     CIRCULAR,
     FILE_PREFIX,
@@ -16,10 +19,10 @@ from maxpipe.schedule.catalog import (
 )
 
 
-def activations(names: Iterable[str]) -> tuple[str, ...]:
-    """The activations that names and presets stand for, each once."""
-    found = [each for name in names for each in SAVED_PRESETS.get(name, (name,))]
-    return tuple(dict.fromkeys(found))
+def activations(names: Iterable[str], model: ModelConfig) -> tuple[str, ...]:
+    """The activations of the model that names and presets stand for, each once."""
+    known = describe(model).activations
+    return tuple(dict.fromkeys(each for name in names for each in known[name]))
 
 
 @rule("pipeline.schedule")
@@ -87,16 +90,18 @@ def _cut_covers_the_layers(config: Config) -> Iterator[Finding]:
 
 
 def _names_are_known(key: str) -> None:
-    @rule(key)
+    @rule(key, *(each for each in KEYS if each.startswith("model.")))
     def find(config: Config) -> Iterator[Finding]:
-        choices = [*ACTIVATIONS, *SAVED_PRESETS]
+        choices = describe(config.model).activations
+        presets = [name for name, found in choices.items() if found != (name,)]
+        single = [name for name in choices if name not in presets]
         for name in getattr(config.pipeline, key.removeprefix("pipeline.")):
             if name not in choices:
                 guess = did_you_mean(name, choices) or "matmuls"
                 yield Finding(
                     key,
-                    f"holds {name!r}, which is neither an activation ({', '.join(ACTIVATIONS)}) "
-                    f"nor a preset ({', '.join(SAVED_PRESETS)}).",
+                    f"holds {name!r}, which is neither an activation of this model "
+                    f"({', '.join(single)}) nor a preset ({', '.join(presets)}).",
                     f"Set {key}=[{guess}].",
                 )
 

@@ -2,44 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from maxpipe.config.bounds import LARGEST, SMALLEST, Bound
+from maxpipe.model.families.registry import FAMILIES
 
 BYTES_VOCABULARY = 259
 """256 bytes, begin, end and pad."""
-
-
-LARGEST = 3.4e38
-"""The largest float32: devices compute in float32."""
-SMALLEST = 1.2e-38
-"""The smallest normal float32."""
-
-
-class Bound(NamedTuple):
-    """A range of one number; `example` is a value inside it."""
-
-    key: str
-    example: float
-    low: float
-    high: float = math.inf
-    why: str = ""
-    low_is_inside: bool = True
-    high_is_inside: bool = True
-
-    def holds(self, value: float) -> bool:
-        above = self.low <= value if self.low_is_inside else self.low < value
-        below = value <= self.high if self.high_is_inside else value < self.high
-        return above and below
-
-    def __str__(self) -> str:
-        if math.isinf(self.high):
-            text = f"at least {self.low}" if self.low_is_inside else f"more than {self.low}"
-        elif self.high_is_inside:
-            text = f"from {self.low} to {self.high}"
-        else:
-            text = f"at least {self.low} and less than {self.high}"
-        return f"{text}{': ' + self.why if self.why else ''}"
-
 
 _SHARE_LEFT = "1 would leave nothing"
 _RANGES = (
@@ -53,10 +20,13 @@ _RANGES = (
     Bound(
         "model.rope_theta", 10000.0, 1, LARGEST, "devices compute in float32", low_is_inside=False
     ),
-    Bound("model.rope_scaling", 1.0, 1, LARGEST, "wavelengths are stretched, 1 leaves them alone"),
-    Bound("model.rope_original_tokens", 8192, 1),
     Bound("model.norm_epsilon", 1e-5, SMALLEST, LARGEST, "it keeps a root away from 0 in float32"),
     Bound("model.dropout", 0.1, 0, 1, _SHARE_LEFT, high_is_inside=False),
+    *(
+        bound._replace(key=f"model.{family.name}.{bound.key}")
+        for family in FAMILIES.values()
+        for bound in family.bounds
+    ),
     Bound("mesh.cpu_devices", 1, 1),
     Bound("pipeline.microbatches", 1, 1),
     Bound("pipeline.repeats", 1, 1),

@@ -1,7 +1,7 @@
 """The schema as text: explanations, the reference page, a JSON schema, whole configs.
 
-Everything is rendered from the declaration in `schema.py`, the strings below its
-fields and the ranges of `ranges.py`; a fact about a key is written nowhere else.
+Everything is rendered from the declarations in `schema.py` and in the files of model families,
+the strings below their fields and the ranges; a fact about a key is written nowhere else.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import inspect
 import re
 import textwrap
 import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from maxpipe.config import schema
 from maxpipe.config.check import did_you_mean
-from maxpipe.config.load import KEYS, SECTIONS, Loaded, to_yaml, type_name
+from maxpipe.config.keys import KEYS, SECTIONS, default_of, names_in, section_of
+from maxpipe.config.load import Loaded, to_yaml, type_name
 from maxpipe.config.names import key_meant
 from maxpipe.config.ranges import BOUNDS
 from maxpipe.errors import ConfigError
@@ -32,16 +33,20 @@ _SCHEDULE = "pipeline.schedule"
 @functools.cache
 def field_docs() -> dict[str, str]:
     """Section or full key to its documentation, on one line."""
-    module = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
-    classes = {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
     docs: dict[str, str] = {}
     for section, declared in SECTIONS.items():
-        node = classes[declared.__name__]
+        node = _classes(inspect.getfile(declared))[declared.__name__]
         docs[section] = _paragraph(ast.get_docstring(node) or "")
         for statement, after in zip(node.body, node.body[1:], strict=False):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 docs[f"{section}.{statement.target.id}"] = _paragraph(_string(after))
-    return docs
+    return {name: doc for name, doc in docs.items() if name in SECTIONS or name in KEYS}
+
+
+@functools.cache
+def _classes(file: str) -> dict[str, ast.ClassDef]:
+    module = ast.parse(Path(file).read_text(encoding="utf-8"))
+    return {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
 
 
 def _string(statement: ast.stmt) -> str:
@@ -84,13 +89,14 @@ def _list_sections() -> str:
 
 
 def _explain_section(section: str) -> str:
-    names = _names(section)
-    width = max(map(len, names))
+    names = names_in(section)
+    inner = [each.rpartition(".")[2] for each in SECTIONS if each.startswith(f"{section}.")]
+    width = max(map(len, [*names, *inner]))
     lines = [section, *_wrapped(field_docs()[section]), ""]
-    for name in names:
+    for name in [*names, *inner]:
         key = f"{section}.{name}"
         head = f"  {name:{width}}  "
-        about = f"{_first_sentence(key)} ({_default_text(key)})"
+        about = f"{_first_sentence(key)} ({'section' if name in inner else _default_text(key)})"
         lines += textwrap.wrap(
             about, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)
         )
@@ -98,7 +104,7 @@ def _explain_section(section: str) -> str:
 
 
 def _explain_key(key: str) -> str:
-    section = key.partition(".")[0]
+    section = section_of(key)
     lines = [key, *_wrapped(field_docs()[key]), "", f"  type     {type_name(KEYS[key])}"]
     if key in BOUNDS:
         lines.append(f"  range    {BOUNDS[key]}")
@@ -138,21 +144,8 @@ def _first_sentence(key: str) -> str:
     return first.removesuffix(".") + "."
 
 
-def _names(section: str) -> list[str]:
-    return [key.partition(".")[2] for key in KEYS if key.startswith(f"{section}.")]
-
-
-def _default(key: str) -> Any:
-    """The default value, or `dataclasses.MISSING` for a required key."""
-    section, _, name = key.partition(".")
-    field = next(f for f in dataclasses.fields(SECTIONS[section]) if f.name == name)
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
-
-
 def _default_text(key: str) -> str:
-    value = _default(key)
+    value = default_of(key)
     if value is dataclasses.MISSING:
         return "required"
     if isinstance(value, bool):
@@ -165,7 +158,7 @@ def markdown() -> str:
     lines = [
         "# Config reference",
         "",
-        "<!-- Written by `maxpipe config docs` from maxpipe/config/schema.py. -->",
+        "<!-- Written by `maxpipe config docs` from where the keys are declared. -->",
         "",
         "A run is described by YAML files, merged left to right, and `section.key=value`",
         "overrides. `maxpipe config print FILE... [section.key=value...] --origin` shows the",
@@ -175,7 +168,7 @@ def markdown() -> str:
     for section in SECTIONS:
         lines += ["", f"## {section}", "", _escaped(field_docs()[section]), ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        for name in _names(section):
+        for name in names_in(section):
             key = f"{section}.{name}"
             kind = type_name(KEYS[key])
             if key in BOUNDS:
@@ -199,10 +192,12 @@ def json_schema() -> dict[str, Any]:
 
     No key is required: files merge, and a model file or a run file alone is not a run.
     """
-    sections = {}
+    sections: dict[str, Any] = {}
     for section in SECTIONS:
-        keys = {name: _key_schema(f"{section}.{name}") for name in _names(section)}
-        sections[section] = {
+        keys = {name: _key_schema(f"{section}.{name}") for name in names_in(section)}
+        outer, _, inner = section.partition(".")
+        below = sections[outer]["properties"] if inner else sections
+        below[inner or outer] = {
             "description": field_docs()[section],
             "type": ["object", "null"],
             "properties": keys,
@@ -219,8 +214,8 @@ def json_schema() -> dict[str, Any]:
 
 def _key_schema(key: str) -> dict[str, Any]:
     result = {"description": field_docs()[key], **_type_schema(KEYS[key])}
-    if _default(key) is not dataclasses.MISSING:
-        result["default"] = _default(key)
+    if default_of(key) is not dataclasses.MISSING:
+        result["default"] = default_of(key)
     if key in BOUNDS:
         bound = BOUNDS[key]
         result["minimum" if bound.low_is_inside else "exclusiveMinimum"] = bound.low

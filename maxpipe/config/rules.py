@@ -10,24 +10,20 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from maxpipe.config.keys import default_of, parted, sections_of
 from maxpipe.config.schema import Config, MeshConfig
+from maxpipe.errors import Finding
 
 
 def value_of(config: Config, key: str) -> Any:
-    """The value of a full key, or of one entry of a mapping."""
-    section, name, *entry = key.split(".", 2)
-    value = getattr(getattr(config, section), name)
+    """The value of a full key, or of one entry of a mapping; a default of another family's key."""
+    section, (name, *entry) = parted(key.split(".", 2))
+    is_own = "." in section
+    values = sections_of(config).get(section) if is_own else getattr(config, section)
+    value = default_of(key) if values is None else getattr(values, name)
     return value[entry[0]] if entry else value
-
-
-class Finding(NamedTuple):
-    """A broken rule: the key to blame, the rule with its numbers, and what to do."""
-
-    key: str
-    rule: str
-    action: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,26 +2,27 @@
 
 Each field is followed by a string that documents it: `maxpipe config explain`,
 `docs/config.md`, the JSON schema and error messages are rendered from these
-strings. The classes hold values only; rules live in `check.py`. Nothing here
-imports jax, so that `maxpipe --help` stays fast.
+strings. The classes hold values only; rules live in `check.py`. The keys of one model
+family are declared in its file in `maxpipe/model/families`. Nothing here imports jax, so
+that `maxpipe --help` stays fast.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Dtype = Literal["float32", "bfloat16"]
 
-ACTIVATIONS = ("query", "key", "value", "context", "attention_out", "gate", "up")
-"""Names that layers give to the results of their matmuls, in order; `query` and `key` are rotated,
-`context` is what attention mixes before its output projection."""
-SAVED_PRESETS = {
-    "matmuls": ACTIVATIONS,
-    "attention": ("query", "key", "value", "context", "attention_out"),
-    "mlp": ("gate", "up"),
-}
-"""Names for several activations at once in `pipeline.saved_names`."""
+
+def was(key: str) -> dict[str, str]:
+    """Metadata of a field: the full key that it had before."""
+    return {"was": key}
+
+
+def before(value: Any) -> dict[str, Any]:
+    """Metadata of a field: what runs did before there was the key, if not what its default says."""
+    return {"before": value}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +41,11 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """The decoder: a Llama-type stack of identical layers."""
+    """The decoder: a stack of layers of a model family."""
 
+    family: str = "llama"
+    """Family of the model. Keys that only one family reads are in the section of its name, such as
+    `model.llama`."""
     num_layers: int
     """Number of decoder layers. Needs not be a multiple of stages x repeats."""
     d_model: int
@@ -59,12 +63,7 @@ class ModelConfig:
     tied_embeddings: bool = False
     """Use the embedding table as the output projection as well."""
     rope_theta: float = 10000.0
-    """Base of the rotary embedding's wave lengths."""
-    rope_scaling: float = 1.0
-    """Factor by which long wave lengths are stretched (Llama 3.1). 1 leaves them alone."""
-    rope_original_tokens: int = 8192
-    """Context length that the unscaled wave lengths were made for. Read when
-    `model.rope_scaling` is not 1."""
+    """Base of the rotary embedding's wavelengths."""
     norm_epsilon: float = 1e-5
     """Added to the mean square in RMS normalisation."""
     dropout: float = 0.0
@@ -75,6 +74,8 @@ class ModelConfig:
     """Type of activations and of weights inside a matmul."""
     param_dtype: Dtype = "float32"
     """Type of stored parameters and of the optimizer's state."""
+    own: Any = None
+    """The section of the family. None: its defaults."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,9 +154,9 @@ class PipelineConfig:
     inputs and the activations of `pipeline.saved_names`, `none` keeps everything and replays
     nothing."""
     saved_names: list[str] = field(default_factory=lambda: ["matmuls"])
-    """Activations kept with `pipeline.remat=names`: `query`, `key`, `value`, `context`,
-    `attention_out`, `gate`, `up`, or a preset: `matmuls` (all), `attention` (the first five), `mlp`
-    (the last two)."""
+    """Activations kept with `pipeline.remat=names`: `matmuls` (all), those of one part of a layer
+    (`attention`, `mlp`), or single ones (of every family: `query`, `key`, `value`, `context`,
+    `attention_out`, `gate`, `up`)."""
     offloaded_names: list[str] = field(default_factory=list)
     """Activations that `pipeline.remat=names` keeps in host memory instead of on the device; the
     same names and presets."""

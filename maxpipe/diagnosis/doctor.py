@@ -97,7 +97,7 @@ def examine(inputs: Sequence[str]) -> Iterator[Check]:
             target = Target.of(loaded)
             yield from (
                 Check("config", "warning", f"{each.where} = {each.given} {each.rule}", each.action)
-                for each in cautions(loaded.config)
+                for each in (*loaded.cautions, *cautions(loaded.config))
             )
             yield Check("config", "ok", f"read from {counted(len(inputs), 'argument')}")
             if unsaid := check_training(loaded.config, loaded.origins):

@@ -1,54 +1,49 @@
-"""The decoder: one block authored in flax nnx, and the whole model as pure functions.
+"""The decoder: a description made into pure functions of parameters.
 
-Parameters are a plain nested dict, `{embedding, layers, final_norm, head}`, with the
-layers stacked in network order. `Decoder.apply` is the plain loop that every
-pipelined run is held against; `layer` and `norm` are what the pipeline runs.
+Parameters are a plain nested dict, `{embedding, layers, final_norm, head}`; `layers` holds for
+each kind those of its layers, stacked in network order. `Decoder.apply` is the plain loop that
+every pipelined run is held against; `layer` and `norm` are what the pipeline runs.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int, Key
 
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.attention import Attention
-from maxpipe.model.layers import GatedMLP, RMSNorm, dropout, weight
+from maxpipe.model.attention.interface import Cache
+from maxpipe.model.families.registry import describe
+from maxpipe.model.initial import initial
+from maxpipe.model.modules.block import Block, norm_module
+from maxpipe.model.modules.part import Context, Output
+from maxpipe.model.parts.attention import Attention
+from maxpipe.model.spec import Kind, Model
 from maxpipe.parallel.sharding import AxisRules
 
 Params = dict[str, Any]
+LayerKey = Key[Array, ""] | None
+Losses = Mapping[str, Float[Array, ""]]
+Statistics = Mapping[str, Array]
 
 
-class Block(nnx.Module):
-    """One layer: attention and MLP, each normed first and added to the residual stream."""
+class Result(NamedTuple):
+    """What the plain loop computes of a batch."""
 
-    def __init__(self, config: ModelConfig, rules: AxisRules, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config)
-        self.attention = Attention(config, rules, rngs)
-        self.mlp_norm = RMSNorm(config)
-        self.mlp = GatedMLP(config, rules, rngs)
-        self.dropout = config.dropout
-
-    def __call__(
-        self,
-        x: jax.Array,
-        segment_ids: jax.Array,
-        positions: jax.Array,
-        keys: jax.Array | None = None,
-    ) -> jax.Array:
-        """`x [B, T, D]`; `keys [B, 2]` are the dropout keys of both branches, None in eval."""
-        branch = self.attention(self.attention_norm(x), segment_ids, positions)
-        if keys is not None:
-            branch = dropout(branch, self.dropout, keys[:, 0])
-        x = x + branch
-        branch = self.mlp(self.mlp_norm(x))
-        if keys is not None:
-            branch = dropout(branch, self.dropout, keys[:, 1])
-        return x + branch
+    logits: Float[Array, "B T V"]
+    """Float32."""
+    losses: Losses
+    """Float32 sums over all layers and target tokens, by name."""
+    statistics: Mapping[str, Statistics]
+    """By kind and name: arrays `[layers of the kind, ...]`, sums over tokens."""
 
 
 @dataclass(frozen=True)
@@ -58,126 +53,238 @@ class Decoder:
     config: ModelConfig
     rules: AxisRules
 
-    def init_layer(self, key: jax.Array) -> Params:
-        """One layer's parameters."""
-        return _pure(Block(self.config, self.rules, nnx.Rngs(params=key)))
-
-    def init(self, key: jax.Array) -> Params:
-        """All parameters in network order; each layer's depend on its index alone."""
-        return self.init_outer(key) | {
-            "layers": {"layer": self.init_layers("layer", key, jnp.arange(self.config.num_layers))}
-        }
-
-    @property
-    def kind_of(self) -> tuple[str, ...]:
-        """The kind of each layer, in network order."""
-        return ("layer",) * self.config.num_layers
-
-    @property
-    def layers(self) -> dict[str, Any]:
-        """Functions of the layers, by kind."""
-        return {"layer": lambda *given: (self.layer(*given), {}, {})}
-
-    @property
-    def loss_weights(self) -> dict[str, float]:
-        """What each of the layers' losses counts."""
-        return {}
-
-    def init_layers(self, kind: str, key: jax.Array, layers: jax.Array) -> Params:
-        """Parameters of the layers with these indices, stacked along a new first dim."""
-        base = jax.random.fold_in(key, 0)
-        return jax.vmap(lambda layer: self.init_layer(jax.random.fold_in(base, layer)))(layers)
-
-    def init_outer(self, key: jax.Array) -> Params:
-        """Everything but the layers."""
-        config = self.config
-        d, v, dtype = config.d_model, config.vocab_size, config.param_dtype
-        params = {"final_norm": _pure(RMSNorm(config))}
-        rngs = nnx.Rngs(params=jax.random.fold_in(key, 1))
-        params["embedding"] = weight(rngs, (v, d), ("vocab", "embed"), fan_in=d, dtype=dtype)[...]
-        if not config.tied_embeddings:
-            rngs = nnx.Rngs(params=jax.random.fold_in(key, 2))
-            params["head"] = weight(rngs, (d, v), ("embed", "vocab"), fan_in=d, dtype=dtype)[...]
-        return params
-
     @cached_property
-    def _block(self) -> tuple[Any, Any]:
-        """Graph definition and abstract state of one block."""
-        build = lambda: Block(self.config, self.rules, nnx.Rngs(params=jax.random.key(0)))  # noqa: E731
-        return nnx.split(nnx.eval_shape(build))
+    def model(self) -> Model:
+        """What it computes, and its parameters."""
+        return describe(self.config)
+
+    # Parameters.
+
+    def init(self, key: Key[Array, ""]) -> Params:
+        """All parameters in network order; each layer's depend on its index alone."""
+        numbers = {kind: [] for kind in self.model.kinds}
+        for number, kind in enumerate(self.model.layers):
+            numbers[kind].append(number)
+        layers = {
+            kind: self.init_layers(kind, key, jnp.asarray(found, jnp.int32))
+            for kind, found in numbers.items()
+        }
+        return self.init_outer(key) | {"layers": layers}
+
+    def init_layers(self, kind: str, key: Key[Array, ""], layers: Int[Array, " L"]) -> Params:
+        """Parameters of a kind's layers with these indices, stacked along a new first dim."""
+        base, params = jax.random.fold_in(key, 0), self.model.kinds[kind].params
+
+        def one(layer: Array) -> Params:
+            return _nested(initial(params, jax.random.fold_in(base, layer), self._param_dtype))
+
+        return jax.vmap(one)(layers)
+
+    def init_outer(self, key: Key[Array, ""]) -> Params:
+        """Everything but the layers."""
+        found: dict[tuple[str, ...], Array] = {}
+        for name, param in self.model.ends.params.items():
+            part = jax.random.fold_in(key, 2 if name == ("head",) else 1)
+            found |= initial({name: param}, part, self._param_dtype)
+        return _nested(found)
 
     def axes(self) -> Params:
-        """Logical axes of every parameter, those of one layer without the stacking axis."""
-        _, state = self._block
-        axes: Params = {
-            "embedding": ("vocab", "embed"),
-            "layers": {"layer": _axes_tree(state)},
-            "final_norm": {"scale": ("norm",)},
+        """Logical axes of every parameter, those of a kind's layers without the stacking axis."""
+        ends = {name: param.axes for name, param in self.model.ends.params.items()}
+        layers = {
+            kind: _nested({name: param.axes for name, param in described.params.items()})
+            for kind, described in self.model.kinds.items()
         }
-        if not self.config.tied_embeddings:
-            axes["head"] = ("embed", "vocab")
-        return axes
+        return _nested(ends) | {"layers": layers}
+
+    @property
+    def _param_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.config.param_dtype)
+
+    @property
+    def _dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.config.compute_dtype)
+
+    # Layers.
 
     def layer(
-        self,
-        params: Params,
-        x: jax.Array,
-        inputs: Params,
-        index: jax.Array,
-        key: jax.Array | None = None,
-    ) -> jax.Array:
-        """Layer `index` on `x [B, T, D]`.
+        self, kind: str
+    ) -> Callable[
+        [Params, Float[Array, "B T D"], Params, Int[Array, ""], LayerKey],
+        tuple[Float[Array, "B T D"], Losses, Statistics],
+    ]:
+        """The function of a layer of this kind.
 
-        `inputs` holds `segment_ids` and `positions` `[B, T]` and `example_ids` `[B]`, the rows'
-        numbers in the global batch: dropout is keyed by step (in `key`), layer and example, so
-        that it is the same however the batch is cut. `key=None` turns dropout off.
+        It takes parameters, x, inputs, the layer's index and a key, and returns x, losses and
+        statistics. Inputs hold `segment_ids` and `positions` `[B, T]` and `example_ids` `[B]`, the
+        rows' numbers in the global batch: dropout is keyed by step (in the key), layer and
+        example, so that it is the same however the batch is cut. Without a key there is none.
         """
-        graph, state = self._block
-        nnx.replace_by_pure_dict(state := jax.tree.map(lambda leaf: leaf, state), params)
-        keys = None
-        if key is not None and self.config.dropout > 0:
-            layer_key = jax.random.fold_in(key, index)
-            keys = jax.vmap(
-                lambda example: jax.random.split(jax.random.fold_in(layer_key, example))
-            )(inputs["example_ids"])
-        return nnx.merge(graph, state)(x, inputs["segment_ids"], inputs["positions"], keys)
 
-    def norm(self, params: Params, x: jax.Array) -> jax.Array:
+        def run(
+            params: Params,
+            x: Float[Array, "B T D"],
+            inputs: Params,
+            index: Int[Array, ""],
+            key: LayerKey = None,
+        ) -> tuple[Float[Array, "B T D"], Losses, Statistics]:
+            return self._layer(kind, params, x, Context(inputs, index, self.model.values), key)[:3]
+
+        return run
+
+    def _layer(
+        self, kind: str, params: Params, x: Array, context: Context, key: LayerKey
+    ) -> Output:
+        if key is not None:
+            key = jax.random.fold_in(key, context.index)
+        found = _with(self._blocks[kind], params)(x, context, key)
+        statistics = jax.tree.map(jax.lax.stop_gradient, found.statistics)
+        return found._replace(statistics=statistics)
+
+    @cached_property
+    def _blocks(self) -> Mapping[str, tuple[Any, Any]]:
+        """Graph definition and abstract state of each kind's block."""
+        return {
+            name: _split(lambda kind=kind: Block(kind, self.rules, self.config.dropout))
+            for name, kind in self.model.kinds.items()
+        }
+
+    # The ends of the network.
+
+    def embed(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """What the first layer is given, in the compute type."""
+        x = table.astype(self._dtype)[tokens]
+        scale = self.model.ends.embed_scale
+        return x if scale == 1.0 else x * jnp.asarray(scale, self._dtype)
+
+    def norm(self, params: Params, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
         """The norm between the last layer and the output projection."""
-        module = nnx.eval_shape(lambda: RMSNorm(self.config))
-        graph, state = nnx.split(module)
-        nnx.replace_by_pure_dict(state, params)
-        return nnx.merge(graph, state)(x)
+        return _with(_split(lambda: norm_module(self.model.ends.norm)), params)(x)
 
-    def apply(self, params: Params, batch: Params, key: jax.Array | None = None) -> jax.Array:
-        """Logits float32 `[B, T, V]` by the plain loop over layers, without a pipeline."""
-        dtype = jnp.dtype(self.config.compute_dtype)
-        x = params["embedding"].astype(dtype)[batch["tokens"]]
-
-        def body(x: jax.Array, layer: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
-            return self.layer(layer[0], x, batch, layer[1], key), None
-
-        indices = jnp.arange(self.config.num_layers)
-        x, _ = jax.lax.scan(body, x, (params["layers"]["layer"], indices))
+    def logits(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Float32 logits of the last layer's output."""
         x = self.norm(params["final_norm"], x)
-        head = params["embedding"].T if self.config.tied_embeddings else params["head"]
-        return jnp.einsum("btd,dv->btv", x, head.astype(dtype), preferred_element_type=jnp.float32)
+        head = params["embedding"].T if self.model.ends.head is None else params["head"]
+        head = head.astype(self._dtype)
+        logits = jnp.einsum("btd,dv->btv", x, head, preferred_element_type=jnp.float32)
+        cap = self.model.ends.logit_cap
+        return cap * jnp.tanh(logits / cap) if cap else logits
 
-    def loss(self, params: Params, batch: Params, key: jax.Array | None = None) -> jax.Array:
+    # The whole network.
+
+    def run(self, params: Params, batch: Params, key: LayerKey = None) -> Result:
+        """The plain loop over layers, without a pipeline."""
+        x = self.embed(params["embedding"], batch["tokens"])
+        losses: dict[str, Array] = {}
+        statistics: dict[str, list[Statistics]] = {kind: [] for kind in self.model.kinds}
+        for kind, stack, numbers in self._runs(params["layers"]):
+            layer = self.layer(kind)
+
+            def body(
+                x: Array, each: tuple[Params, Array], layer: Callable[..., Any] = layer
+            ) -> tuple[Array, tuple[Losses, Statistics]]:
+                x, *rest = layer(each[0], x, batch, each[1], key)
+                return x, tuple(rest)
+
+            x, (lost, counted) = jax.lax.scan(body, x, (stack, numbers))
+            for name, loss in lost.items():
+                losses[name] = losses.get(name, 0.0) + loss.sum()
+            statistics[kind].append(counted)
+        joined = {
+            kind: jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *found)
+            for kind, found in statistics.items()
+            if found
+        }
+        return Result(self.logits(params, x), losses, joined)
+
+    def _runs(self, layers: Params) -> Iterator[tuple[str, Params, Array]]:
+        """(kind, parameters, indices) of layers of one kind in a row."""
+        used = dict.fromkeys(self.model.kinds, 0)
+        number = 0
+        for kind, run in itertools.groupby(self.model.layers):
+            first, size = used[kind], len(list(run))
+            used[kind] += size
+            stack = layers[kind]
+            if size < self.model.layers.count(kind):
+                stack = jax.tree.map(lambda leaf, a=first, b=first + size: leaf[a:b], stack)
+            yield kind, stack, jnp.arange(number, number + size)
+            number += size
+
+    def apply(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, "B T V"]:
+        """Float32 logits by the plain loop."""
+        return self.run(params, batch, key).logits
+
+    def loss(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, ""]:
         """Mean cross entropy in nats over the target tokens, by the plain loop."""
-        scores = jax.nn.log_softmax(self.apply(params, batch, key))
-        picked = jnp.take_along_axis(scores, batch["targets"][..., None], axis=-1)[..., 0]
-        mask = batch["loss_mask"].astype(jnp.float32)
-        return -(picked * mask).sum() / jnp.maximum(mask.sum(), 1.0)
+        return _cross_entropy(self.apply(params, batch, key), batch)
+
+    def objective(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, ""]:
+        """What training makes small: cross entropy, and the layers' losses by their weights."""
+        found = self.run(params, batch, key)
+        total = _cross_entropy(found.logits, batch)
+        for name, loss in found.losses.items():
+            total += self.model.losses[name] * loss / _targets(batch)
+        return total
+
+    # Decoding.
+
+    def empty_caches(self, rows: int, tokens: int) -> tuple[Cache | None, ...]:
+        """For each layer, room for the keys and values of `tokens` tokens in each row."""
+        return tuple(
+            _cache(self.model.kinds[kind], rows, tokens, self._dtype) for kind in self.model.layers
+        )
+
+    def extend(
+        self, params: Params, batch: Params, caches: tuple[Cache | None, ...]
+    ) -> tuple[Float[Array, "B T V"], tuple[Cache | None, ...]]:
+        """Logits of tokens that follow those in the caches, and the caches with them."""
+        x, found = self.embed(params["embedding"], batch["tokens"]), []
+        places = dict.fromkeys(self.model.kinds, 0)
+        for number, kind in enumerate(self.model.layers):
+            place, places[kind] = places[kind], places[kind] + 1
+            one = jax.tree.map(lambda leaf, at=place: leaf[at], params["layers"][kind])
+            context = Context(batch, jnp.asarray(number), self.model.values, caches[number])
+            output = self._layer(kind, one, x, context, None)
+            x = output.x
+            found.append(output.cache)
+        return self.logits(params, x), tuple(found)
 
 
-def _pure(module: nnx.Module) -> Params:
-    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+def _targets(batch: Params) -> Float[Array, ""]:
+    """Number of target tokens, at least 1."""
+    return jnp.maximum(batch["loss_mask"].astype(jnp.float32).sum(), 1.0)
 
 
-def _axes_tree(state: Any) -> Params:
-    """Nested dict of each parameter's logical axes, from where it was declared."""
-    is_leaf = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
-    return nnx.to_pure_dict(
-        jax.tree.map(lambda leaf: leaf.replace(leaf.axes), state, is_leaf=is_leaf)
-    )
+def _cross_entropy(logits: Float[Array, "B T V"], batch: Params) -> Float[Array, ""]:
+    scores = jax.nn.log_softmax(logits)
+    picked = jnp.take_along_axis(scores, batch["targets"][..., None], axis=-1)[..., 0]
+    return -(picked * batch["loss_mask"].astype(jnp.float32)).sum() / _targets(batch)
+
+
+def _cache(kind: Kind, rows: int, tokens: int, dtype: jnp.dtype) -> Cache | None:
+    for part in kind.parts.values():
+        if isinstance(part, Attention):
+            return Cache.empty((rows, tokens, part.num_kv_heads, part.head_size), dtype)
+    return None
+
+
+def _split(build: Callable[[], nnx.Module]) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(build))
+
+
+def _with(split: tuple[Any, Any], params: Params) -> Any:
+    """The module with these parameters."""
+    graph, state = split
+    nnx.replace_by_pure_dict(state := jax.tree.map(lambda leaf: leaf, state), params)
+    return nnx.merge(graph, state)
+
+
+def _nested(flat: Mapping[tuple[str, ...], Any]) -> Params:
+    """`{("a", "b"): x}` as `{"a": {"b": x}}`."""
+    tree: Params = {}
+    for (*folders, name), value in flat.items():
+        below = tree
+        for folder in folders:
+            below = below.setdefault(folder, {})
+        below[name] = value
+    return tree

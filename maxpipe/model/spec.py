@@ -9,13 +9,20 @@ read this; there is no second list of weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from maxpipe.config.bounds import Bound
+from maxpipe.config.schema import ModelConfig
+from maxpipe.errors import Finding
 
 Dims = tuple[tuple[int, str], ...]
 """Sizes of an array's dims and their logical axes. Activations leave out batch and tokens."""
+
+Number = float | str
+"""A number, or the name of one that differs by layer (`Model.values`)."""
 
 
 class Normal(NamedTuple):
@@ -235,6 +242,13 @@ class Ends:
     logit_cap: float = 0.0
     """Logits become `cap * tanh(logits / cap)`. 0: as they are."""
 
+    @cached_property
+    def params(self) -> Mapping[tuple[str, ...], Param]:
+        """Parameters by where they are stored."""
+        found = {("embedding",): self.embedding}
+        found |= {("final_norm", name): param for name, param in self.norm.params.items()}
+        return found if self.head is None else found | {("head",): self.head}
+
 
 @dataclass(frozen=True, eq=False)
 class Model:
@@ -255,20 +269,43 @@ class Model:
             found |= kind.losses
         return found
 
+    @cached_property
+    def activations(self) -> Mapping[str, tuple[str, ...]]:
+        """What may be kept by name: each activation, and by the names of presets several.
 
-class Family(Protocol):
+        `matmuls` are all, and a branch's name stands for those of its part.
+        """
+        presets: dict[str, dict[str, None]] = {"matmuls": {}}
+        for kind in self.kinds.values():
+            for branch in kind.branches:
+                names = dict.fromkeys(branch.part.activations)
+                presets[branch.name] = presets.get(branch.name, {}) | names
+                presets["matmuls"] |= names
+        single = {name: (name,) for name in presets["matmuls"]}
+        return single | {preset: tuple(names) for preset, names in presets.items()}
+
+
+@dataclass(frozen=True)
+class Family:
     """A model family: a file in `maxpipe.model.families`."""
 
-    @property
-    def name(self) -> str:
-        """Value of `model.family`, and name of its section of keys."""
-        ...
+    name: str
+    """Value of `model.family`, and name of its section of keys below `model`."""
+    section: type
+    """Frozen dataclass with the keys that only this family reads; each has a default."""
+    describe: Callable[[ModelConfig], Model]
+    """The model of a config that satisfies every rule."""
+    bounds: tuple[Bound, ...] = ()
+    """Ranges of the numbers in its section."""
+    rules: Callable[[ModelConfig], Iterable[Finding]] = lambda _: ()
+    """What is wrong with a config of which each number is within its range."""
 
-    @property
-    def section(self) -> type:
-        """Frozen dataclass with the keys that only this family reads."""
-        ...
 
-    def describe(self, config: Any) -> Model:
-        """The model of a `ModelConfig`."""
-        ...
+_Section = TypeVar("_Section")
+
+
+def own_keys(config: ModelConfig, section: type[_Section]) -> _Section:
+    """The keys of the config's family, whose section this is."""
+    own = section() if config.own is None else config.own
+    assert isinstance(own, section), f"{config.family} has other keys than {own}"
+    return own

@@ -9,7 +9,7 @@ a split backward the trace is cut in two (`split`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +23,7 @@ Tree = Any
 Remat = Literal["chunk", "full", "names", "none"]
 
 
-LayerFn = Callable[..., tuple[jax.Array, dict[str, jax.Array], dict[str, jax.Array]]]
+LayerFn = Callable[..., tuple[jax.Array, Mapping[str, jax.Array], Mapping[str, jax.Array]]]
 """(weights, x [B, T, D], inputs, layer index, key) -> (output [B, T, D], losses, statistics).
 
 Losses are scalars, summed over the target tokens of the rows: they are added up as they are, and

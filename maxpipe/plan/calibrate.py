@@ -243,7 +243,7 @@ def _layers(sizes: Sizes, mesh: Mesh, programs: Sequence[tuple[str, Remat]]) -> 
     config = sizes.config
     decoder = Decoder(config.model, AxisRules.from_config(config.mesh))
     dtype = jnp.dtype(config.model.compute_dtype)
-    kind = Counter(decoder.kind_of).most_common(1)[0][0]
+    kind = Counter(decoder.model.layers).most_common(1)[0][0]
     init = jax.jit(lambda key: decoder.init_layers(kind, key, jnp.arange(LAYERS)))
     weights = {kind: jax.tree.map(lambda leaf: leaf.astype(dtype), init(jax.random.key(0)))}
     held = LayerWeights("step", jax.tree.map(lambda _: WHOLE, weights[kind]), dtype)
@@ -259,11 +259,12 @@ def _layers(sizes: Sizes, mesh: Mesh, programs: Sequence[tuple[str, Remat]]) -> 
     def run(
         kinds: str, remat: Remat, weights: Tree, x: jax.Array, inputs: Tree, turns: jax.Array
     ) -> Tree:
-        keep = keep_of(dataclasses.replace(pipeline, remat=remat))
-        slots = LayerSlots(decoder.layers, layout, {kind: held}, keep, "skip", None, by_visit=False)
+        keep = keep_of(dataclasses.replace(pipeline, remat=remat), config.model)
+        layers = {kind: decoder.layer(kind)}
+        slots = LayerSlots(layers, layout, {kind: held}, keep, "skip", None, by_visit=False)
         weights, x, inputs, zero = vary((weights, x, inputs, jnp.int32(0)))
         row = SlotRow(*(zero,) * (len(SlotRow._fields) - 1))
-        seeds = dict.fromkeys(decoder.loss_weights, vary(jnp.float32(1)))
+        seeds = dict.fromkeys(decoder.model.losses, vary(jnp.float32(1)))
         work = slots.work(row, jax.tree.map(lambda leaf: leaf[None], inputs), seeds)
         pieces = slots.pieces(weights, x, inputs, seeds, halves=True)
         stash, deferred = slots.empty_stash(pieces, 1, x), slots.empty_deferred(pieces, 1)

@@ -35,7 +35,7 @@ def fixed_keys(loaded: Loaded, texts: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: a key that a search does not set.
     """
-    from maxpipe.config.load import KEYS
+    from maxpipe.config.keys import KEYS
 
     found = {}
     for text in texts:

@@ -23,6 +23,15 @@ from maxpipe.checkpoint.manager import Checkpoints, Restored
 from maxpipe.checkpoint.selection import chosen, opened
 from maxpipe.checkpoint.storage import FOLDER, home, home_of, in_bucket, run_folder
 from maxpipe.config.check import total_steps, where
+from maxpipe.config.keys import (
+    FAMILY,
+    KEYS,
+    MOVED,
+    before_of,
+    flat,
+    is_of_another_family,
+    section_of,
+)
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.paths import EVENTS_FILE
 from maxpipe.config.rules import shown
@@ -42,7 +51,7 @@ OWN_KEYS = frozenset(
 )
 
 # Model keys that may change between a checkpoint and the run that resumes it.
-_FREE_MODEL_KEYS = frozenset({"dropout", "attention", "compute_dtype"})
+_FREE_MODEL_KEYS = frozenset({"model.dropout", "model.attention", "model.compute_dtype"})
 
 # Settings that may change of a finished run: how often it is saved and evaluated, its name, its
 # machine, and the key that gives its length.
@@ -242,18 +251,31 @@ def check_model(
     Raises:
         ConfigError: with every key that must be as it was saved.
     """
+    then, now = _as_known(saved), flat({"model": wanted})
     problems = [
         Problem(
-            where(f"model.{key}", origins),
-            str(wanted.get(key)),
-            f"must be {saved.get(key)}, the value of the checkpoint's model.",
-            f"Set model.{key}={saved.get(key)}, or {otherwise}.",
+            where(key, origins),
+            shown(now.get(key, "not there")),
+            f"must be {shown(then[key])}, the value of the checkpoint's model.",
+            f"Set {key}={shown(then[key])}, or {otherwise}.",
         )
-        for key in sorted(saved.keys() | wanted.keys())
-        if key not in _FREE_MODEL_KEYS and saved.get(key) != wanted.get(key)
+        for key in sorted(then)
+        if key not in _FREE_MODEL_KEYS and then[key] != now.get(key)
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def _as_known(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Full key to value of a saved `model` section, in the keys of this release.
+
+    A key that did not exist when it was saved has the meaning that it had then.
+    """
+    found = {MOVED.get(key, key): value for key, value in flat({"model": saved}).items()}
+    family = found.get(FAMILY, before_of(FAMILY))
+    known = (key for key in KEYS if key.startswith("model."))
+    own = (key for key in known if not is_of_another_family(section_of(key), family))
+    return {key: before_of(key) for key in own} | found
 
 
 def _other_data(differences: Sequence[tuple[str, Any, Any]], step: int) -> ConfigError:
@@ -268,13 +290,11 @@ def _other_data(differences: Sequence[tuple[str, Any, Any]], step: int) -> Confi
 
 def _changed_keys(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
     """(key, saved, now) of settings that a run may change while it is stopped."""
-    for section, keys in to_dict(redact.within(config)).items():
-        if section in OWN_SECTIONS:
-            continue
-        for key, now in keys.items():
-            before = saved.get(section, {}).get(key, now)
-            if before != now and f"{section}.{key}" not in OWN_KEYS:
-                yield f"{section}.{key}", before, now
+    then = {MOVED.get(key, key): value for key, value in flat(saved).items()}
+    for key, now in flat(to_dict(redact.within(config))).items():
+        before = then.get(key, now)
+        if before != now and key.partition(".")[0] not in OWN_SECTIONS and key not in OWN_KEYS:
+            yield key, before, now
 
 
 def _check_finished(facts: Facts, loaded: Loaded) -> None:

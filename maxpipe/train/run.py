@@ -28,6 +28,7 @@ from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, local_folder
 from maxpipe.checkpoint.storage import home, run_folder
 from maxpipe.config.check import cautions, check, total_steps, where
+from maxpipe.config.keys import flat
 from maxpipe.config.load import Loaded, to_dict, to_yaml
 from maxpipe.config.paths import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
 from maxpipe.config.schema import Config
@@ -200,7 +201,7 @@ def set_up(
     steps = steps_of(config, build_mesh(config.mesh), datasets.tokenizer.byte_lengths)
     console.banner(_facts(config, steps, datasets, length))
     if process == 0:
-        for each in cautions(config):
+        for each in (*loaded.cautions, *cautions(config)):
             console.warn(f"{each.where} = {each.given} {each.rule} {each.action}")
     _check_same_data(link, datasets)
     restore = partial(restore_or_init, loaded, steps, checkpoints, datasets, console)
@@ -332,9 +333,9 @@ def _ledger(
 def shared_facts(config: Config) -> dict[str, str]:
     """Values that must be the same in all processes, by name."""
     facts = {"maxpipe": maxpipe.__version__, "jax": jax.__version__}
-    for section, keys in to_dict(redact.within(config)).items():
-        if section not in OWN_SECTIONS:
-            facts |= {f"{section}.{key}": json.dumps(value) for key, value in keys.items()}
+    for key, value in flat(to_dict(redact.within(config))).items():
+        if key.partition(".")[0] not in OWN_SECTIONS:
+            facts[key] = json.dumps(value)
     return {name: value for name, value in facts.items() if name not in OWN_KEYS}
 
 
@@ -384,11 +385,11 @@ def _draw(
     writer: MetricWriter, config: Config, schedule: Schedule, params: Any, program: Any
 ) -> None:
     """Charts, settings and pictures."""
-    values = to_dict(redact.within(config))
+    values = flat(to_dict(redact.within(config)))
     chosen = {
-        f"{section}.{key}": value if isinstance(value, bool | int | float | str) else str(value)
-        for section in _HYPERPARAMETERS
-        for key, value in values[section].items()
+        key: value if isinstance(value, bool | int | float | str) else str(value)
+        for key, value in values.items()
+        if key.partition(".")[0] in _HYPERPARAMETERS
     }
     try:
         writer.show(board.charts)

@@ -400,14 +400,16 @@ def partition(
     # Embedding and loss head are spread over all stages: only layers weigh on the cut.
     outside = pipeline.layers_outside
     cut = pipeline.cut or balanced_cut([1.0] * (model.num_layers - outside), ring.num_chunks)
-    layout = Layout(ring, tuple(cut), outside, decoder.kind_of)
+    layout = Layout(ring, tuple(cut), outside, decoder.model.layers)
     parts = Partition(decoder, layout, mesh)
     network = Network(
-        decoder.layers,
+        {kind: decoder.layer(kind) for kind in decoder.model.kinds},
         decoder.norm,
         model.vocab_size,
         jnp.dtype(model.compute_dtype),
-        decoder.loss_weights,
+        dict(decoder.model.losses),
+        decoder.model.ends.embed_scale,
+        decoder.model.ends.logit_cap,
     )
     lengths = np.zeros(model.vocab_size, np.int32)
     lengths[: len(byte_lengths)] = byte_lengths
@@ -422,7 +424,7 @@ def partition(
             mesh,
             parts.specs,
             weight_gather=pipeline.weight_gather,
-            keep=keep_of(pipeline),
+            keep=keep_of(pipeline, model),
             idle=pipeline.idle,
         ),
         shape=(train.batch_size, train.sequence_length),
@@ -433,8 +435,9 @@ def partition(
     )
 
 
-def keep_of(pipeline: PipelineConfig) -> Keep:
+def keep_of(pipeline: PipelineConfig, model: ModelConfig) -> Keep:
     """What the engine keeps for backward slots, as the config says."""
     if pipeline.remat != "names":
         return Keep(pipeline.remat)
-    return Keep("names", activations(pipeline.saved_names), activations(pipeline.offloaded_names))
+    saved, offloaded = pipeline.saved_names, pipeline.offloaded_names
+    return Keep("names", activations(saved, model), activations(offloaded, model))

@@ -10,7 +10,8 @@ import pytest
 from maxpipe.boundary import redact
 from maxpipe.boundary.redact import REDACTED
 from maxpipe.cli import main
-from maxpipe.config.load import KEYS, load, to_dict, to_yaml
+from maxpipe.config.keys import KEYS
+from maxpipe.config.load import load, to_dict, to_yaml
 from maxpipe.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from maxpipe.config import names
-from maxpipe.config.load import KEYS, load
+from maxpipe.config.keys import KEYS
+from maxpipe.config.load import load
 from maxpipe.config.rules import did_you_mean, squashed
 from maxpipe.errors import ConfigError
 from maxpipe.schedule.catalog import SCHEDULES

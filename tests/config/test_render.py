@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from maxpipe.config import render, schema
-from maxpipe.config.load import KEYS, SECTIONS, load, to_dict
+from maxpipe.config.keys import KEYS, SECTIONS
+from maxpipe.config.load import load, to_dict
 from maxpipe.errors import ConfigError
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES
 from maxpipe.schedule.catalog import SCHEDULES

@@ -10,7 +10,8 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config import shipped
-from maxpipe.config.load import KEYS, load
+from maxpipe.config.keys import KEYS
+from maxpipe.config.load import load
 from maxpipe.config.render import field_docs
 
 Capture = pytest.CaptureFixture[str]

@@ -3,55 +3,49 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from maxpipe.config.schema import MeshConfig, ModelConfig
-from maxpipe.model.attention import Attention, attend, rotary_frequencies, rotate
-from maxpipe.parallel.sharding import AxisRules
+from maxpipe.config.keys import KEYS
+from maxpipe.model.attention.backends import BACKENDS
+from maxpipe.model.attention.interface import Cache, Mask
+from maxpipe.model.attention.xla import attend
+from maxpipe.model.modules.attention import Attention, rotary_frequencies, rotate
+from maxpipe.model.parts.attention import CANNOT, Rope
+from maxpipe.model.parts.attention import Attention as Part
+from maxpipe.model.parts.norm import RMSNorm
+from tests.model.parts import RULES, assert_close, context, packed, with_values
 
-RULES = AxisRules.from_config(MeshConfig())
-
-
-def make_config(**changes: Any) -> ModelConfig:
-    sizes: dict[str, Any] = {
-        "num_layers": 2,
-        "d_model": 16,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_size": 8,
-        "d_mlp": 24,
-        "vocab_size": 32,
-        "compute_dtype": "float32",
-    }
-    return ModelConfig(**sizes | changes)
+D = 16
+NO_CONTEXT = context([[0]], [[0]])
 
 
-def assert_close(got: Any, wanted: Any) -> None:
-    """Float32: 1e-5 of the largest value."""
-    wanted = np.asarray(wanted, np.float64)
-    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+def part_with(num_heads: int = 4, num_kv_heads: int = 2, size: int = 8, **options: Any) -> Part:
+    given: dict[str, Any] = {"rope": Rope(10000.0), **options}
+    return Part(D, num_heads, num_kv_heads, size, 0.5, "xla", **given)
 
 
-def angles_of(config: ModelConfig) -> np.ndarray:
+def angles_of(rope: Rope, size: int, theta: float, factor: float) -> np.ndarray:
     """Angle per position of each pair, after the released Llama 3.1 code."""
     angles = []
-    for pair in range(config.head_size // 2):
-        angle = 1.0 / config.rope_theta ** (2 * pair / config.head_size)
+    for pair in range(size // 2):
+        angle = 1.0 / theta ** (2 * pair / size)
         wave_tokens = 2 * math.pi / angle
-        original = config.rope_original_tokens
-        if config.rope_scaling == 1.0 or wave_tokens < original / 4:
+        original = rope.original_tokens
+        if rope.scaling == "linear":
+            angles.append(angle / factor)
+        elif factor == 1.0 or wave_tokens < original / 4:
             angles.append(angle)
         elif wave_tokens > original / 1:
-            angles.append(angle / config.rope_scaling)
+            angles.append(angle / factor)
         else:
             smooth = (original / wave_tokens - 1) / (4 - 1)
-            angles.append((1 - smooth) * angle / config.rope_scaling + smooth * angle)
+            angles.append((1 - smooth) * angle / factor + smooth * angle)
     return np.array(angles)
 
 
@@ -67,22 +61,34 @@ def reference(
     x: np.ndarray,
     segments: np.ndarray,
     positions: np.ndarray,
-    config: ModelConfig,
+    part: Part,
+    numbers: Mapping[str, float],
 ) -> np.ndarray:
-    """Token by token and head by head in float64."""
-    angles = angles_of(config)
-    share = config.num_heads // config.num_kv_heads
+    """Token by token and head by head in float64; `numbers` are this layer's."""
+    rope = part.rope
+    theta, factor = (numbers.get(str(each), each) for each in (rope.theta, rope.factor))
+    angles = angles_of(rope, part.head_size, float(theta), float(factor))
+    window = numbers.get(part.window, 0)
+    scale = part.head_size**-0.5 if part.scale is None else part.scale
+
+    def head(b: int, t: int, name: str, n: int) -> np.ndarray:
+        vector = x[b, t] @ weights[name][:, n]
+        if part.head_norm is not None:
+            norm = part.head_norm
+            vector = vector / math.sqrt((vector**2).mean() + norm.epsilon)
+            vector = vector * (norm.offset + weights[f"{name}_norm"])
+        return turned(vector, int(positions[b, t]), angles)
+
+    share = part.num_heads // part.num_kv_heads
     out = np.zeros_like(x)
-    for b, t, n in np.ndindex(*x.shape[:2], config.num_heads):
+    for b, t, n in np.ndindex(*x.shape[:2], part.num_heads):
         g = n // share
-        query = turned(x[b, t] @ weights["query"][:, n], int(positions[b, t]), angles)
+        query = head(b, t, "query", n)
         seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t]]
-        scores = np.array(
-            [
-                query @ turned(x[b, s] @ weights["key"][:, g], int(positions[b, s]), angles)
-                for s in seen
-            ]
-        ) / math.sqrt(config.head_size)
+        seen = [s for s in seen if not window or t - s < window]
+        scores = np.array([query @ head(b, s, "key", g) for s in seen]) * scale
+        if part.soft_cap:
+            scores = part.soft_cap * np.tanh(scores / part.soft_cap)
         shares = np.exp(scores - scores.max())
         shares /= shares.sum()
         mixed = sum(
@@ -92,74 +98,86 @@ def reference(
     return out
 
 
-def packed(lengths: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Segment ids and positions of rows that hold documents of these lengths."""
-    ids = [np.repeat(1 + np.arange(len(row)), row) for row in lengths]
-    positions = [np.concatenate([np.arange(n) for n in row]) for row in lengths]
-    return np.stack(ids), np.stack(positions)
+VALUES = {"window": (0.0, 3.0), "theta": (50.0, 7.0), "factor": (8.0, 1.0)}
+"""Of two layers."""
+NORM = RMSNorm(8, 1e-3, offset=1.0)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("part", "layers"),
     [
-        {"num_heads": 4, "num_kv_heads": 4},
-        {"num_heads": 4, "num_kv_heads": 2},
-        {"num_heads": 6, "num_kv_heads": 1},
-        {"rope_scaling": 8.0, "rope_original_tokens": 32, "rope_theta": 50.0},
+        (part_with(4, 4), [0]),
+        (part_with(4, 2), [0]),
+        (part_with(6, 1), [0]),
+        (part_with(rope=Rope(50.0, 8.0, "llama3", 32)), [0]),
+        (part_with(rope=Rope(50.0, 8.0)), [0]),
+        (part_with(6, 2, window="window", rope=Rope("theta", "factor"), scale=0.2), [0, 1]),
+        (part_with(soft_cap=0.7, head_norm=NORM, window="window"), [1]),
     ],
-    ids=["full heads", "grouped", "one kv head", "stretched"],
+    ids=[
+        *("full heads", "grouped", "one kv head", "stretched", "linear"),
+        *("by layer", "soft cap"),
+    ],
 )
-def test_attention_equals_the_plain_loops(changes: dict[str, Any]) -> None:
-    config = make_config(**changes)
-    module = Attention(config, RULES, nnx.Rngs(params=jax.random.key(0)))
-    weights = {
-        name: np.asarray(getattr(module, name)[...], np.float64)
-        for name in ("query", "key", "value", "out")
+def test_attention_equals_the_plain_loops(part: Part, layers: list[int]) -> None:
+    module = Attention(part, RULES)
+    change: dict[str, Any] = {
+        "query_norm": np.linspace(-0.5, 1, 8),
+        "key_norm": np.linspace(1, -0.3, 8),
     }
-    x = np.asarray(jax.random.normal(jax.random.key(1), (2, 9, config.d_model)))
+    weights = with_values(module, **(change if part.head_norm else {}))
+    x = np.asarray(jax.random.normal(jax.random.key(1), (2, 9, D)))
     segments, positions = packed([[9], [2, 4, 3]])
     positions = positions + np.array([[40], [0]])  # a cut document goes on where it stopped
-    got = jax.jit(module.__call__)(x, segments, positions)
-    assert got.dtype == jnp.float32
-    assert_close(got, reference(weights, x.astype(np.float64), segments, positions, config))
+    run = jax.jit(lambda x, i: module(x, context(segments, positions, i, VALUES)).x)
+    for layer in layers:
+        got = run(x, layer)
+        assert got.dtype == jnp.float32
+        numbers = {name: values[layer] for name, values in VALUES.items()}
+        wide = x.astype(np.float64)
+        assert_close(got, reference(weights, wide, segments, positions, part, numbers))
 
 
 def test_a_token_sees_the_past_of_its_own_document_only() -> None:
-    config = make_config()
-    module = Attention(config, RULES, nnx.Rngs(params=jax.random.key(0)))
+    module = Attention(part_with(), RULES)
+    with_values(module)
     segments, positions = packed([[3, 5]])
 
     def last_token(x: jax.Array, t: int) -> jax.Array:
-        return module(x, jnp.asarray(segments), jnp.asarray(positions))[0, t].sum()
+        return module(x, context(segments, positions)).x[0, t].sum()
 
-    x = jax.random.normal(jax.random.key(1), (1, 8, config.d_model))
+    x = jax.random.normal(jax.random.key(1), (1, 8, D))
     influence = jax.jit(jax.vmap(jax.grad(last_token), in_axes=(None, 0)))(x, jnp.arange(8))
     sees = np.abs(np.asarray(influence[:, 0])).max(axis=-1) > 0
     causal = np.tril(np.ones((8, 8), bool))
     np.testing.assert_array_equal(sees, causal & (segments == segments.T))
 
 
+# Rotation.
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("rope", "size"),
     [
-        {},
-        {"rope_theta": 500000.0, "head_size": 64},
-        {"rope_theta": 500000.0, "head_size": 128, "rope_scaling": 8.0},
-        {"rope_theta": 500000.0, "head_size": 64, "rope_scaling": 32.0},
-        {"head_size": 32, "rope_scaling": 4.0, "rope_original_tokens": 64},
+        (Rope(10000.0), 8),
+        (Rope(500000.0), 64),
+        (Rope(500000.0, 8.0, "llama3", 8192), 128),
+        (Rope(500000.0, 32.0, "llama3", 8192), 64),
+        (Rope(10000.0, 4.0, "llama3", 64), 32),
+        (Rope(1000000.0, 8.0, "linear"), 256),
     ],
 )
-def test_rotary_frequencies_follow_llama(changes: dict[str, Any]) -> None:
-    config = make_config(**changes)
-    got = rotary_frequencies(config)
-    assert got.shape == (config.head_size // 2,) and got.dtype == jnp.float32
-    np.testing.assert_allclose(got, angles_of(config), rtol=1e-5)
+def test_rotary_frequencies_follow_released_models(rope: Rope, size: int) -> None:
+    got = rotary_frequencies(rope, size, NO_CONTEXT)
+    assert got.shape == (size // 2,) and got.dtype == jnp.float32
+    wanted = angles_of(rope, size, float(rope.theta), float(rope.factor))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
 def test_stretching_leaves_short_waves_and_divides_long_ones() -> None:
-    plain = make_config(rope_theta=500000.0, head_size=128)
-    stretched = make_config(rope_theta=500000.0, head_size=128, rope_scaling=8.0)
-    before, after = np.asarray(rotary_frequencies(plain)), np.asarray(rotary_frequencies(stretched))
+    before = np.asarray(rotary_frequencies(Rope(500000.0), 128, NO_CONTEXT))
+    stretched = Rope(500000.0, 8.0, "llama3", 8192)
+    after = np.asarray(rotary_frequencies(stretched, 128, NO_CONTEXT))
     waves = 2 * np.pi / before
     np.testing.assert_array_equal(after[waves < 8192 / 4], before[waves < 8192 / 4])
     np.testing.assert_allclose(after[waves > 8192], before[waves > 8192] / 8, rtol=1e-6)
@@ -169,9 +187,8 @@ def test_stretching_leaves_short_waves_and_divides_long_ones() -> None:
 
 
 def test_rotation_keeps_lengths_and_depends_on_distances_only() -> None:
-    config = make_config()
-    frequencies = rotary_frequencies(config)
-    query, key = np.asarray(jax.random.normal(jax.random.key(0), (2, 1, 6, 3, config.head_size)))
+    frequencies = rotary_frequencies(Rope(10000.0), 8, NO_CONTEXT)
+    query, key = np.asarray(jax.random.normal(jax.random.key(0), (2, 1, 6, 3, 8)))
     positions = jnp.arange(6)[None]
     at = rotate(jnp.asarray(query), positions, frequencies)
     assert_close(np.linalg.norm(at, axis=-1), np.linalg.norm(query, axis=-1))
@@ -186,33 +203,77 @@ def test_rotation_keeps_lengths_and_depends_on_distances_only() -> None:
 
 
 def test_rotation_of_half_precision_is_done_in_float32() -> None:
-    config = make_config()
-    x = jax.random.normal(jax.random.key(0), (1, 4, 1, config.head_size)).astype(jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(0), (1, 4, 1, 8)).astype(jnp.bfloat16)
     positions = jnp.array([[0, 1, 500, 8191]])
-    got = rotate(x, positions, rotary_frequencies(config))
-    exact = rotate(x.astype(jnp.float32), positions, rotary_frequencies(config))
+    frequencies = rotary_frequencies(Rope(10000.0), 8, NO_CONTEXT)
+    got = rotate(x, positions, frequencies)
+    exact = rotate(x.astype(jnp.float32), positions, frequencies)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, exact.astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("block", [2, 4, 6])
-def test_blocks_of_queries_change_nothing(block: int) -> None:
+# Backends.
+
+KEYS_OF_TEST = jax.random.split(jax.random.key(0), 4)
+QUERY = jax.random.normal(KEYS_OF_TEST[0], (2, 12, 4, 8))
+KEY, VALUE = (jax.random.normal(each, (2, 12, 2, 8)) for each in KEYS_OF_TEST[1:3])
+SEGMENTS = jnp.array([[1] * 5 + [2] * 7, [1] * 9 + [2] * 3])
+SINKS = jnp.array([0.3, -1.0, 2.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("block", "options"),
+    [
+        (2, {}),
+        (4, {"window": 3, "soft_cap": 0.9}),
+        (6, {"window": jnp.int32(5), "sinks": SINKS}),
+    ],
+    ids=["plain", "soft cap", "sinks"],
+)
+def test_blocks_of_queries_change_nothing(block: int, options: dict[str, Any]) -> None:
     """Value and gradients, across segments that end inside a block."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    query = jax.random.normal(keys[0], (2, 12, 4, 8))
-    key, value = (jax.random.normal(k, (2, 12, 2, 8)) for k in keys[1:3])
-    weight = jax.random.normal(keys[3], query.shape)
-    segments = jnp.array([[1] * 5 + [2] * 7, [1] * 9 + [2] * 3])
+    weight = jax.random.normal(KEYS_OF_TEST[3], QUERY.shape)
 
     def total(query: jax.Array, key: jax.Array, value: jax.Array, block: int) -> jax.Array:
-        return (attend(query, key, value, segments, "xla", block) * weight).sum()
+        return (attend(query, key, value, Mask(SEGMENTS, **options), block) * weight).sum()
 
-    run = jax.value_and_grad(total, argnums=(0, 1, 2))
-    wanted_value, wanted = run(query, key, value, 12)
-    found_value, found = run(query, key, value, block)
+    run = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)), static_argnums=3)
+    wanted_value, wanted = run(QUERY, KEY, VALUE, 12)
+    found_value, found = run(QUERY, KEY, VALUE, block)
     np.testing.assert_allclose(found_value, wanted_value, rtol=1e-5)
     for a, b in zip(found, wanted, strict=True):
         assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False},
+        {"causal": False, "window": 4, "scale": 0.3},
+        {"window": 1},
+        {"sinks": SINKS, "soft_cap": 2.0},
+        {"window": jnp.int32(0)},
+    ],
+    ids=["both ways", "window both ways", "itself alone", "sinks", "whole window"],
+)
+def test_a_mask_says_what_is_mixed(options: dict[str, Any]) -> None:
+    mask = Mask(SEGMENTS, **options)
+    got = attend(QUERY, KEY, VALUE, mask)
+    query, key, value = (np.asarray(each, np.float64) for each in (QUERY, KEY, VALUE))
+    wanted = np.zeros_like(query)
+    for b, t, n in np.ndindex(*query.shape[:3]):
+        seen = [s for s in range(12) if SEGMENTS[b, s] == SEGMENTS[b, t]]
+        if mask.causal:
+            seen = [s for s in seen if s <= t]
+        if int(mask.window):
+            seen = [s for s in seen if t - s < int(mask.window)]
+        scores = key[b, seen, n // 2] @ query[b, t, n] * (mask.scale or 8**-0.5)
+        if mask.soft_cap:
+            scores = mask.soft_cap * np.tanh(scores / mask.soft_cap)
+        shares = np.exp(scores)
+        sink = 0.0 if mask.sinks is None else np.exp(float(mask.sinks[n]))
+        wanted[b, t, n] = shares @ value[b, seen, n // 2] / (shares.sum() + sink)
+    assert_close(got, wanted)
 
 
 def test_long_sequences_go_through_blocks() -> None:
@@ -221,8 +282,43 @@ def test_long_sequences_go_through_blocks() -> None:
     ids = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
 
     def flops(block: int) -> float:
-        run = lambda q, k, v, ids: attend(q, k, v, ids, "xla", block)  # noqa: E731
+        run = lambda q, k, v, ids: attend(q, k, v, Mask(ids), block)  # noqa: E731
         cost: Any = jax.jit(run).lower(shape, shape, shape, ids).compile().cost_analysis()
         return cost["flops"]
 
     assert flops(0) < 0.7 * flops(1024)
+
+
+def test_every_backend_is_declared() -> None:
+    assert set(BACKENDS) == set(CANNOT) == set(KEYS["model.attention"].__args__)
+    assert part_with(soft_cap=1.0).unsupported == frozenset()
+    fused = Part(D, 2, 1, 8, 0.5, "cudnn", Rope(10.0), soft_cap=1.0, window="window")
+    assert fused.unsupported == {"soft_cap"}
+
+
+# Decoding.
+
+
+@pytest.mark.parametrize(
+    "part",
+    [part_with(), part_with(6, 2, window="window", soft_cap=0.8, head_norm=NORM)],
+    ids=["plain", "options"],
+)
+def test_cached_decoding_equals_the_whole_row(part: Part) -> None:
+    """Tokens in pieces of unlike sizes, in a cache with room to spare, over a document's end."""
+    module = Attention(part, RULES)
+    with_values(module)
+    x = jax.random.normal(jax.random.key(1), (2, 9, D))
+    segments, positions = packed([[9], [2, 4, 3]])
+    whole = module(x, context(segments, positions, 1, VALUES)).x
+    cache = Cache.empty((2, 11, part.num_kv_heads, part.head_size), jnp.dtype("float32"))
+    parts = []
+    for start, stop in ((0, 4), (4, 5), (5, 6), (6, 9)):
+        piece = slice(start, stop)
+        given = context(segments[:, piece], positions[:, piece], 1, VALUES, cache)
+        found = module(x[:, piece], given)
+        assert found.cache is not None
+        cache = found.cache
+        parts.append(found.x)
+    assert int(cache.length) == 9
+    assert_close(jnp.concatenate(parts, axis=1), whole)

@@ -49,9 +49,9 @@ def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int) -
     )
     model = describe(config)
     assert count.num_params(model) == tree_params(config)
-    layers = jax.eval_shape(Decoder(config, RULES).init_layer, jax.random.key(0))
+    layers = jax.eval_shape(Decoder(config, RULES).init, jax.random.key(0))["layers"]
     one = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layers))
-    assert count.layer_params(model.kinds[model.layers[0]]) == one
+    assert num_layers * count.layer_params(model.kinds[model.layers[0]]) == one
 
 
 @pytest.mark.parametrize(

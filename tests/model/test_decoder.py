@@ -113,8 +113,9 @@ def test_parameters_have_the_configured_type() -> None:
 def test_a_layer_depends_on_its_index_and_on_nothing_else(deep: dict[str, Any]) -> None:
     # Not on the depth of the model, nor on which layers are drawn with it.
     picked = [2, 0, 2]
-    drawn = jax.jit(decoder_with(num_layers=3).init_layers)(KEY, jnp.array(picked))
-    whole = numpy_leaves(deep["layers"])
+    decoder = decoder_with(num_layers=3)
+    drawn = jax.jit(lambda layers: decoder.init_layers("layer", KEY, layers))(jnp.array(picked))
+    whole = numpy_leaves(deep["layers"]["layer"])
     assert set(numpy_leaves(drawn)) == set(whole)
     for name, leaf in numpy_leaves(drawn).items():
         if name in ("attention.out", "mlp.down"):
@@ -211,7 +212,8 @@ def test_the_loss_is_the_mean_over_masked_targets(params: dict[str, Any]) -> Non
 
 @cache
 def jitted_layer(rate: float) -> Callable[..., jax.Array]:
-    return jax.jit(decoder_with(dropout=rate).layer)
+    layer = decoder_with(dropout=rate).layer("layer")
+    return jax.jit(lambda *given: layer(*given)[0])
 
 
 def layer_output(
@@ -219,7 +221,7 @@ def layer_output(
 ) -> np.ndarray:
     batch = {name: leaf[rows] for name, leaf in make_batch(rows=4).items()}
     x = np.random.default_rng(9).normal(size=(4, 8, SMALL.d_model)).astype(np.float32)[rows]
-    first = jax.tree.map(lambda leaf: leaf[0], params["layers"])
+    first = jax.tree.map(lambda leaf: leaf[0], params["layers"]["layer"])
     return np.asarray(jitted_layer(rate)(first, x, batch, jnp.asarray(index), key))
 
 
@@ -245,7 +247,7 @@ def test_dropout_depends_on_key_layer_and_example(params: dict[str, Any]) -> Non
         assert (np.abs(other - whole).max(axis=(1, 2)) > 1e-2).all()
     # The same example twice gets two masks, because its number differs.
     batch = {name: np.repeat(leaf[:1], 2, 0) for name, leaf in make_batch().items()}
-    first = jax.tree.map(lambda leaf: leaf[0], params["layers"])
+    first = jax.tree.map(lambda leaf: leaf[0], params["layers"]["layer"])
     x = np.ones((2, 8, SMALL.d_model), np.float32)
     for ids, equal in (([3, 3], True), ([3, 4], False)):
         batch["example_ids"] = np.array(ids)

@@ -2,89 +2,107 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.config.schema import MeshConfig, ModelConfig
-from maxpipe.model.layers import GatedMLP, RMSNorm, bell_curve, dropout, residual_gain, weight
-from maxpipe.parallel.sharding import AxisRules
+from maxpipe.model.initial import initial, normal_approximation
+from maxpipe.model.modules.block import dropout
+from maxpipe.model.modules.mlp import GatedMLP
+from maxpipe.model.modules.norm import RMSNorm
+from maxpipe.model.parts import mlp, norm
+from maxpipe.model.spec import Constant, Normal, Param
+from tests.model.parts import RULES, assert_close, context, with_values
 
-RULES = AxisRules.from_config(MeshConfig())
-CONFIG = ModelConfig(
-    num_layers=8,
-    d_model=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=4,
-    d_mlp=24,
-    vocab_size=32,
-    norm_epsilon=1e-3,
-)
+NO_CONTEXT = context([[0]], [[0]])
 
 
-def assert_close(got: Any, wanted: Any) -> None:
-    """Float32: 1e-5 of the largest value."""
-    wanted = np.asarray(wanted, np.float64)
-    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
-
-
-def rms_normed(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def rms_normed(x: np.ndarray, scale: np.ndarray, epsilon: float) -> np.ndarray:
     x = x.astype(np.float64)
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + CONFIG.norm_epsilon) * scale
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * scale
 
 
-def test_rms_norm_divides_by_the_root_mean_square() -> None:
-    norm = RMSNorm(CONFIG)
-    np.testing.assert_array_equal(norm.scale[...], np.ones(16))
-    scale = np.linspace(0.5, 2.0, 16)
-    norm.scale = nnx.Param(jnp.asarray(scale, jnp.float32))
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_divides_by_the_root_mean_square(offset: float) -> None:
+    module = RMSNorm(norm.RMSNorm(16, 1e-3, offset))
+    np.testing.assert_array_equal(with_values(module)["scale"] + offset, np.ones(16))
+    scale = np.linspace(-0.5, 2.0, 16)
+    with_values(module, scale=scale)
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 3, 16))) * 100 + 7
-    assert_close(norm(jnp.asarray(x)), rms_normed(x, scale))
-    np.testing.assert_array_equal(norm(jnp.zeros((1, 1, 16))), 0.0)
+    assert_close(module(jnp.asarray(x)), rms_normed(x, offset + scale, 1e-3))
+    np.testing.assert_array_equal(module(jnp.zeros((1, 1, 16))), 0.0)
 
 
-def test_rms_norm_measures_half_precision_in_float32() -> None:
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_measures_half_precision_in_float32(offset: float) -> None:
     # 16 * 200 ** 2 needs more bits than bfloat16 has.
     x = (200 + jnp.arange(16.0)).astype(jnp.bfloat16)[None, None]
-    got = RMSNorm(CONFIG)(x)
+    module = RMSNorm(norm.RMSNorm(16, 1e-3, offset))
+    with_values(module)
+    got = module(x)
     assert got.dtype == jnp.bfloat16
-    wanted = rms_normed(np.asarray(x, np.float32), np.ones(16))
+    wanted = rms_normed(np.asarray(x, np.float32), np.ones(16), 1e-3)
     np.testing.assert_allclose(np.asarray(got, np.float32), wanted, rtol=2**-8)
 
 
-def test_gated_mlp_is_swiglu() -> None:
-    module = GatedMLP(CONFIG, RULES, nnx.Rngs(params=jax.random.key(0)))
-    gate, up, down = (
-        np.asarray(getattr(module, name)[...], np.float64) for name in ("gate", "up", "down")
-    )
-    x = np.asarray(jax.random.normal(jax.random.key(1), (2, 5, 16)))
-    gated = x.astype(np.float64) @ gate
-    wanted = (gated / (1 + np.exp(-gated)) * (x @ up)) @ down
-    assert_close(module(jnp.asarray(x)), wanted)
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
 
 
-def test_weights_have_the_variance_of_their_fan_in() -> None:
-    rngs = nnx.Rngs(params=jax.random.key(0))
-    axes = ("embed", "mlp")
-    plain = weight(rngs, (400, 50), axes, fan_in=400, dtype="float32")
-    assert plain[...].std() == pytest.approx(400**-0.5, rel=0.02)
-    gained = weight(rngs, (400, 50), axes, fan_in=400, dtype="float32", gain=0.25)
-    assert gained[...].std() == pytest.approx(0.25 * 400**-0.5, rel=0.02)
-    assert weight(rngs, (4, 4), axes, fan_in=4, dtype="bfloat16")[...].dtype == jnp.bfloat16
-    assert residual_gain(CONFIG) == 0.25
+def gelu(x: np.ndarray) -> np.ndarray:
+    """Hendrycks and Gimpel's approximation (arXiv:1606.08415)."""
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+@pytest.mark.parametrize("function", [silu, gelu])
+def test_gated_mlp_follows_its_formula(function: Any) -> None:
+    module = GatedMLP(mlp.GatedMLP(16, 24, 0.25, function.__name__), RULES)
+    weights = with_values(module)
+    x = jax.random.normal(jax.random.key(1), (2, 5, 16))
+    wide = np.asarray(x, np.float64)
+    gate, up, down = (weights[name] for name in ("gate", "up", "down"))
+
+    def exact(wide: np.ndarray) -> np.ndarray:
+        return (function(wide @ gate) * (wide @ up)) @ down
+
+    assert_close(module(x, NO_CONTEXT).x, exact(wide))
+    # The derivative is written by hand; compare it with differences.
+    step = np.asarray(jax.random.normal(jax.random.key(2), x.shape), np.float64)
+    slope = jax.grad(lambda x: module(x, NO_CONTEXT).x.sum())(x)
+    difference = (exact(wide + 1e-6 * step) - exact(wide - 1e-6 * step)).sum() / 2e-6
+    np.testing.assert_allclose((np.asarray(slope) * step).sum(), difference, rtol=1e-4)
+
+
+def test_parameters_start_as_they_are_declared() -> None:
+    dims = ((400, "embed"), (50, "mlp"))
+    declared = {
+        "plain": Param(dims, Normal(400)),
+        "ones": Param(dims[:1], Constant(1.0)),
+        "gained": Param(dims, Normal(400, 0.25)),
+    }
+    found = initial(declared, jax.random.key(0), jnp.dtype("float32"))
+    assert list(found) == list(declared)
+    assert found["plain"].std() == pytest.approx(400**-0.5, rel=0.02)
+    assert found["gained"].std() == pytest.approx(0.25 * 400**-0.5, rel=0.02)
+    np.testing.assert_array_equal(found["ones"], np.ones(400))
+    rough = initial(declared, jax.random.key(0), jnp.dtype("bfloat16"))
+    assert {leaf.dtype.name for leaf in rough.values()} == {"bfloat16"}
+    # A constant takes no part of the key, so that a norm more changes no other parameter.
+    fewer = {name: declared[name] for name in ("plain", "gained")}
+    for name, leaf in initial(fewer, jax.random.key(0), jnp.dtype("float32")).items():
+        np.testing.assert_array_equal(leaf, found[name])
 
 
 # The draws.
 
 
-def test_bell_curve_has_the_moments_of_a_normal() -> None:
-    values = np.asarray(bell_curve(jax.random.key(3), (200_000,), 2.0), np.float64)
+def test_normal_approximation_has_the_moments_of_a_normal() -> None:
+    values = np.asarray(normal_approximation(jax.random.key(3), (200_000,), 2.0), np.float64)
     # Four standard errors of each estimate.
     assert abs(values.mean()) < 4 * 2.0 / len(values) ** 0.5
     assert values.std() == pytest.approx(2.0, rel=4 / (2 * len(values)) ** 0.5)
@@ -95,28 +113,28 @@ def test_bell_curve_has_the_moments_of_a_normal() -> None:
     assert 0.03 < (np.abs(values) > 4.0).mean() < 0.06
 
 
-def test_bell_curve_is_bounded_and_exact_for_every_word() -> None:
+def test_normal_approximation_is_bounded_and_exact_for_every_word() -> None:
     # The largest sum of four 16-bit integers, from its centre, in standard deviations.
     bound = 2 * (2**16 - 1) / (4 * (2**32 - 1) / 12) ** 0.5
     assert 3.4 < bound < 3.5
     # Multiples of one constant, at most 2**17 of them: float32 holds each count exactly.
-    values = np.asarray(bell_curve(jax.random.key(0), (1000,), 1.0), np.float64)
+    values = np.asarray(normal_approximation(jax.random.key(0), (1000,), 1.0), np.float64)
     counts = values * (4 * (2**32 - 1) / 12) ** 0.5
     np.testing.assert_allclose(counts, np.round(counts), atol=0.01)
     assert np.abs(counts).max() <= 2 * (2**16 - 1)
 
 
-def test_bell_curve_has_the_same_bits_jitted_and_sharded(devices: list[Any]) -> None:
+def test_normal_approximation_has_the_same_bits_jitted_and_sharded(devices: list[Any]) -> None:
     key, shape = jax.random.key(5), (16, 24)
-    eager = np.asarray(bell_curve(key, shape, 0.3))
+    eager = np.asarray(normal_approximation(key, shape, 0.3))
     mesh = Mesh(np.array(devices).reshape(4, 2), ("a", "b"))
     specs = [(), ("a",), (None, "b"), ("b", "a"), (("a", "b"),)]
     for spec in specs:
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
-        draw = jax.jit(lambda key: bell_curve(key, shape, 0.3), out_shardings=sharding)
+        draw = jax.jit(lambda key: normal_approximation(key, shape, 0.3), out_shardings=sharding)
         np.testing.assert_array_equal(np.asarray(draw(key)), eager)
-    rows = jax.vmap(lambda key: bell_curve(key, shape, 0.3))(jax.random.split(key, 3))
-    one = bell_curve(jax.random.split(key, 3)[1], shape, 0.3)
+    rows = jax.vmap(lambda key: normal_approximation(key, shape, 0.3))(jax.random.split(key, 3))
+    one = normal_approximation(jax.random.split(key, 3)[1], shape, 0.3)
     np.testing.assert_array_equal(rows[1], one)
 
 

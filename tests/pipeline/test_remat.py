@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.config.schema import ACTIVATIONS, MeshConfig
+from maxpipe.config.schema import MeshConfig
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.remat import Constants, Keep, Kept, LayerVJP, differentiate
@@ -20,6 +20,7 @@ from tests.cases import MODEL
 CONFIG = replace(MODEL, d_model=128, head_size=16, d_mlp=256)
 DECODER = Decoder(CONFIG, AxisRules.from_config(MeshConfig()))
 ROWS, TOKENS = 2, 128
+ACTIVATIONS = DECODER.model.activations["matmuls"]
 KEEPS = [
     Keep("full"),
     Keep("names", ("gate", "up")),
@@ -35,12 +36,13 @@ def arguments() -> tuple[Any, jax.Array, Any, jax.Array]:
     shape = (ROWS, TOKENS, CONFIG.d_model)
     ids = jnp.broadcast_to(jnp.arange(TOKENS), (ROWS, TOKENS))
     inputs = {"segment_ids": ids // 50, "positions": ids % 50}
-    weights = DECODER.init_layer(keys[0])
+    drawn = DECODER.init_layers("layer", keys[0], jnp.arange(1))
+    weights = jax.tree.map(lambda leaf: leaf[0], drawn)
     x, cotangent = (jax.random.normal(key, shape) for key in keys[1:])
     return weights, x, Constants(inputs, jnp.int32(1), None, {}), cotangent
 
 
-LAYER = DECODER.layers["layer"]
+LAYER = DECODER.layer("layer")
 
 
 def layer(weights: Any, x: jax.Array, constants: Constants) -> Any:

@@ -226,7 +226,7 @@ def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str) -> No
     found: list[Any] = []
 
     def trace(*given: Any) -> None:
-        layer, keep = decoder.layers[kind], keep_of(config.pipeline)
+        layer, keep = decoder.layer(kind), keep_of(config.pipeline, config.model)
         found.append(differentiate(layer, keep, *given, halves=True))
 
     jax.eval_shape(trace, weights, x, Constants(inputs, jnp.int32(0), key, {}))

@@ -69,7 +69,7 @@ def expected(datasets: Datasets) -> dict[str, float]:
     """Loss by the plain loop over layers, summed over all validation batches."""
     decoder = Decoder(MODEL, AxisRules.from_config(MeshConfig()))
     steps = steps_of(MeshConfig(), PipelineConfig(), datasets)
-    saved: Any = steps.to_saved(steps.init())
+    params: Any = steps.partition.unstack(steps.init().params)
     loss = jax.jit(decoder.loss)
     assert datasets.validation is not None
     nats = targets = size = 0.0
@@ -77,7 +77,7 @@ def expected(datasets: Datasets) -> dict[str, float]:
         batch = datasets.validation.batch(number)
         count = float(batch["loss_mask"].sum())
         lengths = datasets.tokenizer.byte_lengths[batch["targets"]]
-        nats += float(loss(saved["params"], batch)) * count
+        nats += float(loss(params, batch)) * count
         targets += count
         size += float((lengths * batch["loss_mask"]).sum())
     return {"eval/loss": nats / targets, "eval/nats_per_byte": nats / size}

@@ -1,15 +1,18 @@
-"""All model families, and the description of the model that a config chooses."""
+"""All model families: what `model.family` may be. To add one, write its file and name it here."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.families.llama import Llama
-from maxpipe.model.spec import Model
+from maxpipe.model.families import llama
+from maxpipe.model.spec import Family, Model
+
+FAMILIES: Mapping[str, Family] = {each.name: each for each in (llama.FAMILY,)}
 
 
 @lru_cache(maxsize=64)
 def describe(config: ModelConfig) -> Model:
-    """The model of a config: one object for equal configs, as what is counted of it is cached."""
-    return Llama().describe(config)
+    """The model of a config that satisfies every rule; one object for equal configs."""
+    return FAMILIES[config.family].describe(config)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from maxpipe.model.spec import Dims, Held, Matmul, Normal, Operation, Param, Part
 
 
 @dataclass(frozen=True)
 class GatedMLP(Part):
-    """SwiGLU (arXiv:2002.05202): `(silu(x W_gate) * (x W_up)) W_down`."""
+    """`(f(x W_gate) * (x W_up)) W_down`, SwiGLU and GEGLU of arXiv:2002.05202."""
 
     d_model: int
     d_mlp: int
     out_gain: float
     """Of the output projection, which writes to the residual stream."""
+    function: Literal["silu", "gelu"] = "silu"
+    """Of the gate; GELU by its approximation with tanh, as released models have it."""
 
     @property
     def params(self) -> Mapping[str, Param]:

@@ -1,0 +1,10 @@
+"""The backends of attention by their names, the values of `model.attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from maxpipe.model.attention import cudnn, xla
+from maxpipe.model.attention.interface import Attend
+
+BACKENDS: Mapping[str, Attend] = {"xla": xla.attend, "cudnn": cudnn.attend}

@@ -1,0 +1,108 @@
+"""What attention is asked for: which keys a query sees, and how scores become shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys each query sees, and what happens to their scores.
+
+    Queries and keys stand in one row unless keys have segments and positions of their own, as
+    those of a cache do.
+    """
+
+    segments: Int[Array, "B T"]
+    """Documents of the queries: a query sees its own only."""
+    positions: Int[Array, "B T"] | None = None
+    """Of the queries in their documents. None: by their places in the row."""
+    key_segments: Int[Array, "B S"] | None = None
+    """None: those of the queries."""
+    key_positions: Int[Array, "B S"] | None = None
+    causal: bool = True
+    """A query sees itself and what is before it."""
+    window: int | Int[Array, ""] = 0
+    """Tokens that a query sees at most, itself and those right before it. 0: all."""
+    scale: float | None = None
+    """Of the scores. None: `H ** -0.5`."""
+    soft_cap: float = 0.0
+    """Scores become `cap * tanh(scores / cap)`. 0: as they are."""
+    sinks: Float[Array, " N"] | None = None
+    """A score for each head that takes a share and adds nothing."""
+
+    @property
+    def in_row(self) -> bool:
+        """Whether queries and keys stand in one row, where places tell what is before what."""
+        return self.key_segments is None
+
+    def seen(self, start: int, stop: int, keys: int, *, causal: bool) -> Bool[Array, "B 1 t s"]:
+        """Whether queries from `start` to `stop` see each of the first `keys` keys.
+
+        `causal=False` leaves out causality, which the caller sees to.
+        """
+        key_segments = self.segments if self.key_segments is None else self.key_segments
+        seen = self.segments[:, None, start:stop, None] == key_segments[:, None, None, :keys]
+        if not causal and isinstance(self.window, int) and not self.window:
+            return seen
+        if self.positions is None or self.key_positions is None:
+            distance = jnp.arange(start, stop)[:, None] - jnp.arange(keys)
+        else:
+            queries = self.positions[:, None, start:stop, None]
+            distance = queries - self.key_positions[:, None, None, :keys]
+        if causal:
+            seen &= distance >= 0
+        if not isinstance(self.window, int) or self.window:
+            seen &= (distance < self.window) | (jnp.asarray(self.window) == 0)
+        return seen
+
+
+Attend = Callable[
+    [Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G H"], Mask],
+    Float[Array, "B T N H"],
+]
+"""(query, key, value, mask) -> mixed values of each query head."""
+
+
+_EMPTY = -1
+"""Segment of a place in a cache that holds no token."""
+
+
+class Cache(NamedTuple):
+    """Keys and values of earlier tokens, with room for later ones."""
+
+    key: Float[Array, "B S G H"]
+    """Rotated."""
+    value: Float[Array, "B S G H"]
+    segments: Int[Array, "B S"]
+    positions: Int[Array, "B S"]
+    length: Int[Array, ""]
+    """Tokens of each row that it holds."""
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> Cache:
+        """Room for `shape` = (B, S, G, H)."""
+        places = jnp.full(shape[:2], _EMPTY, jnp.int32)
+        none = jnp.zeros(shape, dtype)
+        return cls(none, none, places, places, jnp.zeros((), jnp.int32))
+
+    def extended(
+        self,
+        key: Float[Array, "B T G H"],
+        value: Float[Array, "B T G H"],
+        segments: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+    ) -> Cache:
+        """With T tokens more, for which there must be room."""
+        new = (key, value, segments, positions)
+        key, value, segments, positions = (
+            lax.dynamic_update_slice_in_dim(old, more.astype(old.dtype), self.length, axis=1)
+            for old, more in zip(self[:4], new, strict=True)
+        )
+        return Cache(key, value, segments, positions, self.length + new[0].shape[1])

@@ -1,0 +1,108 @@
+"""Grouped-query attention with rotary positions over packed sequences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float, Int
+
+from maxpipe.model.attention.backends import BACKENDS
+from maxpipe.model.attention.interface import Mask
+from maxpipe.model.modules.norm import rms_normed
+from maxpipe.model.modules.part import Context, Output, PartModule
+from maxpipe.model.parts import attention
+from maxpipe.parallel.sharding import AxisRules, constrain
+
+# Llama 3.1: wavelengths above original/1 are fully stretched, below original/4 left alone.
+_LOW_FREQUENCY_FACTOR = 1.0
+_HIGH_FREQUENCY_FACTOR = 4.0
+
+
+def rotary_frequencies(
+    rope: attention.Rope, head_size: int, context: Context
+) -> Float[Array, " half"]:
+    """Angle per position of each pair, float32 `[H / 2]`.
+
+    Source: arXiv:2104.09864; `llama3` follows the released Llama 3.1 models.
+    """
+    exponent = jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size
+    frequencies = context.number(rope.theta) ** -exponent
+    if rope.factor == 1.0:
+        return frequencies
+    factor = context.number(rope.factor)
+    if rope.scaling == "linear":
+        return frequencies / factor
+    turns = rope.original_tokens * frequencies / (2 * math.pi)
+    blend = (turns - _LOW_FREQUENCY_FACTOR) / (_HIGH_FREQUENCY_FACTOR - _LOW_FREQUENCY_FACTOR)
+    blend = jnp.clip(blend, 0.0, 1.0)
+    return frequencies * (blend + (1.0 - blend) / factor)
+
+
+def rotate(
+    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], frequencies: Float[Array, " half"]
+) -> Float[Array, "B T N H"]:
+    """Turns each pair (i, i + H/2) by its position's angle."""
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+class Attention(PartModule):
+    """Self-attention in which G key/value heads serve N query heads."""
+
+    query: nnx.Param
+    key: nnx.Param
+    value: nnx.Param
+    out: nnx.Param
+    query_norm: nnx.Param
+    key_norm: nnx.Param
+
+    def __init__(self, part: attention.Attention, rules: AxisRules):
+        super().__init__(part)
+        self.part, self.rules = part, rules
+
+    def __call__(self, x: Float[Array, "B T D"], context: Context) -> Output:
+        """Tokens see the past of their own segment only, in a window where there is one."""
+        part, dtype, rules = self.part, x.dtype, self.rules
+        segments, positions = context.inputs["segment_ids"], context.inputs["positions"]
+        frequencies = rotary_frequencies(part.rope, part.head_size, context)
+        query = jnp.einsum("btd,dnh->btnh", x, self.query[...].astype(dtype))
+        key = jnp.einsum("bsd,dgh->bsgh", x, self.key[...].astype(dtype))
+        value = jnp.einsum("bsd,dgh->bsgh", x, self.value[...].astype(dtype))
+        if part.head_norm is not None:
+            query = rms_normed(query, self.query_norm[...], part.head_norm)
+            key = rms_normed(key, self.key_norm[...], part.head_norm)
+        heads, kv_heads = (None, None, "heads", "head_size"), (None, None, "kv_heads", "head_size")
+        query = constrain(rotate(query, positions, frequencies), heads, rules)
+        key = constrain(rotate(key, positions, frequencies), kv_heads, rules)
+        value = constrain(value, kv_heads, rules)
+        query = checkpoint_name(query, "query")
+        key = checkpoint_name(key, "key")
+        value = checkpoint_name(value, "value")
+        mask = Mask(
+            segments,
+            window=context.count(part.window) if part.window else 0,
+            scale=part.scale,
+            soft_cap=part.soft_cap,
+        )
+        cache = context.cache
+        if cache is not None:
+            cache = cache.extended(key, value, segments, positions)
+            key, value = cache.key, cache.value
+            mask = replace(
+                mask,
+                positions=positions,
+                key_segments=cache.segments,
+                key_positions=cache.positions,
+            )
+        mixed = BACKENDS[part.backend](query, key, value, mask)
+        mixed = checkpoint_name(mixed, "context")
+        out = jnp.einsum("btnh,nhd->btd", mixed, self.out[...].astype(dtype))
+        return Output(checkpoint_name(out, "attention_out"), cache=cache)

@@ -1,0 +1,75 @@
+"""A layer of any kind: its residual branches, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Key
+
+from maxpipe.model.modules.attention import Attention
+from maxpipe.model.modules.mlp import GatedMLP
+from maxpipe.model.modules.norm import RMSNorm
+from maxpipe.model.modules.part import Context, Output
+from maxpipe.model.parts import attention, mlp, norm
+from maxpipe.model.spec import Branch, Kind, Part
+from maxpipe.parallel.sharding import AxisRules
+
+_NORMS: Mapping[type, Any] = {norm.RMSNorm: RMSNorm}
+_MODULES: Mapping[type, Any] = {attention.Attention: Attention, mlp.GatedMLP: GatedMLP}
+"""What computes each class of part."""
+
+
+def norm_module(part: Part) -> Any:
+    """The module of a norm: x -> x."""
+    return _NORMS[type(part)](part)
+
+
+class Block(nnx.Module):
+    """A layer: `x + dropout(after(part(before(x))))` for each of its branches."""
+
+    def __init__(self, kind: Kind, rules: AxisRules, dropout: float):
+        for branch in kind.branches:
+            for name, part in branch.parts.items():
+                inner = part is branch.part
+                module = _MODULES[type(part)](part, rules) if inner else norm_module(part)
+                setattr(self, name, module)
+        self.kind, self.rate = kind, dropout
+
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, key: Key[Array, ""] | None
+    ) -> Output:
+        """`key` is the layer's for dropout; None, or a rate of 0, turns it off."""
+        branches, keys = self.kind.branches, None
+        if key is not None and self.rate > 0:
+            # Keyed by example, so that dropout is the same however the batch is cut.
+            keys = jax.vmap(
+                lambda example: jax.random.split(jax.random.fold_in(key, example), len(branches))
+            )(context.inputs["example_ids"])
+        losses, statistics, cache = {}, {}, None
+        for number, branch in enumerate(branches):
+            found = self._branch(branch, x, context)
+            change = found.x if keys is None else dropout(found.x, self.rate, keys[:, number])
+            x = x + change
+            losses |= found.losses
+            statistics |= found.statistics
+            cache = cache if found.cache is None else found.cache
+        return Output(x, losses, statistics, cache)
+
+    def _branch(self, branch: Branch, x: Array, context: Context) -> Output:
+        before, part, *after = (getattr(self, name) for name in branch.parts)
+        found = part(before(x), context)
+        return found._replace(x=after[0](found.x)) if after else found
+
+
+def dropout(x: Float[Array, "B T D"], rate: float, keys: Key[Array, " B"]) -> Float[Array, "B T D"]:
+    """Zeros a fraction `rate` of `x`, with one key per example.
+
+    A key per example makes the mask independent of how the batch is cut or sharded.
+    """
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, x.shape[1:]))(keys)
+    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)

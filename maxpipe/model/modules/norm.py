@@ -1,0 +1,37 @@
+"""Normalisation over the model's width, or over a head."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jaxtyping import Float
+
+from maxpipe.model.modules.part import PartModule
+from maxpipe.model.parts import norm
+
+
+class RMSNorm(PartModule):
+    """Scales by the root mean square (arXiv:1910.07467)."""
+
+    scale: nnx.Param
+
+    def __init__(self, part: norm.RMSNorm):
+        super().__init__(part)
+        self.part = part
+
+    def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
+        """Same dtype."""
+        return rms_normed(x, self.scale[...], self.part)
+
+
+def rms_normed(
+    x: Float[Array, "*dims D"], scale: Float[Array, " D"], part: norm.RMSNorm
+) -> Float[Array, "*dims D"]:
+    """Measured in float32. With an offset it is scaled there, too, as released models do."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    normed = wide * lax.rsqrt(mean_square + part.epsilon)
+    if part.offset:
+        return (normed * (part.offset + scale.astype(jnp.float32))).astype(x.dtype)
+    return normed.astype(x.dtype) * scale.astype(x.dtype)

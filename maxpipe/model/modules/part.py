@@ -1,0 +1,60 @@
+"""What modules share: parameters as a part declares them, their context, and what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from maxpipe.model.attention.interface import Cache
+from maxpipe.model.spec import Number, Part
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a layer knows besides its parameters and its input."""
+
+    inputs: Mapping[str, Any]
+    """`segment_ids` and `positions` int `[B, T]`, `example_ids` int `[B]`, and in training
+    `loss_mask` `[B, T]`."""
+    index: Int[Array, ""]
+    """The layer's number in the network."""
+    values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Numbers in which layers differ, for each layer."""
+    cache: Cache | None = None
+    """Of earlier tokens, when decoding."""
+
+    def number(self, number: Number) -> float | Float[Array, ""]:
+        """The number, or this layer's where layers differ."""
+        if not isinstance(number, str):
+            return number
+        return jnp.asarray(self.values[number], jnp.float32)[self.index]
+
+    def count(self, name: str) -> Int[Array, ""]:
+        """This layer's value, a whole number."""
+        return jnp.asarray(self.values[name], jnp.int32)[self.index]
+
+
+class Output(NamedTuple):
+    """What a part, or a layer, returns."""
+
+    x: Float[Array, "B T D"]
+    losses: Mapping[str, Float[Array, ""]] = {}
+    """Float32 sums over target tokens."""
+    statistics: Mapping[str, Array] = {}
+    """Sums over tokens; nothing is differentiated through them."""
+    cache: Cache | None = None
+    """With this step's tokens, when decoding."""
+
+
+class PartModule(nnx.Module):
+    """A module with the parameters of a part, as attributes of the names that it declares."""
+
+    def __init__(self, part: Part):
+        for name, param in part.params.items():
+            setattr(self, name, nnx.Param(jnp.zeros(param.shape), axes=param.axes))
