@@ -496,8 +496,10 @@ def _missing_problem(keys: Sequence[str], assignments: Sequence[_Assignment]) ->
 def _assign(nodes: Mapping[str, Any], assignment: _Assignment) -> Problem | None:
     """Put the value into its section; the problem if that cannot be done."""
     section, rest = parted(assignment.path)
-    hint = KEYS.get(f"{section}.{rest[0]}") if rest else None
-    if hint is None or not rest or (len(rest) > 1 and not _is_mapping(hint)):
+    if not rest:
+        return _unknown_problem(assignment)
+    hint = KEYS.get(f"{section}.{rest[0]}")
+    if hint is None or (len(rest) > 1 and not _is_mapping(hint)):
         return _unknown_problem(assignment)
     for text in texts(assignment.raw):
         refusal = refused(text)
