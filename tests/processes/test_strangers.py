@@ -223,7 +223,7 @@ def test_a_name_that_others_may_understand_otherwise_is_listened_at_everywhere(
     opened = Listener(("outside", port), KEY, 2, said.append)
     try:
         (text,) = said
-        assert text.endswith("every address: which one others mean by outside is not known")
+        assert text.endswith("every address: outside is no address of this machine")
         with socket.socket() as sock:
             sock.connect(("127.0.0.2", port))
     finally:
