@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import io
 import os
 import re
@@ -14,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from maxpipe.cli import main
+from maxpipe.config.schema import Config
 from maxpipe.plan.advice import TERMS
 from maxpipe.telemetry import metrics
 
 TESTS = Path(__file__).parent
-DOCS = TESTS.parent / "docs"
+ROOT = TESTS.parent
+DOCS = ROOT / "docs"
 PICTURES = [
     picture
     for page in ("engine.md", "plan.md")
@@ -104,7 +107,7 @@ def test_every_fault_is_shown_by_a_test(update_golden: bool) -> None:
                     for argument in mark.args:
                         shown[ast.literal_eval(argument)].append(f"`{name}`")
     assert all(shown.values()), [fault for fault, names in shown.items() if not names]
-    lines = ["| id | what happens | what comes of it | shown by |", "|---|---|---|---|"]
+    lines = ["| id | what happens | result | shown by |", "|---|---|---|---|"]
     lines += [f"| {fault} | {a} | {b} | {'<br>'.join(shown[fault])} |" for fault, a, b in rows]
     replace_block(page, "faults", "\n".join([*lines, ""]), update_golden)
 
@@ -180,3 +183,107 @@ def test_links_lead_somewhere() -> None:
     for page in DOCS.glob("*.md"):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (DOCS / target).exists(), f"{page.name}: {target}"
+
+
+# --- what pages name exists ------------------------------------------------------------------
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+SOURCES = sorted((ROOT / "maxpipe").rglob("*.py"))
+
+
+def quoted(page: Path, pattern: str) -> set[str]:
+    """What stands in backticks on a page and looks like this."""
+    return set(re.findall(rf"`{pattern}`", page.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    folders = [ROOT, *(ROOT / name for name in ("maxpipe", "tests", "benchmarks", "docs"))]
+    plain = {path.name for path in SOURCES}
+    for name in quoted(page, r"((?:\w+/)*\w+\.py)(?:::\w+)?"):
+        assert name in plain or any((folder / name).is_file() for folder in folders), name
+
+
+def defined(path: Path) -> dict[str, set[str]]:
+    """Names that a file defines: under "" those of the module, under a class its members."""
+    found: dict[str, set[str]] = {"": set()}
+    owners: list[tuple[str, list[ast.stmt]]] = [
+        ("", ast.parse(path.read_text(encoding="utf-8")).body)
+    ]
+    for owner, body in owners:
+        names = found.setdefault(owner, set())
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                owners.append((node.name, node.body))
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+            names |= {
+                name.id
+                for target in targets
+                for name in ast.walk(target)
+                if isinstance(name, ast.Name)
+            }
+    return found
+
+
+def test_names_that_a_page_gives_exist() -> None:
+    """`module.name`, `Class.name` and `maxpipe.module.name`, but no config keys."""
+    sections = {field.name for field in dataclasses.fields(Config)}
+    members: dict[str, set[str]] = {}
+    modules: set[str] = set()
+    for path in SOURCES:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        modules.add(name.removesuffix(".__init__"))
+        for owner, names in defined(path).items():
+            for known in (owner,) if owner else (path.stem, name):
+                members.setdefault(known, set()).update(names)
+    wrong = []
+    for page in PAGES:
+        for name in quoted(page, r"([A-Za-z_]\w*(?:\.\w+)+)(?:\(\))?"):
+            owner, _, last = name.rpartition(".")
+            is_file = last in ("py", "md", "yml", "sh", "json", "jsonl")
+            ours = owner in members and owner.partition(".")[0] not in sections
+            if ours and not is_file and name not in modules and last not in members[owner]:
+                wrong.append(f"{page.name}: {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+# --- words -----------------------------------------------------------------------------------
+
+QUAINT = re.compile(
+    r"""(?<![a-z])(?: foret(?:ell|old)[a-z]* | (?<!names_)replay[a-z]* | so[ _]many | anew
+    | (?:put|set)(?:s|ting)?[ _](?:[a-z]+[ _])?aside | wave[ _]lengths? | bell[ _]curves?
+    | crowd[a-z]* | judg[a-z]+ | sums[ _]of[ _]gradients | who[ _]asks | in[ _]vain
+    | for[ _]want[ _]of | whoever | (?<!~)nobody | lies | is[ _]told
+    | (?<![-+*/.\w])1[ ](?:stage|repeat|chunk|layer)s
+    )(?![a-z])""",
+    re.VERBOSE | re.IGNORECASE,
+)
+"""What CONTRIBUTING.md means by quaint English; the field has a term for each."""
+TEXT = {".md", ".py", ".yml", ".toml", ".sh", ".c", ""}
+HISTORY = ("CHANGELOG.md", "LICENSE", "tests/golden/", "tests/test_docs.py")
+PENDING = (
+    *("maxpipe/pipeline/", "maxpipe/model/", "tests/pipeline/", "tests/model/", "tests/cases.py"),
+    *(f"maxpipe/plan/{name}.py" for name in ("sizes", "memory", "cost", "compile")),
+    *(f"maxpipe/train/{name}.py" for name in ("step", "state", "optim", "guard")),
+    *(f"maxpipe/config/{name}.py" for name in ("schema", "load", "check", "render")),
+    *("tests/train/test_step.py", "tests/train/test_guard.py", "tests/plan/test_memory.py"),
+    *("tests/plan/test_calibrate.py", "benchmarks/reliability.py"),  # names of the modules above
+    *("README.md", "docs/config.md"),  # generated from the modules above
+)
+"""Not rewritten yet."""
+
+
+def test_words_are_plain() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    assert listed.returncode == 0, listed.stderr
+    wrong = []
+    for name in listed.stdout.split("\n"):
+        path = ROOT / name
+        if name.startswith((*HISTORY, *PENDING)) or path.suffix not in TEXT or not path.is_file():
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            wrong += [f"{name}:{number}: {found[0]}" for found in QUAINT.finditer(line)]
+    assert not wrong, "\n".join(wrong)

@@ -31,7 +31,7 @@ from maxpipe.errors import MaxpipeError, NumbersError
 Tree = Any
 
 STATE, FACTS = "state", "facts"
-"""Names of the items inside a step's folder, as orbax is told to write them."""
+"""Names of the items inside a step's folder, as they are passed to orbax."""
 
 MOST_FACTS_BYTES = 1 << 24
 

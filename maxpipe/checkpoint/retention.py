@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from maxpipe.config.schema import CheckpointConfig
+from maxpipe.words import counted
 
 _HOUR_SECONDS = 3600
 
@@ -51,7 +52,7 @@ def kept(saved: Sequence[Saved], rules: Rules) -> dict[int, str]:
         keep(one, "newest")
     for one in ordered:
         if rules.every_steps and one.step and one.step % rules.every_steps == 0:
-            keep(one, f"every {rules.every_steps} steps")
+            keep(one, f"every {counted(rules.every_steps, 'step')}")
     if rules.every_hours:
         periods: dict[float, Saved] = {}
         for one in ordered:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from maxpipe.commands.parser import Commands, add_address, add_inputs
 from maxpipe.errors import ExitCode
+from maxpipe.words import counted
 
 if TYPE_CHECKING:
     from maxpipe.train.evaluation import Report
@@ -37,7 +38,7 @@ def _page(found: Report) -> str:
         (
             f"checkpoint  {found['checkpoint']}",
             f"data        {found['source']}, {documents}, {found['batches']} of "
-            f"{found['all_batches']} batches, {found['tokens']:,} tokens",
+            f"{counted(found['all_batches'], 'batch')}, {found['tokens']:,} tokens",
             f"mesh        {found['mesh']}",
             f"loss        {found['nats_per_token']:.6f} nats per token",
             f"            {found['nats_per_byte']:.6f} nats per byte",

@@ -17,6 +17,7 @@ from maxpipe.schedule.catalog import (
     SCHEDULES,
     repeats_rule,
 )
+from maxpipe.words import counted
 
 
 def activations(names: Iterable[str], model: ModelConfig) -> tuple[str, ...]:
@@ -127,8 +128,8 @@ def _each_chunk_has_a_layer(config: Config) -> Iterator[Finding]:
     if stages is None or stages * repeats <= layers:
         return
     rule = (
-        f"needs at least {stages * repeats} layers (stages {stages} x repeats {repeats}), and "
-        f"model.num_layers is {layers}: each chunk holds at least one."
+        f"needs at least {counted(stages * repeats, 'layer')} (stages {stages} x repeats "
+        f"{repeats}), and model.num_layers is {layers}: each chunk holds at least one."
     )
     more = f"model.num_layers={stages * repeats} or more"
     if layers >= stages:
@@ -136,7 +137,7 @@ def _each_chunk_has_a_layer(config: Config) -> Iterator[Finding]:
             "pipeline.repeats", rule, f"Set pipeline.repeats={layers // stages}, or {more}."
         )
     else:
-        fewer = f"or at most {layers} stages with pipeline.repeats=1"
+        fewer = f"or at most {counted(layers, 'stage')} with pipeline.repeats=1"
         yield Finding("mesh.ici_stage", rule, f"Set {more}, {fewer}.")
 
 

@@ -103,7 +103,9 @@ def check_local(loaded: Loaded, processes: int) -> str:
     elif config.runtime.platform == "cpu" and config.runtime.num_processes == 1:
         try:
             axes = _axes(placed(loaded, _here(config)))
-            found.ok(f"mesh: {axes} = {total} devices of {counted(processes, 'process')}")
+            found.ok(
+                f"mesh: {axes} = {counted(total, 'device')} of {counted(processes, 'process')}"
+            )
         except ConfigError as error:
             found.problems += error.problems
     else:

@@ -199,7 +199,8 @@ def _way_to_fill(mesh: MeshConfig, sizes: Sizes, topology: Topology) -> str:
     if topology.platform == "cpu":  # a CPU run takes its devices from a key
         more = f"mesh.cpu_devices={sizes.num_devices} or --topology cpu:{sizes.num_devices}"
         return f"Set {more}, or sizes of axes so that {here}."
-    return f"Set sizes of axes so that {here}, or name a topology of {sizes.num_devices} devices."
+    wanted = counted(sizes.num_devices, "device")
+    return f"Set sizes of axes so that {here}, or name a topology of {wanted}."
 
 
 def placed(loaded: Loaded, topology: Topology) -> Config:

@@ -21,6 +21,7 @@ from maxpipe.errors import ExitCode, printable
 from maxpipe.processes.listener import Listener
 from maxpipe.processes.phases import SAVE, UNTIMED
 from maxpipe.processes.wire import Wire
+from maxpipe.words import counted
 
 _STRAGGLER_STEPS = 20
 """Steps between comparisons of the processes' own times."""
@@ -566,7 +567,7 @@ class Hub:
             slow = here[own.index(max(own))]
             self._say(
                 f"{slow} holds the others up: {1e3 * delay:.0f} ms in each of the last "
-                f"{min(steps)} steps, of {1e3 * seconds:.0f} ms a step"
+                f"{counted(min(steps), 'step')}, of {1e3 * seconds:.0f} ms a step"
             )
 
     def _end(self, code: int, text: str, *, but: int = -1, stacks: bool = False) -> None:

@@ -354,7 +354,7 @@ class Link:
                 if self._hub is not None:
                     self._hub.check_timeouts()
                 else:
-                    self._judge_hub(now)
+                    self._check_hub(now)
                 if self._asked_at and now - self._asked_at > self._limits.grace_seconds > 0:
                     self._go(self._asked_code, _NO_TIME)
 
@@ -365,7 +365,7 @@ class Link:
         self._wire.push()
         return _BEHIND_SECONDS
 
-    def _judge_hub(self, now: float) -> None:
+    def _check_hub(self, now: float) -> None:
         """Only this link watches process 0."""
         limit = self._limits.heartbeat_seconds
         if self._wire is None or self._closed or self._failing or now - self._heard <= limit:

@@ -39,6 +39,7 @@ from maxpipe.train.evaluate import Totals, evaluate
 from maxpipe.train.resume import check_model
 from maxpipe.train.run import fit_to_devices, shared_facts
 from maxpipe.train.step import Steps
+from maxpipe.words import counted
 
 Say = Callable[[str], None]
 
@@ -220,13 +221,13 @@ def _fitted(chosen: _Chosen, say: Say) -> Config:
         raise ConfigError.one(
             "mesh",
             own or "one device",
-            f"is the run's, and there are {count} devices here; over fsdp {count} it does not go "
-            f"either: {problems[0].where.rpartition(': ')[2]} {problems[0].rule}",
+            f"is the run's and does not fit the {counted(count, 'device')} here, nor does fsdp "
+            f"{count}: {problems[0].where.rpartition(': ')[2]} {problems[0].rule}",
             "Give a mesh for these devices, and a pipeline that fits it: mesh.ici_fsdp=..., "
             "pipeline.microbatches=1, eval.batch_size=...",
         )
     say(
-        f"the run's mesh ({own or 'one device'}) does not fit the {count} device(s) here: "
+        f"the run's mesh ({own or 'one device'}) does not fit the {counted(count, 'device')} here: "
         f"evaluating with fsdp {count}, without a pipeline"
     )
     return simple

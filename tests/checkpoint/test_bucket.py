@@ -115,7 +115,7 @@ def test_step_without_manifest_gets_one(saved: str, empty: Bucket):
 # --- faults ---------------------------------------------------------------------------------
 
 
-def test_bucket_that_cannot_be_written_is_told_at_once(saved: str, empty: Bucket):
+def test_bucket_that_cannot_be_written_is_reported_at_once(saved: str, empty: Bucket):
     empty.refused.add("POST")
     for begin in (
         lambda: RunLock(saved, key="checkpoint.dir").__enter__(),
@@ -204,7 +204,7 @@ def test_dead_process_of_this_host_loses_it_at_once(empty: Bucket):
 
 def test_other_host_loses_it_after_silence(empty: Bucket):
     with RunLock(leave_behind(empty, 200, host="other")) as held:
-        assert "no sign of life for 2" in held.note
+        assert "no heartbeat for 2" in held.note
 
 
 def test_heart_beats_and_a_start_hears_it(empty: Bucket):
@@ -222,7 +222,7 @@ def test_heart_beats_and_a_start_hears_it(empty: Bucket):
         pass
 
 
-def test_run_that_lost_its_lock_is_told_and_leaves_it_alone(empty: Bucket):
+def test_run_that_lost_its_lock_is_reported_and_leaves_it_alone(empty: Bucket):
     with RunLock("gs://bucket/runs/a", beat_seconds=0.05) as slept:
         name = f"runs/a/{FILE}"
         empty.put(name, json.dumps(json.loads(empty.objects[name]) | {"token": "b"}).encode())
@@ -286,4 +286,4 @@ def test_a_lock_from_the_future_or_of_a_stranger_is_void_after_silence(content: 
     run_dir = leave_behind(empty, -1e6, host="other")
     empty.objects[f"runs/a/{FILE}"] = content.encode()
     with RunLock(run_dir, beat_seconds=0.1, stale_seconds=0.5) as held:
-        assert "no sign of life" in held.note
+        assert "no heartbeat" in held.note

@@ -50,7 +50,7 @@ def test_a_failure_may_be_raised_from_what_showed_it():
         (KeyboardInterrupt(), False),
     ],
 )
-def test_damage_is_told_from_trouble(error: BaseException, damaged: bool):
+def test_damage_is_reported_from_trouble(error: BaseException, damaged: bool):
     assert is_damage(error) is damaged
 
 
@@ -75,7 +75,8 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path: Path):
     link.symlink_to(tmp_path / "nowhere")
     with pytest.raises(FileExistsError) as caught:
         link.mkdir(exist_ok=True)
-    assert first_line(caught.value) == f"{link} is a link to {tmp_path}/nowhere, where nothing is"
+    reason = f"{link} is a link to {tmp_path}/nowhere, which does not exist"
+    assert first_line(caught.value) == reason
     for path in (link, link / "checkpoints"):
-        assert f"Make what {link} leads to" in remedy(path, "run.dir")
+        assert f"Create the target of {link}," in remedy(path, "run.dir")
     assert "Free space" in remedy(tmp_path / "new", "run.dir")

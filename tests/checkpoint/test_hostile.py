@@ -191,7 +191,7 @@ def test_names_of_folders(name: str, tmp_path: Path, capsys: Capture):
 
 @pytest.mark.fault("H2")
 @pytest.mark.parametrize("kind", ["dangling link", "pipe", "link"])
-def test_logs_are_not_written_through_what_lies_there(kind: str, tmp_path: Path):
+def test_logs_are_not_written_through_what_is_there(kind: str, tmp_path: Path):
     mine, log = tmp_path / "mine", tmp_path / "logs" / "process-0.log"
     mine.write_text("mine\n")
     log.parent.mkdir()

@@ -56,7 +56,7 @@ def test_second_run_is_refused_with_names(tmp_path: Path):
             pass
         where, rule, action = str(refused.value).splitlines()
         assert str(tmp_path) in where and f"process {os.getpid()}" in rule
-        assert json.loads(content)["host"] in rule and "last sign of life 0 s ago" in rule
+        assert json.loads(content)["host"] in rule and "last heartbeat 0 s ago" in rule
         assert action.startswith("  Stop that run")
         assert held.path.read_text() == content
     assert list(tmp_path.iterdir()) == []
@@ -94,7 +94,7 @@ ELSEWHERE = [{"host": "other"}, {"namespace": "pid:[1]"}]
 def test_other_hosts_lose_it_after_silence(elsewhere: dict[str, str], tmp_path: Path):
     leave_behind(tmp_path, age=STALE_SECONDS + 20, **elsewhere)
     with RunLock(tmp_path) as held:
-        assert "no sign of life for 1" in held.note
+        assert "no heartbeat for 1" in held.note
 
 
 def test_start_waits_for_a_host_that_was_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -102,7 +102,7 @@ def test_start_waits_for_a_host_that_was_lost(tmp_path: Path, caplog: pytest.Log
     begin = time.monotonic()
     with RunLock(tmp_path, beat_seconds=0.02, stale_seconds=0.3) as held:
         assert held.note and time.monotonic() - begin > 0.2
-    assert len(caplog.messages) == 1 and "waiting for another one, or 0 s" in caplog.text
+    assert len(caplog.messages) == 1 and "waiting for the next one, or 0 s" in caplog.text
 
 
 def test_start_is_refused_when_another_host_gives_a_sign(tmp_path: Path):
@@ -124,7 +124,7 @@ def test_heart_beats_while_it_is_held(tmp_path: Path):
         held.check()
 
 
-def test_run_that_lost_its_lock_is_told_and_leaves_it_alone(tmp_path: Path):
+def test_run_that_lost_its_lock_is_reported_and_leaves_it_alone(tmp_path: Path):
     with RunLock(tmp_path) as slept:
         rewrite(slept.path, host="other")
         os.utime(slept.path, (0, 0))
@@ -157,7 +157,7 @@ def test_a_lock_from_the_future_is_waited_for_no_longer_than_another(
     path = leave_behind(tmp_path, age=-7 * 24 * 3600.0, **elsewhere)
     begin = time.monotonic()
     with RunLock(tmp_path, beat_seconds=0.02, stale_seconds=0.3) as held:
-        assert "no sign of life for 0 s" in held.note and 0.2 < time.monotonic() - begin < 30
+        assert "no heartbeat for 0 s" in held.note and 0.2 < time.monotonic() - begin < 30
         assert path.stat().st_mtime < time.time() + 3600
     assert list(tmp_path.iterdir()) == []
 
@@ -249,7 +249,7 @@ def test_a_claim_from_the_future_delays_no_start(tmp_path: Path):
     claim.write_text("")
     silence(claim, -5000)
     with RunLock(tmp_path) as held:
-        assert "no sign of life" in held.note
+        assert "no heartbeat" in held.note
     assert list(tmp_path.iterdir()) == []
 
 
@@ -296,7 +296,7 @@ def test_a_hostile_lock_is_void_after_silence(
 ):
     (tmp_path / FILE).write_text(content)
     with RunLock(tmp_path, beat_seconds=0.02, stale_seconds=0.1) as held:
-        assert "no sign of life" in held.note
+        assert "no heartbeat" in held.note
     assert list(tmp_path.iterdir()) == []
 
 

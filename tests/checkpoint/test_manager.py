@@ -48,7 +48,7 @@ def test_restored_is_what_was_saved(saved: Path):
                 assert isinstance(array, np.ndarray)
 
 
-def test_restored_lies_where_the_reader_wants_it(saved: Path, devices: list[Any]):
+def test_restored_is_placed_as_the_reader_asks(saved: Path, devices: list[Any]):
     mesh = jax.make_mesh((2,), ("x",), devices=devices[:2])
     spec = jax.sharding.PartitionSpec
     split = jax.sharding.NamedSharding(mesh, spec("x"))
@@ -177,7 +177,7 @@ def test_checkpoint_of_a_later_release(copy: Path):
     assert names(copy) == ["3", "6"]
 
 
-def test_folder_that_cannot_be_written_is_told_at_once(tmp_path: Path):
+def test_folder_that_cannot_be_written_is_reported_at_once(tmp_path: Path):
     (tmp_path / FOLDER).write_text("in the way")
     with pytest.raises(StorageError, match="cannot be written"):
         Checkpoints(tmp_path)
@@ -328,11 +328,11 @@ def test_step_under_another_number_is_damaged(copy: Path):
     assert step == 3 and "8: its state is that of step 6" in told
 
 
-def test_step_without_manifest_is_read_wholly_and_gets_one(copy: Path, caplog: Logs):
+def test_step_without_manifest_is_read_completely_and_gets_one(copy: Path, caplog: Logs):
     """A kill between orbax's commit and ours."""
     (copy / FOLDER / "6" / "manifest.json").unlink()
     assert resume(copy) == (6, [])
-    assert any("6 has no manifest.json: it was read wholly" in line for line in caplog.messages)
+    assert any("6 has no manifest.json: it was read completely" in line for line in caplog.messages)
     assert manifest.is_in(Folder(copy / FOLDER) / 6)
     caplog.clear()
     assert resume(copy) == (6, []) and caplog.messages == []
@@ -441,7 +441,7 @@ def test_checkpoints_that_were_moved_are_asked_back(tmp_path: Path):
     assert (tmp_path / "away" / "4").is_dir()
 
 
-def test_failure_is_told_at_the_next_step(tmp_path: Path, broken_writes: Any):
+def test_failure_is_reported_at_the_next_step(tmp_path: Path, broken_writes: Any):
     broken_writes(FULL, 9)
     with Checkpoints(tmp_path, CheckpointConfig(every=4)) as checkpoints:
         train(checkpoints, range(1, 5))

@@ -57,7 +57,7 @@ def test_commands_follow_the_config(run_dir: Path, tmp_path: Path, capsys: Any):
     assert os.listdir(kept) == ["6"] and os.listdir(kept.parent) == [FOLDER]
 
 
-def test_broken_config_is_told_where_it_is_needed(run_dir: Path):
+def test_broken_config_is_reported_where_it_is_needed(run_dir: Path):
     (run_dir / "config.yml").write_text("run: [")
     with pytest.raises(ConfigError, match=r"config\.yml"):
         open_run(run_dir)
@@ -71,7 +71,7 @@ def test_home():
     assert home(Path("runs/a"), CheckpointConfig(dir="~/c")) == os.path.expanduser("~/c/a")
 
 
-def test_what_cannot_be_reached_is_told(monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_be_reached_is_reported(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match="Google Cloud Storage"):
         located("s3://bucket/run")
 

@@ -356,16 +356,16 @@ def test_following_the_actions_ends_in_a_config_that_loads(values: dict[str, obj
         (["optim.learning_rate=1e-30"], "optim.learning_rate"),
     ],
 )
-def test_a_run_that_cannot_learn_is_told(overrides: list[str], key: str | None):
+def test_a_run_that_cannot_learn_is_reported(overrides: list[str], key: str | None):
     config = load([BASE[0], "train.steps=1", *overrides]).config
     assert [each.where for each in check.cautions(config)] == ([key] if key else [])
 
 
-@pytest.mark.parametrize(("warmup", "is_told"), [(99, False), (100, True), (5000, True)])
-def test_a_warm_up_longer_than_the_run_is_told(warmup: int, is_told: bool):
+@pytest.mark.parametrize(("warmup", "is_reported"), [(99, False), (100, True), (5000, True)])
+def test_a_warm_up_longer_than_the_run_is_reported(warmup: int, is_reported: bool):
     config = load([BASE[0], "train.steps=100", f"optim.warmup_steps={warmup}"]).config
     told = [each for each in check.cautions(config) if each.where == "optim.warmup_steps"]
-    assert bool(told) == is_told
+    assert bool(told) == is_reported
     if told:
         assert "the whole run of 100 steps" in told[0].rule
         assert "Set optim.warmup_steps=10," in told[0].action

@@ -56,18 +56,18 @@ def test_an_unknown_name_gets_the_one_that_was_meant(argument: str, guess: str, 
     assert f"\n  Did you mean {guess}? `maxpipe configs list` shows" in refused(argument)
 
 
-def test_a_name_like_no_other_is_told_where_the_names_are(here: Path):
+def test_a_name_like_no_other_is_reported_where_the_names_are(here: Path):
     assert "\n  `maxpipe configs list` shows the configs" in refused("qqqqqq")
 
 
 @pytest.mark.parametrize("file", ["quickstart.yml", "configs/quickstart.yml"])
-def test_a_missing_file_that_is_shipped_is_told_by_name(file: str, here: Path):
+def test_a_missing_file_that_is_shipped_is_reported_by_name(file: str, here: Path):
     action = refused(file).splitlines()[-1]
     assert f"write quickstart instead of {file}" in action
     assert "`maxpipe configs copy quickstart`" in action
 
 
-def test_a_link_that_leads_nowhere_is_told(here: Path):
+def test_a_link_that_leads_nowhere_is_reported(here: Path):
     (here / "dangling.yml").symlink_to("further.yml")
     (here / "further.yml").symlink_to("/nope")
     (here / "loop.yml").symlink_to("loop.yml")

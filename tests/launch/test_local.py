@@ -75,7 +75,7 @@ def test_an_explained_error_is_shown_whole(launch: Callable[..., int], capsys: C
     assert capsys.readouterr().err.endswith(mistake)
 
 
-def test_kills_are_followed_by_so_many_starts(
+def test_kills_are_followed_by_a_limited_number_of_starts(
     launch: Callable[..., int], capsys: Capture, tmp_path: Path
 ):
     dies = "import os, signal; print('again'); os.kill(os.getpid(), signal.SIGKILL)"

@@ -23,7 +23,9 @@ def test_what_another_start_would_repeat_is_final(tmp_path: Path, code: int):
 
 
 @pytest.mark.parametrize("code", [-9, -6, 137, 71])
-def test_a_kill_or_hang_is_followed_by_so_many_starts_without_progress(tmp_path: Path, code: int):
+def test_a_kill_or_hang_is_followed_by_a_limited_number_of_starts_without_progress(
+    tmp_path: Path, code: int
+):
     restarts = Restarts(2, tmp_path)
     assert [restarts.again(code) for _ in range(3)] == [True, True, False]
 

@@ -1,4 +1,4 @@
-"""Meshes: what a -1 becomes, which sizes are refused, and which device lies where."""
+"""Meshes: what a -1 becomes, which sizes are refused, and the order of devices."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_a_calibrated_model_foretells_the_step_it_measured(monkeypatch: pytest.M
 
 def test_times_below_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_layers", lambda *_: [2e-3, 3e-3, 4e-3, 2e-3, 2e-3])
-    with pytest.raises(ConfigError, match="below nothing for input_grad"):
+    with pytest.raises(ConfigError, match="a negative time for input_grad"):
         calibrate.measure(Sizes(config_of()), jax.devices()[:1])
 
 

@@ -72,7 +72,7 @@ def test_collectives_are_named_by_their_axes(report: Report) -> None:
     assert gathers.total_bytes == pytest.approx(2 * layers * whole, rel=0.05)
 
 
-def test_traffic_between_slices_is_told_by_its_axes() -> None:
+def test_traffic_between_slices_is_reported_by_its_axes() -> None:
     """Devices of the mesh in another order than their ids, two slices of four."""
     order = [100000, 100002, 100001, 100003, 200000, 200002, 200001, 200003]
     placed = [SimpleNamespace(id=each, slice_index=each // 100000 - 1) for each in order]
@@ -162,7 +162,7 @@ SHORT_MESSAGE = (
 """Of libtpu, for devices that are not there."""
 
 
-def test_out_of_memory_without_a_list_is_told_by_arithmetic() -> None:
+def test_out_of_memory_without_a_list_is_reported_by_arithmetic() -> None:
     assert capacity(SHORT_MESSAGE) == (57.86 * 2**30, 15.75 * 2**30)
     assert explain_out_of_memory(SHORT_MESSAGE, {}) == ""
     topology = parse("v5e:4x4")
@@ -184,7 +184,7 @@ class FakeSteps:
         return {}
 
 
-def test_out_of_memory_is_told_in_words_of_the_config() -> None:
+def test_out_of_memory_is_reported_in_words_of_the_config() -> None:
     needed, there = capacity(MESSAGE) or (0.0, 0.0)
     assert (needed, there) == (120.5 * 2**30, 95.74 * 2**30)
     buffers: dict[str, Any] = {"stash": ((44, 8, 2048, 4096),), "inbox": ((3, 8, 2048, 4096),)}

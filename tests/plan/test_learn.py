@@ -28,7 +28,7 @@ def slow(key: str, value: Any, factor: float) -> Callable[[Candidate], float]:
     return lambda found: found.cost.seconds * (factor if found.changes.get(key) == value else 1.0)
 
 
-def test_the_best_foretold_runs_first(candidates: list[Candidate]) -> None:
+def test_the_best_predicted_runs_first(candidates: list[Candidate]) -> None:
     assert next_to_run(candidates, {}) == 0
     mean, error = expected(candidates, {})
     assert mean == pytest.approx([each.cost.seconds for each in candidates])

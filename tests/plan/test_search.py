@@ -65,7 +65,7 @@ def test_slices_are_crossed_by_one_axis_only() -> None:
         ("zb_v", 2, 0, "step"),
     ],
 )
-def test_short_tables_foretell_long_ones(
+def test_short_tables_predict_long_ones(
     schedule: str, repeats: int, group: int, gather: str
 ) -> None:
     config = config_of(
@@ -83,7 +83,7 @@ def test_short_tables_foretell_long_ones(
     assert short == pytest.approx(cost(Sizes(config), schedule_of(config), hardware).seconds, 0.01)
 
 
-def test_what_takes_longer_is_foretold_to_take_longer() -> None:
+def test_what_takes_longer_is_predicted_to_take_longer() -> None:
     hardware = shipped()["v5p"]
 
     def seconds(mesh: dict[str, int] = STAGED, **changes: Any) -> float:
@@ -116,7 +116,7 @@ def test_the_winner_can_be_loaded(tmp_path: Path) -> None:
     assert load([str(tmp_path / "best.yml")]).config == found.best[0].config
 
 
-def test_what_does_not_fit_is_told_what_would() -> None:
+def test_what_does_not_fit_is_reported_what_would() -> None:
     given = config_of(
         {"ici_stage": 4, "ici_fsdp": 4},
         schedule="interleaved",

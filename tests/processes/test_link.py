@@ -335,7 +335,7 @@ def test_a_process_that_does_not_answer_is_given_up(victim: int) -> None:
 
 
 @pytest.mark.fault("F10")
-def test_the_first_failure_is_told_last_and_everywhere() -> None:
+def test_the_first_failure_is_reported_last_and_everywhere() -> None:
     body = "steps(link, 1000, lambda step: 1 / (step - 5) if index == 2 else None)"
     with members(body) as processes:
         codes, _, errors = ends(processes)
@@ -423,7 +423,7 @@ steps(link, 60, wait if index != 2 else lambda step: time.sleep(0.05))
 
 
 @pytest.mark.fault("F10")
-def test_a_process_that_ends_early_is_not_waited_for_in_vain() -> None:
+def test_a_process_that_ends_early_is_not_waited_for() -> None:
     body = """
 def wait(step):
     if step == 6:
@@ -544,7 +544,7 @@ def test_the_same_number_twice_is_refused_and_the_run_goes_on() -> None:
         assert codes == [2] and "has the number of process 1" in errors[0]
         codes, _, errors = ends([*processes, again(processes[1], 2)])
     assert codes == [0, 0, 0]
-    assert "sent away: process 1 (" in errors[0]
+    assert "refused: process 1 (" in errors[0]
 
 
 @pytest.mark.fault("P6")
@@ -553,7 +553,7 @@ def test_another_count_is_refused_and_named_at_the_end() -> None:
     with members("pass", count=2, started=1, limits=limits) as (first,):
         codes, _, errors = ends([again(first, 1, count=3), first])
     assert codes == [2, 71]
-    assert all("was told of 3 processes, process 0 of 2" in text for text in errors)
+    assert all("has num_processes=3, process 0 has 2" in text for text in errors)
     assert "process 1 of 2 did not come within 4 s; process 1 (" in errors[1]
 
 

@@ -182,7 +182,7 @@ def test_others_that_do_not_come(rank: int):
 @pytest.mark.fault("P7")
 @pytest.mark.parametrize("host", ["localhost", socket.gethostname()])
 def test_processes_that_are_given_no_secret_find_one_in_the_runs_folder(host: str, tmp_path: Path):
-    """It is gone when all have come; also when process 0 is told to leave before."""
+    """It is gone when all have connected; also when process 0 is stopped before."""
     config = "platform='cpu', compilation_cache='', num_processes=2, "
     config += f"coordinator='{host}:{free_port()}', process_id="
     codes = [

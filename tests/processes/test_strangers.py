@@ -215,7 +215,7 @@ def test_a_name_that_others_may_understand_otherwise_is_listened_at_everywhere(
     for host, found in [
         ("localhost", ["127.0.0.1"]),
         ("127.0.0.1", ["127.0.0.1"]),
-        *((host, []) for host in ("host0", "outside", "both", "nobody")),
+        *((host, []) for host in ("host0", "outside", "both", "unknown")),
     ]:
         assert listener.own_addresses(host) == found, host
     said: list[str] = []
@@ -223,7 +223,7 @@ def test_a_name_that_others_may_understand_otherwise_is_listened_at_everywhere(
     opened = Listener(("outside", port), KEY, 2, said.append)
     try:
         (text,) = said
-        assert text.endswith("every address: which one others mean by outside is not known")
+        assert text.endswith("every address: outside is no address of this machine")
         with socket.socket() as sock:
             sock.connect(("127.0.0.2", port))
     finally:
@@ -283,7 +283,7 @@ def test_a_false_process_0_learns_nothing_and_sends_no_process_away(says: str) -
 
 @contextlib.contextmanager
 def member_at(port: int, limits: str) -> Iterator[Any]:
-    """Process 1 of two, which is told of this port."""
+    """Process 1 of two, with this port."""
     with members("steps(link, 5)", count=2, started=1, limits=limits) as (first,):
         first.send_signal(signal.SIGKILL)
         first.wait()
@@ -453,7 +453,7 @@ def test_random_messages_of_a_process_are_no_bug() -> None:
 
 @contextlib.contextmanager
 def hub_of_one() -> Iterator[tuple[Any, selectors.BaseSelector, list[Any]]]:
-    """Process 0 of two, without a port; and what it is told."""
+    """Process 0 of two, without a port; and the messages to it."""
     told: list[Any] = []
     with selectors.DefaultSelector() as selector:
         hub = Hub(2, Limits(), told.append, print, selector)

@@ -216,8 +216,8 @@ def num_messages(schedule: Schedule) -> int:
 def test_without_a_file_nothing_of_pillow_or_jax_is_loaded() -> None:
     code = (
         "import sys\n"
-        "from maxpipe.pipeline import pictures, schedule\n"
-        "drawn = schedule.build('zb_v', stages=2, repeats=2, microbatches=2)\n"
+        "from maxpipe.schedule import catalog, pictures\n"
+        "drawn = catalog.build('zb_v', stages=2, repeats=2, microbatches=2)\n"
         "pictures.svg(drawn), pictures.perfetto(drawn)\n"
         "print([name for name in ('jax', 'PIL') if name in sys.modules])"
     )

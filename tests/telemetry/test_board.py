@@ -140,7 +140,7 @@ class FakeDevice:
 
 
 @pytest.mark.parametrize(("peaks", "most"), [([3, 7, 5], 7.0), ([None, None], None)])
-def test_memory_is_told_where_the_device_does(
+def test_memory_is_reported_where_the_device_does(
     peaks: list[int | None], most: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jax, "local_devices", lambda: [FakeDevice(peak) for peak in peaks])

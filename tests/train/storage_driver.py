@@ -160,7 +160,7 @@ class Case:
         return attempt(lambda: train(self.run_dir))
 
     def _broken(self, code: int, unbroken: dict[int, str]) -> Iterator[str]:
-        """What must never be, of what lies in the folder now."""
+        """Violated invariants of the folder's content."""
         if code == 0 and self.phase != "prune":
             yield from self._other_bits(STEPS, unbroken)
         folder = self.run_dir / FOLDER

@@ -315,7 +315,7 @@ def test_eval_gives_what_the_run_has_logged(unbroken: Path, run: Run):
 def test_eval_under_another_layout(unbroken: Path, run: Run):
     """Two devices do not hold the run's four stages: fsdp takes their place."""
     output = run("eval", f"{unbroken}@best", "mesh.cpu_devices=2", "--json")
-    assert "the run's mesh (ici_stage 4) does not fit the 2 device(s) here" in output
+    assert "the run's mesh (ici_stage 4) does not fit the 2 devices here" in output
     found = json.loads(output[output.index("{") :])
     assert (found["step"], found["mesh"]) == (STEPS, "fsdp 2")
     assert found["nats_per_token"] == pytest.approx(losses(unbroken, "eval/loss")[STEPS], rel=SAME)

@@ -118,7 +118,7 @@ os.rename, os.replace = slowly(os.rename), slowly(os.replace)
         process.kill()
     where, rule, action = second.splitlines()[-3:]
     assert where == f"{copy}: is in use by another run"
-    assert f"process {process.pid}," in rule and "last sign of life" in rule
+    assert f"process {process.pid}," in rule and "last heartbeat" in rule
     assert "set run.name to a new name" in action
     assert (folder / "16.orbax-checkpoint-tmp").exists(), "the save was over before the kill"
     output = run(*arguments)
@@ -158,7 +158,7 @@ def unmount(folder: Path) -> None:
 
 
 @pytest.mark.fault("F5")
-def test_full_disk_is_told_before_the_save(copy: Path, tiny: Path, run: Run):
+def test_full_disk_is_reported_before_the_save(copy: Path, tiny: Path, run: Run):
     """A tmpfs of 600 KiB, where one may be mounted."""
     small = copy.parent / "small"
     small.mkdir()

@@ -172,7 +172,7 @@ def test_stacking_works_on_shapes_alone(outside: int) -> None:
     assert jax.tree.structure(back) == jax.tree.structure(wanted)
 
 
-# Where it lies.
+# Its sharding.
 
 
 def test_specs_of_the_stacked_form() -> None:

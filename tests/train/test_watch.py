@@ -396,4 +396,4 @@ def test_two_processes_decide_alike(start: Start, tiny: Path, tmp_path: Path) ->
     (back,) = ledger(tmp_path / "run", "roll_back")
     bad = ledger(tmp_path / "run", "bad_step")
     assert bad[0]["step"] == back["step"]
-    assert [each["action"] for each in bad] == ["roll_back", "stop"], "the last is told, too"
+    assert [each["action"] for each in bad] == ["roll_back", "stop"], "the last is recorded, too"
