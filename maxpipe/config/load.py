@@ -498,14 +498,15 @@ def _assign(nodes: Mapping[str, Any], assignment: _Assignment) -> Problem | None
     section, rest = parted(assignment.path)
     if not rest:
         return _unknown_problem(assignment)
-    hint = KEYS.get(f"{section}.{rest[0]}")
-    if hint is None or (len(rest) > 1 and not _is_mapping(hint)):
+    name, *entry = rest
+    hint = KEYS.get(f"{section}.{name}")
+    if hint is None or (entry and not _is_mapping(hint)):
         return _unknown_problem(assignment)
     for text in texts(assignment.raw):
         refusal = refused(text)
         if refusal:
             return assignment.problem(*refusal)
-    node, name, entry = nodes[section], rest[0], rest[1:]
+    node = nodes[section]
     try:
         value = READERS.get(hint, as_is)(assignment.raw)
         if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from maxpipe.pipeline.carry import Buffers, Table
-from maxpipe.pipeline.slots import read
+from maxpipe.pipeline.carry import Buffers, Row, Table
+from maxpipe.pipeline.slots import LayerSlots, read
+from maxpipe.pipeline.weights import LayerWeights
+from maxpipe.schedule.table import Schedule
 
-if TYPE_CHECKING:
-    from maxpipe.pipeline.program import Program
+Tree = Any
 
 
-def run_visits(program: Program, table: Table) -> Buffers:
+class Ticks(Protocol):
+    """What the loop needs of a program."""
+
+    schedule: Schedule
+    slots: LayerSlots
+    weights: dict[str, LayerWeights]
+    held: Tree
+    """Shards of the stage's weights, by kind."""
+
+    def buffers(self) -> Buffers: ...
+
+    def tick(self, carry: Buffers, row: Row) -> Buffers: ...
+
+
+def run_visits(program: Ticks, table: Table) -> Buffers:
     """All ticks of a program, from one gather to the next."""
     visits, weights, slots = program.schedule.visits, program.weights, program.slots
     # Turn i runs the ticks between gathers i - 1 and i while gather i is on its way. Of the
