@@ -144,7 +144,7 @@ def nan_of(empty: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def compiled(case: Case, rows: int) -> jax.stages.Compiled:
+def compiled(case: Case, rows: int) -> Any:
     """The train step; several tests look at the same program."""
     return steps_of(case, rows).compile_train()
 
