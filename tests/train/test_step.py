@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import replace
@@ -14,7 +15,6 @@ import pytest
 
 from maxpipe.pipeline import outside, program, slots
 from maxpipe.pipeline.collectives import vary
-from maxpipe.train.step import Steps
 from tests.cases import (
     TOKENS,
     TOLERANCE,
@@ -143,12 +143,17 @@ def nan_of(empty: jax.Array) -> jax.Array:
     return vary(full)
 
 
+@functools.cache
+def compiled(case: Case, rows: int) -> Any:
+    """The train step; several tests look at the same program."""
+    return steps_of(case, rows).compile_train()
+
+
 @pytest.mark.parametrize("outside", [0, 4])
 def test_memory_does_not_grow_with_microbatches(outside: int) -> None:
     def temp_bytes(microbatches: int) -> int:
         case = Case(4, 2, microbatches, fsdp=2, layers=8 + outside, outside=outside)
-        compiled = steps_of(case, rows=2 * microbatches).compile_train()
-        return compiled.memory_analysis().temp_size_in_bytes
+        return compiled(case, rows=2 * microbatches).memory_analysis().temp_size_in_bytes
 
     few, many = temp_bytes(12), temp_bytes(36)
     # What may grow is the batch: five arrays of 4-byte entries. Two saved chunks more for
@@ -160,12 +165,11 @@ MATRICES = 7
 """Weights of a layer that are sharded over fsdp."""
 
 
-def collectives(steps: Steps, kind: str) -> tuple[int, int]:
+def collectives(text: str, kind: str) -> tuple[int, int]:
     """How many of these collectives of weights stand in and outside of the loop over ticks.
 
     The embedding stays divided: tokens and activations travel, under a scope of their own.
     """
-    text = steps.compile_train().as_text()
     lines = [line for line in text.splitlines() if f" {kind}(" in line and "/embed" not in line]
     inside = [line for line in lines if "/while/" in line]
     return len(inside), len(lines) - len(inside)
@@ -175,10 +179,11 @@ def collectives(steps: Steps, kind: str) -> tuple[int, int]:
 @pytest.mark.parametrize("schedule", ["interleaved", "zb_v"])
 def test_weights_are_gathered_when_the_mode_says(gather: str, schedule: str) -> None:
     """`step` has no gather and no reduction of weights inside the loop over ticks."""
-    steps = steps_of(Case(4, 2, 8, schedule=schedule, fsdp=2, layers=8, gather=gather), rows=16)
+    case = Case(4, 2, 8, schedule=schedule, fsdp=2, layers=8, gather=gather)
+    text = compiled(case, rows=16).as_text()
     each = 0 if gather == "step" else 1
-    gathers, _ = collectives(steps, "all-gather")
-    reductions, _ = collectives(steps, "reduce-scatter")
+    gathers, _ = collectives(text, "all-gather")
+    reductions, _ = collectives(text, "reduce-scatter")
     # A layer's weights are gathered in its forward and again in its backward, the loss head's once;
     # weight gradients need none.
     assert (gathers, reductions) == (each * (2 * MATRICES + 1), each * (MATRICES + 1))
@@ -191,7 +196,8 @@ def test_weights_are_gathered_when_the_mode_says(gather: str, schedule: str) -> 
 def test_layers_outside_are_gathered_like_the_others(gather: str, mode: str) -> None:
     """`visit` has no visits of these layers to wait for: they are gathered once per step."""
     case = Case(2, 3, 4, outside=2, fsdp=2, layers=8, gather=gather)
-    with_outside, without = (steps_of(c, rows=8) for c in (case, replace(case, outside=0)))
+    cases = (case, replace(case, outside=0))
+    with_outside, without = (compiled(each, rows=8).as_text() for each in cases)
     for kind, passes in (("all-gather", 2), ("reduce-scatter", 1)):
         inside, others = np.subtract(collectives(with_outside, kind), collectives(without, kind))
         expected = (passes * MATRICES, 0) if mode == "iteration" else (0, MATRICES)
@@ -278,7 +284,6 @@ def carried_bytes(text: str) -> int:
 def test_program_size_does_not_depend_on_microbatches() -> None:
     def instructions(microbatches: int) -> int:
         case = Case(4, 2, microbatches, fsdp=2, layers=8)
-        steps = steps_of(case, rows=2 * microbatches)
-        return steps.compile_train().as_text().count(" = ")
+        return compiled(case, rows=2 * microbatches).as_text().count(" = ")
 
     assert instructions(8) == instructions(32)
