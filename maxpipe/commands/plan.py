@@ -63,6 +63,8 @@ def _plan(options: argparse.Namespace) -> int:
         target = topology.parse(options.topology, options.slices or 1)
     if options.search:
         return _search(options, loaded, target)
+    if options.shardings:
+        return _shardings(options, loaded, target)
     return _forecast(options, loaded, target)
 
 
@@ -75,12 +77,14 @@ def _check_options(options: argparse.Namespace) -> None:
             (name, not options.search, "is read by a search only", "Add --search.")
             for name in OF_A_SEARCH
         ),
+        ("shardings", options.search, "shows one layout, not those of a search", "Leave it out."),
+        ("draw", options.shardings, "draws a prediction, not shardings", "Leave it out."),
     ]
     if options.calibrate:
         rule, action = "is not read while devices are measured", "Leave it out."
         unread = [
             (name, True, rule, action)
-            for name in ("search", "json", "draw", "slices", *OF_A_SEARCH)
+            for name in ("search", "shardings", "json", "draw", "slices", *OF_A_SEARCH)
         ]
     for name, ignored, rule, action in unread:
         if ignored and getattr(options, name):
@@ -99,6 +103,19 @@ def _forecast(options: argparse.Namespace, loaded: Loaded, target: Topology) -> 
         print(json.dumps(values, indent=2))
     else:
         print(report.planned(values, nearest))
+    return ExitCode.DONE
+
+
+def _shardings(options: argparse.Namespace, loaded: Loaded, target: Topology) -> int:
+    from maxpipe.plan import shardings, topology
+
+    found = shardings.shardings(topology.placed(loaded, target))
+    if options.json:
+        import json
+
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        print(shardings.text(found))
     return ExitCode.DONE
 
 
@@ -174,6 +191,7 @@ def _add_plan(commands: Commands) -> None:
         epilog="examples:\n  maxpipe plan run.yml --topology v5p:4x4x4\n"
         "  maxpipe plan run.yml --topology v5p:8x8x8 --slices 2 --search "
         "--fix mesh.dcn_stage=2 --write best.yml\n"
+        "  maxpipe plan run.yml --topology v5p:4x4x4 --shardings\n"
         "  maxpipe plan run.yml --calibrate\n"
         "  maxpipe plan run.yml --devices 8 --search --measure 5",
     )
@@ -193,6 +211,11 @@ def _add_plan(commands: Commands) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--search", action="store_true", help="rank the layouts of this topology")
+    parser.add_argument(
+        "--shardings",
+        action="store_true",
+        help="show how parameters and activations are split over the mesh, and what is replicated",
+    )
     again = parser.add_mutually_exclusive_group()
     again.add_argument(
         "--compile",

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxpipe.parallel.mesh import STAGE
+from maxpipe.pipeline import scopes
 from maxpipe.pipeline.collectives import from_position, index_on, sum_over, vary
 from maxpipe.pipeline.slots import LayerSlots, Reports, SlotRow, Work, microbatch, read, room, write
 from maxpipe.pipeline.vocabulary import Embedding
@@ -80,7 +81,7 @@ class OutsideLayers:
         """The microbatch that enters the ring `[B, T, D]`, after the round that starts with it."""
         starts = row.forward >= 0
         nothing = jnp.zeros_like(buffers.waiting[0])
-        with jax.named_scope("embed"):
+        with jax.named_scope(scopes.EMBED):
             tokens = self.batch["tokens"][self._members(row.forward)]
             x = lax.cond(
                 starts,
@@ -89,7 +90,7 @@ class OutsideLayers:
             )
         work = self._work(row.forward, row.forward_slot)
         stash, reports = buffers.stash, buffers.reports
-        with jax.named_scope("forward"):
+        with jax.named_scope(scopes.FORWARD):
             if self.schedule.trains:
                 assert reports is not None
                 y, stash, reports = self.slots.forward_and_keep(
@@ -98,7 +99,7 @@ class OutsideLayers:
             else:
                 y, _ = self.slots.forward(self.held, work, x)
         waiting = _put(buffers.waiting, row.forward_slot, y, starts)
-        with jax.named_scope("send"):
+        with jax.named_scope(scopes.SEND):
             output = lax.cond(
                 entering >= 0,
                 lambda mine: vary(from_position(mine, STAGE, self._owner(entering))),
@@ -120,7 +121,7 @@ class OutsideLayers:
 
         `totals` and `embedding` are the gradients of the layers and of the embedding so far.
         """
-        with jax.named_scope("send"):
+        with jax.named_scope(scopes.SEND):
             arrived = lax.cond(
                 returning >= 0,
                 lambda cotangent: vary(from_position(cotangent, STAGE, 0)),
@@ -132,12 +133,12 @@ class OutsideLayers:
         work = self._work(row.backward, row.backward_slot)
         assert work.exists is not None
         d_output = jnp.where(work.exists, read(waiting, row.backward_slot), 0)
-        with jax.named_scope("backward"):
+        with jax.named_scope(scopes.BACKWARD):
             d_input, totals = self.slots.backward(
                 self.pieces, self.held, work, d_output, buffers.stash, totals
             )
         tokens = self.batch["tokens"][self._members(row.backward)]
-        with jax.named_scope("embed_grad"):
+        with jax.named_scope(scopes.EMBED_GRAD):
             embedding = lax.cond(
                 row.backward >= 0,
                 lambda total: vary(self.embedding.accumulate_own(total, tokens, d_input)),

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxpipe.parallel.mesh import BATCH_AXES, STAGE
+from maxpipe.pipeline import scopes
 from maxpipe.pipeline.carry import Buffers, Gradients, Row, Table
 from maxpipe.pipeline.collectives import from_position, index_on, shift, sum_over, vary
 from maxpipe.pipeline.network import Plan
@@ -225,7 +226,7 @@ class Program:
     def _send(self, outputs: dict[str, jax.Array]) -> dict[int, jax.Array]:
         """Messages on their way, by number of the arrival."""
         ways = enumerate(self.schedule.arrivals)
-        with jax.named_scope("send"):
+        with jax.named_scope(scopes.SEND):
             return {
                 number: shift(outputs[way.port], STAGE, way.step, self.schedule.num_stages)
                 for number, way in ways
@@ -262,7 +263,7 @@ class Program:
         """The chunk's output; what the backward slot will need goes to the stash."""
         x, carry = self._enter(carry, row, read(carry.inbox, row.forward.inbox))
         work, held = self._work(row.forward), self._held(carry)
-        with jax.named_scope("forward"):
+        with jax.named_scope(scopes.FORWARD):
             if not self.schedule.trains:
                 return self.slots.forward(held, work, x)[0], carry
             assert carry.reports is not None
@@ -275,7 +276,7 @@ class Program:
         """Both gradients of a chunk."""
         work = self._work(row.backward)
         cotangent = read(carry.inbox, row.backward.inbox)
-        with jax.named_scope("backward"):
+        with jax.named_scope(scopes.BACKWARD):
             d_input, totals = self.slots.backward(
                 self.pieces, self._held(carry), work, cotangent, carry.stash, self._totals(carry)
             )
@@ -285,7 +286,7 @@ class Program:
         """The gradient of a chunk's input; what its weights' gradients need is deferred."""
         work = self._work(row.backward)
         cotangent = read(carry.inbox, row.backward.inbox)
-        with jax.named_scope("input_grad"):
+        with jax.named_scope(scopes.INPUT_GRAD):
             d_input, deferred = self.slots.input_grad(
                 self.pieces, self._held(carry), work, cotangent, carry.stash, carry.deferred
             )
@@ -294,7 +295,7 @@ class Program:
     def _weight_grad_slot(self, carry: Buffers, row: Row) -> Buffers:
         """The gradients of a chunk's weights, from what was deferred."""
         work = self._work(row.weight)
-        with jax.named_scope("weight_grad"):
+        with jax.named_scope(scopes.WEIGHT_GRAD):
             totals = self.slots.weight_grad(self.pieces, work, carry.deferred, self._totals(carry))
         return self._with_totals(carry, totals)
 
@@ -316,7 +317,7 @@ class Program:
         is_first = (self.stage == 0) & (row.forward.repeat == 0)
         if self.outside is not None:
             assert carry.outside is not None
-            with jax.named_scope("outside"):
+            with jax.named_scope(scopes.OUTSIDE):
                 entering, outside = self.outside.enter(carry.outside, row.outside, row.embed)
             return jnp.where(is_first, entering, x), carry._replace(outside=outside)
         tokens = read(self.batch["tokens"], jnp.maximum(row.embed, 0))
@@ -324,7 +325,7 @@ class Program:
         def enter(x: jax.Array) -> jax.Array:
             return jnp.where(is_first, self.embedding.lookup(self.table, tokens), x)
 
-        with jax.named_scope("embed"):
+        with jax.named_scope(scopes.EMBED):
             return lax.cond(row.embed >= 0, enter, lambda x: x, x), carry
 
     def _embed_grad(self, carry: Buffers, row: Row, d_input: jax.Array) -> Buffers:
@@ -333,7 +334,7 @@ class Program:
         assert gradients is not None
         if self.outside is not None:
             assert carry.outside is not None
-            with jax.named_scope("outside"):
+            with jax.named_scope(scopes.OUTSIDE):
                 outside, layers, embedding = self.outside.leave(
                     carry.outside,
                     row.outside,
@@ -345,7 +346,7 @@ class Program:
             gradients = gradients._replace(outside=layers, embedding=embedding)
             return carry._replace(outside=outside, gradients=gradients)
         tokens = read(self.batch["tokens"], jnp.maximum(row.embed_grad, 0))
-        with jax.named_scope("embed_grad"):
+        with jax.named_scope(scopes.EMBED_GRAD):
             embedding = lax.cond(
                 row.embed_grad >= 0,
                 lambda total: self.embedding.accumulate(total, tokens, d_input),
@@ -358,7 +359,7 @@ class Program:
         def work(loss: jax.Array) -> jax.Array:
             return loss + self.loss_head.loss(*self._head_inputs(row, output))
 
-        with jax.named_scope("head"):
+        with jax.named_scope(scopes.HEAD):
             return lax.cond(row.loss >= 0, work, lambda loss: loss, carry.loss)
 
     def _head_inputs(
@@ -382,7 +383,7 @@ class Program:
         def rest(loss: jax.Array, norm: Tree, head: jax.Array):
             return jnp.zeros_like(output), loss, norm, head
 
-        with jax.named_scope("head"):
+        with jax.named_scope(scopes.HEAD):
             cotangent, loss, norm, head = lax.cond(
                 row.loss >= 0, work, rest, carry.loss, gradients.final_norm, gradients.head
             )

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxpipe.parallel.mesh import STAGE
+from maxpipe.pipeline import scopes
 from maxpipe.pipeline.collectives import index_on, vary
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.remat import Constants, Keep, Kept, LayerFn, LayerVJP, differentiate
@@ -210,7 +211,8 @@ class LayerSlots:
                     used = is_mine if computes else None
                     return run(name, step, place + extra, used, state)
 
-                state = lax.fori_loop(0, here.astype(jnp.int32), inner, state)
+                with jax.named_scope(scopes.of_kind(name)):
+                    state = lax.fori_loop(0, here.astype(jnp.int32), inner, state)
             return state
 
         return lax.fori_loop(0, work.trips, turn, state)
@@ -320,7 +322,7 @@ class LayerSlots:
             return stash, self._bases(work.row.stash)
         scratch = self._rooms(1, {kind: pieces[kind].saved for kind in self.kinds})
         bases = self._bases(jnp.zeros_like(work.row.stash))
-        with jax.named_scope("replay"):
+        with jax.named_scope(scopes.RECOMPUTE):
             x = read(stash[0], work.row.stash)
             return self._keep_layers(pieces, held, work, x, scratch, bases, None)[1], bases
 

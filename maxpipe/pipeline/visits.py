@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from maxpipe.pipeline import scopes
 from maxpipe.pipeline.carry import Buffers, Row, Table
 from maxpipe.pipeline.slots import LayerSlots, read
 from maxpipe.pipeline.weights import LayerWeights
@@ -65,8 +66,8 @@ def run_visits(program: Ticks, table: Table) -> Buffers:
     def reduce(first: Any, last: Any, carry: Buffers) -> Buffers:
         if not program.schedule.trains:
             return carry
-        with jax.named_scope("reduce"):
-            for kind in weights:
+        for kind in weights:
+            with jax.named_scope(scopes.REDUCE), jax.named_scope(scopes.of_kind(kind)):
                 carry = reduce_kind(kind, first, last, carry)
         return carry
 
@@ -75,7 +76,7 @@ def run_visits(program: Ticks, table: Table) -> Buffers:
 
     def one_turn(carry: Buffers, turn: tuple[jax.Array, ...]) -> tuple[Buffers, None]:
         start, stop, first_due, last_due, repeat, slot = turn
-        with jax.named_scope("gather"):
+        with jax.named_scope(scopes.GATHER):
             chunk = {
                 kind: each.gather_chunk(
                     program.held[kind], slots.length(kind) * repeat, slots.length(kind)
@@ -83,7 +84,7 @@ def run_visits(program: Ticks, table: Table) -> Buffers:
                 for kind, each in weights.items()
             }
         carry = reduce(first_due, last_due, carry)
-        with jax.named_scope("ticks"):
+        with jax.named_scope(scopes.TICKS):
             carry = lax.fori_loop(start, stop, one_tick, carry)
         window = {
             kind: jax.tree.map(

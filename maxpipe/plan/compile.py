@@ -23,6 +23,8 @@ from maxpipe.errors import ConfigError
 from maxpipe.model.count import train_flops_per_token
 from maxpipe.model.families.registry import describe
 from maxpipe.parallel.mesh import AXES, build_mesh
+from maxpipe.pipeline import scopes
+from maxpipe.pipeline.layout import Layout
 from maxpipe.plan.advice import capacity, explain_out_of_memory, gib, largest
 from maxpipe.plan.hlo import Collective, Profile, profile
 from maxpipe.plan.hlo_text import parse
@@ -36,9 +38,18 @@ from maxpipe.train import executable
 from maxpipe.train.build import steps_of
 from maxpipe.train.step import Steps
 
-SLOTS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
+SLOTS = {
+    "F": scopes.FORWARD,
+    "B": scopes.BACKWARD,
+    "I": scopes.INPUT_GRAD,
+    "W": scopes.WEIGHT_GRAD,
+}
 """Kind of slot -> scope of its layers in the program."""
-SCOPES = ("replay", *SLOTS.values(), "head", "embed", "embed_grad", "send", "gather", "reduce")
+SCOPES = (
+    scopes.RECOMPUTE,
+    *SLOTS.values(),
+    *(scopes.HEAD, scopes.EMBED, scopes.EMBED_GRAD, scopes.SEND, scopes.GATHER, scopes.REDUCE),
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,7 @@ class Report:
     memory_bytes: float
     """What one device has."""
     flops: float
-    """Of all matmuls that run, replays included."""
+    """Of all matmuls that run, recomputed ones included."""
     model_flops: float
     """What the model needs: forward and backward."""
     cycles: float
@@ -287,36 +298,57 @@ def executions(
     """
     schedule, layout = steps.train_schedule, steps.engine.layout
     trips: dict[str, float] = {}
+    outside, embed, embed_grad = f"/{scopes.OUTSIDE}", scopes.EMBED, scopes.EMBED_GRAD
     if layout.outside:
-        for scope, rounds in (
-            ("forward", schedule.outside.forward),
-            ("backward", schedule.outside.backward),
+        front, rounds = layout.front, schedule.outside
+        for scope, column in (
+            (scopes.FORWARD, rounds.forward),
+            (scopes.BACKWARD, rounds.backward),
         ):
-            share = float((np.asarray(rounds) >= 0).mean())
-            trips[rf"/outside/{scope}/(replay/)?while$"] = layout.outside * share
-    trips |= {
-        rf"/{SLOTS[kind]}/(replay/)?while$": turns
-        for kind, turns in _layers_per_tick(schedule, layout.chunk_sizes, average).items()
-    }
-    visits, layers = schedule.visits, layout.layers_per_chunk
+            share = float((np.asarray(column) >= 0).mean())
+            trips |= _of_kinds(f"{outside}/{scope}/", front)
+            trips[_layer_loop(f"{outside}/{scope}/")] = layout.outside * share
+    per_tick = _layers_per_tick(schedule, layout.chunk_sizes, average)
+    for action, turns in per_tick.items():
+        trips |= _of_kinds(f"/{SLOTS[action]}/", layout)
+        trips[_layer_loop(f"/{SLOTS[action]}/")] = turns
+    visits = schedule.visits
     if weight_gather == "visit" and visits.num_window:
         turns = len(visits.gather_tick) + 1
         last = visits.gather_tick[-1]
         reduced = int(np.count_nonzero(visits.reduce_tick <= last))
-        trips[r"/ticks/while$"] = schedule.num_ticks / turns
-        trips[r"/body/.*reduce/while$"] = layers * reduced / turns
-        trips[r"/reduce/while$"] = layers * (len(visits.reduce_tick) - reduced)
+        trips[rf"/{scopes.TICKS}/while$"] = schedule.num_ticks / turns
+        for kind in layout.in_ring:
+            layers, loop = layout.stacks[kind].length, f"{scopes.REDUCE}/{scopes.of_kind(kind)}"
+            trips[rf"/body/.*{loop}/while$"] = layers * reduced / turns
+            trips[rf"/{loop}/while$"] = layers * (len(visits.reduce_tick) - reduced)
     shares = {
-        r"/head/cond$": schedule.loss_microbatch,
-        r"/embed/cond$": schedule.embed_microbatch,
-        r"/embed_grad/cond$": schedule.embed_grad_microbatch,
+        rf"/{scopes.HEAD}/cond$": schedule.loss_microbatch,
+        rf"/{embed}/cond$": schedule.embed_microbatch,
+        rf"/{embed_grad}/cond$": schedule.embed_grad_microbatch,
     }
     if layout.outside:
         shares = {
-            r"/outside/embed/cond$": schedule.outside.forward,
-            r"/outside/embed_grad/cond$": schedule.outside.backward,
+            rf"{outside}/{embed}/cond$": schedule.outside.forward,
+            rf"{outside}/{embed_grad}/cond$": schedule.outside.backward,
         } | shares
     return trips, {name: float((np.asarray(column) >= 0).mean()) for name, column in shares.items()}
+
+
+def _layer_loop(scope: str) -> str:
+    """Pattern of the loop over a chunk's layers in a scope."""
+    return rf"{scope}({scopes.RECOMPUTE}/)?while$"
+
+
+def _of_kinds(scope: str, layout: Layout) -> dict[str, float]:
+    """Mean trips of the loops inside it that run a layer, or none, of one kind."""
+    kinds = layout.kind_at[layout.layer_at >= 0]
+    if len(layout.in_ring) == 1:
+        return {}
+    return {
+        rf"{scope}.*/{scopes.of_kind(name)}/while$": float((kinds == number).mean())
+        for number, name in enumerate(layout.in_ring)
+    }
 
 
 def _layers_per_tick(schedule: Schedule, sizes: np.ndarray, average: bool) -> dict[str, float]:

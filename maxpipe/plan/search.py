@@ -168,11 +168,11 @@ def layouts(
 
 
 def _meshes(config: Config, num_devices: int, num_slices: int) -> Iterator[dict[str, int]]:
-    model, rows = config.model, config.train.batch_size
+    rows, given = config.train.batch_size, Sizes(config)
     inside = num_devices // num_slices
     across = ("data", "fsdp", "stage") if num_slices > 1 else ("data",)
     for tensor in _divisors(inside):
-        if tensor > 8 or model.num_kv_heads % tensor or model.d_mlp % tensor:
+        if tensor > 8 or not given.divides("tensor", tensor):
             continue
         for stage in _divisors(inside // tensor):
             for fsdp in _divisors(inside // tensor // stage):
@@ -180,9 +180,11 @@ def _meshes(config: Config, num_devices: int, num_slices: int) -> Iterator[dict[
                 for axis in across:
                     sizes = {"stage": stage, "data": data, "fsdp": fsdp, "tensor": tensor}
                     total = sizes | {axis: sizes[axis] * num_slices}
-                    if total["stage"] > model.num_layers or rows % (total["data"] * total["fsdp"]):
+                    if total["stage"] > config.model.num_layers or rows % (
+                        total["data"] * total["fsdp"]
+                    ):
                         continue
-                    if model.d_model % total["fsdp"]:
+                    if not given.divides("fsdp", total["fsdp"]):
                         continue
                     mesh = {f"ici_{name}": size for name, size in sizes.items()}
                     yield mesh | ({f"dcn_{axis}": num_slices} if num_slices > 1 else {})

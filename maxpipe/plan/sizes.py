@@ -221,6 +221,16 @@ class Sizes:
         (width,) = (size for size, logical in self._tables[0] if logical != "vocab")
         return self.head_elements(whole=True) // width
 
+    def divides(self, axis: str, shards: int) -> bool:
+        """Whether so many shards along a mesh axis divide all layers' parameters evenly."""
+        return all(
+            size % shards == 0
+            for kind in self.model.kinds.values()
+            for each in kind.params.values()
+            for size, logical in each.dims
+            if axis in self._table.get(logical, ())
+        )
+
     @property
     def splits_columns(self) -> bool:
         """Whether each device along fsdp looks up its own columns of the embedding."""

@@ -10,6 +10,7 @@ import optax
 
 from maxpipe.config.schema import OptimConfig
 from maxpipe.train.guard import unless_bad
+from maxpipe.train.optimizers import ADAMW
 
 Tree = Any
 
@@ -165,7 +166,12 @@ def _if_taken(inner: optax.GradientTransformation) -> optax.GradientTransformati
 
 def moments(state: optax.OptState) -> dict[str, Tree]:
     """The parameter-shaped part of the state; the rest follows from the step."""
-    return {name: optax.tree_utils.tree_get(state, name) for name in ("mu", "nu")}
+    return {name: optax.tree_utils.tree_get(state, name) for name in ADAMW.trees}
+
+
+def momentum(state: optax.OptState) -> Tree:
+    """The averaged gradients, which `reach_after` bounds."""
+    return optax.tree_utils.tree_get(state, ADAMW.momentum)
 
 
 def with_moments(state: optax.OptState, step: jax.Array, saved: dict[str, Tree]) -> optax.OptState:

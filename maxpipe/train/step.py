@@ -30,6 +30,7 @@ from maxpipe.config.schema import (
     PipelineConfig,
     TrainConfig,
 )
+from maxpipe.model.count import layer_costs
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.mesh import BATCH_AXES, STAGE
 from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
@@ -47,6 +48,7 @@ from maxpipe.train.optim import (
     build_optimizer,
     learning_rate,
     moments,
+    momentum,
     reach_after,
     with_moments,
 )
@@ -108,7 +110,8 @@ class Steps:
     def saved_sharding(self) -> Tree:
         """Of the saved form of the state, in network order."""
         specs = self.partition.saved_specs
-        saved = {"step": PartitionSpec(), "params": specs, "optimizer": {"mu": specs, "nu": specs}}
+        trees = dict.fromkeys(moments(self.abstract_state.optimizer), specs)
+        saved = {"step": PartitionSpec(), "params": specs, "optimizer": trees}
         return self.partition.shardings(saved)
 
     @cached_property
@@ -337,7 +340,7 @@ class Steps:
                 jnp.stack(
                     [jnp.abs(leaf).max().astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
                 )
-                for tree in (state.params, moments(state.optimizer)["mu"])
+                for tree in (state.params, momentum(state.optimizer))
             ]
             reach = jnp.stack([sizes.max() for sizes in largest])
             return self._stays_finite(gradients, norm, state), self.reach_after(reach, norm, rate)
@@ -399,7 +402,8 @@ def partition(
     ring = schedule.ring
     # Embedding and loss head are spread over all stages: only layers weigh on the cut.
     outside = pipeline.layers_outside
-    cut = pipeline.cut or balanced_cut([1.0] * (model.num_layers - outside), ring.num_chunks)
+    costs = layer_costs(decoder.model, train.sequence_length)[outside:]
+    cut = pipeline.cut or balanced_cut(costs, ring.num_chunks)
     layout = Layout(ring, tuple(cut), outside, decoder.model.layers)
     parts = Partition(decoder, layout, mesh)
     network = Network(

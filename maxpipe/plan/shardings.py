@@ -1,0 +1,202 @@
+"""Where every parameter and activation lies on the mesh: partition, bytes, replicas. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from maxpipe.config.schema import Config
+from maxpipe.model.spec import Dims, Param
+from maxpipe.parallel.axes import MESH_AXES, axis_table
+from maxpipe.plan.advice import gib
+from maxpipe.plan.sizes import BYTES, Sizes
+from maxpipe.train.optimizers import optimizer_of
+from maxpipe.words import counted
+
+STACK = ("repeat", "stage", "layer")
+"""Logical axes in front of a parameter of the ring's layers; those outside have the last one."""
+BATCH, TOKENS = "batch", "tokens"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """One array on the mesh."""
+
+    name: str
+    axes: tuple[str, ...]
+    """Logical axis of each dim."""
+    spec: tuple[tuple[str, ...], ...]
+    """Mesh axes over which each dim is split, as in a `PartitionSpec`."""
+    shape: tuple[int, ...]
+    """Whole, vocabulary and chunks padded."""
+    shard: tuple[int, ...]
+    """Of the part that one device holds."""
+    num_bytes: int
+    """Of that part."""
+    replicated: tuple[str, ...]
+    """Mesh axes along which devices hold the same part."""
+    copies: int
+    """Devices that hold the same part."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Shardings:
+    """All arrays of a run."""
+
+    mesh: dict[str, int]
+    """Axes with more than one device."""
+    parameters: tuple[Sharding, ...]
+    num_saved: int
+    """Arrays of each parameter's form: itself and what the optimizer keeps."""
+    activations: tuple[Sharding, ...]
+    """Of one microbatch in one layer, on the stage that has it."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters and the optimizer's trees on one device."""
+        return self.num_saved * sum(each.num_bytes for each in self.parameters)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, sums included."""
+        return dataclasses.asdict(self) | {"state_bytes": self.state_bytes}
+
+
+def shardings(config: Config) -> Shardings:
+    """Of a config whose mesh is resolved."""
+    sizes = Sizes(config)
+    on = _Mesh(sizes)
+    return Shardings(
+        {axis: size for axis, size in sizes.axes.items() if size > 1},
+        tuple(_parameters(on)),
+        optimizer_of(config.optim).num_saved,
+        tuple(_activations(on)),
+    )
+
+
+@dataclass(frozen=True)
+class _Mesh:
+    sizes: Sizes
+
+    def place(
+        self, name: str, dims: Dims, spec: Sequence[tuple[str, ...]], dtype: str, ignored: str = ""
+    ) -> Sharding:
+        """An array with these dims; its replicas along the axis `ignored` do not count."""
+        size = self.sizes.axes
+        shard = tuple(
+            -(-length // math.prod(size[axis] for axis in axes))
+            for (length, _), axes in zip(dims, spec, strict=True)
+        )
+        used = {axis for axes in spec for axis in axes} | {ignored}
+        same = tuple(axis for axis in MESH_AXES if size[axis] > 1 and axis not in used)
+        return Sharding(
+            name,
+            tuple(logical for _, logical in dims),
+            tuple(spec),
+            tuple(length for length, _ in dims),
+            shard,
+            math.prod(shard) * BYTES[dtype],
+            same,
+            math.prod(size[axis] for axis in same),
+        )
+
+
+def _parameters(on: _Mesh) -> Iterator[Sharding]:
+    sizes, model = on.sizes, on.sizes.model
+    dtype = sizes.config.model.param_dtype
+    table = axis_table(sizes.config.mesh) | {"stage": ("stage",)}
+
+    def parameter(name: str, dims: Dims) -> Sharding:
+        return on.place(name, dims, [table.get(logical, ()) for _, logical in dims], dtype)
+
+    def table_of(name: str, param: Param) -> Sharding:
+        return parameter(name, sizes.padded(param))
+
+    yield table_of("embedding", model.ends.embedding)
+    for kind, count in sizes.outside.items():
+        for (part, name), each in model.kinds[kind].params.items():
+            stacked = ((count, STACK[-1]), *each.dims)
+            yield parameter(f"outside.{kind}.{part}.{name}", stacked)
+    for kind, length in sizes.per_chunk.items():
+        lengths = (sizes.repeats, sizes.stages, length)
+        for (part, name), each in model.kinds[kind].params.items():
+            stacked = (*zip(lengths, STACK, strict=True), *each.dims)
+            yield parameter(f"layers.{kind}.{part}.{name}", stacked)
+    for name, each in model.ends.norm.params.items():
+        yield parameter(f"final_norm.{name}", each.dims)
+    if model.ends.head is not None:
+        yield table_of("head", model.ends.head)
+
+
+def _activations(on: _Mesh) -> Iterator[Sharding]:
+    sizes, config = on.sizes, on.sizes.config
+    table = axis_table(config.mesh)
+    rows = sizes.rows * math.prod(sizes.axes[axis] for axis in table[BATCH])
+    tokens: Dims = ((rows, BATCH), (config.train.sequence_length, TOKENS))
+
+    def activation(name: str, dims: Dims) -> Sharding:
+        # Dims of activations are split over tensor only: along fsdp lie rows.
+        spec = [
+            tuple(axis for axis in table.get(logical, ()) if axis == "tensor")
+            for _, logical in dims
+        ]
+        whole = [table[BATCH], (), *spec]
+        dtype = config.model.compute_dtype
+        return on.place(name, (*tokens, *dims), whole, dtype, ignored="stage")
+
+    yield activation("residual stream", ((config.model.d_model, "embed"),))
+    for kind, each in sizes.model.kinds.items():
+        for name, dims in each.activations.items():
+            yield activation(f"{kind}.{name}", dims)
+
+
+# Text.
+
+
+def text(found: Shardings) -> str:
+    """A page for a terminal."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in found.mesh.items()) or "one device"
+    copies = counted(found.num_saved, "array")
+    lines = [
+        mesh,
+        "",
+        f"parameters, {copies} of each with the optimizer's: {gib(found.state_bytes)} on a device",
+        *_table(found.parameters),
+        "",
+        "activations of a microbatch, on the stage that has it",
+        *_table(found.activations),
+    ]
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[Sharding]) -> list[str]:
+    head = ("name", "axes", "split over", "whole", "on a device", "bytes", "replicated over")
+    cells = [
+        (
+            each.name,
+            ", ".join(each.axes),
+            ", ".join("+".join(axes) or "-" for axes in each.spec),
+            _shape(each.shape),
+            _shape(each.shard),
+            gib(each.num_bytes),
+            f"{' x '.join(each.replicated)}: {counted(each.copies, 'device')}"
+            if each.copies > 1
+            else "-",
+        )
+        for each in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *cells)
+    ]
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))

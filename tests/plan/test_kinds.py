@@ -1,0 +1,142 @@
+"""Layers of unlike kinds in counts, sizes and predictions: sums of what each kind really has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from maxpipe.config.schema import Config, ModelConfig
+from maxpipe.hardware import shipped
+from maxpipe.model import count
+from maxpipe.model.families.registry import describe
+from maxpipe.model.parts.mlp import GatedMLP
+from maxpipe.model.spec import Branch, Kind, Matmul, Model, Operation
+from maxpipe.plan import sizes as sizes_module
+from maxpipe.plan.cost import CostModel, cost
+from maxpipe.plan.memory import buffers, memory
+from maxpipe.plan.sizes import Sizes, schedule_of
+from tests.plan.test_memory import config_of
+
+PATTERN = ("wide",) * 3 + ("layer",) * 5 + ("wide",)
+"""A kind with four times the MLP beside the usual one."""
+MESH, PIPELINE = {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4}
+
+
+@dataclass(frozen=True)
+class Routed(GatedMLP):
+    """Of whose entries a token uses a quarter, while all are multiplied with it."""
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """As those of the MLP."""
+        return tuple(Matmul(name, needed=0.25) for name in ("gate", "up", "down"))
+
+
+def unlike(config: ModelConfig) -> Model:
+    """The config's model, some of whose layers have wider MLPs."""
+    plain = describe(replace(config, num_layers=len(PATTERN)))
+    attention, mlp = plain.kinds["layer"].branches
+    wide = Branch("mlp", Routed(config.d_model, 4 * config.d_mlp, 1.0), mlp.before)
+    kinds = {"wide": Kind((attention, wide)), "layer": plain.kinds["layer"]}
+    return Model(kinds, PATTERN, plain.ends)
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Config:
+    models: dict[ModelConfig, Model] = {}
+    cached = lambda model: models.setdefault(model, unlike(model))  # noqa: E731
+    monkeypatch.setattr(sizes_module, "describe", cached)
+    return config_of({"num_layers": len(PATTERN)}, MESH, PIPELINE)
+
+
+def only(kind: str, config: Config, layers: int) -> Model:
+    """The same with layers of one kind."""
+    model = unlike(config.model)
+    return Model({kind: model.kinds[kind]}, (kind,) * layers, model.ends)
+
+
+def test_counts_are_sums_over_layers(config: Config) -> None:
+    model = unlike(config.model)
+    one = {name: count.layer_params(kind) for name, kind in model.kinds.items()}
+    empty = count.num_params(only("layer", config, 1)) - one["layer"]
+    assert count.num_params(model) == empty + 4 * one["wide"] + 5 * one["layer"]
+    hidden = 3 * config.model.d_model * 4 * config.model.d_mlp
+    # Three quarters of a wide MLP are computed and not needed.
+    wasted = 2 * 4 * 0.75 * hidden
+    pairs = 2 * 2 * 9 * config.model.num_heads * config.model.head_size * (32 - 16)
+    needed = count.forward_flops_per_token(model, 32)
+    assert count.computed_flops_per_token(model, 32) == needed + wasted + pairs
+
+
+def test_a_window_makes_fewer_pairs_needed_and_none_fewer_computed(config: Config) -> None:
+    plain = describe(config.model)
+    (kind,) = plain.kinds.values()
+    (scores,) = (each for each in kind.parts["attention"].operations if hasattr(each, "window"))
+
+    @dataclass(frozen=True)
+    class Windowed:
+        inner: Any
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        @property
+        def operations(self) -> tuple[Operation, ...]:
+            return (scores._replace(window="window"),)  # type: ignore[union-attr]
+
+    attention: Any = Windowed(kind.parts["attention"])
+    branch = replace(kind.branches[0], part=attention)
+    window = (8.0, 0.0)
+    model = Model({"layer": Kind((branch,))}, ("layer",) * 2, plain.ends, {"window": window})
+    full = replace(model, values={"window": (0.0, 0.0)})
+    heads = 4 * config.model.num_heads * config.model.head_size
+    # Of 32 queries the first see up to 8 keys, the others 8, where without a window it is half.
+    fewer = count.forward_flops_per_token(full, 32) - count.forward_flops_per_token(model, 32)
+    assert fewer == heads * (16 - (8 - 8**2 / 64))
+    assert count.layer_costs(model, 32) == count.layer_costs(full, 32)
+
+
+def test_the_cut_knows_what_layers_cost(config: Config) -> None:
+    costs = count.layer_costs(unlike(config.model), config.train.sequence_length)
+    assert len({*costs}) == 2 and costs[0] > 2 * costs[3]
+    assert Sizes(config).cut == (3, 6)
+    outside = replace(config.pipeline, layers_outside=1)
+    fewer = Sizes(replace(config, pipeline=outside))
+    assert sum(fewer.cut) == 8 and fewer.outside == {"wide": 1}
+
+
+@pytest.mark.parametrize("remat", ["full", "chunk", "names", "none"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_memory_is_the_sum_of_what_each_kind_has(config: Config, schedule: str, remat: str) -> None:
+    pipeline = replace(config.pipeline, remat=remat, schedule=schedule, weight_gather="step")
+    config = replace(config, pipeline=pipeline)
+    sizes, table = Sizes(config), schedule_of(config)
+    assert sizes.per_chunk == {"wide": 3, "layer": 5} and sizes.layer_slots == sizes.per_chunk
+    found = buffers(sizes, table)
+    kept = {kind: sizes.kept_bytes(kind)[0] for kind in sizes.per_chunk}
+    chunk = 2.0 * sizes.activation if remat == "chunk" else 3 * kept["wide"] + 5 * kept["layer"]
+    assert found["stash"] == table.num_stash * chunk
+    if schedule == "zb_h1":
+        deferred = 3 * sizes.deferred_bytes("wide") + 5 * sizes.deferred_bytes("layer")
+        assert found["deferred"] == table.num_deferred * deferred
+    assert (kept["wide"] > kept["layer"]) == (remat in ("names", "none"))
+    parameters = 3 * sizes.layer_elements("wide") + 5 * sizes.layer_elements("layer")
+    tables = sizes.embedding_elements() + sizes.head_elements() + sizes.norm_elements
+    assert sizes.shard_elements == parameters + tables
+    # The layer at work is the larger one.
+    working = memory(sizes, table, platform="tpu").terms["layer"]
+    mlp = 6 * 2 * sizes.activated(((4 * config.model.d_mlp, "mlp"),))
+    assert working >= 0.8 * 2 * sizes.layer_elements("wide", whole=True) + mlp
+
+
+def test_ticks_take_what_their_layers_take(config: Config) -> None:
+    hardware = shipped()["v5p"]
+    model = CostModel(Sizes(config), hardware)
+    wide, usual = model.layers["wide"].slot("F"), model.layers["layer"].slot("F")
+    assert wide > usual
+    assert model.slots("F", {"wide": 2, "layer": 3}) == pytest.approx(2 * wide + 3 * usual)
+    found = cost(Sizes(config), schedule_of(config), hardware)
+    slots = [model.slots(action, {"wide": 4, "layer": 5}) for action in "FB"]
+    assert found.parts["layers"] == pytest.approx(4 * sum(slots) / 2)

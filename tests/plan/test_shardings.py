@@ -1,0 +1,102 @@
+"""The arrays that `maxpipe plan --shardings` lists against those of the engine."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import jax
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.plan.memory import state
+from maxpipe.plan.shardings import shardings, text
+from maxpipe.plan.sizes import Sizes
+from tests.plan.test_memory import config_of, steps_of
+
+CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
+    ({}, {"ici_stage": 2, "ici_fsdp": 2, "ici_tensor": 2}, {"microbatches": 4, "repeats": 2}),
+    (
+        {"tied_embeddings": True, "num_layers": 11, "vocab_size": 263},
+        {"ici_stage": 4, "ici_data": 2},
+        {"microbatches": 4, "layers_outside": 2},
+    ),
+]
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+@pytest.mark.parametrize(("model", "mesh", "pipeline"), CASES)
+def test_parameters_lie_where_the_engine_puts_them(
+    model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
+) -> None:
+    config = config_of(model, mesh, pipeline)
+    steps, found = steps_of(config), shardings(config)
+
+    def row(path: Any, leaf: Any, sharding: Any) -> tuple[str, Any]:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        spec = [axes_of(entry) for entry in sharding.spec]
+        spec += [()] * (leaf.ndim - len(spec))
+        shard = sharding.shard_shape(leaf.shape)
+        size = math.prod(shard) * leaf.dtype.itemsize
+        copies = sharding.num_devices * math.prod(shard) // leaf.size
+        return name, (tuple(spec), leaf.shape, shard, size, copies)
+
+    state_of = steps.abstract_state
+    rows = jax.tree_util.tree_map_with_path(row, state_of.params, steps.state_sharding.params)
+    engine = dict(jax.tree.leaves(rows, is_leaf=lambda leaf: isinstance(leaf, tuple)))
+    mine = {
+        each.name: (each.spec, each.shape, each.shard, each.num_bytes, each.copies)
+        for each in found.parameters
+    }
+    assert mine == engine
+    for each in found.parameters:
+        assert each.copies == math.prod(found.mesh[axis] for axis in each.replicated)
+        assert len(each.axes) == len(each.shape)
+    scalars = 12  # steps and counters
+    assert found.state_bytes + scalars == state(Sizes(config))["state"]
+
+
+def test_activations_are_split_over_rows_and_tensor() -> None:
+    config = config_of(*CASES[0], tokens=32)
+    rows = {each.name: each for each in shardings(config).activations}
+    stream, gate = rows["residual stream"], rows["layer.gate"]
+    assert stream.shape == (4, 32, 64) and stream.shard == (2, 32, 64)
+    # Along tensor both devices have the whole of it.
+    assert (stream.replicated, stream.copies) == (("tensor",), 2)
+    assert gate.spec == (("data", "fsdp"), (), ("tensor",))
+    assert (gate.shard, gate.num_bytes, gate.copies) == ((2, 32, 48), 2 * 2 * 32 * 48, 1)
+    assert stream.num_bytes == 2 * Sizes(config).activation
+
+
+ARGUMENTS = ["plan", "tiny", "train.steps=1", "--topology", "cpu:4", "mesh.ici_fsdp=4"]
+
+
+def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGUMENTS, "--shardings"]) == 0
+    page = capsys.readouterr().out
+    assert "layers.layer.attention.query" in page and "fsdp 4" in page
+    assert main([*ARGUMENTS, "--shardings", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["num_saved"] == 3 and values["mesh"] == {"fsdp": 4}
+    names = [each["name"] for each in values["parameters"]]
+    assert names[0] == "embedding" and "final_norm.scale" in names
+    total = sum(each["num_bytes"] for each in values["parameters"])
+    assert values["state_bytes"] == 3 * total
+
+
+def test_norms_are_on_every_device() -> None:
+    config = config_of(*CASES[0])
+    page = text(shardings(config)).splitlines()
+    (line,) = (each for each in page if each.split()[:1] == ["final_norm.scale"])
+    assert line.endswith("stage x fsdp x tensor: 8 devices")
+
+
+def test_options_that_have_no_effect_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGUMENTS, "--shardings", "--search"]) == 2
+    assert "--shardings" in capsys.readouterr().err
+    assert main([*ARGUMENTS, "--shardings", "--draw", "plan.svg"]) == 2
+    assert "--draw" in capsys.readouterr().err
