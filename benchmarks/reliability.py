@@ -34,6 +34,7 @@ from maxpipe.config.load import from_dict
 from maxpipe.config.schema import CheckpointConfig, Config
 from maxpipe.data.loader import build
 from maxpipe.model.count import num_params
+from maxpipe.model.families.registry import describe
 from maxpipe.plan.calibrate import medians, step_of
 from maxpipe.plan.compile import build_steps
 from maxpipe.processes.hub import Limits
@@ -195,7 +196,7 @@ def table() -> str:
     everything = host + max(0.0, guard)
     return "\n".join(
         [
-            f"{num_params(config.model) / 1e6:.0f} M parameters, a step of "
+            f"{num_params(describe(config.model)) / 1e6:.0f} M parameters, a step of "
             f"{config.train.batch_size * config.train.sequence_length:,} tokens in {step:.2f} s. "
             f"What the guard adds is measured with steps of {SHORT['sequence_length']} tokens.",
             "",

@@ -35,7 +35,8 @@ ROWS = (
     (
         *("maxpipe.model", "maxpipe.pipeline", "maxpipe.data"),
         *("maxpipe.checkpoint", "maxpipe.telemetry"),
-        *("maxpipe.train.guard", "maxpipe.train.optim", "maxpipe.train.executable"),
+        *("maxpipe.train.guard", "maxpipe.train.optim", "maxpipe.train.optimizers"),
+        "maxpipe.train.executable",
         *("maxpipe.plan.hlo", "maxpipe.plan.hlo_text"),
         *("maxpipe.diagnosis.environment", "maxpipe.diagnosis.probe"),
     ),
@@ -98,6 +99,7 @@ JAX_FREE = (
     "maxpipe.model.spec",
     "maxpipe.model.parts",
     "maxpipe.model.families",
+    "maxpipe.train.optimizers",
     "maxpipe.plan.plan",
     "maxpipe.plan.topology",
     "maxpipe.launch",

@@ -503,7 +503,7 @@ def _assign(nodes: Mapping[str, Any], assignment: _Assignment) -> Problem | None
         refusal = refused(text)
         if refusal:
             return assignment.problem(*refusal)
-    node, name, entry = nodes[section], rest[0], rest[1:]
+    node, (name, *entry) = nodes[section], list(rest)
     try:
         value = READERS.get(hint, as_is)(assignment.raw)
         if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):

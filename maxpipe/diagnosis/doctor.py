@@ -42,7 +42,9 @@ from maxpipe.data.tokenizer import check_vocab, open_tokenizer
 from maxpipe.diagnosis import environment
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.model.count import num_params
+from maxpipe.model.families.registry import describe
 from maxpipe.processes.hub import free_port
+from maxpipe.train.optimizers import optimizer_of
 from maxpipe.words import counted
 
 DEVICE_SECONDS = 300.0
@@ -50,8 +52,6 @@ DEVICE_SECONDS = 300.0
 LOOPBACK_SECONDS = 60.0
 
 _WRITTEN_BYTES = 1 << 20
-_STATE_ARRAYS = 3
-"""Parameters and two moments."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _CLOCK_SECONDS = 2.0
 _FIRST_YEAR = 2025
@@ -248,7 +248,8 @@ def _folder(name: str, path: Path, config: Config | None = None, *, key: str = "
     words = f"{path} can be written, {_size(free)} free"
     if config is not None:
         model, keep = config.model, config.checkpoint.keep
-        one = num_params(model) * _STATE_ARRAYS * _DTYPE_BYTES[model.param_dtype]
+        arrays = optimizer_of(config.optim).num_saved
+        one = num_params(describe(model)) * arrays * _DTYPE_BYTES[model.param_dtype]
         words += f", a checkpoint takes {_size(one)}"
         if free < one * (keep + 1):
             status = "FAILED" if free < one else "warning"

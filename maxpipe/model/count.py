@@ -1,43 +1,130 @@
-"""Parameters and floating-point operations of a model, from its config alone.
+"""Parameters and floating-point operations of a model, from its description.
 
-No jax: the same numbers serve planning, the start-up screen and the MFU.
+No jax: the same numbers serve planning, the start-up screen, the MFU and the cut into chunks.
 """
 
 from __future__ import annotations
 
-from maxpipe.config.schema import ModelConfig
+import math
+from functools import lru_cache
+
+from maxpipe.model.spec import Kind, Matmul, Model, Param, Scores
 
 
-def layer_params(config: ModelConfig) -> int:
-    """Parameters of one layer."""
-    return _layer_matmul_params(config) + 2 * config.d_model
+def size(param: Param) -> int:
+    """Entries of a parameter."""
+    return math.prod(param.shape)
 
 
-def num_params(config: ModelConfig) -> int:
+def layer_params(kind: Kind) -> int:
+    """Parameters of one layer of this kind."""
+    return sum(map(size, kind.params.values()))
+
+
+@lru_cache(maxsize=64)
+def num_params(model: Model) -> int:
     """Parameters of the whole model; a tied table counts once."""
-    tables = 1 if config.tied_embeddings else 2
-    vocabulary = tables * config.vocab_size * config.d_model
-    return config.num_layers * layer_params(config) + vocabulary + config.d_model
+    ends = model.ends
+    tables = [ends.embedding, *([] if ends.head is None else [ends.head])]
+    outer = sum(map(size, [*tables, *ends.norm.params.values()]))
+    return outer + sum(layer_params(model.kinds[kind]) for kind in model.layers)
 
 
-def forward_flops_per_token(
-    config: ModelConfig, sequence_length: int, *, causal: bool = True
-) -> int:
-    """Matmul operations of one token's forward pass, a multiply-add counting 2.
+@lru_cache(maxsize=64)
+def forward_flops_per_token(model: Model, sequence_length: int) -> int:
+    """Matmul operations that one token's forward pass needs, a multiply-add counting 2.
 
-    `causal` counts the half of the attention matrix that is needed; without it the whole one,
-    which is the most that a plain implementation computes.
+    Of the attention matrix the half before the diagonal counts, and of that what a window leaves;
+    of weights those that a token uses.
     """
-    weights = config.num_layers * _layer_matmul_params(config)
-    weights += config.vocab_size * config.d_model
-    pairs = sequence_length // 2 if causal else sequence_length
-    attention = 2 * config.num_layers * config.num_heads * config.head_size * pairs
-    return 2 * (weights + attention)
+    layers = sum(
+        _matmul_weights(model.kinds[kind], needed=True) + _attention(model, layer, sequence_length)
+        for layer, kind in enumerate(model.layers)
+    )
+    return round(2 * (layers + _head_weights(model)))
 
 
-def train_flops_per_token(config: ModelConfig, sequence_length: int) -> int:
-    """Forward and backward, without replays: what MFU counts (PaLM, arXiv:2204.02311)."""
-    return 3 * forward_flops_per_token(config, sequence_length)
+def computed_flops_per_token(model: Model, sequence_length: int) -> int:
+    """The same of what is computed: all weights of a plain loop over experts, all scored pairs."""
+    layers = sum(layer_costs(model, sequence_length))
+    return round(layers + 2 * _head_weights(model))
+
+
+def train_flops_per_token(model: Model, sequence_length: int) -> int:
+    """Forward and backward, nothing recomputed: what MFU counts (PaLM, arXiv:2204.02311)."""
+    return 3 * forward_flops_per_token(model, sequence_length)
+
+
+@lru_cache(maxsize=64)
+def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
+    """Operations of each layer's forward for one token, as computed, in network order.
+
+    What the automatic cut into chunks balances. It follows from the model alone, so that the
+    layout is the same on every device and mesh.
+    """
+    pairs = scored_pairs(sequence_length) / sequence_length
+    of_kind = {
+        name: 2.0 * (_matmul_weights(kind, needed=False) + 2 * _heads(kind) * pairs)
+        for name, kind in model.kinds.items()
+    }
+    return tuple(of_kind[kind] for kind in model.layers)
+
+
+@lru_cache(maxsize=256)
+def computed_share(kind: Kind) -> dict[tuple[str, str], float]:
+    """(part, name) -> share of a parameter's entries that is multiplied with each token."""
+    found = dict.fromkeys(kind.params, 1.0)
+    for name, part in kind.parts.items():
+        for each in part.operations:
+            if isinstance(each, Matmul):
+                found[name, each.param] = each.computed
+    return found
+
+
+def _matmul_weights(kind: Kind, *, needed: bool) -> float:
+    return sum(
+        size(part.params[each.param]) * (each.needed if needed else each.computed)
+        for part in kind.parts.values()
+        for each in part.operations
+        if isinstance(each, Matmul)
+    )
+
+
+def _heads(kind: Kind) -> int:
+    """Sum of the sizes of all heads that are scored."""
+    return sum(
+        each.heads * each.head_size
+        for part in kind.parts.values()
+        for each in part.operations
+        if isinstance(each, Scores)
+    )
+
+
+def _attention(model: Model, layer: int, tokens: int) -> float:
+    """Multiply-adds of a layer's scores and mixing that one token needs."""
+    kind = model.kinds[model.layers[layer]]
+    return sum(
+        2 * each.heads * each.head_size * _visible(tokens, _window(model, each, layer))
+        for part in kind.parts.values()
+        for each in part.operations
+        if isinstance(each, Scores)
+    )
+
+
+def _window(model: Model, scores: Scores, layer: int) -> float:
+    return model.values[scores.window][layer] if scores.window else 0
+
+
+def _visible(tokens: int, window: float) -> float:
+    """Keys that a query sees on average."""
+    if not 0 < window < tokens:
+        return tokens // 2
+    return window - window**2 / (2 * tokens)
+
+
+def _head_weights(model: Model) -> int:
+    """Of the output projection; a tied table is one as well."""
+    return size(model.ends.head or model.ends.embedding)
 
 
 QUERY_BLOCK, MAX_BLOCKS = 256, 8
@@ -56,8 +143,3 @@ def query_blocks(tokens: int, block: int = 0) -> list[tuple[int, int]]:
 def scored_pairs(tokens: int) -> int:
     """Pairs of query and key of a sequence that plain attention scores."""
     return sum((stop - start) * stop for start, stop in query_blocks(tokens))
-
-
-def _layer_matmul_params(config: ModelConfig) -> int:
-    heads = 2 * config.num_heads + 2 * config.num_kv_heads
-    return config.d_model * (heads * config.head_size + 3 * config.d_mlp)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from maxpipe.config.bounds import Bound
 from maxpipe.config.schema import ModelConfig
@@ -78,24 +78,37 @@ class Scores(NamedTuple):
     """Logical axis of the heads."""
     head_size: int
     window: str = ""
-    """Per-layer value (`Model.values`) with the number of tokens that a query sees, 0 for all."""
+    """Per-layer value (`Model.values`) with the number of tokens that a query sees, 0 for all.
+    The model needs no more pairs; all are computed, as one program serves all values."""
+    fused: bool = False
+    """Whether one kernel computes scores and mixing: of each pair a mask stands in memory, one for
+    all heads."""
 
 
 Operation = Matmul | Scores
 
 
-class Held(NamedTuple):
+@dataclass(frozen=True)
+class Held:
     """Arrays that are in memory at the same time: copies x dims, each for every token."""
 
     narrow: tuple[tuple[float, Dims], ...] = ()
     """In the compute type."""
     wide: tuple[tuple[float, Dims], ...] = ()
     """In float32."""
+    flags: tuple[tuple[float, Dims], ...] = ()
+    """In one byte."""
+    once: tuple[Dims, ...] = ()
+    """In the compute type, not for every token but once: parameters and their like."""
     pairs: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """For each scored pair of tokens, over all heads: copies in the compute type, copies in
     float32, and bytes of other types."""
 
 
+NOTHING = Held()
+
+
+@runtime_checkable
 class Part(Protocol):
     """A piece of a layer. What its class in `maxpipe.model.parts` declares, a module computes."""
 
@@ -115,6 +128,16 @@ class Part(Protocol):
         ...
 
     @property
+    def traffic(self) -> Held:
+        """Activations that a forward pass moves through memory, scores left out."""
+        ...
+
+    @property
+    def working(self) -> Held:
+        """What its backward has in memory at its fullest moment, besides weights."""
+        ...
+
+    @property
     def residuals(self) -> Held:
         """What differentiating the part keeps where nothing is recomputed."""
         ...
@@ -122,29 +145,33 @@ class Part(Protocol):
     def deferred(self, *, recomputed: bool) -> Held:
         """What the gradients of its parameters wait for when the backward is split.
 
-        `recomputed`: after the forward has been run again.
+        `recomputed`: after the forward has been run again. Then the cotangent of the part's output
+        is not among it: it follows from the cotangents of inputs behind it, or of the layer's
+        output, which the layer keeps.
         """
         ...
 
     @property
     def statistics(self) -> Mapping[str, Dims]:
         """Arrays that it returns besides its output, summed over tokens; without a gradient."""
-        ...
+        return {}
 
     @property
     def losses(self) -> Mapping[str, float]:
         """Scalar losses that it returns, sums over target tokens, with their coefficients."""
-        ...
+        return {}
 
 
 @dataclass(frozen=True)
 class Branch:
-    """`x + after(part(before(x)))`; `after` may be missing."""
+    """`x + dropout(after(part(before(x))))`; `after` may be missing."""
 
     name: str
     part: Part
     before: Part
     after: Part | None = None
+    dropout: float = 0.0
+    """Fraction of the outputs that are set to zero in training."""
 
     @property
     def parts(self) -> Mapping[str, Part]:
@@ -153,7 +180,7 @@ class Branch:
         return found if self.after is None else found | {f"{self.name}_after_norm": self.after}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity: what is counted of it can be cached
 class Kind:
     """A layer: residual branches one after the other."""
 
@@ -172,6 +199,11 @@ class Kind:
             for name, part in self.parts.items()
             for param, declared in part.params.items()
         }
+
+    @cached_property
+    def num_masks(self) -> int:
+        """Dropout masks, one for each token and entry of the residual stream."""
+        return sum(branch.dropout > 0 for branch in self.branches)
 
     @cached_property
     def activations(self) -> Mapping[str, Dims]:
@@ -219,7 +251,7 @@ class Ends:
         return found if self.head is None else found | {("head",): self.head}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """A whole model."""
 

@@ -36,7 +36,7 @@ from maxpipe.pipeline.remat import Remat
 from maxpipe.pipeline.slots import LayerSlots, SlotRow, Work
 from maxpipe.pipeline.weights import WHOLE, LayerWeights
 from maxpipe.plan.compile import build_steps
-from maxpipe.plan.cost import Model, cost
+from maxpipe.plan.cost import CostModel, cost
 from maxpipe.plan.sizes import BYTES, Sizes, schedule_of
 from maxpipe.plan.topology import at_hand, placed
 from maxpipe.schedule.table import Ring
@@ -54,7 +54,7 @@ SECONDS = 2.0
 """How long each program is called again and again; medians count."""
 _MOST_MEMORY = 0.9
 """Share of a layer's time that its traffic through memory can be."""
-_CROWDED = 1.5
+_CONTENDED = 1.5
 """Devices that slow each other down by more than this share cores."""
 
 
@@ -114,16 +114,16 @@ def calibrate(
 
 def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int) -> Hardware:
     """The figures with which the cost model gives back what was measured."""
-    crowd = found.forward / found.forward_alone
-    shared_by = num_devices / crowd if crowd > _CROWDED else 0.0
+    contention = found.forward / found.forward_alone
+    shared_by = num_devices / contention if contention > _CONTENDED else 0.0
     memory = _memory_rate(found, sizes, dataclasses.replace(hardware, shared_by=shared_by))
     endless = dataclasses.replace(memory, matmul_efficiency=1e12)
-    through_memory = _through_memory(Model(sizes, endless))
+    through_memory = _through_memory(CostModel(sizes, endless))
     matmuls = found.forward_alone - through_memory
-    sums = Model(sizes, endless).accumulation / found.forward_alone
+    sums = CostModel(sizes, endless).usual.accumulation / found.forward_alone
     at_peak = dataclasses.replace(memory, matmul_efficiency=1.0, memory_gb_per_second=math.inf)
     figures: dict[str, Any] = {
-        "matmul_efficiency": Model(sizes, at_peak).matmul_seconds / matmuls,
+        "matmul_efficiency": CostModel(sizes, at_peak).usual.matmul_seconds / matmuls,
         "memory_gb_per_second": memory.memory_gb_per_second,
         "input_grad_cost": found.input_grad / found.forward,
         "weight_grad_cost": found.weight_grad / found.forward - sums,
@@ -137,7 +137,8 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
         figures["fresh_gb_per_second"] = 1 / found.fresh / 1e9
     if num_devices > 1:
         size = BYTES[sizes.config.model.compute_dtype]
-        weights = sizes.layer_elements(whole=True) * (1 - 1 / num_devices)
+        whole = sizes.layer_elements(sizes.usual_kind, whole=True)
+        weights = whole * (1 - 1 / num_devices)
         moved = (
             (found.hop, size * sizes.activation),
             (found.gather, size * weights),
@@ -162,20 +163,20 @@ def _memory_rate(found: Measured, sizes: Sizes, hardware: Hardware) -> Hardware:
     Caches can hold a small layer. Memory and matmuls are then faster by the same factor.
     """
     weights = found.forward_alone * found.weight_grad / found.forward
-    model = Model(sizes, hardware)
-    endless = Model(sizes, dataclasses.replace(hardware, matmul_efficiency=1e12))
+    model = CostModel(sizes, hardware).usual
+    endless = CostModel(sizes, dataclasses.replace(hardware, matmul_efficiency=1e12)).usual
     most = _MOST_MEMORY * found.forward_alone
-    if endless.layer_seconds <= most and endless.accumulation <= _MOST_MEMORY * weights:
+    if endless.seconds <= most and endless.accumulation <= _MOST_MEMORY * weights:
         return hardware
-    both = hardware.weight_grad_cost * model.layer_seconds + model.accumulation
-    factor = max(model.layer_seconds / found.forward_alone, both / weights)
+    both = hardware.weight_grad_cost * model.seconds + model.accumulation
+    factor = max(model.seconds / found.forward_alone, both / weights)
     rate = factor * hardware.memory_gb_per_second
     return dataclasses.replace(hardware, memory_gb_per_second=rate)
 
 
-def _through_memory(endless: Model) -> float:
+def _through_memory(endless: CostModel) -> float:
     """Seconds of a layer's forward besides its matmuls, of a model whose matmuls take none."""
-    return endless.score_seconds if endless.hides else endless.layer_seconds
+    return endless.usual.score_seconds if endless.hides else endless.usual.seconds
 
 
 def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
@@ -201,7 +202,8 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
     if len(devices) > 1:
         dtype, count = jnp.dtype(config.model.compute_dtype), len(devices)
         message = jnp.zeros((sizes.activation,), dtype)
-        weights = jnp.zeros((-(-sizes.layer_elements(whole=True) // count) * count,), dtype)
+        whole = sizes.layer_elements(sizes.usual_kind, whole=True)
+        weights = jnp.zeros((-(-whole // count) * count,), dtype)
         times |= {
             "hop": _moved(together, message, lambda x, _: shift(x, STAGE, 1, count)),
             "gather": _moved(together, weights[: weights.size // count], _gathered),

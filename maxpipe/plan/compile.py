@@ -21,6 +21,7 @@ from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.model.count import train_flops_per_token
+from maxpipe.model.families.registry import describe
 from maxpipe.parallel.mesh import AXES, build_mesh
 from maxpipe.plan.advice import capacity, explain_out_of_memory, gib, largest
 from maxpipe.plan.hlo import Collective, Profile, profile
@@ -203,7 +204,7 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
     found, busiest = read(compiled.as_text(), steps, config.pipeline.weight_gather)
     rows, tokens = steps.shape
     clock = topology.hardware.clock_ghz * 1e9
-    needed = train_flops_per_token(config.model, tokens) * rows * tokens / mesh.size
+    needed = train_flops_per_token(describe(config.model), tokens) * rows * tokens / mesh.size
     return Report(
         topology=topology.name,
         num_devices=topology.num_devices,

@@ -7,19 +7,21 @@ allows. The figures of devices and links are those of `configs/hardware/`, or me
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 
 from maxpipe.hardware import Hardware
 from maxpipe.model.count import train_flops_per_token
+from maxpipe.model.spec import Kind, Scores
 from maxpipe.plan.memory import Memory, memory, state
-from maxpipe.plan.sizes import BYTES, Sizes, layer_weights
+from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
 
-REPLAYS = {"none": 0.0, "full": 1.0, "chunk": 2.0}
+RECOMPUTED = {"none": 0.0, "full": 1.0, "chunk": 2.0}
 """Forwards that a layer's backward runs again; with names that depends on the device."""
 SCORE_TRAFFIC = 12
 """Moved for each pair of query and key by the softmax of plain attention and its gradient, a pass:
@@ -52,14 +54,14 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Model:
+class CostModel:
     """Times of a run's pieces on some hardware."""
 
     sizes: Sizes
     hardware: Hardware
 
     @property
-    def crowd(self) -> float:
+    def contention(self) -> float:
         """How much longer work takes while all devices work, because they share cores."""
         shared = self.hardware.shared_by
         return max(1.0, self.sizes.num_devices / shared) if shared else 1.0
@@ -72,7 +74,8 @@ class Model:
     # Links.
 
     @property
-    def _size(self) -> int:
+    def size(self) -> int:
+        """Bytes of a number in compute type."""
         return BYTES[self.sizes.config.model.compute_dtype]
 
     def link(self, axis: str) -> str:
@@ -92,7 +95,7 @@ class Model:
             latency += rounds * hardware.network_latency_us * 1e-6
         return seconds + latency
 
-    def _around(self, axis: str) -> float:
+    def around(self, axis: str) -> float:
         """Share of an array that a device sends to gather or scatter it."""
         return 1.0 - 1.0 / self.sizes.axes[axis]
 
@@ -108,120 +111,173 @@ class Model:
         return max(arithmetic, traffic) if self.hides else arithmetic + traffic
 
     @cached_property
-    def forward(self) -> float:
-        """One layer's forward of a microbatch, its tensor-parallel sums included."""
-        return self.layer_seconds + 2 * self._tensor_sum / self.crowd
+    def layers(self) -> Mapping[str, LayerCost]:
+        """Of each kind of layer."""
+        return {kind: LayerCost(self, kind) for kind in self.sizes.model.kinds}
 
     @property
-    def layer_seconds(self) -> float:
-        """One layer's forward of a microbatch on a device that works alone."""
-        return self.matmul_seconds + self.score_seconds
+    def usual(self) -> LayerCost:
+        """Of the kind of most layers."""
+        return self.layers[self.sizes.usual_kind]
+
+    def total(self, layers: Mapping[str, int], cost: Callable[[LayerCost], float]) -> float:
+        """Of so many layers of each kind."""
+        return sum(count * cost(self.layers[kind]) for kind, count in layers.items())
+
+    def slots(self, action: str, layers: Mapping[str, int]) -> float:
+        """So many layers of each kind, each in a slot of this kind."""
+        return self.total(layers, lambda layer: layer.slot(action))
 
     @property
-    def score_seconds(self) -> float:
-        """Of that, what attention's scores take on their way through memory."""
-        return SCORE_TRAFFIC * self.sizes.held_scores / (self.hardware.memory_gb_per_second * 1e9)
-
-    @cached_property
-    def matmul_seconds(self) -> float:
-        """Of that, the rest."""
-        sizes, model = self.sizes, self.sizes.config.model
-        flops = 2.0 * sizes.tokens * sizes.layer_elements(whole=True)
-        flops += 4.0 * sizes.scores * model.head_size
-        moved = self._size * sizes.layer_elements(whole=True)
-        moved += self._size * (8 * sizes.activation + 2 * sizes.named(("query", "gate", "up")))
-        return self.work(flops, moved)
-
-    @property
-    def accumulation(self) -> float:
-        """Adding a layer's gradient to the sum of the step, where no matmul hides it."""
-        moved = 3 * 4.0 * self.sizes.layer_elements(whole=True)
-        return 0.0 if self.hides else moved / (self.hardware.memory_gb_per_second * 1e9)
-
-    @cached_property
-    def _tensor_sum(self) -> float:
-        bytes_sent = 2 * self._around("tensor") * self._size * self.sizes.activation
-        return self.move("tensor", bytes_sent)
-
-    @property
-    def replays(self) -> float:
+    def recomputed(self) -> float:
         """Forwards run again in a backward."""
-        return (REPLAYS | {"names": self.hardware.names_replay})[self.sizes.config.pipeline.remat]
-
-    def slot(self, kind: str) -> float:
-        """One layer in a slot of this kind, gathers and reductions in the slot included.
-
-        On a device that works alone: see `crowd`.
-        """
-        hardware = self.hardware
-        inputs = (hardware.input_grad_cost + self.replays) * self.forward
-        weights = hardware.weight_grad_cost * self.layer_seconds + self.accumulation
-        own = {"F": self.forward, "B": inputs + weights, "I": inputs, "W": weights}[kind]
-        own += self._kept(kind)
-        if self.sizes.config.pipeline.weight_gather != "iteration" or self.sizes.fsdp == 1:
-            return own
-        gathers = {"F": 1, "B": 1, "I": 1, "W": 0}[kind]
-        if self.sizes.config.pipeline.remat == "chunk" and kind in "BI":
-            gathers += 1
-        traffic = gathers * self.gather + (self.scatter if kind in "BW" else 0.0)
-        behind = HIDDEN["iteration"] * own if self.hides else 0.0
-        return own + max(0.0, traffic / self.crowd - behind)
-
-    def _kept(self, kind: str) -> float:
-        """Writing or reading what waits between slots."""
-        sizes = self.sizes
-        stash = 0.0 if sizes.config.pipeline.remat == "chunk" else sum(sizes.kept_bytes())
-        deferred = sizes.deferred_bytes()
-        moved = {"F": stash, "B": stash, "I": stash + deferred, "W": deferred}[kind]
-        return moved / (self.hardware.memory_gb_per_second * 1e9)
-
-    @cached_property
-    def _layer_bytes(self) -> float:
-        return self._size * self.sizes.layer_elements(whole=True) * self._around("fsdp")
-
-    @cached_property
-    def gather(self) -> float:
-        """One layer's weights over fsdp."""
-        return self.move("fsdp", self._layer_bytes, rounds=len(layer_weights(self._model)))
-
-    @cached_property
-    def scatter(self) -> float:
-        """One layer's gradient, in float32."""
-        sent = self._layer_bytes * 4 / self._size
-        return self.move("fsdp", sent, rounds=len(layer_weights(self._model)))
-
-    @property
-    def _model(self):
-        return self.sizes.config.model
+        remat = self.sizes.config.pipeline.remat
+        return (RECOMPUTED | {"names": self.hardware.names_replay})[remat]
 
     @cached_property
     def hop(self) -> float:
         """A message to the next stage."""
-        return self.move("stage", 2.0 * self._size * self.sizes.activation, rounds=2)
+        return self.move("stage", 2.0 * self.size * self.sizes.activation, rounds=2)
 
     @cached_property
     def head(self) -> float:
         """Loss head of a microbatch: all stages share it."""
         sizes = self.sizes
-        matrix = sizes.matrix_elements(whole=True)
+        matrix = sizes.head_elements(whole=True)
         flops = 6.0 * sizes.tokens * matrix
-        moved = 4.0 * 4 * sizes.tokens * matrix / self._model.d_model + 4.0 * matrix
+        moved = 4.0 * 4 * sizes.tokens * sizes.vocabulary + 4.0 * matrix
         sums = 2 * self.move(
-            "stage", 2 * self._around("stage") * self._size * sizes.activation, rounds=2
+            "stage", 2 * self.around("stage") * self.size * sizes.activation, rounds=2
         )
-        return self.crowd * self.work(flops, moved) + sums + self.embed
+        return self.contention * self.work(flops, moved) + sums + self.embed
 
     @cached_property
     def embed(self) -> float:
         """Lookup of a microbatch, and its gradient."""
-        message = self._size * self.sizes.activation
-        once = self.move("stage", 2 * self._around("stage") * message / self.sizes.fsdp)
-        return 2 * (once + self.move("fsdp", self._around("fsdp") * message))
+        message = self.size * self.sizes.activation
+        once = self.move("stage", 2 * self.around("stage") * message / self.sizes.fsdp)
+        return 2 * (once + self.move("fsdp", self.around("fsdp") * message))
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Times of one layer of a kind, on a microbatch."""
+
+    model: CostModel
+    name: str
+
+    @property
+    def _kind(self) -> Kind:
+        return self.model.sizes.model.kinds[self.name]
+
+    @property
+    def _whole(self) -> int:
+        return self.model.sizes.layer_elements(self.name, whole=True)
+
+    @cached_property
+    def forward(self) -> float:
+        """A forward, its tensor-parallel sums included."""
+        return self.seconds + self.num_sums * self._tensor_sum / self.model.contention
+
+    @property
+    def num_sums(self) -> int:
+        """Tensor-parallel sums of a forward: of each branch's output."""
+        return len(self._kind.branches)
+
+    @property
+    def seconds(self) -> float:
+        """A forward on a device that works alone."""
+        return self.matmul_seconds + self.score_seconds
+
+    @cached_property
+    def score_seconds(self) -> float:
+        """Of that, what attention's scores take on their way through memory."""
+        pairs = sum(map(self.model.sizes.held_scores, self._kind.parts.values()))
+        return SCORE_TRAFFIC * pairs / (self.model.hardware.memory_gb_per_second * 1e9)
+
+    @cached_property
+    def matmul_seconds(self) -> float:
+        """Of that, the rest."""
+        model, sizes, parts = self.model, self.model.sizes, self._kind.parts.values()
+        flops = 2.0 * sizes.tokens * sizes.computed_elements(self.name)
+        flops += sum(
+            4.0 * sizes.scores(part) * each.head_size
+            for part in parts
+            for each in part.operations
+            if isinstance(each, Scores)
+        )
+        moved = sum(sizes.held_bytes(part, part.traffic) for part in parts)
+        return model.work(flops, model.size * self._whole + moved)
+
+    @property
+    def accumulation(self) -> float:
+        """Adding its gradient to the sum of the step, where no matmul hides it."""
+        moved = 3 * 4.0 * self._whole
+        rate = self.model.hardware.memory_gb_per_second * 1e9
+        return 0.0 if self.model.hides else moved / rate
+
+    @cached_property
+    def _tensor_sum(self) -> float:
+        return self.model.move("tensor", self.summed)
+
+    @property
+    def summed(self) -> float:
+        """Bytes that a device sends for one tensor-parallel sum."""
+        return 2 * self.model.around("tensor") * self.model.size * self.model.sizes.activation
+
+    def slot(self, action: str) -> float:
+        """In a slot of this kind, gathers and reductions in the slot included.
+
+        On a device that works alone: see `contention`.
+        """
+        hardware, model = self.model.hardware, self.model
+        pipeline = model.sizes.config.pipeline
+        inputs = (hardware.input_grad_cost + model.recomputed) * self.forward
+        weights = hardware.weight_grad_cost * self.seconds + self.accumulation
+        own = {"F": self.forward, "B": inputs + weights, "I": inputs, "W": weights}[action]
+        own += self._kept(action)
+        if pipeline.weight_gather != "iteration" or model.sizes.fsdp == 1:
+            return own
+        gathers = {"F": 1, "B": 1, "I": 1, "W": 0}[action]
+        if pipeline.remat == "chunk" and action in "BI":
+            gathers += 1
+        traffic = gathers * self.gather + (self.scatter if action in "BW" else 0.0)
+        behind = HIDDEN["iteration"] * own if model.hides else 0.0
+        return own + max(0.0, traffic / model.contention - behind)
+
+    def _kept(self, action: str) -> float:
+        """Writing or reading what waits between slots."""
+        sizes = self.model.sizes
+        by_chunk = sizes.config.pipeline.remat == "chunk"
+        stash = 0.0 if by_chunk else sum(sizes.kept_bytes(self.name))
+        deferred = sizes.deferred_bytes(self.name)
+        moved = {"F": stash, "B": stash, "I": stash + deferred, "W": deferred}[action]
+        return moved / (self.model.hardware.memory_gb_per_second * 1e9)
+
+    @property
+    def gathered(self) -> float:
+        """Bytes that a device sends to gather its weights."""
+        return self.model.size * self._whole * self.model.around("fsdp")
+
+    @property
+    def scattered(self) -> float:
+        """The same to sum its gradient, in float32."""
+        return self.gathered * 4 / self.model.size
+
+    @cached_property
+    def gather(self) -> float:
+        """Its weights over fsdp."""
+        return self.model.move("fsdp", self.gathered, rounds=len(self._kind.params))
+
+    @cached_property
+    def scatter(self) -> float:
+        """Its gradient over fsdp."""
+        return self.model.move("fsdp", self.scattered, rounds=len(self._kind.params))
 
 
 def cost(sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | None = None) -> Cost:
     """What a step of this run costs; `held` is its memory, where that is known already."""
-    model = Model(sizes, hardware)
+    model = CostModel(sizes, hardware)
     ticks, behind = _ticks(model, schedule)
     hop = model.hop if sizes.stages > 1 else 0.0
     exposed = np.maximum(0.0, hop - behind * model.hides)
@@ -236,12 +292,12 @@ def cost(sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | No
         "messages": float(exposed.sum()),
         "gathers": _gathers(model, schedule),
         "reductions": _reductions(model, schedule),
-        "update": model.crowd * _update(model),
+        "update": model.contention * _update(model),
         "ticks": schedule.num_ticks * hardware.tick_us * 1e-6,
         "memory": _fresh(model, schedule, held),
     }
     tokens = train.batch_size * train.sequence_length
-    needed = train_flops_per_token(sizes.config.model, train.sequence_length) * tokens
+    needed = train_flops_per_token(sizes.model, train.sequence_length) * tokens
     return Cost(
         {name: seconds for name, seconds in parts.items() if seconds},
         needed / sizes.num_devices,
@@ -250,20 +306,18 @@ def cost(sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | No
     )
 
 
-def _ticks(model: Model, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
     """`[K]`: seconds of layers in each tick, and of what hides a message."""
-    sizes = model.sizes
-    layers = np.array(sizes.cut)
-    ring = schedule.ring
-    chunk = np.array(
+    sizes, ring = model.sizes, schedule.ring
+    chunk_at = np.array(
         [[ring.chunk(p, r) for p in range(sizes.stages)] for r in range(sizes.repeats)]
     )
     total = np.zeros(schedule.num_ticks)
     stages = np.arange(sizes.stages)
     everyone = np.zeros((schedule.num_ticks, sizes.stages))
-    for kind, slots in schedule.kinds:
-        size = np.where(slots.active, layers[chunk[np.maximum(slots.repeat, 0), stages]], 0)
-        spent = size * model.slot(kind)
+    for action, slots in schedule.kinds:
+        seconds = np.array([model.slots(action, chunk) for chunk in sizes.chunks])
+        spent = np.where(slots.active, seconds[chunk_at[np.maximum(slots.repeat, 0), stages]], 0.0)
         everyone += spent
         if not schedule.mixed:
             total += spent.max(axis=1)
@@ -276,41 +330,42 @@ def _ticks(model: Model, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
     return total, total if schedule.mixed or schedule.delayed else total / 2
 
 
-def _ideal(model: Model, schedule: Schedule) -> float:
+def _ideal(model: CostModel, schedule: Schedule) -> float:
     """Seconds of layers if no stage ever waited."""
     sizes = model.sizes
-    chunk = sum(model.slot(kind) for kind, _ in schedule.kinds)
-    return sizes.microbatches * chunk * sum(sizes.cut) / sizes.stages * model.crowd
+    layers = sum(model.slots(action, sizes.ring) for action, _ in schedule.kinds)
+    return sizes.microbatches * layers / sizes.stages * model.contention
 
 
-def _gathers(model: Model, schedule: Schedule) -> float:
+def _gathers(model: CostModel, schedule: Schedule) -> float:
     sizes, mode = model.sizes, model.sizes.config.pipeline.weight_gather
     if mode == "iteration":
         return 0.0
+    gather = attrgetter("gather")
     if mode == "step" or not schedule.visits.num_window:
-        return sizes.layer_slots * model.gather
-    return len(schedule.visits.gather_tick) * sizes.layers_per_chunk * model.gather
+        return model.total(sizes.layer_slots, gather)
+    return len(schedule.visits.gather_tick) * model.total(sizes.per_chunk, gather)
 
 
-def _reductions(model: Model, schedule: Schedule) -> float:
+def _reductions(model: CostModel, schedule: Schedule) -> float:
     """Of gradients, over fsdp where it is not done layer by layer, and over data."""
     sizes, mode = model.sizes, model.sizes.config.pipeline.weight_gather
-    layers = 0
+    scatter, layers = attrgetter("scatter"), 0.0
     if mode == "step" or (mode == "visit" and not schedule.visits.num_window):
-        layers = sizes.layer_slots
+        layers = model.total(sizes.layer_slots, scatter)
     elif mode == "visit":
-        layers = len(schedule.visits.reduce_tick) * sizes.layers_per_chunk
-    over_data = model.move("data", 2 * model._around("data") * 4.0 * sizes.shard_elements)
-    return layers * model.scatter + over_data
+        layers = len(schedule.visits.reduce_tick) * model.total(sizes.per_chunk, scatter)
+    over_data = model.move("data", 2 * model.around("data") * 4.0 * sizes.shard_elements)
+    return layers + over_data
 
 
-def _update(model: Model) -> float:
+def _update(model: CostModel) -> float:
     """The optimizer reads and writes the state, and reads gradients."""
     moved = 2.4 * state(model.sizes)["state"]
     return moved / (model.hardware.memory_gb_per_second * 1e9)
 
 
-def _fresh(model: Model, schedule: Schedule, held: Memory | None) -> float:
+def _fresh(model: CostModel, schedule: Schedule, held: Memory | None) -> float:
     """To be given the memory of a step, on devices that give it back after each."""
     rate = model.hardware.fresh_gb_per_second
     if not rate:
@@ -319,26 +374,29 @@ def _fresh(model: Model, schedule: Schedule, held: Memory | None) -> float:
     return held.temporary / (rate * 1e9)
 
 
-def traffic(model: Model, schedule: Schedule) -> dict[tuple[str, str], float]:
+def traffic(model: CostModel, schedule: Schedule) -> dict[tuple[str, str], float]:
     """Bytes that a device sends in a step, by axis and link."""
-    sizes, size = model.sizes, model._size
-    micro, pipeline = sizes.microbatches, sizes.config.pipeline
-    layers = sum(sizes.cut) / sizes.stages
-    gather, scatter = model._layer_bytes, model._layer_bytes * 4 / size
+    sizes, pipeline = model.sizes, model.sizes.config.pipeline
+    gathered, scattered = attrgetter("gathered"), attrgetter("scattered")
+    each = sizes.microbatches / sizes.stages
     if pipeline.weight_gather == "iteration":
         again = 3 if pipeline.remat == "chunk" else 2
-        fsdp = micro * layers * (again * gather + scatter)
+        sent = again * model.total(sizes.ring, gathered) + model.total(sizes.ring, scattered)
+        fsdp = each * sent
     elif pipeline.weight_gather == "visit" and schedule.visits.num_window:
-        visits, length = schedule.visits, sizes.layers_per_chunk
-        fsdp = length * (len(visits.gather_tick) * gather + len(visits.reduce_tick) * scatter)
+        visits, chunk = schedule.visits, sizes.per_chunk
+        fsdp = len(visits.gather_tick) * model.total(chunk, gathered)
+        fsdp += len(visits.reduce_tick) * model.total(chunk, scattered)
     else:
-        fsdp = sizes.layer_slots * (gather + scatter)
-    message = size * sizes.activation
+        held = sizes.layer_slots
+        fsdp = model.total(held, gathered) + model.total(held, scattered)
     ways = sum(1 for way in schedule.arrivals if way.step)
+    message = model.size * sizes.activation
+    summed = model.total(sizes.ring, lambda layer: layer.num_sums * layer.summed)
     found: Mapping[str, float] = {
         "fsdp": fsdp,
         "stage": schedule.num_ticks * ways * message if sizes.stages > 1 else 0.0,
-        "tensor": micro * layers * (4 + 2 * model.replays) * 2 * model._around("tensor") * message,
-        "data": 2 * model._around("data") * 4.0 * sizes.shard_elements,
+        "tensor": each * (2 + model.recomputed) * summed,
+        "data": 2 * model.around("data") * 4.0 * sizes.shard_elements,
     }
     return {(axis, model.link(axis)): sent for axis, sent in found.items() if sent}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from maxpipe.hardware import Hardware
 from maxpipe.plan.advice import TERMS, gib, verdict
-from maxpipe.plan.cost import Model
+from maxpipe.plan.cost import CostModel
 from maxpipe.plan.search import Found, short_schedules
 from maxpipe.plan.sizes import Sizes
 from maxpipe.schedule import pictures
@@ -79,15 +80,16 @@ def _memory(found: Found, hardware: Hardware) -> Canvas:
 
 
 def _timeline(found: Found, hardware: Hardware) -> Canvas:
-    model = Model(Sizes(found.config), hardware)
+    sizes = Sizes(found.config)
+    slots = partial(CostModel(sizes, hardware).slots, layers=sizes.ring)
     schedule = found.schedule
     if schedule.num_ticks > _MOST_TICKS:
         schedule = short_schedules(found.config)[0]
-    forward = model.slot("F")
+    forward = slots("F")
     if schedule.mixed:
-        later = [model.slot("I") / forward, max(model.slot("W") / forward, 0.01)]
+        later = [slots("I") / forward, max(slots("W") / forward, 0.01)]
     else:
-        later = [model.slot("B") / forward / 2] * 2
+        later = [slots("B") / forward / 2] * 2
     costs = Costs(1.0, *(round(cost, 2) for cost in later))
     canvas = pictures.drawing(schedule, costs)
     parts = sorted(found.cost.parts.items(), key=lambda item: -item[1])

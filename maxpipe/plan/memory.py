@@ -11,8 +11,10 @@ import importlib.metadata
 from dataclasses import dataclass, replace
 from functools import cache
 
+from maxpipe.model.spec import Kind, Part
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
+from maxpipe.train.optimizers import optimizer_of
 
 ARGUMENTS = ("state", "batch")
 """Terms that are there before the step starts; the others are temporary."""
@@ -66,7 +68,9 @@ def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
             layer = max(layer, _layer_on_cpu(sizes))
     logits = _logits(working, fused=platform == "tpu")
     terms |= {"layer": layer} if layer >= logits else {"logits": logits}
-    on_host = schedule.num_stash * sizes.layers_per_chunk * sizes.kept_bytes()[1]
+    on_host = schedule.num_stash * sum(
+        length * sizes.kept_bytes(kind)[1] for kind, length in sizes.per_chunk.items()
+    )
     return Memory({name: size for name, size in terms.items() if size}, on_host)
 
 
@@ -75,8 +79,9 @@ def state(sizes: Sizes) -> dict[str, float]:
     model, train = sizes.config.model, sizes.config.train
     # Four arrays of ids and the mask, int32 and float32.
     batch = sizes.rows_per_device * (5 * 4 * train.sequence_length + 4)
+    copies = optimizer_of(sizes.config.optim).num_saved
     return {
-        "state": 3.0 * BYTES[model.param_dtype] * sizes.shard_elements + 12,
+        "state": float(copies * BYTES[model.param_dtype] * sizes.shard_elements + 12),
         "batch": float(batch),
     }
 
@@ -84,14 +89,14 @@ def state(sizes: Sizes) -> dict[str, float]:
 def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     """What the loop over ticks carries, as the engine allocates it."""
     pipeline, model = sizes.config.pipeline, sizes.config.model
-    size, length = BYTES[model.compute_dtype], sizes.layers_per_chunk
+    size, by_chunk = BYTES[model.compute_dtype], pipeline.remat == "chunk"
     message = float(size * sizes.activation)
     visits, by_visit = schedule.visits, _by_visit(sizes, schedule)
-    kept = sizes.kept_bytes()[0]
-    stash = schedule.num_stash * kept * (1 if pipeline.remat == "chunk" else length)
+    # What a chunk keeps that has as many layers of each kind as any.
+    kept = sum(length * sizes.kept_bytes(kind)[0] for kind, length in sizes.per_chunk.items())
     found = {
         "inbox": schedule.num_inbox * message,
-        "stash": stash,
+        "stash": schedule.num_stash * (message if by_chunk else kept),
         "sent": message * (1 if schedule.mixed else 2 if schedule.delayed else 1),
         "gradients": 4.0 * _gradient_elements(sizes, schedule),
         "deferred": 0.0,
@@ -100,14 +105,17 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
         "outside": 0.0,
     }
     if schedule.mixed:
-        found["deferred"] = schedule.num_deferred * length * sizes.deferred_bytes()
+        found["deferred"] = schedule.num_deferred * sum(
+            length * sizes.deferred_bytes(kind) for kind, length in sizes.per_chunk.items()
+        )
     if by_visit:
-        whole = sizes.layer_elements(whole=True) * length
+        whole = sizes.chunk_elements()
         found["window"] = float(size * visits.num_window * whole)
         found["partial"] = 4.0 * visits.num_gradient * whole
-    if outside := pipeline.layers_outside:
-        layers = 1 if pipeline.remat == "chunk" else outside
-        found["outside"] = schedule.outside.num_slots * (message + layers * kept)
+    if outside := sizes.outside:
+        kept = sum(count * sizes.kept_bytes(kind)[0] for kind, count in outside.items())
+        kept = message if by_chunk else kept
+        found["outside"] = schedule.outside.num_slots * (message + kept)
     return found
 
 
@@ -123,11 +131,10 @@ def _by_step(sizes: Sizes, schedule: Schedule) -> bool:
 def _gradient_elements(sizes: Sizes, schedule: Schedule) -> int:
     pipeline = sizes.config.pipeline
     once = pipeline.weight_gather != "iteration"
-    by_column = sizes.splits_columns
-    layers = sizes.layer_slots * sizes.layer_elements(whole=_by_step(sizes, schedule))
-    layers += pipeline.layers_outside * sizes.layer_elements(whole=once)
-    ends = sizes.matrix_elements(whole=not by_column) + sizes.matrix_elements(whole=once)
-    return layers + ends + sizes.config.model.d_model
+    layers = sizes.held_elements(whole=_by_step(sizes, schedule))
+    layers += sizes.outside_elements(whole=once)
+    ends = sizes.embedding_elements(whole=not sizes.splits_columns)
+    return layers + ends + sizes.head_elements(whole=once) + sizes.norm_elements
 
 
 def _gathered(sizes: Sizes) -> dict[str, float]:
@@ -135,21 +142,20 @@ def _gathered(sizes: Sizes) -> dict[str, float]:
     pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
     if pipeline.weight_gather == "iteration":
         return {"held": 0.0}
-    elements = sizes.matrix_elements(whole=True)
-    elements += pipeline.layers_outside * sizes.layer_elements(whole=True)
+    elements = sizes.head_elements(whole=True) + sizes.outside_elements(whole=True)
     if pipeline.weight_gather == "step":
-        elements += sizes.layer_slots * sizes.layer_elements(whole=True)
+        elements += sizes.held_elements(whole=True)
     return {"held": float(size * elements)}
 
 
 def _copies(sizes: Sizes) -> float:
     """Shards in compute type, which XLA for TPU keeps throughout the step."""
     pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
-    elements = sizes.matrix_elements()  # what the embedding looks up
+    elements = sizes.embedding_elements()
     if pipeline.remat != "chunk" and pipeline.weight_gather != "step":
-        elements += sizes.layer_slots * sizes.layer_elements()
+        elements += sizes.held_elements()
         if pipeline.weight_gather == "iteration":
-            elements += sizes.matrix_elements()
+            elements += sizes.head_elements()
     return float(size * elements)
 
 
@@ -183,48 +189,68 @@ def _widened(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
 
 WEIGHTS = {"iteration": 2.0, "visit": 0.8, "step": 0.8}
 """Copies in compute type of a layer's whole weights that its backward holds, gathered ones and
-gradients together. These and the next three: on TPUs, fitted."""
+gradients together. These and the next two: on TPUs, fitted."""
 SCORES = 2.9 / 2
-"""The same of each pair of query and key that is scored, besides its score in float32: all blocks
+"""The same of each pair of query and key that is scored, for each copy that is declared: all blocks
 of attention are there at once."""
-MLP = 6.0
-"""The same of the MLP's hidden activations at the moment that its backward is at work."""
 SUMMED = 1.2
-"""The same of whole activations that are on their way to be summed over tensor."""
+"""The same of whole activations that are on their way to be summed over tensor beside scores."""
 
 
 def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
-    """A layer's backward, whose attention and MLP take the memory in turn."""
-    pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
-    attention = (4 + SCORES * size) * sizes.held_scores
-    if sizes.tensor > 1:
-        attention += SUMMED * size * sizes.activation
-    copies = WEIGHTS["step" if _by_step(sizes, schedule) else pipeline.weight_gather]
-    layer = copies * size * sizes.layer_elements(whole=True)
-    return layer + max(attention, MLP * size * sizes.named(("gate",))) + _chunk_inputs(sizes)
+    """The backward of the largest layer, whose parts take the memory in turn."""
+    size = BYTES[sizes.config.model.compute_dtype]
+    mode = "step" if _by_step(sizes, schedule) else sizes.config.pipeline.weight_gather
+
+    def needed(name: str, kind: Kind) -> float:
+        weights = WEIGHTS[mode] * size * sizes.layer_elements(name, whole=True)
+        return weights + max(_part_on_tpu(sizes, part) for part in kind.parts.values())
+
+    return max(needed(*kind) for kind in sizes.model.kinds.items()) + _chunk_inputs(sizes)
 
 
-CPU_WEIGHTS, CPU_ACTIVATIONS = 0.8, 10.0
-CPU_MLP, CPU_MLP_REPLAYED = 5.0, 7.5
-"""Where the hidden activations are kept, and where they are computed again."""
-CPU_SCORES, CPU_SCORES_ALONE = 1.9, 3.2
-"""Beside those of the MLP, and at the moment that attention's backward is at work."""
+def _part_on_tpu(sizes: Sizes, part: Part) -> float:
+    """The backward of a part at its fullest moment, besides weights."""
+    size, held = BYTES[sizes.config.model.compute_dtype], part.working
+    narrow, wide, other = held.pairs
+    found = (wide * 4 + narrow * SCORES * size + other) * sizes.held_scores(part)
+    if found and sizes.tensor > 1:
+        found += SUMMED * size * sizes.activation
+    return found + sizes.held_bytes(part, replace(held, pairs=(0.0, 0.0, 0.0)))
+
+
+CPU_WEIGHTS, CPU_ACTIVATIONS = 0.8, 2.5
+"""Of a layer, and for each of its parts."""
+CPU_KEPT, CPU_RECOMPUTED = 5 / 6, 1.25
+"""Of each array that a part declares: where its activations are kept, and where they are computed
+again."""
+CPU_SCORES, CPU_SCORES_ALONE = 0.95, 1.6
+"""The same of pairs: beside those arrays, and while attention's backward is at work."""
 
 
 def _layer_on_cpu(sizes: Sizes) -> float:
     """The same where most of a layer is held at once; copies fitted as above."""
-    size, pairs = BYTES[sizes.config.model.compute_dtype], float(sizes.held_scores)
-    mlp = CPU_MLP if sizes.keeps_hidden else CPU_MLP_REPLAYED
-    alive = max(CPU_SCORES_ALONE * pairs, CPU_SCORES * pairs + mlp * sizes.named(("gate",)))
-    alive += CPU_ACTIVATIONS * sizes.activation
-    alive += CPU_WEIGHTS * sizes.layer_elements(whole=True)
-    return size * alive + _chunk_inputs(sizes)
+
+    def needed(name: str, kind: Kind) -> float:
+        parts = kind.parts.values()
+        pairs = sum(sum(part.working.pairs) * sizes.held_scores(part) for part in parts)
+        arrays = sum(
+            (CPU_KEPT if sizes.keeps(part) else CPU_RECOMPUTED) * copies * sizes.activated(dims)
+            for part in parts
+            for copies, dims in (*part.working.narrow, *part.working.wide)
+        )
+        alive = max(CPU_SCORES_ALONE * pairs, CPU_SCORES * pairs + arrays)
+        alive += CPU_ACTIVATIONS * len(parts) * sizes.activation
+        return alive + CPU_WEIGHTS * sizes.layer_elements(name, whole=True)
+
+    size = BYTES[sizes.config.model.compute_dtype]
+    return size * max(needed(*kind) for kind in sizes.model.kinds.items()) + _chunk_inputs(sizes)
 
 
 def _chunk_inputs(sizes: Sizes) -> float:
     """Of the layers of a chunk whose forward has just been run again."""
     pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
-    layers = sizes.layers_per_chunk if pipeline.remat == "chunk" else 0
+    layers = sum(sizes.per_chunk.values()) if pipeline.remat == "chunk" else 0
     return float(layers * size * sizes.activation)
 
 
@@ -235,8 +261,8 @@ UNFUSED_LOGITS = 3.0
 def _logits(sizes: Sizes, *, fused: bool) -> float:
     """The loss head's backward."""
     model, gathers = sizes.config.model, sizes.config.pipeline.weight_gather == "iteration"
-    matrix = sizes.matrix_elements(whole=True)
-    logits = 4.0 * sizes.tokens * (matrix // model.d_model)
+    matrix = sizes.head_elements(whole=True)
+    logits = 4.0 * sizes.tokens * sizes.vocabulary
     with_gradient = logits + 4.0 * matrix  # of the matrix, after the other copies of the logits
     most = with_gradient if fused else max(with_gradient, UNFUSED_LOGITS * logits)
     return most + BYTES[model.compute_dtype] * matrix * gathers

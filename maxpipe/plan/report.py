@@ -11,6 +11,7 @@ from maxpipe.model.count import num_params
 from maxpipe.plan.advice import TERMS, gib, verdict
 from maxpipe.plan.search import SHOWN, Found, Search
 from maxpipe.plan.sizes import BYTES, Sizes
+from maxpipe.train.optimizers import optimizer_of
 from maxpipe.words import counted
 
 if TYPE_CHECKING:  # they import jax
@@ -81,8 +82,9 @@ def _table(found: Sequence[Traffic]) -> list[str]:
 def facts(found: Found, hardware: Hardware) -> dict[str, Any]:
     """A plan as plain values."""
     sizes, config, schedule = Sizes(found.config), found.config, found.schedule
-    parameters = num_params(config.model)
+    parameters = num_params(sizes.model)
     tokens = config.train.batch_size * config.train.sequence_length
+    arrays = optimizer_of(config.optim).num_saved
     per_stage = []
     for stage in range(sizes.stages):
         chunks = [schedule.ring.chunk(stage, repeat) for repeat in range(sizes.repeats)]
@@ -99,7 +101,7 @@ def facts(found: Found, hardware: Hardware) -> dict[str, Any]:
         "tokens_per_step": tokens,
         "steps": total_steps(config.train),
         "flops_per_step": found.cost.model_flops * sizes.num_devices,
-        "checkpoint_bytes": 3 * BYTES[config.model.param_dtype] * parameters,
+        "checkpoint_bytes": arrays * BYTES[config.model.param_dtype] * parameters,
         "memory_bytes": hardware.memory_bytes,
         "argument_bytes": found.memory.arguments,
         "working_bytes": found.memory.temporary,

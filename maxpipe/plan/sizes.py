@@ -1,45 +1,27 @@
 """What a config means for one device: shards, rows, chunks and their bytes. No jax.
 
-The model's parameters and the activations of a layer are listed here as shapes with logical axes;
-tests hold them against the model itself.
+Parameters and activations are those that the model's description declares, by kind of layer.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from maxpipe.config.pipeline_rules import activations
-from maxpipe.config.schema import Config, ModelConfig
-from maxpipe.model.count import scored_pairs
+from maxpipe.config.schema import Config
+from maxpipe.model.count import computed_share, layer_costs, scored_pairs
+from maxpipe.model.families.registry import describe
+from maxpipe.model.spec import Dims, Held, Kind, Model, Param, Part, Scores
 from maxpipe.parallel.axes import MESH_AXES, axis_table
 from maxpipe.schedule.balance import balanced_cut
 from maxpipe.schedule.catalog import build
 from maxpipe.schedule.table import Schedule
 
-Dims = tuple[tuple[int, str], ...]
-"""Sizes of an array's dims and their logical axes."""
 BYTES = {"float32": 4, "bfloat16": 2}
-
-
-def layer_weights(model: ModelConfig) -> dict[str, Dims]:
-    """One layer's parameters."""
-    embed, mlp, size = (model.d_model, "embed"), (model.d_mlp, "mlp"), model.head_size
-    heads, kv = (model.num_heads, "heads"), (model.num_kv_heads, "kv_heads")
-    head_size, norm = (size, "head_size"), (model.d_model, "norm")
-    return {
-        "query": (embed, heads, head_size),
-        "key": (embed, kv, head_size),
-        "value": (embed, kv, head_size),
-        "out": (heads, head_size, embed),
-        "gate": (embed, mlp),
-        "up": (embed, mlp),
-        "down": (mlp, embed),
-        "attention_norm": (norm,),
-        "mlp_norm": (norm,),
-    }
 
 
 @dataclass(frozen=True)
@@ -111,21 +93,50 @@ class Sizes:
     # The stack.
 
     @cached_property
+    def model(self) -> Model:
+        """What the config describes."""
+        return describe(self.config.model)
+
+    @cached_property
     def cut(self) -> tuple[int, ...]:
         """Layers of each chunk."""
-        pipeline, model = self.config.pipeline, self.config.model
-        layers = model.num_layers - pipeline.layers_outside
-        return tuple(pipeline.cut) or balanced_cut([1.0] * layers, self.stages * self.repeats)
+        pipeline, tokens = self.config.pipeline, self.config.train.sequence_length
+        costs = layer_costs(self.model, tokens)[pipeline.layers_outside :]
+        return tuple(pipeline.cut) or balanced_cut(costs, self.stages * self.repeats)
 
-    @property
-    def layers_per_chunk(self) -> int:
-        """L."""
-        return max(self.cut)
+    @cached_property
+    def chunks(self) -> tuple[Counter[str], ...]:
+        """Layers of each kind in each chunk."""
+        found, start = [], self.config.pipeline.layers_outside
+        for length in self.cut:
+            found.append(Counter(self.model.layers[start : start + length]))
+            start += length
+        return tuple(found)
 
-    @property
-    def layer_slots(self) -> int:
-        """Layers that a stage holds, padding included."""
-        return self.repeats * self.layers_per_chunk
+    @cached_property
+    def outside(self) -> Counter[str]:
+        """Layers of each kind outside the ring."""
+        return Counter(self.model.layers[: self.config.pipeline.layers_outside])
+
+    @cached_property
+    def ring(self) -> Counter[str]:
+        """Layers of each kind in the ring."""
+        return sum(self.chunks, Counter())
+
+    @cached_property
+    def per_chunk(self) -> Mapping[str, int]:
+        """L by kind, of the layers in the ring: the most that a chunk has of them."""
+        return {kind: max(chunk[kind] for chunk in self.chunks) for kind in self.ring}
+
+    @cached_property
+    def layer_slots(self) -> Mapping[str, int]:
+        """Layers of each kind that a stage holds, padding included."""
+        return {kind: self.repeats * length for kind, length in self.per_chunk.items()}
+
+    @cached_property
+    def usual_kind(self) -> str:
+        """The kind of most layers."""
+        return Counter(self.model.layers).most_common(1)[0][0]
 
     # Parameters.
 
@@ -141,17 +152,74 @@ class Sizes:
             count *= -(-size // math.prod(self.axes[axis] for axis in axes))
         return count
 
-    def layer_elements(self, *, whole: bool = False) -> int:
+    def layer_elements(self, kind: str, *, whole: bool = False) -> int:
         """Parameters of one layer on one device."""
-        weights = layer_weights(self.config.model).values()
-        return sum(self.elements(dims, whole=whole) for dims in weights)
+        return self._layer_elements[kind][whole]
 
-    def matrix_elements(self, *, whole: bool = False) -> int:
-        """Of the table `[V, D]`; rows are padded to divide their shards."""
-        model = self.config.model
+    @cached_property
+    def _layer_elements(self) -> Mapping[str, tuple[int, int]]:
+        def elements(kind: Kind, whole: bool) -> int:
+            return sum(self.elements(each.dims, whole=whole) for each in kind.params.values())
+
+        return {
+            name: (elements(kind, False), elements(kind, True))
+            for name, kind in self.model.kinds.items()
+        }
+
+    def computed_elements(self, kind: str) -> float:
+        """Of a layer's gathered parameters on one device, those that meet each token."""
+        params = self.model.kinds[kind].params
+        return sum(
+            share * self.elements(params[name].dims, whole=True)
+            for name, share in computed_share(self.model.kinds[kind]).items()
+        )
+
+    def held_elements(self, *, whole: bool = False) -> int:
+        """Parameters of all layers of the ring that a stage holds, padding included."""
+        return sum(
+            count * self.layer_elements(kind, whole=whole)
+            for kind, count in self.layer_slots.items()
+        )
+
+    def chunk_elements(self) -> int:
+        """Parameters of a chunk with as many layers of each kind as any, gathered."""
+        return sum(
+            count * self.layer_elements(kind, whole=True) for kind, count in self.per_chunk.items()
+        )
+
+    def outside_elements(self, *, whole: bool = False) -> int:
+        """Parameters of the layers outside the ring."""
+        return sum(
+            count * self.layer_elements(kind, whole=whole) for kind, count in self.outside.items()
+        )
+
+    def padded(self, param: Param) -> Dims:
+        """Dims of a table with its vocabulary padded, so that it divides its shards."""
         shards = math.prod(self.axes[axis] for axis in self._table["vocab"])
-        padded = -(-model.vocab_size // shards) * shards
-        return self.elements(((padded, "vocab"), (model.d_model, "embed")), whole=whole)
+        return tuple(
+            (-(-size // shards) * shards if logical == "vocab" else size, logical)
+            for size, logical in param.dims
+        )
+
+    @cached_property
+    def _tables(self) -> list[Dims]:
+        """Embedding, and head if it is one of its own."""
+        ends = self.model.ends
+        return [self.padded(each) for each in (ends.embedding, ends.head) if each is not None]
+
+    def embedding_elements(self, *, whole: bool = False) -> int:
+        """Of the table that the embedding looks up."""
+        return self.elements(self._tables[0], whole=whole)
+
+    def head_elements(self, *, whole: bool = False) -> int:
+        """Of the output projection, which may be the same table."""
+        return self.elements(self._tables[-1], whole=whole)
+
+    @property
+    def vocabulary(self) -> int:
+        """Logits of a token on one device."""
+        (width,) = (size for size, logical in self._tables[0] if logical != "vocab")
+        return self.head_elements(whole=True) // width
 
     @property
     def splits_columns(self) -> bool:
@@ -159,99 +227,129 @@ class Sizes:
         return "fsdp" in self._table["embed"]
 
     @property
-    def num_matrices(self) -> int:
-        """Embedding, and head if it is one of its own."""
-        return 1 if self.config.model.tied_embeddings else 2
+    def norm_elements(self) -> int:
+        """Parameters of the norm in front of the output projection."""
+        return sum(self.elements(each.dims) for each in self.model.ends.norm.params.values())
 
-    @property
+    @cached_property
     def shard_elements(self) -> int:
         """Parameters on one device."""
-        model, outside = self.config.model, self.config.pipeline.layers_outside
-        layers = (self.layer_slots + outside) * self.layer_elements()
-        return layers + self.num_matrices * self.matrix_elements() + model.d_model
+        layers = self.held_elements() + self.outside_elements()
+        return layers + sum(map(self.elements, self._tables)) + self.norm_elements
 
-    # Activations of one layer, in elements, of a microbatch on one device.
+    # Activations, in elements, of a microbatch on one device.
 
     @property
     def activation(self) -> int:
         """What a stage hands to the next `[B, T, D]`."""
         return self.tokens * self.config.model.d_model
 
+    def activated(self, dims: Dims) -> int:
+        """Of an activation with these dims for every token; `fsdp` shards tokens, not them."""
+        count = self.tokens
+        for size, logical in dims:
+            count *= -(-size // self.share(logical))
+        return count
+
+    def share(self, logical: str) -> int:
+        """Devices over which activations with this axis are split."""
+        axes = self._table.get(logical, ())
+        return math.prod(self.axes[axis] for axis in axes if axis == "tensor")
+
+    def named(self, kind: str, names: Iterable[str]) -> int:
+        """Of those activations of a layer of this kind that have such names."""
+        dims = self.model.kinds[kind].activations
+        return sum(self.activated(dims[name]) for name in names if name in dims)
+
+    def scores(self, part: Part) -> int:
+        """Pairs of query and key that plain attention scores, of all heads."""
+        pairs = self.rows * scored_pairs(self.config.train.sequence_length)
+        return sum(
+            pairs * -(-each.heads // self.share(each.axis))
+            for each in part.operations
+            if isinstance(each, Scores)
+        )
+
+    def held_scores(self, part: Part) -> int:
+        """Of `scores`, those that stand in memory: a fused kernel reads a mask, for all heads."""
+        found, tokens = 0, self.config.train.sequence_length
+        for each in part.operations:
+            if isinstance(each, Scores):
+                heads = -(-each.heads // self.share(each.axis))
+                found += tokens**2 if each.fused else heads * scored_pairs(tokens)
+        return self.rows * found
+
+    def held_bytes(self, part: Part, held: Held) -> float:
+        """Bytes of what a part declares."""
+        size = BYTES[self.config.model.compute_dtype]
+        narrow, wide, other = held.pairs
+        found = (wide * 4 + narrow * size + other) * self.held_scores(part)
+        for width, arrays in ((size, held.narrow), (4, held.wide), (1, held.flags)):
+            found += width * sum(copies * self.activated(dims) for copies, dims in arrays)
+        return found + size * sum(self.elements(dims, whole=True) for dims in held.once)
+
     @cached_property
-    def _named(self) -> Mapping[str, int]:
-        model = self.config.model
-        query = self.tokens * -(-model.num_heads // self._share("heads")) * model.head_size
-        key = self.tokens * -(-model.num_kv_heads // self._share("kv_heads")) * model.head_size
-        hidden = self.tokens * -(-model.d_mlp // self._share("mlp"))
+    def kept_names(self) -> frozenset[str]:
+        """Names of activations that are kept for a layer's backward, on the device or the host."""
+        pipeline = self.config.pipeline
+        return frozenset(self._activations(*pipeline.saved_names, *pipeline.offloaded_names))
+
+    def _activations(self, *names: str) -> tuple[str, ...]:
+        return activations(names, self.config.model)
+
+    def keeps(self, part: Part) -> bool:
+        """Whether all named activations of a part are kept for its backward."""
+        remat = self.config.pipeline.remat
+        return remat == "none" or (remat == "names" and self.kept_names >= {*part.activations})
+
+    def kept_bytes(self, kind: str) -> tuple[float, float]:
+        """(on the device, on the host) kept by one layer, or by a chunk with `chunk`."""
+        return self._kept_bytes[kind]
+
+    @cached_property
+    def _kept_bytes(self) -> Mapping[str, tuple[float, float]]:
+        pipeline, size = self.config.pipeline, BYTES[self.config.model.compute_dtype]
+        if pipeline.remat == "none":
+            return {name: (self._residual_bytes(kind), 0.0) for name, kind in self._kinds}
+        if pipeline.remat != "names":
+            return {name: (size * self.activation, 0.0) for name, _ in self._kinds}
+        offloaded = set(self._activations(*pipeline.offloaded_names))
+        saved = self.kept_names - offloaded
         return {
-            "query": query,
-            "key": key,
-            "value": key,
-            "context": query,
-            "attention_out": self.activation,
-            "gate": hidden,
-            "up": hidden,
+            name: (
+                size * (self.activation + self.named(name, saved)),
+                size * self.named(name, offloaded),
+            )
+            for name, _ in self._kinds
         }
 
-    def _share(self, logical: str) -> int:
-        """Devices over which activations with this axis are split."""
-        return math.prod(self.axes[axis] for axis in self._table[logical] if axis == "tensor")
+    @property
+    def _kinds(self) -> Iterable[tuple[str, Kind]]:
+        return self.model.kinds.items()
 
-    def named(self, names: Iterable[str]) -> int:
-        """Activations by name."""
-        return sum(self._named[name] for name in names)
+    def _residual_bytes(self, kind: Kind) -> float:
+        """All that a layer's differentiation keeps."""
+        declared = sum(self.held_bytes(part, part.residuals) for part in kind.parts.values())
+        return declared + kind.num_masks * self.activation
+
+    def deferred_bytes(self, kind: str) -> float:
+        """What one layer's weight gradients wait for."""
+        return self._deferred_bytes[kind]
 
     @cached_property
-    def scores(self) -> int:
-        """Pairs of query and key that plain attention scores, of all heads."""
-        heads = -(-self.config.model.num_heads // self._share("heads"))
-        return self.rows * heads * scored_pairs(self.config.train.sequence_length)
+    def _deferred_bytes(self) -> Mapping[str, float]:
+        recomputed = self.config.pipeline.remat != "none"
+        # The cotangent of the layer's output, and masks, give those of its parts' outputs.
+        size = BYTES[self.config.model.compute_dtype] * recomputed
 
-    @property
-    def held_scores(self) -> int:
-        """Of `scores`, those that stand in memory: a fused kernel reads a mask, for all heads."""
-        if self.config.model.attention == "xla":
-            return self.scores
-        return self.rows * self.config.train.sequence_length**2
+        def waiting(kind: Kind) -> float:
+            declared = (
+                self.held_bytes(part, part.deferred(recomputed=recomputed))
+                for part in kind.parts.values()
+            )
+            return sum(declared) + (size + kind.num_masks * recomputed) * self.activation
 
-    @property
-    def keeps_hidden(self) -> bool:
-        """Whether the MLP's hidden activations are kept for a layer's backward."""
-        pipeline = self.config.pipeline
-        kept = activations([*pipeline.saved_names, *pipeline.offloaded_names], self.config.model)
-        return pipeline.remat == "none" or (pipeline.remat == "names" and "gate" in kept)
-
-    def kept_bytes(self) -> tuple[float, float]:
-        """(on the device, on the host) kept by one layer, or by a chunk with `chunk`."""
-        pipeline, size = self.config.pipeline, BYTES[self.config.model.compute_dtype]
-        if pipeline.remat == "names":
-            offloaded = set(activations(pipeline.offloaded_names, self.config.model))
-            saved = set(activations(pipeline.saved_names, self.config.model)) - offloaded
-            here = self.activation + self.named(saved)
-            return size * here, size * self.named(offloaded)
-        if pipeline.remat == "none":
-            return self._residual_bytes(), 0.0
-        return size * self.activation, 0.0
-
-    def _residual_bytes(self) -> float:
-        """All that a layer's differentiation keeps: as listed by tracing it."""
-        size, tokens = BYTES[self.config.model.compute_dtype], self.tokens
-        model = self.config.model
-        heads, scores = -(-model.num_heads // self._share("heads")), self.held_scores
-        # In float32: four inputs of norms, their statistics, angles, statistics of the softmax.
-        wide = 4 * self.activation + tokens * (4 + 2 * model.head_size + 2 * heads)
-        named = self._named
-        narrow = 4 * self.activation + 3 * named["gate"] + 2 * named["key"] + 2 * named["query"]
-        return 4 * wide + size * narrow + scores * (1 + 4 + size)
-
-    def deferred_bytes(self) -> float:
-        """What one layer's weight gradients wait for."""
-        size, named = BYTES[self.config.model.compute_dtype], self._named
-        both = 2 * (named["query"] + named["key"])
-        norms = 2 * self.config.model.d_model
-        if self.config.pipeline.remat == "none":
-            return size * (8 * self.activation + 3 * named["gate"] + both)
-        return size * (5 * self.activation + 4 * named["gate"] + both + norms)
+        return {name: waiting(kind) for name, kind in self._kinds}
 
 
 def schedule_of(config: Config) -> Schedule:

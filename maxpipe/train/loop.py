@@ -21,6 +21,7 @@ from maxpipe.config.load import Loaded
 from maxpipe.errors import ExitCode
 from maxpipe.hardware import peak_flops
 from maxpipe.model.count import train_flops_per_token
+from maxpipe.model.families.registry import describe
 from maxpipe.processes import runtime
 from maxpipe.processes.phases import DATA, EVAL, LOOP, SAVE, STEP, Phases
 from maxpipe.telemetry.console import Console
@@ -165,7 +166,9 @@ class Meter:
         rows, tokens = run.steps.shape
         self._tokens_per_step = rows * tokens
         self._flops_per_device = (
-            train_flops_per_token(config.model, tokens) * self._tokens_per_step / mesh.size
+            train_flops_per_token(describe(config.model), tokens)
+            * self._tokens_per_step
+            / mesh.size
         )
         self._peak = peak_flops(mesh.devices.flat[0].device_kind)
         self._restart()

@@ -34,6 +34,7 @@ from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, Loader
 from maxpipe.errors import ConfigError, ExitCode, Preempted, ReplicaError, StorageError
 from maxpipe.model.count import num_params
+from maxpipe.model.families import registry
 from maxpipe.parallel.mesh import build_mesh, describe, resolve
 from maxpipe.processes import secret
 from maxpipe.processes.link import Link
@@ -431,7 +432,8 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
         ("mesh", describe(mesh)),
         (
             "model",
-            f"{num_params(model) / 1e6:.2f} M parameters, {counted(model.num_layers, 'layer')}, "
+            f"{num_params(registry.describe(model)) / 1e6:.2f} M parameters, "
+            f"{counted(model.num_layers, 'layer')}, "
             f"{model.compute_dtype} compute, {model.param_dtype} parameters",
         ),
         (

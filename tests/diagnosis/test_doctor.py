@@ -200,10 +200,11 @@ def test_space_for_checkpoints(
 ):
     """In checkpoints; three are kept while one is written."""
     from maxpipe.model.count import num_params
+    from maxpipe.model.families.registry import describe
 
     patient = Patient.of(load(config))
     assert patient.config is not None and patient.config.checkpoint.keep == 3
-    one = num_params(patient.config.model) * 3 * 4
+    one = num_params(describe(patient.config.model)) * 3 * 4
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage(0, 0, one * free - 1))
     found = by_name(list(doctor.folders(patient)))["run folder"]

@@ -26,8 +26,8 @@ NO_CONTEXT = context([[0]], [[0]])
 
 
 def part_with(num_heads: int = 4, num_kv_heads: int = 2, size: int = 8, **options: Any) -> Part:
-    rope = Rope(10000.0)
-    return Part(D, num_heads, num_kv_heads, size, 0.5, "xla", **{"rope": rope} | options)
+    options.setdefault("rope", Rope(10000.0))
+    return Part(D, num_heads, num_kv_heads, size, 0.5, "xla", **options)
 
 
 def angles_of(rope: Rope, size: int, theta: float, factor: float) -> np.ndarray:

@@ -15,6 +15,7 @@ from maxpipe.config.load import load
 from maxpipe.config.schema import MeshConfig, ModelConfig
 from maxpipe.model import count
 from maxpipe.model.decoder import Decoder
+from maxpipe.model.families.registry import describe
 from maxpipe.parallel.sharding import AxisRules
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"
@@ -46,10 +47,11 @@ def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int) -
         vocab_size=77,
         tied_embeddings=tied,
     )
-    assert count.num_params(config) == tree_params(config)
+    model = describe(config)
+    assert count.num_params(model) == tree_params(config)
     layers = jax.eval_shape(Decoder(config, RULES).init, jax.random.key(0))["layers"]
-    one = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layers))
-    assert num_layers * count.layer_params(config) == one
+    stacked = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layers))
+    assert num_layers * count.layer_params(model.kinds[model.layers[0]]) == stacked
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int) -
 )
 def test_published_models_have_their_published_size(name: str, params: int) -> None:
     config = published(name)
-    assert count.num_params(config) == tree_params(config) == params
+    assert count.num_params(describe(config)) == tree_params(config) == params
     header = (CONFIGS / f"{name}.yml").read_text(encoding="utf-8").split("\nmodel:")[0]
     assert f"{params:,} parameters" in header
 
@@ -107,14 +109,16 @@ def test_forward_operations_are_what_the_compiler_counts(
     changes: dict[str, Any], length: int
 ) -> None:
     config = dataclasses.replace(WIDE, **changes)
-    counted = length * count.forward_flops_per_token(config, length, causal=False)
+    counted = length * count.computed_flops_per_token(describe(config), length)
     assert counted == pytest.approx(compiled_flops(config, length), rel=0.03)
 
 
 def test_operations_grow_with_layers_and_halve_with_the_causal_mask() -> None:
     def flops(num_layers: int, length: int, causal: bool) -> int:
-        config = dataclasses.replace(WIDE, num_layers=num_layers)
-        return count.forward_flops_per_token(config, length, causal=causal)
+        model = describe(dataclasses.replace(WIDE, num_layers=num_layers))
+        if causal:
+            return count.forward_flops_per_token(model, length)
+        return count.computed_flops_per_token(model, length)
 
     one, two, five = (flops(n, 128, False) for n in (1, 2, 5))
     assert five - two == 3 * (two - one)
@@ -122,12 +126,12 @@ def test_operations_grow_with_layers_and_halve_with_the_causal_mask() -> None:
     per_pair = 2 * 2 * WIDE.num_heads * WIDE.head_size
     assert flops(1, 129, False) - flops(1, 128, False) == per_pair
     assert flops(1, 128, False) - flops(1, 128, True) == 64 * per_pair
-    assert count.train_flops_per_token(WIDE, 128) == 3 * flops(1, 128, True)
+    assert count.train_flops_per_token(describe(WIDE), 128) == 3 * flops(1, 128, True)
 
 
 def test_training_llama3_8b_takes_about_six_operations_per_parameter() -> None:
     config = published("llama3-8b")
     embedding = config.vocab_size * config.d_model
-    six = 6 * (count.num_params(config) - embedding)
-    train = count.train_flops_per_token(config, 8192)
+    six = 6 * (count.num_params(describe(config)) - embedding)
+    train = count.train_flops_per_token(describe(config), 8192)
     assert six < train < 1.2 * six

@@ -21,7 +21,7 @@ from maxpipe.hardware import known, shipped
 from maxpipe.plan import calibrate
 from maxpipe.plan.calibrate import Measured, applied, step_of
 from maxpipe.plan.compile import build_steps
-from maxpipe.plan.cost import Model, cost
+from maxpipe.plan.cost import CostModel, cost
 from maxpipe.plan.sizes import Sizes, schedule_of
 
 NUM_DEVICES = 4
@@ -47,23 +47,23 @@ def config_of(stages: int = 1, fsdp: int = 1, tokens: int = 32) -> Config:
 # Some are too fast for what the layer moves through memory at the published rate, or take little
 # longer than that.
 @pytest.mark.parametrize(
-    ("kind", "crowd", "forward"),
+    ("kind", "contention", "forward"),
     [
         *itertools.product(["cpu"], [1.0, 4.0], [3e-3, 2e-5, 1e-5, 5e-6, 2e-6, 1e-6, 1e-7]),
         *itertools.product(["h100", "v5p"], [1.0], [3e-3, 1e-6, 1e-7, 3e-8, 1e-8, 1e-9]),
     ],
 )
 def test_the_cost_model_gives_back_what_was_measured(
-    kind: str, crowd: float, forward: float
+    kind: str, contention: float, forward: float
 ) -> None:
     sizes = Sizes(config_of(fsdp=NUM_DEVICES))
     latency, rate = 5e-6, 2e8
-    weights = sizes.layer_elements(whole=True) * (1 - 1 / NUM_DEVICES)
+    weights = sizes.layer_elements(sizes.usual_kind, whole=True) * (1 - 1 / NUM_DEVICES)
     found = Measured(
-        forward=forward * crowd,
-        input_grad=1.5 * forward * crowd,
-        weight_grad=0.8 * forward * crowd,
-        names_replay=0.2 * forward * crowd,
+        forward=forward * contention,
+        input_grad=1.5 * forward * contention,
+        weight_grad=0.8 * forward * contention,
+        names_replay=0.2 * forward * contention,
         forward_alone=forward,
         hop=latency + 2 * sizes.activation / rate,
         gather=latency + 2 * weights / rate,
@@ -72,20 +72,21 @@ def test_the_cost_model_gives_back_what_was_measured(
         fresh=4e-9,
     )
     after = applied(found, sizes, shipped()[kind], NUM_DEVICES)
-    model = Model(sizes, after)
-    assert model.forward == pytest.approx(found.forward_alone)
-    assert model.crowd == pytest.approx(crowd)
-    assert model.hides == (crowd == 1)
+    model = CostModel(sizes, after)
+    layer = model.usual
+    assert layer.forward == pytest.approx(found.forward_alone)
+    assert model.contention == pytest.approx(contention)
+    assert model.hides == (contention == 1)
     # Devices with cores of their own keep their memory between steps.
-    assert after.fresh_gb_per_second == pytest.approx(0.25 if crowd > 1 else 0.0)
+    assert after.fresh_gb_per_second == pytest.approx(0.25 if contention > 1 else 0.0)
     assert after.input_grad_cost == pytest.approx(1.5)
     assert after.names_replay == pytest.approx(0.2)
-    backward = after.weight_grad_cost * model.layer_seconds + model.accumulation
+    backward = after.weight_grad_cost * layer.seconds + layer.accumulation
     assert backward == pytest.approx(0.8 * found.forward_alone)
-    assert (model.accumulation > 0) == (crowd > 1)
+    assert (layer.accumulation > 0) == (contention > 1)
     # Nine arrays, each with its own latency.
-    assert model.gather == pytest.approx(found.gather + 8 * latency)
-    assert model.scatter == pytest.approx(found.scatter + 8 * latency)
+    assert layer.gather == pytest.approx(found.gather + 8 * latency)
+    assert layer.scatter == pytest.approx(found.scatter + 8 * latency)
 
 
 def again(measure: Callable[[], T]) -> T:

@@ -43,10 +43,11 @@ def report() -> Report:
 
 def test_operations_are_those_of_the_layers_and_the_head(report: Report) -> None:
     sizes, model = Sizes(CONFIG), CONFIG.model
-    matmuls = 2 * sizes.tokens * (sizes.layer_elements(whole=True) - 2 * model.d_model)
+    matrices = sizes.layer_elements(sizes.usual_kind, whole=True) - 2 * model.d_model
+    matmuls = 2 * sizes.tokens * matrices
     pairs = scored_pairs(CONFIG.train.sequence_length)
     forward = matmuls + 4 * sizes.rows * pairs * model.num_heads * model.head_size
-    head = 2 * sizes.tokens * sizes.matrix_elements(whole=True)
+    head = 2 * sizes.tokens * sizes.head_elements(whole=True)
     # Forward, replay, and a backward of twice as much, but for the last matmul of the replay.
     layers = 4 * forward - 2 * sizes.tokens * model.d_mlp * model.d_model
     per_stage = sum(sizes.cut) / sizes.stages
@@ -66,7 +67,7 @@ def test_collectives_are_named_by_their_axes(report: Report) -> None:
         each for each in report.collectives if (each.kind, each.axes) == ("all-gather", "fsdp")
     ]
     # Each layer of each microbatch, forward and backward; a device sends its half of the weights.
-    whole = sizes.layer_elements(whole=True) * 4 / 2
+    whole = sizes.layer_elements(sizes.usual_kind, whole=True) * 4 / 2
     layers = sizes.microbatches * sum(sizes.cut) / sizes.stages
     assert gathers.total_bytes == pytest.approx(2 * layers * whole, rel=0.05)
 
@@ -100,7 +101,7 @@ def test_tensor_shards_stay_apart_while_weights_are_gathered() -> None:
     }
     # Half of each weight's tensor shard, twice gathered and once reduced, in float32.
     layers = sizes.microbatches * sum(sizes.cut) / sizes.stages
-    part = 4 * layers * sizes.layer_elements(whole=True) / 2
+    part = 4 * layers * sizes.layer_elements(sizes.usual_kind, whole=True) / 2
     assert sent["all-gather"] == pytest.approx(2 * part, rel=0.1)
     assert sent["reduce-scatter"] == pytest.approx(part, rel=0.1)
     assert not any(each.kind == "all-gather" and each.axes == "tensor" for each in found)

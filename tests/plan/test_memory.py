@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
 
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
+from maxpipe.model.families.registry import describe
+from maxpipe.model.spec import Part
 from maxpipe.parallel.mesh import AXES
+from maxpipe.pipeline.remat import differentiate
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.memory import buffers, memory, state
-from maxpipe.plan.sizes import Sizes, layer_weights, schedule_of
-from maxpipe.train.step import Steps
+from maxpipe.plan.sizes import Sizes, schedule_of
+from maxpipe.train.step import Steps, keep_of
 from tests.cases import buffer_bytes, with_rare
 
 ROOT = Path(__file__).parents[2]
@@ -186,30 +191,74 @@ def test_activations_of_a_weights_shape() -> None:
 
 
 def test_parameters_are_those_of_the_model() -> None:
-    steps = steps_of(config_of({}, {}, {"microbatches": 1}))
-    layers = jax.eval_shape(steps.partition.init, jax.random.key(0))["layers"]
-    mine = layer_weights(steps.partition.decoder.config)
-    elements = sum(math.prod(size for size, _ in dims) for dims in mine.values())
-    assert elements * MODEL["num_layers"] == sum(
-        int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(layers)
+    """Every name, shape and logical axis that the description declares, and no other."""
+    decoder = steps_of(config_of({}, {}, {"microbatches": 1})).partition.decoder
+    ((named, kind),) = describe(decoder.config).kinds.items()
+    drawn = jax.eval_shape(partial(decoder.init_layer, named), jax.random.key(0))
+    shapes = jax.tree.map(lambda leaf: tuple(leaf.shape), drawn)
+    axes = decoder.axes()["layers"][named]
+    found = {
+        (part, name): (shapes[part][name], axes[part][name])
+        for part in shapes
+        for name in shapes[part]
+    }
+    assert found == {name: (each.shape, each.axes) for name, each in kind.params.items()}
+
+
+@pytest.mark.parametrize("remat", ["full", "names", "none"])
+@pytest.mark.parametrize("changes", [{}, {"compute_dtype": "float32"}, {"dropout": 0.1}])
+def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str) -> None:
+    """Traced, with sizes of which no two are alike: each part shows in the sum."""
+    pipeline = {"microbatches": 2, "remat": remat, "schedule": "zb_h1"}
+    unlike = {"d_model": 20, "num_heads": 6, "num_kv_heads": 2, "head_size": 10, "d_mlp": 34}
+    config = config_of(unlike | changes, {"ici_stage": 2}, pipeline, tokens=7)
+    sizes, decoder = Sizes(config), steps_of(config).partition.decoder
+    dtype, shape = jnp.dtype(config.model.compute_dtype), (sizes.rows, 7)
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32)
+    inputs = {"segment_ids": ids, "positions": ids, "example_ids": jnp.zeros(shape[:1], jnp.int32)}
+    key = jax.random.key(0) if config.model.dropout else None
+    weights = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype),
+        jax.eval_shape(partial(decoder.init_layer, "layer"), jax.random.key(0)),
     )
+    x = jax.ShapeDtypeStruct((*shape, config.model.d_model), dtype)
+    found: list[Any] = []
+
+    def trace(weights: Any, x: Any, constants: Any) -> None:
+        run = decoder.layer("layer")
+        layer = lambda weights, x, constants: run(weights, x, *constants)[0]  # noqa: E731
+        keep = keep_of(config.pipeline, config.model)
+        found.append(differentiate(layer, keep, weights, x, constants, halves=True))
+
+    jax.eval_shape(trace, weights, x, (inputs, jnp.int32(0), key))
+
+    def size(arrays: Any) -> int:
+        return sum(math.prod(each.shape) * each.dtype.itemsize for each in arrays)
+
+    assert size(found[0].saved) == sizes.kept_bytes("layer")[0]
+    assert size(found[0].deferred) == sizes.deferred_bytes("layer")
+
+
+def attention_of(config: Config) -> Part:
+    (kind,) = describe(config.model).kinds.values()
+    return kind.parts["attention"]
 
 
 def test_a_fused_attention_holds_no_scores() -> None:
     pipeline = {"microbatches": 2, "remat": "none"}
     plain, fused = (config_of({"attention": name}, {}, pipeline) for name in ("xla", "cudnn"))
-    pairs = Sizes(plain).held_scores - Sizes(fused).held_scores
-    assert Sizes(fused).held_scores == Sizes(fused).rows * 32**2  # a mask, for all heads
-    assert pairs > 0
+    pairs, mask = (Sizes(each).held_scores(attention_of(each)) for each in (plain, fused))
+    assert mask == Sizes(fused).rows * 32**2  # for all heads
+    assert pairs > mask
     # Of each pair: whether it counts, its score in float32, its probability in bfloat16.
-    kept = Sizes(plain).kept_bytes()[0] - Sizes(fused).kept_bytes()[0]
-    assert kept == (1 + 4 + 2) * pairs
-    layers = schedule_of(plain).num_stash * Sizes(plain).layers_per_chunk
+    kept = Sizes(plain).kept_bytes("layer")[0] - Sizes(fused).kept_bytes("layer")[0]
+    assert kept == (1 + 4 + 2) * (pairs - mask)
+    layers = schedule_of(plain).num_stash * Sizes(plain).per_chunk["layer"]
     needs = [
         memory(Sizes(each), schedule_of(each), platform="cuda").temporary for each in (plain, fused)
     ]
     # More than the stash: the layer at work has scores too.
-    assert needs[0] - needs[1] > layers * kept + 2 * pairs
+    assert needs[0] - needs[1] > layers * kept + 2 * (pairs - mask)
 
 
 WORDS = {"vocab_size": 16384}

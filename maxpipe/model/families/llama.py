@@ -38,8 +38,8 @@ def describe(config: ModelConfig) -> Model:
         Rope(config.rope_theta, own.rope_scaling, "llama3", own.rope_original_tokens),
     )
     branches = (
-        Branch("attention", attention, norm),
-        Branch("mlp", GatedMLP(d, config.d_mlp, gain), norm),
+        Branch("attention", attention, norm, dropout=config.dropout),
+        Branch("mlp", GatedMLP(d, config.d_mlp, gain), norm, dropout=config.dropout),
     )
     table, vocab = (d, "embed"), (config.vocab_size, "vocab")
     ends = Ends(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from maxpipe.config.schema import ModelConfig
 from maxpipe.model.families import llama
@@ -11,6 +12,10 @@ from maxpipe.model.spec import Family, Model
 FAMILIES: Mapping[str, Family] = {each.name: each for each in (llama.FAMILY,)}
 
 
+@lru_cache(maxsize=64)
 def describe(config: ModelConfig) -> Model:
-    """The model of a config that satisfies every rule."""
+    """The model of a config that satisfies every rule.
+
+    One object for equal configs, as what is counted of it is cached.
+    """
     return FAMILIES[config.family].describe(config)

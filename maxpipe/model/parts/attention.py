@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from maxpipe.model.parts.norm import RMSNorm
-from maxpipe.model.spec import Dims, Matmul, Normal, Number, Operation, Param, Scores
+from maxpipe.model.spec import Dims, Held, Matmul, Normal, Number, Operation, Param, Part, Scores
 
 CANNOT: Mapping[str, frozenset[str]] = {
     "xla": frozenset(),
@@ -30,7 +30,7 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(Part):
     """Causal attention within segments; query heads share key/value heads (arXiv:2305.13245)."""
 
     d_model: int
@@ -76,18 +76,57 @@ class Attention:
     @property
     def activations(self) -> Mapping[str, Dims]:
         """`query` and `key` are rotated; `context` is what attention mixes."""
-        size = (self.head_size, "head_size")
-        heads, kv_heads = (self.num_heads, "heads"), (self.num_kv_heads, "kv_heads")
         return {
-            "query": (heads, size),
-            "key": (kv_heads, size),
-            "value": (kv_heads, size),
-            "context": (heads, size),
-            "attention_out": ((self.d_model, "embed"),),
+            "query": self._query,
+            "key": self._key,
+            "value": self._key,
+            "context": self._query,
+            "attention_out": self._width,
         }
 
     @property
     def operations(self) -> tuple[Operation, ...]:
         """Four projections and the two products with the scores."""
-        scores = Scores(self.num_heads, "heads", self.head_size, self.window)
+        fused = self.backend != "xla"
+        scores = Scores(self.num_heads, "heads", self.head_size, self.window, fused=fused)
         return Matmul("query"), Matmul("key"), Matmul("value"), scores, Matmul("out")
+
+    @property
+    def traffic(self) -> Held:
+        """Input and output, and what is mixed: queries and keys stay near the scores."""
+        return Held(narrow=((2.0, self._width), (2.0, self._query)))
+
+    @property
+    def working(self) -> Held:
+        """Of each pair its score and its probability."""
+        return Held(pairs=(1.0, 1.0, 0.0))
+
+    @property
+    def residuals(self) -> Held:
+        """Inputs of all matmuls; angles, and two statistics of each softmax, in float32.
+
+        Of each pair whether it counts, its score in float32 and its probability.
+        """
+        normed = float(self.head_norm is not None)
+        narrow = ((1.0, self._width), (2.0 + normed, self._query), (2.0 + normed, self._key))
+        wide = ((2.0, ((self.head_size, ""),)), (2.0, ((self.num_heads, "heads"),)))
+        if normed:
+            wide += ((2.0, self._query), (2.0, self._key))
+        return Held(narrow=narrow, wide=wide, pairs=(1.0, 1.0, 1.0))
+
+    def deferred(self, *, recomputed: bool) -> Held:
+        """Inputs of the projections, cotangents of their outputs, and inputs of head norms."""
+        width, copies = 1.0 if recomputed else 2.0, 3.0 if self.head_norm else 2.0
+        return Held(narrow=((width, self._width), (copies, self._query), (copies, self._key)))
+
+    @property
+    def _width(self) -> Dims:
+        return ((self.d_model, "embed"),)
+
+    @property
+    def _query(self) -> Dims:
+        return ((self.num_heads, "heads"), (self.head_size, "head_size"))
+
+    @property
+    def _key(self) -> Dims:
+        return ((self.num_kv_heads, "kv_heads"), (self.head_size, "head_size"))

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from maxpipe.model.spec import Dims, Matmul, Normal, Operation, Param
+from maxpipe.model.spec import Dims, Held, Matmul, Normal, Operation, Param, Part
 
 
 @dataclass(frozen=True)
-class GatedMLP:
+class GatedMLP(Part):
     """`(f(x W_gate) * (x W_up)) W_down`, SwiGLU and GEGLU of arXiv:2002.05202."""
 
     d_model: int
@@ -33,10 +33,41 @@ class GatedMLP:
     @property
     def activations(self) -> Mapping[str, Dims]:
         """Both inputs of the gate."""
-        hidden = ((self.d_mlp, "mlp"),)
-        return {"gate": hidden, "up": hidden}
+        return {"gate": self._hidden, "up": self._hidden}
 
     @property
     def operations(self) -> tuple[Operation, ...]:
         """Three projections."""
         return Matmul("gate"), Matmul("up"), Matmul("down")
+
+    @property
+    def traffic(self) -> Held:
+        """Input and output; the gate's inputs are written and read."""
+        return Held(narrow=((2.0, self._width), (4.0, self._hidden)))
+
+    @property
+    def working(self) -> Held:
+        """The gate's inputs and output, and their gradients."""
+        return Held(narrow=((6.0, self._hidden),))
+
+    @property
+    def residuals(self) -> Held:
+        """Inputs of all matmuls, and of the gate."""
+        return Held(narrow=((1.0, self._width), (3.0, self._hidden)))
+
+    def deferred(self, *, recomputed: bool) -> Held:
+        """Inputs of all matmuls and cotangents of their outputs.
+
+        Recomputed, the gate's output follows from its inputs once more.
+        """
+        if recomputed:
+            return Held(narrow=((1.0, self._width), (4.0, self._hidden)))
+        return Held(narrow=((2.0, self._width), (3.0, self._hidden)))
+
+    @property
+    def _width(self) -> Dims:
+        return ((self.d_model, "embed"),)
+
+    @property
+    def _hidden(self) -> Dims:
+        return ((self.d_mlp, "mlp"),)

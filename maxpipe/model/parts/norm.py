@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from maxpipe.model.spec import Constant, Dims, Operation, Param
+from maxpipe.model.spec import NOTHING, Constant, Dims, Held, Operation, Param, Part
 
 
 @dataclass(frozen=True)
-class RMSNorm:
+class RMSNorm(Part):
     """Scales by the root mean square (arXiv:1910.07467)."""
 
     d_model: int
@@ -20,8 +20,7 @@ class RMSNorm:
     @property
     def params(self) -> Mapping[str, Param]:
         """The scale."""
-        dims = ((self.d_model, "norm"),)
-        return {"scale": Param(dims, Constant(1.0 - self.offset), decays=False)}
+        return {"scale": Param(self._width, Constant(1.0 - self.offset), decays=False)}
 
     @property
     def activations(self) -> Mapping[str, Dims]:
@@ -32,3 +31,29 @@ class RMSNorm:
     def operations(self) -> tuple[Operation, ...]:
         """No matmuls."""
         return ()
+
+    @property
+    def traffic(self) -> Held:
+        """Input and output."""
+        return Held(narrow=((2.0, self._width),))
+
+    @property
+    def working(self) -> Held:
+        """Nothing that counts: it is fused with its neighbours."""
+        return NOTHING
+
+    @property
+    def residuals(self) -> Held:
+        """What is scaled; in float32 the input, twice the input, and two statistics of a token."""
+        width = self._width
+        return Held(narrow=((1.0, width),), wide=((2.0, width), (2.0, ())))
+
+    def deferred(self, *, recomputed: bool) -> Held:
+        """Its input and the scale; where nothing is recomputed what is scaled, and cotangents."""
+        if recomputed:
+            return Held(narrow=((1.0, self._width),), once=(self._width,))
+        return Held(narrow=((2.0, self._width),))
+
+    @property
+    def _width(self) -> Dims:
+        return ((self.d_model, "norm"),)

@@ -1,0 +1,36 @@
+"""What each optimizer keeps for every parameter. No jax.
+
+State in memory and in checkpoints, the predictions of `plan` and the room that a checkpoint needs
+follow from this; `train.optim` computes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from maxpipe.config.schema import OptimConfig
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer's state, as far as it is as large as the parameters."""
+
+    trees: tuple[str, ...]
+    """Names of its trees in checkpoints; each has the parameters' shapes and types."""
+    momentum: str
+    """The tree of averaged gradients, whose size bounds the next update."""
+
+    @property
+    def num_saved(self) -> int:
+        """Arrays that a checkpoint holds for each parameter, the parameter included."""
+        return 1 + len(self.trees)
+
+
+ADAMW = Optimizer(trees=("mu", "nu"), momentum="mu")
+"""First and second moments (arXiv:1711.05101)."""
+
+
+def optimizer_of(config: OptimConfig) -> Optimizer:
+    """The one that a config chooses."""
+    del config  # there is one so far
+    return ADAMW
