@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.families import llama
+from maxpipe.model.families import gemma3, llama
 from maxpipe.model.spec import Family, Model
 
-FAMILIES: Mapping[str, Family] = {each.name: each for each in (llama.FAMILY,)}
+FAMILIES: Mapping[str, Family] = {each.name: each for each in (llama.FAMILY, gemma3.FAMILY)}
 
 
 @lru_cache(maxsize=64)
