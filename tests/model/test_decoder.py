@@ -15,9 +15,9 @@ import pytest
 
 from maxpipe.config.load import load
 from maxpipe.config.schema import MeshConfig, ModelConfig
-from maxpipe.model import modules
 from maxpipe.model.decoder import Decoder
 from maxpipe.model.families.registry import describe
+from maxpipe.model.modules import block, mlp
 from maxpipe.model.modules.part import Context, Output
 from maxpipe.model.parts.mlp import GatedMLP
 from maxpipe.model.spec import Kind, Model
@@ -282,7 +282,7 @@ class _Counting(GatedMLP):
         return {"size": 0.25}
 
 
-class _CountingModule(modules.mlp.GatedMLP):
+class _CountingModule(mlp.GatedMLP):
     def __call__(self, x: jax.Array, context: Context) -> Output:
         found = super().__call__(x, context)
         counted = context.inputs["loss_mask"].astype(jnp.float32)[..., None]
@@ -292,8 +292,8 @@ class _CountingModule(modules.mlp.GatedMLP):
 
 def test_kinds_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against layers run one by one; losses are added up, statistics stay apart by layer."""
-    table = {**modules.block._MODULES, _Counting: _CountingModule}
-    monkeypatch.setattr(modules.block, "_MODULES", table)
+    table = {**block._MODULES, _Counting: _CountingModule}
+    monkeypatch.setattr(block, "_MODULES", table)
     decoder, plain = decoder_with(num_layers=5), describe(SMALL)
     first, second = plain.kinds["layer"].branches
     counting = Kind((first, dataclasses.replace(second, part=_Counting(16, 20, 0.5))))
