@@ -17,11 +17,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jaxtyping
 import pytest
 
+import tests.signatures  # noqa: F401  what the import hook below calls
 from tests.bucket import Bucket, served, variables
 
 NUM_DEVICES = 8
+# Where calls are held against the shapes and types of their signatures.
+CHECKED = (
+    "maxpipe.model.attention",
+    "maxpipe.model.decoder",
+    "maxpipe.model.initial",
+    "maxpipe.model.modules",
+)
 GOLDEN = Path(__file__).parent / "golden"
 
 # Machine code half as fast in half the compile time; partitioning, fusion and memory stay as
@@ -74,6 +83,7 @@ if "jax" in sys.modules:  # a pytest plugin was faster
     _configure_jax(sys.modules["jax"])
 else:
     sys.meta_path.insert(0, _JaxFinder)
+jaxtyping.install_import_hook(CHECKED, "tests.signatures.checked")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -73,12 +73,13 @@ class Decoder:
 
     def init_layers(self, kind: str, key: Key[Array, ""], layers: Int[Array, " L"]) -> Params:
         """Parameters of a kind's layers with these indices, stacked along a new first dim."""
-        base, params = jax.random.fold_in(key, 0), self.model.kinds[kind].params
+        base = jax.random.fold_in(key, 0)
+        keys = jax.vmap(partial(jax.random.fold_in, base))(layers)
+        return jax.vmap(partial(self.init_layer, kind))(keys)
 
-        def one(layer: Array) -> Params:
-            return _nested(initial(params, jax.random.fold_in(base, layer), self._param_dtype))
-
-        return jax.vmap(one)(layers)
+    def init_layer(self, kind: str, key: Key[Array, ""]) -> Params:
+        """One layer's parameters."""
+        return _nested(initial(self.model.kinds[kind].params, key, self._param_dtype))
 
     def init_outer(self, key: Key[Array, ""]) -> Params:
         """Everything but the layers."""
@@ -145,7 +146,7 @@ class Decoder:
     def _blocks(self) -> Mapping[str, tuple[Any, Any]]:
         """Graph definition and abstract state of each kind's block."""
         return {
-            name: _split(lambda kind=kind: Block(kind, self.rules, self.config.dropout))
+            name: _split(lambda kind=kind: Block(kind, self.rules))
             for name, kind in self.model.kinds.items()
         }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from maxpipe.config.bounds import Bound
 from maxpipe.config.schema import ModelConfig
@@ -108,6 +108,7 @@ class Held:
 NOTHING = Held()
 
 
+@runtime_checkable
 class Part(Protocol):
     """A piece of a layer. What its class in `maxpipe.model.parts` declares, a module computes."""
 

@@ -302,9 +302,10 @@ class Sizes:
     def kept_names(self) -> frozenset[str]:
         """Names of activations that are kept for a layer's backward, on the device or the host."""
         pipeline = self.config.pipeline
-        return frozenset(
-            activations([*pipeline.saved_names, *pipeline.offloaded_names], self.config.model)
-        )
+        return frozenset(self._activations(*pipeline.saved_names, *pipeline.offloaded_names))
+
+    def _activations(self, *names: str) -> tuple[str, ...]:
+        return activations(names, self.config.model)
 
     def keeps(self, part: Part) -> bool:
         """Whether all named activations of a part are kept for its backward."""
@@ -322,7 +323,7 @@ class Sizes:
             return {name: (self._residual_bytes(kind), 0.0) for name, kind in self._kinds}
         if pipeline.remat != "names":
             return {name: (size * self.activation, 0.0) for name, _ in self._kinds}
-        offloaded = set(activations(pipeline.offloaded_names, self.config.model))
+        offloaded = set(self._activations(*pipeline.offloaded_names))
         saved = self.kept_names - offloaded
         return {
             name: (

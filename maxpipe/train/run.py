@@ -169,7 +169,7 @@ def fit_to_devices(loaded: Loaded) -> Loaded:
         raise ConfigError(problems)
     before = dataclasses.asdict(loaded.config.mesh)
     filled = frozenset(f"mesh.{name}" for name, size in before.items() if size == -1)
-    return Loaded(config, loaded.origins, filled)
+    return dataclasses.replace(loaded, config=config, filled=filled)
 
 
 def set_up(

@@ -13,6 +13,8 @@ from maxpipe.config import render, schema
 from maxpipe.config.keys import KEYS, SECTIONS
 from maxpipe.config.load import load, to_dict
 from maxpipe.errors import ConfigError
+from maxpipe.model.count import num_params
+from maxpipe.model.families.registry import describe
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES
 from maxpipe.schedule.catalog import SCHEDULES
 
@@ -126,13 +128,6 @@ def test_print_config_loads_back_and_names_origins(tmp_path: Path, golden: Golde
     golden("config/print.yml", render.print_config(loaded, origin=False))
 
 
-def _num_parameters(model: schema.ModelConfig) -> int:
-    heads = 2 * model.num_heads + 2 * model.num_kv_heads
-    layer = model.d_model * (heads * model.head_size + 3 * model.d_mlp + 2)
-    tables = 1 if model.tied_embeddings else 2
-    return model.num_layers * layer + model.d_model * (tables * model.vocab_size + 1)
-
-
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_a_model_file_is_what_its_header_says(path: Path, monkeypatch: pytest.MonkeyPatch):
     text = path.read_text(encoding="utf-8")
@@ -142,7 +137,7 @@ def test_a_model_file_is_what_its_header_says(path: Path, monkeypatch: pytest.Mo
     assert command
     monkeypatch.chdir(ROOT)
     config = load(command[1].split()).config
-    assert f"{_num_parameters(config.model):,} parameters" in header
+    assert f"{num_params(describe(config.model)):,} parameters" in header
 
 
 def test_sections_list_whole_sentences():

@@ -19,9 +19,9 @@ from maxpipe.parallel.sharding import AxisRules
 RULES = AxisRules.from_config(MeshConfig())
 
 
-def with_values(module: Any, key: int = 0, **values: Any) -> dict[str, np.ndarray]:
+def with_values(module: Any, **values: Any) -> dict[str, np.ndarray]:
     """Gives the module's parameters what they start from, or `values`; returns them in float64."""
-    found = initial(module.part.params, jax.random.key(key), jnp.dtype("float32")) | values
+    found = initial(module.part.params, jax.random.key(0), jnp.dtype("float32")) | values
     for name, value in found.items():
         setattr(module, name, nnx.Param(jnp.asarray(value, jnp.float32)))
     return {name: np.asarray(value, np.float64) for name, value in found.items()}

@@ -50,8 +50,8 @@ def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int) -
     model = describe(config)
     assert count.num_params(model) == tree_params(config)
     layers = jax.eval_shape(Decoder(config, RULES).init, jax.random.key(0))["layers"]
-    one = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layers))
-    assert num_layers * count.layer_params(model.kinds[model.layers[0]]) == one
+    stacked = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layers))
+    assert num_layers * count.layer_params(model.kinds[model.layers[0]]) == stacked
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,12 @@ def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int) -
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
         ("llama3-405b", 405_853_388_800),
+        ("gemma3-270m", 268_098_176),
+        ("gemma3-1b", 999_885_952),
+        # What is published of these, less vision tower (416,866,032) and projector to the width.
+        ("gemma3-4b", 4_300_079_472 - 416_866_032 - 1_152 * (2_560 + 1)),
+        ("gemma3-12b", 12_187_325_040 - 416_866_032 - 1_152 * (3_840 + 1)),
+        ("gemma3-27b", 27_432_406_640 - 416_866_032 - 1_152 * (5_376 + 1)),
     ],
 )
 def test_published_models_have_their_published_size(name: str, params: int) -> None:

@@ -16,6 +16,11 @@ import pytest
 from maxpipe.config.load import load
 from maxpipe.config.schema import MeshConfig, ModelConfig
 from maxpipe.model.decoder import Decoder
+from maxpipe.model.families.registry import describe
+from maxpipe.model.modules import block, mlp
+from maxpipe.model.modules.part import Context, Output
+from maxpipe.model.parts.mlp import GatedMLP
+from maxpipe.model.spec import Kind, Model
 from maxpipe.parallel.sharding import AxisRules
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"
@@ -57,7 +62,7 @@ def make_batch(rows: int = 2, length: int = 8, seed: int = 0) -> dict[str, Any]:
     """Documents of 3 and 5 tokens in every row."""
     cut = np.arange(length) >= 3
     generator = np.random.default_rng(seed)
-    return {
+    batch = {
         "tokens": generator.integers(0, SMALL.vocab_size, (rows, length)),
         "targets": generator.integers(0, SMALL.vocab_size, (rows, length)),
         "loss_mask": np.ones((rows, length), np.int32),
@@ -65,6 +70,7 @@ def make_batch(rows: int = 2, length: int = 8, seed: int = 0) -> dict[str, Any]:
         "positions": np.tile(np.arange(length) - 3 * cut, (rows, 1)),
         "example_ids": 100 + np.arange(rows),
     }
+    return {name: jnp.asarray(leaf) for name, leaf in batch.items()}
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +172,7 @@ def test_logits_are_float32_whatever_the_compute_type(params: dict[str, Any]) ->
 
 
 def other_tokens(batch: dict[str, Any], where: slice) -> np.ndarray:
-    tokens = batch["tokens"].copy()
+    tokens = np.array(batch["tokens"])
     tokens[:, where] = (tokens[:, where] + 1) % SMALL.vocab_size
     return tokens
 
@@ -262,3 +268,64 @@ def test_without_a_key_or_a_rate_nothing_is_dropped(params: dict[str, Any]) -> N
     assert_close(decoder.apply(params, batch), decoder_with().apply(params, batch))
     dropped = decoder.apply(params, batch, jax.random.key(0))
     assert float(jnp.abs(dropped - decoder.apply(params, batch)).max()) > 1e-2
+
+
+# Layers of unlike kinds.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Counting(GatedMLP):
+    """An MLP that also returns a loss and a statistic."""
+
+    @property
+    def losses(self) -> dict[str, float]:
+        return {"size": 0.25}
+
+
+class _CountingModule(mlp.GatedMLP):
+    def __call__(self, x: jax.Array, context: Context) -> Output:
+        found = super().__call__(x, context)
+        counted = context.inputs["loss_mask"].astype(jnp.float32)[..., None]
+        loss = (jnp.square(found.x) * counted).sum()
+        return found._replace(losses={"size": loss}, statistics={"sum": found.x.sum((0, 1))})
+
+
+def test_kinds_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against layers run one by one; losses are added up, statistics stay apart by layer."""
+    table = {**block._MODULES, _Counting: _CountingModule}
+    monkeypatch.setattr(block, "_MODULES", table)
+    decoder, plain = decoder_with(num_layers=5), describe(SMALL)
+    first, second = plain.kinds["layer"].branches
+    counting = Kind((first, dataclasses.replace(second, part=_Counting(16, 20, 0.5))))
+    kinds = {"wide": plain.kinds["layer"], "counting": counting}
+    layers = ("wide", "counting", "counting", "wide", "counting")
+    ends = dataclasses.replace(plain.ends, embed_scale=3.0, logit_cap=0.7)
+    decoder.__dict__["model"] = Model(kinds, layers, ends)
+    params, batch = jax.jit(decoder.init)(KEY), make_batch()
+    batch["loss_mask"] = jnp.asarray(np.random.default_rng(3).integers(0, 2, (2, 8)))
+    sizes = {kind: leaf["mlp"]["gate"].shape for kind, leaf in params["layers"].items()}
+    assert sizes == {"wide": (2, 16, 24), "counting": (3, 16, 20)}
+
+    x = 3.0 * params["embedding"][batch["tokens"]]
+    places, losses, sums = dict.fromkeys(kinds, 0), 0.0, []
+    for number, kind in enumerate(layers):
+        place, places[kind] = places[kind], places[kind] + 1
+        one = jax.tree.map(lambda leaf, at=place: leaf[at], params["layers"][kind])
+        x, lost, counted = decoder.layer(kind)(one, x, batch, jnp.asarray(number), None)
+        assert set(lost) == ({"size"} if kind == "counting" else set())
+        losses += lost.get("size", 0.0)
+        sums += [counted["sum"]] if counted else []
+    normed = decoder.norm(params["final_norm"], x)
+    logits = 0.7 * np.tanh(np.asarray(normed @ params["head"]) / 0.7)
+    found = jax.jit(decoder.run)(params, batch)
+    assert_close(found.logits, logits)
+    assert_close(found.losses["size"], losses)
+    assert_close(found.statistics["counting"]["sum"], np.stack(sums))
+    mask, targets = batch["loss_mask"], batch["targets"]
+    log_shares = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    nats = -np.take_along_axis(log_shares, targets[..., None], -1)[..., 0]
+    cross_entropy = (nats * mask).sum() / mask.sum()
+    assert_close(decoder.loss(params, batch), cross_entropy)
+    assert_close(decoder.objective(params, batch), cross_entropy + 0.25 * losses / mask.sum())
+    gradient = jax.grad(lambda x: decoder.run(x, batch).statistics["counting"]["sum"].sum())(params)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(gradient))

@@ -32,20 +32,20 @@ def norm_module(part: Part) -> Any:
 class Block(nnx.Module):
     """A layer: `x + dropout(after(part(before(x))))` for each of its branches."""
 
-    def __init__(self, kind: Kind, rules: AxisRules, dropout: float):
+    def __init__(self, kind: Kind, rules: AxisRules):
         for branch in kind.branches:
             for name, part in branch.parts.items():
                 inner = part is branch.part
                 module = _MODULES[type(part)](part, rules) if inner else norm_module(part)
                 setattr(self, name, module)
-        self.kind, self.rate = kind, dropout
+        self.kind = kind
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, key: Key[Array, ""] | None
     ) -> Output:
-        """`key` is the layer's for dropout; None, or a rate of 0, turns it off."""
+        """`key` is the layer's for dropout; None turns it off."""
         branches, keys = self.kind.branches, None
-        if key is not None and self.rate > 0:
+        if key is not None and any(branch.dropout for branch in branches):
             # Keyed by example, so that dropout is the same however the batch is cut.
             keys = jax.vmap(
                 lambda example: jax.random.split(jax.random.fold_in(key, example), len(branches))
@@ -53,7 +53,9 @@ class Block(nnx.Module):
         losses, statistics, cache = {}, {}, None
         for number, branch in enumerate(branches):
             found = self._branch(branch, x, context)
-            change = found.x if keys is None else dropout(found.x, self.rate, keys[:, number])
+            change = found.x
+            if keys is not None and branch.dropout:
+                change = dropout(change, branch.dropout, keys[:, number])
             x = x + change
             losses |= found.losses
             statistics |= found.statistics

@@ -88,7 +88,7 @@ class Attention(Part):
     def operations(self) -> tuple[Operation, ...]:
         """Four projections and the two products with the scores."""
         fused = self.backend != "xla"
-        scores = Scores(self.num_heads, "heads", self.head_size, self.window, fused)
+        scores = Scores(self.num_heads, "heads", self.head_size, self.window, fused=fused)
         return Matmul("query"), Matmul("key"), Matmul("value"), scores, Matmul("out")
 
     @property
@@ -107,14 +107,17 @@ class Attention(Part):
 
         Of each pair whether it counts, its score in float32 and its probability.
         """
-        narrow = ((1.0, self._width), (2.0, self._query), (2.0, self._key))
+        normed = float(self.head_norm is not None)
+        narrow = ((1.0, self._width), (2.0 + normed, self._query), (2.0 + normed, self._key))
         wide = ((2.0, ((self.head_size, ""),)), (2.0, ((self.num_heads, "heads"),)))
+        if normed:
+            wide += ((2.0, self._query), (2.0, self._key))
         return Held(narrow=narrow, wide=wide, pairs=(1.0, 1.0, 1.0))
 
     def deferred(self, *, recomputed: bool) -> Held:
-        """Inputs of the projections and cotangents of their outputs."""
-        width = (1.0 if recomputed else 2.0, self._width)
-        return Held(narrow=(width, (2.0, self._query), (2.0, self._key)))
+        """Inputs of the projections, cotangents of their outputs, and inputs of head norms."""
+        width, copies = 1.0 if recomputed else 2.0, 3.0 if self.head_norm else 2.0
+        return Held(narrow=((width, self._width), (copies, self._query), (copies, self._key)))
 
     @property
     def _width(self) -> Dims:

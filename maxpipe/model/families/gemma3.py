@@ -1,0 +1,102 @@
+"""Gemma 3 (arXiv:2503.19786): most layers see a window, norms on both sides of each branch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from maxpipe.config.bounds import LARGEST, Bound
+from maxpipe.config.schema import ModelConfig
+from maxpipe.errors import Finding
+from maxpipe.model.parts.attention import Attention, Rope
+from maxpipe.model.parts.mlp import GatedMLP
+from maxpipe.model.parts.norm import RMSNorm
+from maxpipe.model.spec import Branch, Ends, Family, Kind, Model, Normal, Param, own_keys
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gemma3Config:
+    """Keys of Gemma 3 models only. The output projection is the embedding's table."""
+
+    window: int = 1024
+    """Tokens that a query of a local layer sees, itself included."""
+    period: int = 6
+    """Each layer whose number this divides, counted from 1, sees all tokens; the others are
+    local."""
+    local_rope_theta: float = 10000.0
+    """Base of the rotary embedding's wavelengths in local layers; `model.rope_theta` is that of the
+    others."""
+    rope_scaling: float = 1.0
+    """Factor by which all wavelengths are stretched in layers that see all tokens. 1 leaves them
+    alone."""
+    query_scale: float = 0.0
+    """Scores are divided by the root of this number. 0 takes `model.head_size`."""
+
+
+def describe(config: ModelConfig) -> Model:
+    """One kind of layer; window and wavelengths differ by layer."""
+    own = own_keys(config, Gemma3Config)
+    d, epsilon = config.d_model, config.norm_epsilon
+    norm = RMSNorm(d, epsilon, offset=1.0)
+    gain = (2 * config.num_layers) ** -0.5  # keeps the residual stream's variance near 1
+    attention = Attention(
+        d,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_size,
+        gain,
+        config.attention,
+        Rope("rope_theta", "rope_factor"),
+        scale=(own.query_scale or config.head_size) ** -0.5,
+        window="window",
+        head_norm=RMSNorm(config.head_size, epsilon, offset=1.0),
+    )
+    branches = tuple(
+        Branch(name, part, norm, after=norm, dropout=config.dropout)
+        for name, part in (
+            ("attention", attention),
+            ("mlp", GatedMLP(d, config.d_mlp, gain, "gelu")),
+        )
+    )
+    ends = Ends(
+        embedding=Param(((config.vocab_size, "vocab"), (d, "embed")), Normal(d)),
+        norm=norm,
+        head=None,
+        embed_scale=d**0.5,
+    )
+    sees_all = [number % own.period == 0 for number in range(1, config.num_layers + 1)]
+
+    def by_layer(of_global: float, of_local: float) -> tuple[float, ...]:
+        return tuple(of_global if each else of_local for each in sees_all)
+
+    values = {
+        "window": by_layer(0, own.window),
+        "rope_theta": by_layer(config.rope_theta, own.local_rope_theta),
+        "rope_factor": by_layer(own.rope_scaling, 1.0),
+    }
+    return Model({"layer": Kind(branches)}, ("layer",) * config.num_layers, ends, values)
+
+
+def _rules(config: ModelConfig) -> Iterator[Finding]:
+    if not config.tied_embeddings:
+        yield Finding(
+            "model.tied_embeddings",
+            "must be true with model.family=gemma3: its output projection is the embedding's "
+            "table.",
+            "Set model.tied_embeddings=true.",
+        )
+
+
+FAMILY = Family(
+    "gemma3",
+    Gemma3Config,
+    describe,
+    bounds=(
+        Bound("window", 1024, 1),
+        Bound("period", 6, 1),
+        Bound("local_rope_theta", 10000.0, 1, LARGEST, "devices compute in float32", False),
+        Bound("rope_scaling", 1.0, 1, LARGEST, "wavelengths are stretched, 1 leaves them alone"),
+        Bound("query_scale", 256.0, 0, LARGEST, "0 takes model.head_size"),
+    ),
+    rules=_rules,
+)

@@ -1,0 +1,112 @@
+"""Keys of one model family: a section below `model`, which no other family reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.config import render
+from maxpipe.config.keys import KEYS, SECTIONS, flat
+from maxpipe.config.load import from_dict, load, to_dict, to_yaml
+from maxpipe.errors import ConfigError
+from maxpipe.model.families.gemma3 import Gemma3Config
+from maxpipe.model.families.llama import LlamaConfig
+
+LLAMA, GEMMA = ["llama3-1b", "train.steps=1"], ["gemma3-1b", "train.steps=1"]
+
+
+def problem(*arguments: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(arguments)
+    assert len(caught.value.problems) == 1
+    return str(caught.value)
+
+
+def test_a_config_has_the_keys_of_its_family_alone() -> None:
+    for arguments, name, other in ((LLAMA, "llama", "gemma3"), (GEMMA, "gemma3", "llama")):
+        config = load(arguments).config
+        values = to_dict(config)
+        assert name in values["model"] and other not in values["model"]
+        assert f"\n  {name}:\n    " in to_yaml(config) and f"  {other}:" not in to_yaml(config)
+        assert from_dict(values) == config
+        jsonschema.Draft202012Validator(render.json_schema()).validate(values)
+    own = load([*GEMMA, "model.gemma3.window=77"]).config.model.own
+    assert own == Gemma3Config(window=77)
+
+
+def test_files_merge_below_a_family(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.yml", tmp_path / "b.yml"
+    first.write_text("model:\n  gemma3:\n    window: 5\n    period: 3\n")
+    second.write_text("model: {gemma3: {window: 7}}\ntrain: {steps: 1}\n")
+    loaded = load(["gemma3-1b", str(first), str(second), "model.gemma3.query_scale=3"])
+    assert loaded.config.model.own == Gemma3Config(window=7, period=3, query_scale=3.0)
+    assert loaded.origins["model.gemma3.window"] == str(second)
+    assert loaded.origins["model.gemma3.period"] == str(first)
+    second.write_text("model:\n  gemma3:\n    window: 1\n    window: 2\n")
+    assert f"{second}:4: model.gemma3.window = 2\n  appears twice" in problem(*GEMMA, str(second))
+    second.write_text("model:\n  gemma3: 3\n")
+    assert "model.gemma3 = 3\n  is a section" in problem(*GEMMA, str(second))
+    second.write_text("model:\n  gemma3:\n")
+    assert load([*GEMMA, str(second)]).config.model == load(GEMMA).config.model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*GEMMA, "model.llama.rope_scaling=2"], "is read by model.family=llama only, and the fam"),
+        ([*LLAMA, "model.gemma3.window=2"], "or set model.family=gemma3."),
+        ([*LLAMA, "model.family=gemma"], "Set model.family=gemma3."),
+        ([*GEMMA, "model.gemma3.windw=2"], "Did you mean model.gemma3.window?"),
+        ([*GEMMA, "model.gemma3.window=0"], "must be at least 1."),
+        ([*GEMMA, "window=3"], "Write model.gemma3.window=3."),
+        ([*GEMMA, "model.gemma3.window=x"], "must be an integer."),
+        (
+            [*GEMMA, "pipeline.saved_names=[gat]"],
+            "nor a preset (matmuls, attention, mlp).",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(arguments: list[str], message: str) -> None:
+    assert message in problem(*arguments)
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_a_key_that_moved_is_read_with_a_caution(in_file: bool, tmp_path: Path) -> None:
+    file = tmp_path / "run.yml"
+    file.write_text("model: {rope_scaling: 3}\n")
+    arguments = [str(file)] if in_file else ["model.rope_scaling=3"]
+    loaded = load([*LLAMA, *arguments])
+    assert loaded.config.model.own == LlamaConfig(rope_scaling=3.0, rope_original_tokens=8192)
+    (caution,) = loaded.cautions
+    where = f"{file}:1" if in_file else "command line"
+    assert caution.where == f"{where}: model.rope_scaling" and caution.given == "3"
+    assert "model.llama.rope_scaling" in caution.rule + caution.action
+    # What a run of an earlier release has saved is nobody's to change.
+    saved: dict[str, Any] = to_dict(load(LLAMA).config)
+    saved["model"]["rope_scaling"] = saved["model"].pop("llama")["rope_scaling"]
+    again = load([], saved, "config.yml")
+    assert again.config.model.own == LlamaConfig(rope_scaling=32.0) and not again.cautions
+
+
+def test_every_list_of_keys_has_those_of_all_families(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {"model.llama", "model.gemma3"} <= set(SECTIONS)
+    assert "model.own" not in KEYS and "model.gemma3.window" in KEYS
+    assert "rope_scaling" in render.explain("model.llama") and "gemma3" in render.explain("model")
+    assert "one of llama, gemma3" in render.explain("model.family")
+    assert "\n## model.gemma3\n" in render.markdown()
+    for word, answer in (
+        ("model.gemma3.w", "model.gemma3.window="),
+        ("model.family=g", "model.family=gemma3 "),
+    ):
+        assert main(["completion", "--words", "train", word]) == 0
+        assert capsys.readouterr().out.splitlines() == [answer]
+
+
+def test_flat_names_each_value_by_its_key() -> None:
+    values = flat(to_dict(load([*GEMMA, "mesh.axis_rules.mlp=[]"]).config))
+    assert values["model.gemma3.window"] == 512 and values["mesh.axis_rules"] == {"mlp": []}
+    assert set(values) <= set(KEYS)

@@ -1,0 +1,111 @@
+"""Checkpoints saved before a key of the model existed, or while it had another name."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxpipe.config import keys
+from maxpipe.config import load as load_module
+from maxpipe.config.load import load, to_dict
+from maxpipe.config.schema import before
+from maxpipe.errors import ConfigError
+from maxpipe.model.families.llama import LlamaConfig
+from maxpipe.train.resume import check_model
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints"
+RUNS = sorted(path.name for path in GOLDEN.iterdir())
+OLD: dict[str, Any] = {
+    "num_layers": 2,
+    "d_model": 4,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_size": 2,
+    "d_mlp": 8,
+    "vocab_size": 259,
+    "rope_scaling": 8.0,
+}
+"""The section of a checkpoint that knows neither families nor most of today's keys."""
+SIZES = [f"model.{name}={value}" for name, value in OLD.items()]
+
+
+def wanted(*overrides: str) -> tuple[dict[str, Any], dict[str, str]]:
+    loaded = load([*SIZES, "train.steps=1", *overrides])
+    return to_dict(loaded.config)["model"], loaded.origins
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_of_a_release_goes_on(name: str, tmp_path: Path) -> None:
+    """Through the command, from the run's own config: its model passes the comparison."""
+    shutil.copytree(GOLDEN / name, tmp_path / "golden")
+    shutil.copy(tmp_path / "golden" / "config.yml", tmp_path / "golden.yml")
+    command = [sys.executable, "-m", "maxpipe", "train", "golden.yml", "train.steps=3"]
+    command += ["run.dir=.", "run.name=golden", "runtime.compilation_cache="]
+    run = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    told = " ".join((run.stdout + run.stderr).split())
+    assert "resuming golden after step 2" in told
+    assert "model.rope_scaling = 1.0 is called model.llama.rope_scaling now." in told
+    assert (tmp_path / "golden" / "checkpoints" / "3").is_dir()
+
+
+def test_moved_keys_are_compared_by_what_they_say() -> None:
+    check_model(OLD, *wanted())
+    with pytest.raises(ConfigError) as caught:
+        check_model(OLD, *wanted("model.llama.rope_scaling=4"))
+    (problem,) = caught.value.problems
+    assert problem.where == "command line: model.llama.rope_scaling" and problem.given == "4.0"
+    assert problem.rule.startswith("must be 8.0") and "Set model.llama.rope_sc" in problem.action
+
+
+def test_another_family_is_refused() -> None:
+    sizes = [each for each in SIZES if "rope_scaling" not in each]
+    config = load([*sizes, "train.steps=1", "model.family=gemma3", "model.tied_embeddings=true"])
+    with pytest.raises(ConfigError, match="model.family = gemma3\n  must be llama"):
+        check_model(OLD, to_dict(config.config)["model"], config.origins)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Wider(LlamaConfig):
+    new: int = 3
+    changed: float = dataclasses.field(default=0.5, metadata=before(0.0))
+
+
+@pytest.fixture
+def two_more_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In the section of Llama: one means today what runs did before, the other does not."""
+    load_module._unset.cache_clear()
+    monkeypatch.setitem(keys.SECTIONS, "model.llama", _Wider)
+    monkeypatch.setitem(keys.KEYS, "model.llama.new", int)
+    monkeypatch.setitem(keys.KEYS, "model.llama.changed", float)
+    yield
+    load_module._unset.cache_clear()
+
+
+@pytest.mark.usefixtures("two_more_keys")
+def test_a_key_that_did_not_exist_has_the_meaning_of_then() -> None:
+    model, origins = wanted()
+    model["llama"] |= {"new": 3, "changed": 0.0}
+    check_model(OLD, model, origins)
+    model["llama"] |= {"new": 4}
+    with pytest.raises(ConfigError, match=r"model\.llama\.new = 4\n  must be 3, the value"):
+        check_model(OLD, model, origins)
+    # The default of today is not what the checkpoint's run did.
+    model["llama"] |= {"new": 3, "changed": 0.5}
+    with pytest.raises(ConfigError, match=r"model\.llama\.changed = 0\.5\n  must be 0\.0, the"):
+        check_model(OLD, model, origins)
