@@ -71,8 +71,9 @@ class Attention(Part):
         wide = ((2.0, ((self.head_size, ""),)), (2.0, ((self.num_heads, "heads"),)))
         return Held(narrow=narrow, wide=wide, pairs=(1.0, 1.0, 1.0))
 
-    def deferred(self, *, recomputed: bool) -> Held:
+    def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Inputs of the projections and cotangents of their outputs."""
+        del normed
         width = (1.0 if recomputed else 2.0, self._width)
         return Held(narrow=(width, (2.0, self._query), (2.0, self._key)))
 
