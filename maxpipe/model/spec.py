@@ -104,6 +104,16 @@ class Held:
     """For each scored pair of tokens, over all heads: copies in the compute type, copies in
     float32, and bytes of other types."""
 
+    def __add__(self, other: Held) -> Held:
+        narrow, wide, rest = (sum(pair) for pair in zip(self.pairs, other.pairs, strict=True))
+        return Held(
+            self.narrow + other.narrow,
+            self.wide + other.wide,
+            self.flags + other.flags,
+            self.once + other.once,
+            (narrow, wide, rest),
+        )
+
 
 NOTHING = Held()
 
@@ -142,12 +152,12 @@ class Part(Protocol):
         """What differentiating the part keeps where nothing is recomputed."""
         ...
 
-    def deferred(self, *, recomputed: bool) -> Held:
+    def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """What the gradients of its parameters wait for when the backward is split.
 
-        `recomputed`: after the forward has been run again. Then the cotangent of the part's output
-        is not among it: it follows from the cotangents of inputs behind it, or of the layer's
-        output, which the layer keeps.
+        `recomputed`: after the forward has been run again. Then neither the cotangent of the
+        part's output nor a norm's input is among it: they follow from what the layer keeps
+        (`Kind.num_streams`). `normed`: its output is, for the norm behind it.
         """
         ...
 
@@ -204,6 +214,16 @@ class Kind:
     def num_masks(self) -> int:
         """Dropout masks, one for each token and entry of the residual stream."""
         return sum(branch.dropout > 0 for branch in self.branches)
+
+    @property
+    def num_streams(self) -> int:
+        """Arrays of the stream's width that give all others for a split backward that recomputes.
+
+        The layer's input and the cotangent of its output; of each branch its part's output if a
+        norm follows, else the sum behind it unless that is the layer's output.
+        """
+        last = self.branches[-1]
+        return 2 + sum(each.after is not None or each is not last for each in self.branches)
 
     @cached_property
     def activations(self) -> Mapping[str, Dims]:

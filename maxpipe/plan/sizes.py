@@ -349,15 +349,18 @@ class Sizes:
     @cached_property
     def _deferred_bytes(self) -> Mapping[str, float]:
         recomputed = self.config.pipeline.remat != "none"
-        # The cotangent of the layer's output, and masks, give those of its parts' outputs.
-        size = BYTES[self.config.model.compute_dtype] * recomputed
+        size = BYTES[self.config.model.compute_dtype]
 
         def waiting(kind: Kind) -> float:
-            declared = (
-                self.held_bytes(part, part.deferred(recomputed=recomputed))
-                for part in kind.parts.values()
-            )
-            return sum(declared) + (size + kind.num_masks * recomputed) * self.activation
+            found = 0.0
+            for branch in kind.branches:
+                for part in branch.parts.values():
+                    normed = part is branch.part and branch.after is not None
+                    held = part.deferred(recomputed=recomputed, normed=normed)
+                    found += self.held_bytes(part, held)
+            if recomputed:
+                found += (size * kind.num_streams + kind.num_masks) * self.activation
+            return found
 
         return {name: waiting(kind) for name, kind in self._kinds}
 

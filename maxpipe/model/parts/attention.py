@@ -107,17 +107,23 @@ class Attention(Part):
 
         Of each pair whether it counts, its score in float32 and its probability.
         """
-        normed = float(self.head_norm is not None)
-        narrow = ((1.0, self._width), (2.0 + normed, self._query), (2.0 + normed, self._key))
+        narrow = ((1.0, self._width), (2.0, self._query), (2.0, self._key))
         wide = ((2.0, ((self.head_size, ""),)), (2.0, ((self.num_heads, "heads"),)))
-        if normed:
-            wide += ((2.0, self._query), (2.0, self._key))
-        return Held(narrow=narrow, wide=wide, pairs=(1.0, 1.0, 1.0))
+        found = Held(narrow=narrow, wide=wide, pairs=(1.0, 1.0, 1.0))
+        for heads in (self._query[:1], self._key[:1]) if self.head_norm else ():
+            found += self.head_norm.residuals_of(heads)
+        return found
 
-    def deferred(self, *, recomputed: bool) -> Held:
-        """Inputs of the projections, cotangents of their outputs, and inputs of head norms."""
-        width, copies = 1.0 if recomputed else 2.0, 3.0 if self.head_norm else 2.0
-        return Held(narrow=((width, self._width), (copies, self._query), (copies, self._key)))
+    def deferred(self, *, recomputed: bool, normed: bool) -> Held:
+        """Inputs of the projections and cotangents of their outputs; what head norms wait for."""
+        del normed
+        width = (1.0 if recomputed else 2.0, self._width)
+        found = Held(narrow=(width, (2.0, self._query), (2.0, self._key)))
+        for dims in (self._query, self._key) if self.head_norm else ():
+            found += self.head_norm.deferred_of(dims[:1], recomputed=recomputed)
+            if recomputed:
+                found += Held(narrow=((1.0, dims),))  # its input
+        return found
 
     @property
     def _width(self) -> Dims:

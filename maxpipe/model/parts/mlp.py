@@ -55,13 +55,13 @@ class GatedMLP(Part):
         """Inputs of all matmuls, and of the gate."""
         return Held(narrow=((1.0, self._width), (3.0, self._hidden)))
 
-    def deferred(self, *, recomputed: bool) -> Held:
+    def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Inputs of all matmuls and cotangents of their outputs.
 
-        Recomputed, the gate's output follows from its inputs once more.
+        Recomputed, the gate's output follows from its inputs once more, unless it has been needed.
         """
         if recomputed:
-            return Held(narrow=((1.0, self._width), (4.0, self._hidden)))
+            return Held(narrow=((1.0, self._width), (3.0 if normed else 4.0, self._hidden)))
         return Held(narrow=((2.0, self._width), (3.0, self._hidden)))
 
     @property

@@ -44,15 +44,32 @@ class RMSNorm(Part):
 
     @property
     def residuals(self) -> Held:
-        """What is scaled; in float32 the input, twice the input, and two statistics of a token."""
-        width = self._width
-        return Held(narrow=((1.0, width),), wide=((2.0, width), (2.0, ())))
+        """See `residuals_of`."""
+        return self.residuals_of(())
 
-    def deferred(self, *, recomputed: bool) -> Held:
-        """Its input and the scale; where nothing is recomputed what is scaled, and cotangents."""
+    def deferred(self, *, recomputed: bool, normed: bool) -> Held:
+        """See `deferred_of`."""
+        del normed
+        return self.deferred_of((), recomputed=recomputed)
+
+    def residuals_of(self, heads: Dims) -> Held:
+        """What is scaled; in float32 the input, twice the input, and two statistics.
+
+        `heads`: dims in front of the one over which it norms.
+        """
+        dims, scaled = (*heads, *self._width), self._scaled((*heads, *self._width))
+        return Held(wide=((2.0, dims), (2.0, heads))) + scaled
+
+    def deferred_of(self, heads: Dims, *, recomputed: bool) -> Held:
+        """The scale; where nothing is recomputed what is scaled, and the output's cotangent."""
         if recomputed:
-            return Held(narrow=((1.0, self._width),), once=(self._width,))
-        return Held(narrow=((2.0, self._width),))
+            return Held(once=(self._width,))
+        dims = (*heads, *self._width)
+        return Held(narrow=((1.0, dims),)) + self._scaled(dims)
+
+    def _scaled(self, dims: Dims) -> Held:
+        """With an offset it is scaled in float32."""
+        return Held(wide=((1.0, dims),)) if self.offset else Held(narrow=((1.0, dims),))
 
     @property
     def _width(self) -> Dims:
