@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config import check
-from maxpipe.config.keys import KEYS
+from maxpipe.config.keys import KEYS, section_of
 from maxpipe.config.load import load
 from maxpipe.config.ranges import BOUNDS
 from maxpipe.config.schema import Config, MeshConfig, TrainConfig
@@ -156,12 +156,14 @@ def test_a_range_is_explained_and_its_action_works(key: str):
     outside: list[float] = [int(bound.low) - 1]
     if bound.high != float("inf"):
         outside.append(bound.high * 2 if bound.high > 1e9 else int(bound.high) + 1)
+    section = section_of(key)
+    family = [f"model.family={section.rpartition('.')[2]}"] if "." in section else []
     for value in outside:
-        [problem] = [p for p in problems([f"{key}={value}"]) if p.where.endswith(key)]
+        [problem] = [p for p in problems([*family, f"{key}={value}"]) if p.where.endswith(key)]
         assert problem.given == str(value if KEYS[key] is int else float(value))
         assert problem.rule.startswith("must be ") and str(bound) in problem.rule
         assert bound.key in suggestion(problem)
-        after = problems([suggestion(problem)])
+        after = problems([*family, suggestion(problem)])
         assert not [p for p in after if "must be " + str(bound) in p.rule]
 
 
