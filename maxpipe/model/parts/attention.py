@@ -110,8 +110,9 @@ class Attention(Part):
         narrow = ((1.0, self._width), (2.0, self._query), (2.0, self._key))
         wide = ((2.0, ((self.head_size, ""),)), (2.0, ((self.num_heads, "heads"),)))
         found = Held(narrow=narrow, wide=wide, pairs=(1.0, 1.0, 1.0))
-        for heads in (self._query[:1], self._key[:1]) if self.head_norm else ():
-            found += self.head_norm.residuals_of(heads)
+        if self.head_norm is not None:
+            for heads in (self._query[:1], self._key[:1]):
+                found += self.head_norm.residuals_of(heads)
         return found
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
@@ -119,10 +120,11 @@ class Attention(Part):
         del normed
         width = (1.0 if recomputed else 2.0, self._width)
         found = Held(narrow=(width, (2.0, self._query), (2.0, self._key)))
-        for dims in (self._query, self._key) if self.head_norm else ():
-            found += self.head_norm.deferred_of(dims[:1], recomputed=recomputed)
-            if recomputed:
-                found += Held(narrow=((1.0, dims),))  # its input
+        for dims in (self._query, self._key):
+            if self.head_norm is not None:
+                found += self.head_norm.deferred_of(dims[:1], recomputed=recomputed)
+                if recomputed:
+                    found += Held(narrow=((1.0, dims),))  # its input
         return found
 
     @property
