@@ -1,4 +1,4 @@
-"""Where every parameter and activation lies on the mesh: partition, bytes, replicas. No jax."""
+"""Where every parameter and activation is on the mesh: partition, bytes, replicas. No jax."""
 
 from __future__ import annotations
 
