@@ -47,7 +47,7 @@ from maxpipe.parallel.axes import (
 from maxpipe.words import counted
 
 DEFAULT = "default"
-"""Origin of a value that nobody set."""
+"""Origin of a value that is not set."""
 
 
 def is_override(argument: str) -> bool:

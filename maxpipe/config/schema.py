@@ -149,10 +149,10 @@ class PipelineConfig:
     and backward (least memory), `visit` each time a stage turns to another chunk (a window of
     chunks, `pipeline.group` microbatches share a gather), `step` once per step (least traffic)."""
     remat: Literal["full", "chunk", "names", "none"] = "full"
-    """What is kept for the backward pass: `full` keeps each layer's input and replays a layer
-    once, `chunk` keeps only the input of each chunk and replays twice (least memory), `names` keeps
-    inputs and the activations of `pipeline.saved_names`, `none` keeps everything and replays
-    nothing."""
+    """What is kept for the backward pass: `full` keeps each layer's input and recomputes a layer
+    once, `chunk` keeps only the input of each chunk and recomputes twice (least memory), `names`
+    keeps inputs and the activations of `pipeline.saved_names`, `none` keeps everything and
+    recomputes nothing."""
     saved_names: list[str] = field(default_factory=lambda: ["matmuls"])
     """Activations kept with `pipeline.remat=names`: `matmuls` (all), those of one part of a layer
     (`attention`, `mlp`), or single ones (of every family: `query`, `key`, `value`, `context`,
@@ -253,10 +253,10 @@ class CheckpointConfig:
     keep_every_steps: int = 0
     """Keep also each checkpoint whose step this number divides. 0 keeps none for that."""
     keep_every_hours: float = 0.0
-    """Keep also the first checkpoint in each period of so many hours. 0 keeps none for that."""
+    """Keep also the first checkpoint in each period of this many hours. 0 keeps none for that."""
     keep_best: int = 0
-    """Keep also so many checkpoints with the smallest `eval/loss`, of those that were evaluated at
-    the step at which they were saved."""
+    """Keep also this number of checkpoints with the smallest `eval/loss`, of those that were
+    evaluated at the step at which they were saved."""
     retries: int = 3
     """How often a save that failed is tried again, with pauses of 1, 2, 4 ... seconds. While
     training goes on that is a save of a later step. A full or read-only disk is not tried again."""
@@ -270,7 +270,7 @@ class CheckpointConfig:
     local_dir: str = ""
     """Folder on a fast disk for checkpoints between the durable ones; with several processes one
     that all see. It holds the newest one only. A run resumes from the newest of both: to start
-    anew, delete both. Empty turns it off."""
+    from scratch, delete both. Empty turns it off."""
     local_every: int = 0
     """Steps between checkpoints in `checkpoint.local_dir`."""
     restore_from: str = ""
@@ -362,7 +362,7 @@ class RuntimeConfig:
     stall_timeout_seconds: int = 1800
     """How long no process may get anything done before all print where they are and end, with exit
     code 71: a step, read, evaluation or save; in set-up the reading of a checkpoint, or of a part
-    of the documents. While one process compiles nobody is judged, as that takes what it takes. 0
+    of the documents. While one process compiles no limit applies, as compiling may take long. 0
     waits forever."""
     stop_grace_seconds: int = 0
     """Time from SIGTERM, SIGHUP or Ctrl-C to the end of the process, in which the running step ends

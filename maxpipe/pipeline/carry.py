@@ -66,7 +66,7 @@ class Table(NamedTuple):
         return jax.tree.map(lambda column: np.asarray(column, np.int32), table)
 
     def specs(self) -> Table:
-        """How the table lies on the mesh: to each stage its column."""
+        """Partition of the table: each stage has its column."""
         return jax.tree.map(
             lambda column: PartitionSpec(None, STAGE) if column.ndim == 2 else PartitionSpec(), self
         )

@@ -25,9 +25,9 @@ from maxpipe.pipeline.collectives import from_position, program_axes, sum_over, 
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.network import Network, Plan
 from maxpipe.pipeline.program import Program
-from maxpipe.pipeline.remat import Keep
+from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.slots import Idle
-from maxpipe.pipeline.weights import Division, Gather
+from maxpipe.pipeline.weights import Gather, WeightSharding
 from maxpipe.schedule.table import Schedule
 
 Tree = Any
@@ -57,7 +57,7 @@ class Engine:
     specs: Tree
     """PartitionSpec of every parameter, stacked dims included."""
     weight_gather: Gather
-    keep: Keep
+    keep: RematPolicy
     idle: Idle
 
     def value_and_grad(self, schedule: Schedule) -> Callable[..., Differentiated]:
@@ -104,7 +104,7 @@ class Engine:
     def _shard_map(self, program: Callable, schedule: Schedule, out_specs: Tree) -> Callable:
         assert schedule.num_stages == self.mesh.shape[STAGE]
         assert schedule.ring == self.layout.ring
-        divisions = jax.tree.map(Division.of, self.specs, is_leaf=_is_spec)
+        divisions = jax.tree.map(WeightSharding.of, self.specs, is_leaf=_is_spec)
         plan = Plan(self.network, self.layout, self.weight_gather, self.keep, self.idle, divisions)
         table = Table.of(schedule, self.layout, self.idle)
         run, axes = partial(program, plan, schedule), program_axes(self.mesh)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from maxpipe.pipeline.layout import Layout
-from maxpipe.pipeline.remat import Keep, LayerFn
+from maxpipe.pipeline.remat import LayerFn, RematPolicy
 from maxpipe.pipeline.slots import Idle
 from maxpipe.pipeline.weights import Gather
 
@@ -47,10 +47,10 @@ class Plan:
     network: Network
     layout: Layout
     weight_gather: Gather
-    keep: Keep
+    keep: RematPolicy
     idle: Idle
     divisions: Tree
-    """For each parameter its `Division`."""
+    """For each parameter its `WeightSharding`."""
 
     @property
     def gather_outside_ring(self) -> Gather:

@@ -457,7 +457,7 @@ class Program:
 
 
 def _of_one_layer(divisions: Tree, *, num_stacked: int) -> Tree:
-    """Divisions of one layer's weights, from those of weights stacked along so many dims."""
+    """Divisions of one layer's weights, from those of weights with `num_stacked` dims in front."""
     return jax.tree.map(lambda division: division.of_one(num_stacked), divisions)
 
 

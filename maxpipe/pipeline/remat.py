@@ -32,10 +32,10 @@ their gradients flow. Statistics are arrays, summed over tokens, without a gradi
 
 
 @dataclass(frozen=True)
-class Keep:
+class RematPolicy:
     """What forward slots keep for backward slots.
 
-    `chunk` and `full` keep inputs and replay, of a chunk or of each layer; `names` keeps each
+    `chunk` and `full` keep inputs and recompute, of a chunk or of each layer; `names` keeps each
     layer's input and the activations with these names; `none` keeps all that the backward needs.
     """
 
@@ -45,7 +45,7 @@ class Keep:
     """Names kept in host memory instead of on the device, whether among `names` or not."""
 
     def wrap(self, layer: LayerFn) -> LayerFn:
-        """The layer with its replay marked."""
+        """The layer with what it recomputes marked."""
         policies = jax.checkpoint_policies
         if self.remat == "none":
             return layer
@@ -107,7 +107,13 @@ class LayerVJP:
 
 
 def differentiate(
-    layer: LayerFn, keep: Keep, weights: Tree, x: jax.Array, constants: Constants, *, halves: bool
+    layer: LayerFn,
+    keep: RematPolicy,
+    weights: Tree,
+    x: jax.Array,
+    constants: Constants,
+    *,
+    halves: bool,
 ) -> LayerVJP:
     """Trace a layer with arguments like these.
 

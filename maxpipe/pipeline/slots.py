@@ -22,7 +22,7 @@ from maxpipe.parallel.mesh import STAGE
 from maxpipe.pipeline import scopes
 from maxpipe.pipeline.collectives import index_on, vary
 from maxpipe.pipeline.layout import Layout
-from maxpipe.pipeline.remat import Constants, Keep, Kept, LayerFn, LayerVJP, differentiate
+from maxpipe.pipeline.remat import Constants, Kept, LayerFn, LayerVJP, RematPolicy, differentiate
 from maxpipe.pipeline.weights import LayerWeights
 
 Tree = Any
@@ -93,7 +93,7 @@ class LayerSlots:
     layers: dict[str, LayerFn]
     layout: Layout
     weights: dict[str, LayerWeights]
-    keep: Keep
+    keep: RematPolicy
     idle: Idle
     key: jax.Array | None
     by_visit: bool
@@ -113,7 +113,7 @@ class LayerSlots:
     ) -> dict[str, LayerVJP]:
         """The layers differentiated, traced aside: nothing of it enters this program."""
         found: dict[str, LayerVJP] = {}
-        keep = Keep("full") if self.keep.remat == "chunk" else self.keep
+        keep = RematPolicy("full") if self.keep.remat == "chunk" else self.keep
 
         def trace(held: Tree, x: jax.Array, inputs: Tree, seeds: Tree, index: jax.Array):
             constants = Constants(inputs, index, self.key, seeds)
@@ -403,13 +403,13 @@ _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def room(count: int, like: Any) -> jax.Array:
-    """Slots for arrays like this one, where it is kept; what lies in them is undefined."""
+    """Slots for arrays like this one, where it is kept; their contents are undefined."""
     empty = vary(lax.empty((count, *like.shape), like.dtype))
     return jax.device_put(empty, _HOST) if isinstance(like, Kept) and like.on_host else empty
 
 
 def read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
-    """What lies in a slot."""
+    """The contents of a slot."""
     return lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)
 
 

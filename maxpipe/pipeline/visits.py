@@ -37,7 +37,7 @@ def run_visits(program: Ticks, table: Table) -> Buffers:
     """All ticks of a program, from one gather to the next."""
     visits, weights, slots = program.schedule.visits, program.weights, program.slots
     # Turn i runs the ticks between gathers i - 1 and i while gather i is on its way. Of the
-    # turns the first has no tick, and the last repeats the last gather for want of another.
+    # turns the first has no tick, and the last repeats the last gather, as there is no other.
     stops = np.append(visits.gather_tick, program.schedule.num_ticks)
     starts = np.append(visits.gather_tick[:1], stops[:-1])
     # Chunks to be reduced before a turn; what is due at the end comes after the last turn.

@@ -32,13 +32,13 @@ from maxpipe.pipeline.collectives import (
     sum_over,
     vary,
 )
-from maxpipe.pipeline.weights import Division, gather, scatter, sum_over_batch
+from maxpipe.pipeline.weights import WeightSharding, gather, scatter, sum_over_batch
 
 
 class Embedding(NamedTuple):
     """Lookup in this stage's rows of the table `[V/P, D]`."""
 
-    division: Division
+    division: WeightSharding
     """Of the table."""
     scale: float = 1.0
     """Factor of what is looked up, rounded to its type."""

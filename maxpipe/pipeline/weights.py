@@ -34,7 +34,7 @@ NOT_SHARDED = -1
 
 
 @dataclass(frozen=True)
-class Division:
+class WeightSharding:
     """How a parameter is divided among the devices of a stage."""
 
     dim: int
@@ -43,34 +43,36 @@ class Division:
     """For each dim the automatic axes over which it is sharded, as in a PartitionSpec."""
 
     @classmethod
-    def of(cls, spec: PartitionSpec) -> Division:
+    def of(cls, spec: PartitionSpec) -> WeightSharding:
         """From the spec of the whole parameter."""
         dim = fsdp_dim(spec)
         return cls(NOT_SHARDED if dim is None else dim, tuple(restrict(spec, AUTOMATIC_AXES)))
 
-    def of_one(self, num_stacked: int) -> Division:
-        """Of one weight, when this is of weights stacked along so many dims."""
+    def of_one(self, num_stacked: int) -> WeightSharding:
+        """Of one weight, when this is of weights with `num_stacked` dims in front."""
         dim = self.dim if self.dim == NOT_SHARDED else self.dim - num_stacked
-        return Division(dim, self.automatic[num_stacked:])
+        return WeightSharding(dim, self.automatic[num_stacked:])
 
     @property
-    def stacked(self) -> Division:
+    def stacked(self) -> WeightSharding:
         """Of weights like this one, stacked along a new first dim."""
         dim = self.dim if self.dim == NOT_SHARDED else self.dim + 1
-        return Division(dim, (None, *self.automatic))
+        return WeightSharding(dim, (None, *self.automatic))
 
     @property
-    def turned(self) -> Division:
+    def turned(self) -> WeightSharding:
         """Of the transposed matrix."""
         rows, columns = (*self.automatic, None, None)[:2]
-        return Division(self.dim if self.dim == NOT_SHARDED else 1 - self.dim, (columns, rows))
+        return WeightSharding(
+            self.dim if self.dim == NOT_SHARDED else 1 - self.dim, (columns, rows)
+        )
 
 
-WHOLE = Division(NOT_SHARDED)
+WHOLE = WeightSharding(NOT_SHARDED)
 """Every device has all of it."""
 
 
-def gather(shard: jax.Array, division: Division, dtype: jnp.dtype) -> jax.Array:
+def gather(shard: jax.Array, division: WeightSharding, dtype: jnp.dtype) -> jax.Array:
     """The whole weight in the compute dtype, from this device's shard."""
     shard = shard.astype(dtype)
     if division.dim == NOT_SHARDED:
@@ -79,7 +81,7 @@ def gather(shard: jax.Array, division: Division, dtype: jnp.dtype) -> jax.Array:
     return vary(over_automatic_axes(run, division.automatic)(shard))
 
 
-def scatter(gradient: jax.Array, division: Division) -> jax.Array:
+def scatter(gradient: jax.Array, division: WeightSharding) -> jax.Array:
     """This device's shard of the gradient, summed over fsdp; unsharded ones stay unsummed."""
     if division.dim == NOT_SHARDED:
         return gradient
@@ -97,7 +99,7 @@ class LayerWeights:
 
     mode: Gather
     divisions: Tree
-    """For each leaf the `Division` of one layer's weight."""
+    """For each leaf the `WeightSharding` of one layer's weight."""
     dtype: jnp.dtype
 
     def hold(self, shards: Tree) -> Tree:
@@ -126,7 +128,7 @@ class LayerWeights:
     def accumulate(self, totals: Tree, index: jax.Array | int, gradient: Tree) -> Tree:
         """Adds one layer's gradient in place."""
 
-        def add(total: jax.Array, part: jax.Array, division: Division) -> jax.Array:
+        def add(total: jax.Array, part: jax.Array, division: WeightSharding) -> jax.Array:
             part = part.astype(jnp.float32)
             return _add(total, index, scatter(part, division) if self.mode == "iteration" else part)
 
@@ -135,7 +137,7 @@ class LayerWeights:
     def finish(self, totals: Tree) -> Tree:
         """Summed over data and fsdp, in the form of the stored shards."""
 
-        def reduce(total: jax.Array, division: Division) -> jax.Array:
+        def reduce(total: jax.Array, division: WeightSharding) -> jax.Array:
             if self.mode == "step":
                 total = scatter(total, division.stacked)
             return sum_over_batch(total, division)
@@ -147,7 +149,7 @@ class LayerWeights:
     def window(self, shards: Tree, num_layers: int, dtype: jnp.dtype) -> Tree:
         """Zeros for this many whole layers."""
 
-        def empty(shard: jax.Array, division: Division) -> jax.Array:
+        def empty(shard: jax.Array, division: WeightSharding) -> jax.Array:
             shape = [num_layers, *shard.shape[1:]]
             if division.dim != NOT_SHARDED:
                 shape[1 + division.dim] *= size_of(FSDP)
@@ -169,7 +171,7 @@ class LayerWeights:
     ) -> tuple[Tree, Tree]:
         """Adds one layer's whole gradient to the sharded totals, and empties its place."""
 
-        def add(total: jax.Array, sums: jax.Array, division: Division) -> jax.Array:
+        def add(total: jax.Array, sums: jax.Array, division: WeightSharding) -> jax.Array:
             part = lax.dynamic_index_in_dim(sums, place, 0, False)
             return _add(total, index, scatter(part, division))
 
@@ -189,6 +191,6 @@ def _add(totals: jax.Array, index: jax.Array | int, part: jax.Array) -> jax.Arra
     return lax.dynamic_update_slice_in_dim(totals, old + part[None], index, 0)
 
 
-def sum_over_batch(gradient: jax.Array, division: Division) -> jax.Array:
+def sum_over_batch(gradient: jax.Array, division: WeightSharding) -> jax.Array:
     """Sums over the batch axes that `scatter` has not summed over."""
     return sum_over(gradient, DATA if division.dim != NOT_SHARDED else (DATA, FSDP))

@@ -193,15 +193,15 @@ def _out_of_memory(message: str, config: Config, steps: Steps, topology: Topolog
     shapes = {
         name: tuple(leaf.shape for leaf in leaves) for name, leaves in steps.buffer_shapes().items()
     }
-    foretold = evaluate(config, topology.hardware)
+    predicted = evaluate(config, topology.hardware)
     held = capacity(message)
     needed = f"needs {gib(held[0])}" if held else "does not fit"
     there = held[1] if held else topology.hardware.memory_bytes
     listed = explain_out_of_memory(message, shapes, steps.partition.mesh.shape["tensor"])
     terms = f"The compiler's largest allocations:\n{listed}"
     if not listed:
-        terms = f"Largest, by arithmetic:\n{largest(foretold.memory.terms)}"
-    changes = nearest(foretold, topology)
+        terms = f"Largest, by arithmetic:\n{largest(predicted.memory.terms)}"
+    changes = nearest(predicted, topology)
     action = "Name more devices, or a shorter train.sequence_length."
     if changes:
         action = f"Set {changes[0].partition(':')[0]}, or see `maxpipe plan` for other changes."

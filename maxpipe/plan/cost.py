@@ -121,11 +121,11 @@ class CostModel:
         return self.layers[self.sizes.usual_kind]
 
     def total(self, layers: Mapping[str, int], cost: Callable[[LayerCost], float]) -> float:
-        """Of so many layers of each kind."""
+        """Of this number of layers of each kind."""
         return sum(count * cost(self.layers[kind]) for kind, count in layers.items())
 
     def slots(self, action: str, layers: Mapping[str, int]) -> float:
-        """So many layers of each kind, each in a slot of this kind."""
+        """This number of layers of each kind, each in a slot of this kind."""
         return self.total(layers, lambda layer: layer.slot(action))
 
     @property

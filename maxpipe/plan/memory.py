@@ -1,6 +1,6 @@
 """Memory of one device, predicted from the config alone, term by term.
 
-What the train step holds is counted: state, buffers of the table, sums of gradients. What it
+What the train step holds is counted: state, buffers of the table, gradient accumulators. What it
 needs besides at its fullest moment is a sum of arrays that are alive then; `benchmarks/`
 holds the total against the peak that the compiler states. No jax.
 """

@@ -222,7 +222,7 @@ class Sizes:
         return self.head_elements(whole=True) // width
 
     def divides(self, axis: str, shards: int) -> bool:
-        """Whether so many shards along a mesh axis divide all layers' parameters evenly."""
+        """Whether this number of shards along a mesh axis divides all layers' parameters evenly."""
         return all(
             size % shards == 0
             for kind in self.model.kinds.values()

@@ -1,4 +1,4 @@
-"""Bad steps, judged where the numbers are: on the devices, before the update is taken.
+"""Bad steps, detected where the numbers are: on the devices, before the update is taken.
 
 The host learns of a step when the next one is under way, too late to hold an update back. So
 the step itself compares its loss and gradient norm with what it remembers, and leaves parameters
@@ -59,7 +59,7 @@ def initial(config: GuardConfig, facts: Mapping[str, Any] | None = None) -> Guar
     return GuardState._make((skipped, spikes, recent[:, recent.shape[1] - window :], reach))
 
 
-def judge(
+def decide(
     config: GuardConfig,
     mesh: Mesh,
     state: GuardState,

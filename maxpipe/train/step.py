@@ -37,13 +37,13 @@ from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
 from maxpipe.pipeline.executor import Engine
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.network import Network
-from maxpipe.pipeline.remat import Keep
+from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.processes.runtime import compiler_options
 from maxpipe.schedule.balance import balanced_cut
 from maxpipe.schedule.catalog import build, forward_only
 from maxpipe.schedule.table import Schedule
 from maxpipe.train import executable
-from maxpipe.train.guard import GuardState, initial, judge, unless_bad
+from maxpipe.train.guard import GuardState, decide, initial, unless_bad
 from maxpipe.train.optim import (
     build_optimizer,
     learning_rate,
@@ -292,7 +292,7 @@ class Steps:
         loss, gradients = found.loss, found.gradients
         norm = optax.tree.norm(gradients)
         rate = jnp.asarray(self.rate(state.step - state.guard.skipped))
-        taken, guard = judge(
+        taken, guard = decide(
             self.guard,
             self.partition.mesh,
             state.guard,
@@ -439,9 +439,9 @@ def partition(
     )
 
 
-def keep_of(pipeline: PipelineConfig, model: ModelConfig) -> Keep:
+def keep_of(pipeline: PipelineConfig, model: ModelConfig) -> RematPolicy:
     """What the engine keeps for backward slots, as the config says."""
     if pipeline.remat != "names":
-        return Keep(pipeline.remat)
+        return RematPolicy(pipeline.remat)
     saved, offloaded = pipeline.saved_names, pipeline.offloaded_names
-    return Keep("names", activations(saved, model), activations(offloaded, model))
+    return RematPolicy("names", activations(saved, model), activations(offloaded, model))

@@ -108,7 +108,7 @@ SHAPES = [
     Case(4, 2, 3, schedule="dualpipe_v", layers=10, dropout=0.3, remat="names"),
     Case(8, 1, 8, schedule="zb_h1", layers=8),
     Case(8, 2, 9, schedule="zb_v", layers=17, remat="names"),
-    # Every dim has the same size: what is a weight and what is not is told by the data flow alone.
+    # Every dim has the same size: what is a weight follows from the data flow alone.
     Case(4, 1, 4, fsdp=2, layers=4, alike=4),
     Case(2, 2, 4, schedule="zb_v", layers=4, alike=4, remat="none"),
 ]

@@ -24,7 +24,7 @@ from maxpipe.pipeline import outside, program, slots
 from maxpipe.pipeline.executor import Engine
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.network import Network
-from maxpipe.pipeline.remat import Keep
+from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.schedule.balance import balanced_cut
 from maxpipe.schedule.catalog import build
 from tests.cases import TOLERANCE
@@ -198,7 +198,7 @@ def engine_of(case: Case) -> tuple[Engine, Any]:
     if case.outside:
         all_specs["outside"] = specs(layout.in_front, None)
     network = Network(LAYERS, norm, V, jnp.dtype("float32"), WEIGHTS)
-    keep = Keep(case.remat, ("gate",))  # type: ignore[arg-type]
+    keep = RematPolicy(case.remat, ("gate",))  # type: ignore[arg-type]
     engine = Engine(
         network,
         layout,
@@ -321,7 +321,7 @@ def test_losses_do_not_depend_on_the_number_of_microbatches() -> None:
     ids=str,
 )
 def test_idle_slots_contribute_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever lies in a buffer before something is written there: here NaN."""
+    """Whatever a buffer contains before something is written there: here NaN."""
 
     def rubbish(count: int, like: Any) -> Any:
         empty = slots.room(count, like)

@@ -13,7 +13,7 @@ import pytest
 from maxpipe.config.schema import MeshConfig
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.pipeline.remat import Constants, Keep, Kept, LayerVJP, differentiate
+from maxpipe.pipeline.remat import Constants, Kept, LayerVJP, RematPolicy, differentiate
 from tests.cases import MODEL
 
 # Wide enough that matmuls dominate the operations.
@@ -22,11 +22,11 @@ DECODER = Decoder(CONFIG, AxisRules.from_config(MeshConfig()))
 ROWS, TOKENS = 2, 128
 ACTIVATIONS = DECODER.model.activations["matmuls"]
 KEEPS = [
-    Keep("full"),
-    Keep("names", ("gate", "up")),
-    Keep("names", ACTIVATIONS),
-    Keep("names", ("gate", "up"), offloaded=("query", "up")),
-    Keep("none"),
+    RematPolicy("full"),
+    RematPolicy("names", ("gate", "up")),
+    RematPolicy("names", ACTIVATIONS),
+    RematPolicy("names", ("gate", "up"), offloaded=("query", "up")),
+    RematPolicy("none"),
 ]
 
 
@@ -48,7 +48,7 @@ def layer(weights: Any, x: jax.Array, constants: Constants) -> Any:
     return LAYER(weights, x, *constants[:3])
 
 
-def pieces_of(keep: Keep) -> LayerVJP:
+def pieces_of(keep: RematPolicy) -> LayerVJP:
     found: list[LayerVJP] = []
 
     def trace(weights: Any, x: jax.Array, constants: Any) -> jax.Array:
@@ -68,12 +68,12 @@ def shapes(kept: tuple[Kept, ...]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in kept]
 
 
-def name_of(keep: Keep) -> str:
+def name_of(keep: RematPolicy) -> str:
     return "-".join([keep.remat, *map(str, (len(keep.names), len(keep.offloaded)))])
 
 
 @pytest.mark.parametrize("keep", KEEPS, ids=name_of)
-def test_the_pieces_are_the_layer(keep: Keep) -> None:
+def test_the_pieces_are_the_layer(keep: RematPolicy) -> None:
     weights, x, constants, cotangent = arguments()
     pieces = pieces_of(keep)
     wanted, pullback = jax.vjp(lambda w, x: layer(w, x, constants)[0], weights, x)
@@ -96,7 +96,7 @@ def test_the_pieces_are_the_layer(keep: Keep) -> None:
 
 
 @pytest.mark.parametrize("keep", KEEPS, ids=name_of)
-def test_a_split_backward_costs_no_more_than_a_whole_one(keep: Keep) -> None:
+def test_a_split_backward_costs_no_more_than_a_whole_one(keep: RematPolicy) -> None:
     """By the compiler's count of operations; what is offloaded is not traced on the host."""
     pieces = pieces_of(replace(keep, offloaded=()))
     weights, x, constants, _ = arguments()
@@ -111,8 +111,8 @@ def test_a_split_backward_costs_no_more_than_a_whole_one(keep: Keep) -> None:
 
 
 def test_two_pullbacks_would_cost_half_as_much_again() -> None:
-    """What the cut saves: each of two plain pullbacks replays the layer."""
-    pieces = pieces_of(Keep("full"))
+    """What the cut saves: each of two plain pullbacks recomputes the layer."""
+    pieces = pieces_of(RematPolicy("full"))
     weights, x, constants, cotangent = arguments()
 
     def inputs_only(weights: Any, x: jax.Array) -> jax.Array:
@@ -128,17 +128,17 @@ def test_two_pullbacks_would_cost_half_as_much_again() -> None:
 
 def test_what_is_kept() -> None:
     row = (ROWS, TOKENS, CONFIG.d_model)
-    assert [leaf.shape for leaf in pieces_of(Keep("full")).saved] == [row]
-    some = pieces_of(Keep("names", ("gate", "up"))).saved
+    assert [leaf.shape for leaf in pieces_of(RematPolicy("full")).saved] == [row]
+    some = pieces_of(RematPolicy("names", ("gate", "up"))).saved
     assert sorted(leaf.shape for leaf in some) == sorted([row, *[(ROWS, TOKENS, 256)] * 2])
     assert not any(leaf.on_host for leaf in some)
     # Every name of the schema stands for one activation of the layer.
-    assert len(pieces_of(Keep("names", ACTIVATIONS)).saved) == 1 + len(ACTIVATIONS)
-    assert len(pieces_of(Keep("none")).saved) > 1 + len(ACTIVATIONS)
+    assert len(pieces_of(RematPolicy("names", ACTIVATIONS)).saved) == 1 + len(ACTIVATIONS)
+    assert len(pieces_of(RematPolicy("none")).saved) > 1 + len(ACTIVATIONS)
 
 
 def test_offloaded_names_are_kept_on_the_host() -> None:
-    saved = pieces_of(Keep("names", ("gate", "up"), offloaded=("up", "query"))).saved
+    saved = pieces_of(RematPolicy("names", ("gate", "up"), offloaded=("up", "query"))).saved
     assert sorted(leaf.shape for leaf in saved if leaf.on_host) == [
         (ROWS, TOKENS, 8, 16),
         (ROWS, TOKENS, 256),
@@ -149,11 +149,15 @@ def test_offloaded_names_are_kept_on_the_host() -> None:
 def test_keeping_names_saves_their_matmuls() -> None:
     weights, x, constants, _ = arguments()
 
-    def cost(keep: Keep) -> float:
+    def cost(keep: RematPolicy) -> float:
         pieces = pieces_of(keep)
         return flops(pieces.backward, weights, shapes(pieces.saved), constants, x)
 
-    full, names, none = cost(Keep("full")), cost(Keep("names", ACTIVATIONS)), cost(Keep("none"))
+    full, names, none = (
+        cost(RematPolicy("full")),
+        cost(RematPolicy("names", ACTIVATIONS)),
+        cost(RematPolicy("none")),
+    )
     # Gate and up of 128 x 256, query, key, value and output of 128 x 128 or half of it.
     matmuls = 2 * ROWS * TOKENS * 128 * (2 * 256 + 128 + 2 * 64)
     assert full - names >= matmuls
@@ -184,7 +188,7 @@ def test_what_follows_from_weights_is_never_kept(name: str, halves: bool) -> Non
     weights, x = (jax.random.normal(jax.random.key(n), (SIZE, SIZE)) for n in (1, 2))
     constants = Constants(jnp.arange(SIZE)[::-1], jnp.int32(0), None, {})
     arguments = {"w": weights}, x, constants
-    pieces = differentiate(layer, Keep("none"), *arguments, halves=halves)
+    pieces = differentiate(layer, RematPolicy("none"), *arguments, halves=halves)
     output, saved, *_ = pieces.forward(*arguments)
     other_x = pieces.forward(arguments[0], x + 1, arguments[2])[1]
     other_weights = pieces.forward({"w": weights + 1}, x, arguments[2])[1]

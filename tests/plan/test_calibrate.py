@@ -113,7 +113,7 @@ def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.timing
-def test_a_calibrated_model_foretells_the_step_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calibrated_model_predicts_the_step_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a factor: what was measured is not the step that is predicted."""
     monkeypatch.setattr(calibrate, "SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]

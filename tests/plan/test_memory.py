@@ -1,4 +1,4 @@
-"""Foretold memory against the engine's own buffers, and the model's own parameters."""
+"""Predicted memory against the engine's own buffers, and the model's own parameters."""
 
 from __future__ import annotations
 
@@ -293,6 +293,6 @@ def test_memory_on_cpus_is_near_the_compilers(
 ) -> None:
     config = config_of({"compute_dtype": "float32"} | model, mesh, pipeline, tokens=256)
     compiled = steps_of(config).compile_train().memory_analysis()
-    foretold = memory(Sizes(config), schedule_of(config), platform="cpu")
-    assert foretold.arguments == pytest.approx(compiled.argument_size_in_bytes, rel=0.01)
-    assert foretold.temporary == pytest.approx(compiled.temp_size_in_bytes, rel=0.1)
+    predicted = memory(Sizes(config), schedule_of(config), platform="cpu")
+    assert predicted.arguments == pytest.approx(compiled.argument_size_in_bytes, rel=0.01)
+    assert predicted.temporary == pytest.approx(compiled.temp_size_in_bytes, rel=0.1)

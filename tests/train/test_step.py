@@ -239,7 +239,7 @@ def test_visits_gather_twice_for_each_group(stages: int, repeats: int, group: in
         ("none", 0, "zb_v"),
     ],
 )
-def test_buffers_are_as_large_as_foretold(remat: str, outside: int, schedule: str) -> None:
+def test_buffers_are_as_large_as_predicted(remat: str, outside: int, schedule: str) -> None:
     """What the loop over ticks carries, from shapes alone, against the compiled program.
 
     The compiled loop carries weights and batch as well: more saved chunks tell them apart.
@@ -250,15 +250,15 @@ def test_buffers_are_as_large_as_foretold(remat: str, outside: int, schedule: st
         case = replace(case, layers=8 + outside, outside=outside)
         # The same rows in each microbatch; the batch itself is not counted.
         steps = steps_of(case, rows=16 * microbatches)
-        foretold = buffer_bytes(steps)
-        assert (foretold["outside"] > 0) == (outside > 0)
-        assert foretold["stash"] > 0 and (foretold["deferred"] > 0) == steps.train_schedule.mixed
-        return sum(foretold.values()), carried_bytes(steps.compile_train().as_text())
+        predicted = buffer_bytes(steps)
+        assert (predicted["outside"] > 0) == (outside > 0)
+        assert predicted["stash"] > 0 and (predicted["deferred"] > 0) == steps.train_schedule.mixed
+        return sum(predicted.values()), carried_bytes(steps.compile_train().as_text())
 
     few, many = SIZES[schedule]
-    (foretold, carried), (more_foretold, more_carried) = sizes(*few), sizes(*many)
-    assert more_foretold > foretold
-    assert more_carried - carried == pytest.approx(more_foretold - foretold, rel=0.05)
+    (predicted, carried), (more_predicted, more_carried) = sizes(*few), sizes(*many)
+    assert more_predicted > predicted
+    assert more_carried - carried == pytest.approx(more_predicted - predicted, rel=0.05)
 
 
 SIZES = {"interleaved": ((8, 4), (8, 8)), "zb_v": ((2, 0), (4, 0))}
