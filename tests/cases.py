@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
+from maxpipe.model.families.registry import FAMILIES
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.train.step import Steps, partition
@@ -51,6 +52,8 @@ class Case:
     layers: int = 5
     dropout: float = 0.0
     tied: bool = False
+    own: Any = None
+    """Keys of a family other than Llama: its section."""
     dtype: str = "float32"
     alike: int = 0
     """Size of every dim of model and batch, so that nothing can be told by its shape."""
@@ -75,6 +78,9 @@ class Case:
             tied_embeddings=self.tied,
             compute_dtype=self.dtype,  # type: ignore[arg-type]
         )
+        if self.own is not None:
+            name = next(name for name, each in FAMILIES.items() if each.section is type(self.own))
+            config = replace(config, family=name, own=self.own)
         names = ("d_model", "num_heads", "num_kv_heads", "head_size", "d_mlp", "vocab_size")
         return replace(config, **dict.fromkeys(names if self.alike else (), self.alike))
 
@@ -84,7 +90,9 @@ class Case:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in named and value != field.default:
-                shown.append(f"{field.name}{value}")
+                shown.append(
+                    f"{field.name}{value}" if field.name != "own" else type(value).__name__
+                )
         return "-".join(shown)
 
 

@@ -137,7 +137,7 @@ def test_what_is_left_is_named_where_it_helps() -> None:
 @pytest.mark.parametrize("given", [{"dcn_data": 4}, {"dcn_stage": 3}, {}])
 def test_dcn_sizes_multiply_to_the_slices(given: dict[str, Any]) -> None:
     config = MeshConfig(**given, ici_fsdp=-1)
-    with pytest.raises(ConfigError, match=r"lie in 2 slices[^$]*Set mesh.dcn_data=2") as caught:
+    with pytest.raises(ConfigError, match=r"are in 2 slices[^$]*Set mesh.dcn_data=2") as caught:
         resolve(config, fake_devices(slices=2, per_slice=12))
     assert "dcn_data" in caught.value.problems[0].given
     action = dataclasses.replace(config, dcn_data=2, dcn_stage=1)

@@ -399,7 +399,7 @@ def test_every_changed_model_key_is_named(copy: Path, tiny: Path, run: Run):
     output = run("train", tiny, f"run.dir={copy.parent}", "train.steps=28", *changes, code=2)
     is_explained(output)
     assert "command line: model.d_mlp = 48\n  must be 32" in output
-    assert "command line: model.tied_embeddings = True\n  must be False" in output
+    assert "command line: model.tied_embeddings = true\n  must be false" in output
     assert "model.compute_dtype" not in output
     assert saved_digest(copy)
 

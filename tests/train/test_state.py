@@ -150,7 +150,7 @@ def test_tied_embeddings_go_there_and_back(network: dict[str, Any]) -> None:
 
 def test_every_stage_holds_the_layers_outside(network: dict[str, Any]) -> None:
     partition, stacked = drawn_stacked("two outside, padded")
-    first = jax.tree.map(lambda leaf: leaf[:2], network["layers"]["layer"])
+    first = jax.tree.map(lambda leaf: leaf[:2], network["layers"])
     assert_same_bits(stacked["outside"], first)
     for leaf, specs in zip(
         jax.tree.leaves(stacked["outside"]),
@@ -213,8 +213,8 @@ def test_specs_of_the_network_form_split_what_divides(
     specs = named_leaves(partition.saved_specs)
     assert specs["embedding"] == PartitionSpec(split, "fsdp")
     assert specs["head"] == PartitionSpec("fsdp", split)
-    assert specs["layers.layer.mlp.gate"] == PartitionSpec(on, "fsdp", "tensor")
-    assert specs["layers.layer.attention_norm.scale"] == PartitionSpec(on, None)
+    assert specs["layers.mlp.gate"] == PartitionSpec(on, "fsdp", "tensor")
+    assert specs["layers.attention_norm.scale"] == PartitionSpec(on, None)
     # Every array can really be placed like that.
     shapes = jax.eval_shape(lambda key: partition.to_saved(partition.init(key)), KEY)
     shardings = partition.shardings(partition.saved_specs)

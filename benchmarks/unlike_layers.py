@@ -1,0 +1,90 @@
+"""What layers of unlike kinds cost in the engine, from the TPU compiler, without a TPU.
+
+    python benchmarks/unlike_layers.py            # prints the table
+    python benchmarks/unlike_layers.py --write    # and writes unlike_layers.md
+
+The model of `tpu_ahead_of_time.py` is compiled as it is, and with the same layers declared as
+several kinds: the arithmetic is the same, so that the difference is what kinds cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tpu_ahead_of_time import LAYERS, Mode, compile_one
+
+PATTERNS = {"one kind": "a", "two in turn": "ab", "five and one": "aaaaab", "three in turn": "abc"}
+MODES = [Mode("iteration", "full"), Mode("step", "full"), Mode("step", "names")]
+MICROBATCHES = 16
+PREAMBLE = f"""\
+# What layers of unlike kinds cost
+
+`python benchmarks/unlike_layers.py --write`. Nothing ran on a TPU. The 8B-class model of
+[tpu_ahead_of_time.md](tpu_ahead_of_time.md), M = {MICROBATCHES}, with its {LAYERS} layers declared
+as one kind or as several: the arithmetic is the same. Where chunks of 4 layers do not hold the same
+number of each kind, stacks are padded to the most of any chunk: arguments grow.
+
+"""
+
+
+def measure(pattern: str, mode: Mode) -> dict[str, Any]:
+    """Compiles one program. Runs in a process of its own."""
+    from maxpipe.model import decoder
+    from maxpipe.model.spec import Model
+
+    whole = decoder.describe
+
+    def declared(config: Any) -> Model:
+        found = whole(config)
+        (kind,) = found.kinds.values()
+        layers = tuple(pattern[number % len(pattern)] for number in range(len(found.layers)))
+        kinds = dict.fromkeys(dict.fromkeys(layers), kind)
+        return Model(kinds, layers, found.ends, found.values)
+
+    decoder.describe = declared  # type: ignore[assignment]
+    return compile_one(mode, MICROBATCHES)
+
+
+def in_process(pattern: str, mode: Mode) -> dict[str, Any]:
+    task = json.dumps({"pattern": pattern, "mode": asdict(mode)})
+    command = [sys.executable, __file__, "--one", task]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return json.loads(printed.splitlines()[-1])
+
+
+def table() -> str:
+    head = ["mode", "layers", "arguments GiB", "temp GiB", "peak GiB", "Gcycles", "TFLOP", "copies"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for mode in MODES:
+        for name, pattern in PATTERNS.items():
+            found = in_process(pattern, mode)
+            numbers = [found[key] for key in ("arguments", "temporary", "peak", "gigacycles")]
+            cells = [mode.name, f"{name} ({pattern})", *(f"{number:.2f}" for number in numbers)]
+            lines.append(f"| {' | '.join(cells)} | {found['teraflops']:.0f} | {found['copies']} |")
+            print(lines[-1], file=sys.stderr)
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        task = json.loads(options.one)
+        print(json.dumps(measure(task["pattern"], Mode(**task["mode"])), default=float))
+        return
+    page = table()
+    print(page)
+    if options.write:
+        Path(__file__).with_suffix(".md").write_text(PREAMBLE + page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Every family in the engine against automatic differentiation of its plain loop."""
+
+from __future__ import annotations
+
+import pytest
+
+from maxpipe.model.families.gemma3 import Gemma3Config
+from maxpipe.model.families.registry import FAMILIES
+from tests.cases import Case
+from tests.pipeline.test_executor import check_gradients
+
+GEMMA = Gemma3Config(window=3, period=3, rope_scaling=2.0, query_scale=7.0)
+CASES = [
+    Case(2, 2, 5, own=GEMMA, tied=True, layers=7, fsdp=2, tensor=2),
+    Case(4, 1, 9, own=GEMMA, tied=True, layers=6, schedule="zb_h1", remat="names", data=2),
+    Case(3, 2, 4, own=GEMMA, tied=True, layers=8, outside=2, remat="chunk", idle="compute"),
+    Case(4, 2, 8, own=GEMMA, tied=True, layers=9, schedule="zb_v", remat="none", dropout=0.3),
+    Case(2, 3, 4, own=GEMMA, tied=True, layers=6, gather="visit", fsdp=2, idle="compute"),
+    Case(2, 1, 2, own=GEMMA, tied=True, layers=5, gather="step", schedule="1f1b", data=2),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_family_in_the_engine_equals_its_plain_loop(case: Case) -> None:
+    check_gradients(case)
+
+
+def test_every_family_but_llama_is_here() -> None:
+    """Llama is that of `test_executor`."""
+    tried = {type(case.own) for case in CASES}
+    assert tried == {each.section for name, each in FAMILIES.items() if name != "llama"}
