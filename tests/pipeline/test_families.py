@@ -11,7 +11,7 @@ from tests.pipeline.test_executor import check_gradients
 
 GEMMA = Gemma3Config(window=3, period=3, rope_scaling=2.0, query_scale=7.0)
 CASES = [
-    Case(2, 2, 5, own=GEMMA, tied=True, layers=7, fsdp=2, tensor=2),
+    Case(2, 2, 3, own=GEMMA, tied=True, layers=7, fsdp=2, tensor=2),
     Case(4, 1, 9, own=GEMMA, tied=True, layers=6, schedule="zb_h1", remat="names", data=2),
     Case(3, 2, 4, own=GEMMA, tied=True, layers=8, outside=2, remat="chunk", idle="compute"),
     Case(4, 2, 8, own=GEMMA, tied=True, layers=9, schedule="zb_v", remat="none", dropout=0.3),
