@@ -86,7 +86,7 @@ def seconds_of_guard(config: Config) -> float:
     """What the guard adds to a step."""
     device = jax.devices()[:1]
     with (
-        patch("maxpipe.train.step.decide", lambda _config, _mesh, state, *_: (np.True_, state)),
+        patch("maxpipe.train.step.assess", lambda _config, _mesh, state, *_: (np.True_, state)),
         patch("maxpipe.train.step.unless_bad", lambda _taken, new, _old: new),
         patch("maxpipe.train.optim.unless_bad", lambda _taken, new, _old: new),
     ):

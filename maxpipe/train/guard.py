@@ -59,7 +59,7 @@ def initial(config: GuardConfig, facts: Mapping[str, Any] | None = None) -> Guar
     return GuardState._make((skipped, spikes, recent[:, recent.shape[1] - window :], reach))
 
 
-def decide(
+def assess(
     config: GuardConfig,
     mesh: Mesh,
     state: GuardState,

@@ -43,7 +43,7 @@ from maxpipe.schedule.balance import balanced_cut
 from maxpipe.schedule.catalog import build, forward_only
 from maxpipe.schedule.table import Schedule
 from maxpipe.train import executable
-from maxpipe.train.guard import GuardState, decide, initial, unless_bad
+from maxpipe.train.guard import GuardState, assess, initial, unless_bad
 from maxpipe.train.optim import (
     build_optimizer,
     learning_rate,
@@ -292,7 +292,7 @@ class Steps:
         loss, gradients = found.loss, found.gradients
         norm = optax.tree.norm(gradients)
         rate = jnp.asarray(self.rate(state.step - state.guard.skipped))
-        taken, guard = decide(
+        taken, guard = assess(
             self.guard,
             self.partition.mesh,
             state.guard,

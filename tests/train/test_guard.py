@@ -17,7 +17,7 @@ from maxpipe.config.schema import GuardConfig, MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.plan.compile import build_steps
 from maxpipe.train import optim, step
-from maxpipe.train.guard import GuardState, decide, initial, unless_bad
+from maxpipe.train.guard import GuardState, assess, initial, unless_bad
 from maxpipe.train.optim import moments
 from maxpipe.train.state import TrainState
 from tests.cases import Case, batch_of, steps_of
@@ -31,7 +31,7 @@ def run_through(
 ) -> tuple[list[bool], GuardState]:
     """Which of these steps, losses and gradient norms, are taken; and the state after them."""
     state, mesh = initial(config), build_mesh(MeshConfig(), jax.devices()[:1])
-    decide = jax.jit(lambda state, loss, norm: decide(config, mesh, state, loss, norm))
+    decide = jax.jit(lambda state, loss, norm: assess(config, mesh, state, loss, norm))
     found = []
     for loss, norm in numbers:
         taken, state = decide(state, jnp.float32(loss), jnp.float32(norm))
@@ -110,7 +110,7 @@ def test_one_number_that_is_not_finite_holds_back_the_whole_update() -> None:
         return finite.all(), jnp.array([3.0, 4.0])
 
     decide = jax.jit(
-        lambda finite: decide(
+        lambda finite: assess(
             GuardConfig(), mesh, initial(GuardConfig()), one, one, check, (finite,), (None,)
         )
     )
@@ -266,7 +266,7 @@ def test_the_guard_takes_no_memory(dtype: str, monkeypatch: pytest.MonkeyPatch) 
     guarded = memory()
     for module in (step, optim):
         monkeypatch.setattr(module, "unless_bad", lambda taken, new, old: new)
-    monkeypatch.setattr(step, "decide", lambda *given: decide(*given[:5]))
+    monkeypatch.setattr(step, "assess", lambda *given: assess(*given[:5]))
     plain = memory()
     assert guarded.temp_size_in_bytes <= plain.temp_size_in_bytes + 1024
     assert guarded.alias_size_in_bytes == plain.alias_size_in_bytes
