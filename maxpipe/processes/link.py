@@ -116,7 +116,7 @@ class Link:
         *,
         index: int = 0,
         count: int = 1,
-        say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+        say: Callable[[str], None] = lambda text: _print(text),
     ):
         self.index, self.count, self.say = index, count, say
         self.tell: Callable[[str], None] = say
@@ -476,10 +476,15 @@ class Link:
                 if self._hub is not None:
                     self._hub.wait_for_leaving(_GOODBYE_SECONDS / 2)
             with contextlib.suppress(OSError, ValueError):
-                print(redact.text(text), file=sys.stderr, flush=True)
+                _print(redact.text(text))
                 sys.stdout.flush()
         finally:
             os._exit(int(code))
+
+
+def _print(text: str) -> None:
+    """In one write: another thread's text must not come before the end of the line."""
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
 def _last_words(error: BaseException) -> str:

@@ -335,7 +335,7 @@ def _deadline(seconds: float, code: int, message: str) -> Iterator[None]:
     """Ends the process when the body, perhaps a call that nothing interrupts, takes longer."""
 
     def leave() -> None:
-        print(redact.text(message), file=sys.stderr, flush=True)
+        print(f"{redact.text(message)}\n", end="", file=sys.stderr, flush=True)
         os._exit(code)
 
     timer = threading.Timer(seconds, leave)

@@ -126,7 +126,8 @@ class Console:
             if self._view is not None:
                 self._view.print(text)
             else:
-                print(text, file=self._stream, flush=True)
+                # One write: another thread's line must not come before this one's end.
+                print(f"{text}\n", end="", file=self._stream, flush=True)
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -49,6 +49,26 @@ def test_plain_lines(monkeypatch: pytest.MonkeyPatch):
     ]
 
 
+def test_each_text_is_one_write():
+    """Another thread, which prints why the process ends, would cut a line in two."""
+
+    class Writes(io.StringIO):
+        def __init__(self):
+            super().__init__()
+            self.texts: list[str] = []
+
+        def write(self, text: str, /) -> int:
+            self.texts.append(text)
+            return super().write(text)
+
+    stream = Writes()
+    with Console("plain", stream=stream) as console:
+        console.banner([("run", "runs/tiny"), ("parameters", "1.2M [float32]")])
+        console.tell("saved step 120")
+    assert all(text.endswith("\n") for text in stream.texts if text)
+    assert len(list(filter(None, stream.texts))) == 2
+
+
 def test_a_stage_that_fails_says_so():
     stream = io.StringIO()
     with (
