@@ -12,7 +12,7 @@ import math
 
 from maxpipe.config.schema import MeshConfig
 
-LOGICAL_AXES = ("batch", "embed", "heads", "kv_heads", "head_size", "mlp", "vocab", "norm")
+LOGICAL_AXES = ("batch", "embed", "heads", "kv_heads", "head_size", "mlp", "vocab", "norm", "ahead")
 """Names that model code gives to the dims of its arrays."""
 
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
@@ -27,6 +27,7 @@ DEFAULT_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "vocab": ("stage", "tensor"),
     "norm": (),
+    "ahead": (),
 }
 """Mesh axes over which each logical axis is split, before `mesh.axis_rules`."""
 
