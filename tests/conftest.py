@@ -30,6 +30,11 @@ CHECKED = (
     "maxpipe.model.decoder",
     "maxpipe.model.initial",
     "maxpipe.model.modules",
+    "maxpipe.pipeline.outside",
+    "maxpipe.pipeline.vocabulary",
+    "maxpipe.train.guard",
+    "maxpipe.train.optim",
+    "maxpipe.train.step",
 )
 GOLDEN = Path(__file__).parent / "golden"
 

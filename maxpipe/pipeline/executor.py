@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Float
 
 from maxpipe.parallel.mesh import BATCH_AXES, STAGE
 from maxpipe.parallel.sharding import BATCH_SPEC, restrict
@@ -36,9 +38,9 @@ Tree = Any
 class Differentiated(NamedTuple):
     """What a step finds; the objective is `loss` and the weighted sum of `losses`."""
 
-    loss: jax.Array
+    loss: Float[Array, ""]
     """Mean cross entropy over all target tokens, in nats."""
-    losses: dict[str, jax.Array]
+    losses: dict[str, Float[Array, ""]]
     """Of the layers and of heads ahead, each divided by the number of target tokens; not weighted.
     """
     gradients: Tree

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jaxtyping import Float, Int
 
 from maxpipe.parallel.mesh import STAGE
 from maxpipe.pipeline import scopes
@@ -37,8 +38,8 @@ class OutsideRow(NamedTuple):
 class OutsideBuffers(NamedTuple):
     """What rounds leave between their forward and their backward."""
 
-    waiting: jax.Array
-    """`[slots, B, T, D]`: the layers' output until it enters, then its cotangent."""
+    waiting: Float[Array, "slots B T D"]
+    """The layers' output until it enters, then its cotangent."""
     stash: Tree
     """What the layers keep for their backward: by kind `[slots * layers, ...]`."""
     reports: Reports | None
@@ -60,10 +61,10 @@ class OutsideLayers:
     seeds: Tree
     """Cotangents of the layers' losses."""
     embedding: Embedding
-    table: jax.Array
+    table: Float[Array, "v d"]
     """What the embedding looks up."""
 
-    def buffers(self, like: jax.Array) -> OutsideBuffers:
+    def buffers(self, like: Float[Array, "B T D"]) -> OutsideBuffers:
         """Empty slots for rounds, `like` one activation."""
         count = self.schedule.outside.num_slots
         trains = self.schedule.trains
@@ -76,9 +77,12 @@ class OutsideLayers:
         return {kind: each.zeros(self.held[kind]) for kind, each in self.slots.weights.items()}
 
     def enter(
-        self, buffers: OutsideBuffers, row: OutsideRow, entering: jax.Array
-    ) -> tuple[jax.Array, OutsideBuffers]:
-        """The microbatch that enters the ring `[B, T, D]`, after the round that starts with it."""
+        self, buffers: OutsideBuffers, row: OutsideRow, entering: Int[Array, ""]
+    ) -> tuple[Float[Array, "B T D"], OutsideBuffers]:
+        """The microbatch that enters the ring, after the round that starts with it.
+
+        `entering` is its number, or negative for none.
+        """
         starts = row.forward >= 0
         nothing = jnp.zeros_like(buffers.waiting[0])
         with jax.named_scope(scopes.EMBED):
@@ -112,11 +116,11 @@ class OutsideLayers:
         self,
         buffers: OutsideBuffers,
         row: OutsideRow,
-        returning: jax.Array,
-        cotangent: jax.Array,
+        returning: Int[Array, ""],
+        cotangent: Float[Array, "B T D"],
         totals: Tree,
-        embedding: jax.Array,
-    ) -> tuple[OutsideBuffers, Tree, jax.Array]:
+        embedding: Float[Array, "v d"],
+    ) -> tuple[OutsideBuffers, Tree, Float[Array, "v d"]]:
         """Takes stage 0's cotangent of the microbatch that is back, and the round it completes.
 
         `totals` and `embedding` are the gradients of the layers and of the embedding so far.

@@ -6,7 +6,8 @@ would otherwise sit on the first and the last. Forward and backward are explicit
 both run in control flow that is the same on all stages.
 
 The embedding's columns stay divided over fsdp: tokens go to all shards and activations come back,
-which is less than the table.
+which is less than the table. In shapes `v` is V / P, this stage's part of the padded vocabulary,
+and `d` the columns of the table that a device holds: D, or D over the size of fsdp.
 
 Source: the vocabulary-parallel cross entropy of Megatron-LM (arXiv:1909.08053).
 """
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
 
 from maxpipe.parallel.mesh import FSDP, STAGE
 from maxpipe.pipeline.collectives import (
@@ -42,7 +45,7 @@ from maxpipe.pipeline.weights import (
 
 
 class Embedding(NamedTuple):
-    """Lookup in this stage's rows of the table `[V/P, D]`."""
+    """Lookup in this stage's rows of the table `[v, d]`."""
 
     division: WeightSharding
     """Of the table."""
@@ -54,35 +57,49 @@ class Embedding(NamedTuple):
         """Whether devices along fsdp each look up their own columns."""
         return self.division.dim == 1
 
-    def hold(self, shard: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    def hold(self, shard: Float[Array, "v shard"], dtype: jnp.dtype) -> Float[Array, "v d"]:
         """What `lookup` reads."""
         return vary(shard.astype(dtype)) if self.by_column else gather(shard, self.division, dtype)
 
-    def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        """`tokens [B, T]` -> `[B, T, D]`, the same on every stage."""
+    def lookup(
+        self, table: Float[Array, "v d"], tokens: Int[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
+        """The first layer's input, the same on every stage."""
         return self._to_rows(sum_over(self._found(table, tokens), STAGE))
 
-    def lookup_own(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        """`tokens [P, B, T]` -> `[B, T, D]`: to each stage its own microbatch."""
+    def lookup_own(
+        self, table: Float[Array, "v d"], tokens: Int[Array, "P B T"]
+    ) -> Float[Array, "B T D"]:
+        """The same, to each stage that of its own microbatch."""
         return self._to_rows(scatter_sum(self._found(table, tokens), STAGE, 0)[0])
 
-    def accumulate(self, total: jax.Array, tokens: jax.Array, cotangent: jax.Array) -> jax.Array:
-        """Adds stage 0's `cotangent [B, T, D]` to the gradient of what is held."""
+    def accumulate(
+        self,
+        total: Float[Array, "v d"],
+        tokens: Int[Array, "B T"],
+        cotangent: Float[Array, "B T D"],
+    ) -> Float[Array, "v d"]:
+        """Adds stage 0's cotangent to the gradient of what is held, float32."""
         return self._add(total, tokens, self._to_columns(vary(from_position(cotangent, STAGE, 0))))
 
     def accumulate_own(
-        self, total: jax.Array, tokens: jax.Array, cotangent: jax.Array
-    ) -> jax.Array:
-        """Adds every stage's own `cotangent [B, T, D]` for `tokens [P, B, T]`."""
+        self,
+        total: Float[Array, "v d"],
+        tokens: Int[Array, "P B T"],
+        cotangent: Float[Array, "B T D"],
+    ) -> Float[Array, "v d"]:
+        """Adds every stage's own cotangent, of its microbatch among all stages' tokens."""
         columns = self._to_columns(cotangent)[None]
         return self._add(total, tokens, gather_shards(columns, STAGE, 0))
 
-    def finish(self, total: jax.Array) -> jax.Array:
+    def finish(self, total: Float[Array, "v d"]) -> Float[Array, "v shard"]:
         """Summed over data and fsdp, in the form of the stored shard."""
         total = total if self.by_column else scatter(total, self.division)
         return sum_over_batch(total, self.division)
 
-    def _found(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    def _found(
+        self, table: Float[Array, "v d"], tokens: Int[Array, "*dims T"]
+    ) -> Float[Array, "*found T d"]:
         row, mine = self._own_rows(tokens, table.shape[0])
         return self._scaled(jnp.where(mine[..., None], table[row], 0), table.dtype)
 
@@ -107,7 +124,9 @@ class Embedding(NamedTuple):
         # XLA for TPU takes five times as long to exchange from dim 2 to dim 0.
         return exchange(jnp.concatenate(jnp.split(x, size_of(FSDP), axis=2)), FSDP, 0, 0)
 
-    def _own_rows(self, tokens: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    def _own_rows(
+        self, tokens: Int[Array, "*dims T"], num_rows: int
+    ) -> tuple[Int[Array, "*found T"], Bool[Array, "*found T"]]:
         """Row of every token that is looked up here, and whether it is held here."""
         if self.by_column:
             tokens = gather_shards(tokens, FSDP, tokens.ndim - 2)
@@ -118,19 +137,20 @@ class Embedding(NamedTuple):
 class Loss(NamedTuple):
     """Summed loss of one microbatch and its gradients."""
 
-    total: jax.Array
-    output: jax.Array
-    """Cotangent of the last layer's output `[B, T, D]`."""
+    total: Float[Array, ""]
+    """In nats, over the microbatch's targets; float32."""
+    output: Float[Array, "B T D"]
+    """Cotangent of the last layer's output."""
     norm: Any
-    head: jax.Array
-    """Of this stage's `[D, V/P]`, summed over the microbatch, float32."""
+    head: Float[Array, "D v"]
+    """Of this stage's columns, summed over the microbatch, float32."""
 
 
 class Ahead(NamedTuple):
     """Heads that predict the tokens 1, 2, ... places behind the ordinary targets."""
 
-    function: Callable[[Any, jax.Array], jax.Array]
-    """(one head's parameters, the final norm's output `[B, T, D]`) -> what it projects."""
+    function: Callable[[Any, Float[Array, "B T D"]], Float[Array, "B T D"]]
+    """(one head's parameters, the final norm's output) -> what it projects."""
     loss_weights: dict[str, float]
     """By the name of each head's loss, what it counts in the objective."""
 
@@ -148,8 +168,8 @@ class AheadWeights(NamedTuple):
     held: Any
     """What parameters are read from."""
 
-    def no_losses(self) -> jax.Array:
-        """Zeros `[heads]`."""
+    def no_losses(self) -> Float[Array, " heads"]:
+        """Zeros."""
         return vary(jnp.zeros(self.heads.num_heads, jnp.float32))
 
     def finish(self, gradients: Any) -> Any:
@@ -161,8 +181,8 @@ class AheadWeights(NamedTuple):
 class AheadSums(NamedTuple):
     """What heads ahead add up from microbatch to microbatch."""
 
-    losses: jax.Array
-    """Summed cross entropy of each head, in nats, float32 `[heads]`."""
+    losses: Float[Array, " heads"]
+    """Summed cross entropy of each head, in nats, float32."""
     gradients: Any
     """Of their parameters, float32, stacked like them."""
 
@@ -170,7 +190,7 @@ class AheadSums(NamedTuple):
 class LossHead(NamedTuple):
     """Final norm, projection to the vocabulary and cross entropy."""
 
-    norm: Callable[[Any, jax.Array], jax.Array]
+    norm: Callable[[Any, Float[Array, "B T D"]], Float[Array, "B T D"]]
     last_stage: int
     """The stage on which the network ends."""
     vocab_size: int
@@ -181,10 +201,10 @@ class LossHead(NamedTuple):
     def loss(
         self,
         norm_params: Any,
-        head: jax.Array,
-        output: jax.Array,
+        head: Float[Array, "D v"],
+        output: Float[Array, "B T D"],
         inputs: Any,
-    ) -> jax.Array:
+    ) -> Float[Array, ""]:
         """Sum over the microbatch of the masked cross entropy, in nats."""
         hidden = self.norm(norm_params, self._from_last_stage(output))
         return self._scores(hidden, head, inputs["targets"], inputs["loss_mask"])[0]
@@ -192,17 +212,17 @@ class LossHead(NamedTuple):
     def loss_and_grad(
         self,
         norm_params: Any,
-        head: jax.Array,
-        output: jax.Array,
+        head: Float[Array, "D v"],
+        output: Float[Array, "B T D"],
         inputs: Any,
-        scale: jax.Array,
+        scale: Float[Array, ""],
         ahead: AheadWeights | None = None,
         sums: AheadSums | None = None,
     ) -> tuple[Loss, AheadSums | None]:
         """The loss and the gradients of `scale` times it.
 
-        `output [B, T, D]` is read from the last stage, `head [D, V/P]` is this stage's part,
-        `inputs` are the microbatch's arrays. Heads ahead share both gradients, and add to `sums`.
+        `output` is read from the last stage, `head` is this stage's part, `inputs` are the
+        microbatch's arrays. Heads ahead share both gradients, and add to `sums`.
         """
         output = self._from_last_stage(output)
         hidden, norm_vjp = jax.vjp(self.norm, vary(norm_params), output)
@@ -218,12 +238,12 @@ class LossHead(NamedTuple):
 
     def _differentiated(
         self,
-        hidden: jax.Array,
-        head: jax.Array,
-        targets: jax.Array,
-        mask: jax.Array,
-        scale: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        hidden: Float[Array, "B T D"],
+        head: Float[Array, "D v"],
+        targets: Int[Array, "B T"],
+        mask: Float[Array, "B T"],
+        scale: Float[Array, ""],
+    ) -> tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]]:
         """Loss, and its gradients by this stage's columns: of `hidden`, and of the columns."""
         total, exponent, normaliser, is_target, slope = self._scores(hidden, head, targets, mask)
         weight = (mask * scale)[..., None]
@@ -237,12 +257,12 @@ class LossHead(NamedTuple):
     def _ahead(
         self,
         ahead: AheadWeights,
-        head: jax.Array,
-        hidden: jax.Array,
+        head: Float[Array, "D v"],
+        hidden: Float[Array, "B T D"],
         inputs: Any,
-        scale: jax.Array,
-        start: tuple[jax.Array, jax.Array, AheadSums],
-    ) -> tuple[jax.Array, jax.Array, AheadSums]:
+        scale: Float[Array, ""],
+        start: tuple[Float[Array, "B T D"], Float[Array, "D v"], AheadSums],
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "D v"], AheadSums]:
         """Adds what the heads ahead find, one after the other: one's logits are in memory at once.
 
         A gradient by this stage's columns is propagated through a head's own parameters as it is,
@@ -251,8 +271,8 @@ class LossHead(NamedTuple):
         loss_weights = jnp.asarray([*ahead.heads.loss_weights.values()], jnp.float32)
 
         def one(
-            number: jax.Array, found: tuple[jax.Array, jax.Array, AheadSums]
-        ) -> tuple[jax.Array, jax.Array, AheadSums]:
+            number: Array, found: tuple[Array, Array, AheadSums]
+        ) -> tuple[Array, Array, AheadSums]:
             d_hidden, d_head, sums = found
             params = ahead.weights.layer(ahead.held, number)
             own, pullback = jax.vjp(ahead.heads.function, params, hidden)
@@ -270,9 +290,19 @@ class LossHead(NamedTuple):
         return vary(from_position(output, STAGE, self.last_stage))
 
     def _scores(
-        self, hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Loss, exp(logits - max) `[B, T, V/P]`, its sum `[B, T]`, one-hot targets, cap's slope."""
+        self,
+        hidden: Float[Array, "B T D"],
+        head: Float[Array, "D v"],
+        targets: Int[Array, "B T"],
+        mask: Float[Array, "B T"],
+    ) -> tuple[
+        Float[Array, ""],
+        Float[Array, "B T v"],
+        Float[Array, "B T"],
+        Float[Array, "B T v"],
+        Float[Array, "B T v"] | None,
+    ]:
+        """Loss, exp(logits - max), its sum over the vocabulary, one-hot targets, cap's slope."""
         num_columns = head.shape[1]
         logits, slope = _product("btd,dv->btv", hidden, head), None
         if self.logit_cap:
@@ -289,8 +319,8 @@ class LossHead(NamedTuple):
         return vary(total), exponent, normaliser, is_target.astype(jnp.float32), slope
 
 
-def further(inputs: Any, distance: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Targets `distance` places behind the ordinary ones, and which of them count, `[B, T]`.
+def further(inputs: Any, distance: Int[Array, ""]) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    """Targets `distance` tokens behind the ordinary ones, and which of them count.
 
     Those count that count where they are the ordinary ones, in the same row and segment.
     """

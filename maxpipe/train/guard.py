@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Bool, Float, Int
 
 from maxpipe.config.schema import GuardConfig
 from maxpipe.parallel.mesh import AXES
@@ -27,16 +29,16 @@ Check = Callable[..., tuple[Any, Any]]
 class GuardState(NamedTuple):
     """What is remembered from step to step, the same on all devices."""
 
-    skipped: jax.Array
-    """int32: steps whose update was not taken."""
-    spikes: jax.Array
-    """int32: steps that were spikes."""
-    recent: jax.Array
-    """float32 [2, window]: loss and gradient norm of the last updates, the newest last. NaN where
-    there was none yet; the window is 0 when no spikes are looked for."""
-    reach: jax.Array
-    """float32 [2]: bounds on the size of any parameter and of any first moment; infinite where
-    they were not measured. See `optim.reach_after`."""
+    skipped: Int[Array, ""]
+    """Steps whose update was not taken, int32."""
+    spikes: Int[Array, ""]
+    """Steps that were spikes, int32."""
+    recent: Float[Array, "2 window"]
+    """Loss in nats per token, and gradient norm, of the last updates, the newest last; float32. NaN
+    where there was none yet; the window is 0 when no spikes are looked for."""
+    reach: Float[Array, " 2"]
+    """Bounds on the size of any parameter and of any first moment, float32; infinite where they
+    were not measured. See `optim.reach_after`."""
 
     def facts(self) -> dict[str, Any]:
         """The same as JSON values, for a checkpoint; the reach is measured again."""
@@ -63,14 +65,15 @@ def assess(
     config: GuardConfig,
     mesh: Mesh,
     state: GuardState,
-    loss: jax.Array,
-    grad_norm: jax.Array,
+    loss: Float[Array, ""],
+    grad_norm: Float[Array, ""],
     check: Check = lambda: (True, np.inf),
     operands: Tree = (),
     specs: Tree = (),
-) -> tuple[jax.Array, GuardState]:
+) -> tuple[Bool[Array, ""], GuardState]:
     """(whether the update is taken, what to remember); the answer is one for all devices.
 
+    `loss` is in nats per token, `grad_norm` that of the whole gradient before it is clipped.
     `check` says of a device's part of the operands, divided over the mesh as `specs` say, whether
     the update leaves it finite, and how far it may reach: where it does not, nothing is updated.
     """
@@ -84,7 +87,7 @@ def assess(
     return taken, GuardState(state.skipped + ~taken, state.spikes + spike, recent, reach)
 
 
-def unless_bad(taken: jax.Array | bool, new: Tree, old: Tree) -> Tree:
+def unless_bad(taken: Bool[Array, ""] | bool, new: Tree, old: Tree) -> Tree:
     """`new` where the update is taken, else `old`.
 
     The choice, entry by entry, is fused into the arithmetic that makes `new`: where `old` has no
@@ -93,7 +96,9 @@ def unless_bad(taken: jax.Array | bool, new: Tree, old: Tree) -> Tree:
     return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
 
 
-def _is_spike(config: GuardConfig, recent: jax.Array, seen: jax.Array) -> jax.Array:
+def _is_spike(
+    config: GuardConfig, recent: Float[Array | np.ndarray, "2 window"], seen: Float[Array, " 2"]
+) -> Bool[Array, ""]:
     window = recent.shape[1]
     if not window:
         return jnp.zeros((), bool)
@@ -106,8 +111,8 @@ def _is_spike(config: GuardConfig, recent: jax.Array, seen: jax.Array) -> jax.Ar
 
 
 def _anywhere(
-    mesh: Mesh, flags: jax.Array, check: Check, operands: Tree, specs: Tree
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    mesh: Mesh, flags: Bool[Array, " 2"], check: Check, operands: Tree, specs: Tree
+) -> tuple[Bool[Array, ""], Bool[Array, ""], Float[Array, " 2"]]:
     """(broken, spike, reach): the largest of all devices, on every device.
 
     A device looks at its own part of the operands. Of all else devices compute the same numbers,
@@ -115,7 +120,7 @@ def _anywhere(
     processes would wait for each other forever.
     """
 
-    def largest(flags: jax.Array, operands: Tree) -> jax.Array:
+    def largest(flags: Array, operands: Tree) -> Array:
         finite, reach = check(*operands)
         broken, spike = flags.at[0].set(flags[0] | ~jnp.asarray(finite))
         mine = jnp.stack([broken, spike, *jnp.broadcast_to(reach, 2)]).astype(jnp.float32)

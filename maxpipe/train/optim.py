@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
+from jaxtyping import Bool, Float, Int
 
 from maxpipe.config.schema import OptimConfig
 from maxpipe.train.guard import unless_bad
@@ -44,13 +46,16 @@ def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
 
 
 def reach_after(
-    config: OptimConfig, reach: jax.Array, norm: jax.Array, rate: jax.Array
-) -> jax.Array:
+    config: OptimConfig,
+    reach: Float[Array, " 2"],
+    norm: Float[Array, ""],
+    rate: Float[Array, ""],
+) -> Float[Array, " 2"]:
     """A bound on what `build_optimizer`'s update leaves, without looking at it.
 
     Args:
         config: the optimizer's.
-        reach: float32 [2]: bounds on the size of any parameter and of any first moment before.
+        reach: bounds on the size of any parameter and of any first moment before, float32.
         norm: of the whole gradient, unclipped.
         rate: the learning rate.
 
@@ -105,7 +110,7 @@ def _clip(limit: float) -> optax.GradientTransformationExtraArgs:
         params: Tree = None,
         *,
         norm: Any = None,
-        taken: jax.Array | bool = True,
+        taken: Bool[Array, ""] | bool = True,
         **_: Any,
     ) -> tuple[Tree, Tree]:
         norm = optax.tree.norm(updates) if norm is None else norm
@@ -131,7 +136,7 @@ def _scale_by_adam(
         state: Tree,
         params: Tree = None,
         *,
-        taken: jax.Array | bool = True,
+        taken: Bool[Array, ""] | bool = True,
         **_: Any,
     ) -> tuple[Tree, Tree]:
         mu = optax.tree.update_moment(updates, state.mu, beta1, 1)
@@ -155,7 +160,7 @@ def _if_taken(inner: optax.GradientTransformation) -> optax.GradientTransformati
         state: Tree,
         params: Tree = None,
         *,
-        taken: jax.Array | bool = True,
+        taken: Bool[Array, ""] | bool = True,
         **_: Any,
     ) -> tuple[Tree, Tree]:
         updates, new = inner.update(updates, state, params)
@@ -174,6 +179,8 @@ def momentum(state: optax.OptState) -> Tree:
     return optax.tree_utils.tree_get(state, ADAMW.momentum)
 
 
-def with_moments(state: optax.OptState, step: jax.Array, saved: dict[str, Tree]) -> optax.OptState:
+def with_moments(
+    state: optax.OptState, step: Int[Array, ""], saved: dict[str, Tree]
+) -> optax.OptState:
     """A state after `step` steps with these moments."""
     return optax.tree_utils.tree_set(state, count=step, **saved)

@@ -20,7 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Bool, Float, Int, Key
 
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import (
@@ -57,7 +59,8 @@ from maxpipe.train.replicas import ReplicaCheck
 from maxpipe.train.state import Partition, TrainState
 
 Tree = Any
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, Float[Array, ""] | Int[Array, ""]]
+"""By tag; losses in nats per token, in an evaluation in nats."""
 
 # One stream of keys for each use of randomness.
 _PARAMETERS, _DROPOUT = 0, 1
@@ -78,7 +81,9 @@ class Steps:
     byte_lengths: np.ndarray
     """Bytes of text that each token id stands for."""
     guard: GuardConfig
-    reach_after: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    reach_after: Callable[
+        [Float[Array, " 2"], Float[Array, ""], Float[Array, ""]], Float[Array, " 2"]
+    ]
     """Bounds on what an update leaves, from (those before, gradient norm, learning rate)."""
 
     # Shardings.
@@ -277,7 +282,7 @@ class Steps:
 
     # The computations.
 
-    def _key(self, stream: int) -> jax.Array:
+    def _key(self, stream: int) -> Key[Array, ""]:
         return jax.random.fold_in(jax.random.key(self.seed), stream)
 
     def _init(self) -> TrainState:
@@ -317,18 +322,18 @@ class Steps:
     def _updated(
         self,
         gradients: Tree,
-        norm: jax.Array,
+        norm: Float[Array, ""],
         params: Tree,
         optimizer: Tree,
-        taken: jax.Array | bool,
+        taken: Bool[Array, ""] | bool,
     ) -> tuple[Tree, Tree]:
         """(parameters, optimizer state) after the update, or as they were."""
         updates, new = self.optimizer.update(gradients, optimizer, params, norm=norm, taken=taken)
         return unless_bad(taken, optax.apply_updates(params, updates), params), new
 
     def _outcome(
-        self, gradients: Tree, norm: jax.Array, rate: jax.Array, state: TrainState
-    ) -> tuple[jax.Array, jax.Array]:
+        self, gradients: Tree, norm: Float[Array, ""], rate: Float[Array, ""], state: TrainState
+    ) -> tuple[Bool[Array, ""], Float[Array, " 2"]]:
         """Whether the update leaves parameters and moments finite, and their reach after it.
 
         The bound alone answers, all but always. Where it cannot, the update is computed once
@@ -349,7 +354,9 @@ class Steps:
         known = jnp.isfinite(bound).all()
         return jax.lax.cond(known, lambda: (known, bound), by_looking)
 
-    def _stays_finite(self, gradients: Tree, norm: jax.Array, state: TrainState) -> jax.Array:
+    def _stays_finite(
+        self, gradients: Tree, norm: Float[Array, ""], state: TrainState
+    ) -> Bool[Array, ""]:
         """Whether the update leaves all parameters and moments finite, computed and not kept.
 
         The barrier keeps this arithmetic apart from that of the update itself and within its
