@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from maxpipe.model.families.gemma3 import Gemma3Config
 from maxpipe.model.families.registry import FAMILIES
 from tests.cases import Case
-from tests.pipeline.test_executor import check_gradients
+from tests.pipeline.test_executor import check_gradients, matrix
 
 GEMMA = Gemma3Config(window=3, period=3, rope_scaling=2.0, query_scale=7.0)
 CASES = [
@@ -25,7 +28,19 @@ def test_a_family_in_the_engine_equals_its_plain_loop(case: Case) -> None:
     check_gradients(case)
 
 
+OTHERS: tuple[dict[str, Any], ...] = ({"own": GEMMA, "tied": True},)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", OTHERS, ids=lambda each: type(each["own"]).__name__)
+@pytest.mark.parametrize("case", matrix()[::53], ids=str)
+def test_sample_of_the_matrix(case: Case, family: dict[str, Any]) -> None:
+    """Every schedule, gather, remat and idle mode; tensor 2, dropout, layers outside the ring."""
+    check_gradients(replace(case, **family))
+
+
 def test_every_family_but_llama_is_here() -> None:
     """Llama is that of `test_executor`."""
     tried = {type(case.own) for case in CASES}
     assert tried == {each.section for name, each in FAMILIES.items() if name != "llama"}
+    assert {type(each["own"]) for each in OTHERS} == tried
