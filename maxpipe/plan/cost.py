@@ -132,7 +132,7 @@ class CostModel:
     def recomputed(self) -> float:
         """Forwards run again in a backward."""
         remat = self.sizes.config.pipeline.remat
-        return (RECOMPUTED | {"names": self.hardware.names_replay})[remat]
+        return (RECOMPUTED | {"names": self.hardware.names_recomputed})[remat]
 
     @cached_property
     def hop(self) -> float:
