@@ -159,7 +159,7 @@ def _read_measured(path: Path) -> Hardware:
     try:
         content = yaml.safe_load(files.read(path, _MAX_BYTES))
         kinds = typing.get_type_hints(Hardware)
-        figures = {_RENAMED.get(name, name): each for name, each in dict(content).items()}
+        figures = {_RENAMED.get(str(name), str(name)): each for name, each in dict(content).items()}
         found = {name: checked(each, kinds[name]) for name, each in figures.items()}
         if any(isinstance(each, int | float) and each < 0 for each in found.values()):
             raise ValueError("a figure is below 0")

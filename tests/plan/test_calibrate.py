@@ -151,7 +151,7 @@ def test_measured_figures_are_kept_and_used(
 def test_figures_of_an_earlier_release_are_read(home: Path) -> None:
     after = dataclasses.replace(shipped()["cpu"], names_recomputed=0.125, measured="today")
     path = hardware.keep_measured(after)
-    path.write_text(path.read_text().replace("names_recomputed", "names_" + "replay"))
+    path.write_text(path.read_text().replace("names_recomputed", "names_replay"))
     known.cache_clear()
     assert known()["cpu"] == after
 
