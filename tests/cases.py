@@ -52,6 +52,8 @@ class Case:
     layers: int = 5
     dropout: float = 0.0
     tied: bool = False
+    ahead: int = 0
+    """Heads that predict tokens further ahead."""
     own: Any = None
     """Keys of a family other than Llama: its section."""
     dtype: str = "float32"
@@ -76,6 +78,7 @@ class Case:
             num_layers=self.layers,
             dropout=self.dropout,
             tied_embeddings=self.tied,
+            heads_ahead=self.ahead,
             compute_dtype=self.dtype,  # type: ignore[arg-type]
         )
         if self.own is not None:

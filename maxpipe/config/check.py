@@ -242,6 +242,18 @@ def _vocabulary_holds_bytes(config: Config) -> Iterator[Finding]:
         )
 
 
+@rule("model.heads_ahead", "train.sequence_length")
+def _rows_reach_ahead(config: Config) -> Iterator[Finding]:
+    heads, tokens = config.model.heads_ahead, config.train.sequence_length
+    if heads >= tokens:
+        yield Finding(
+            "model.heads_ahead",
+            f"must be less than train.sequence_length ({tokens}): no token of a sequence is "
+            "further ahead.",
+            f"Set model.heads_ahead={tokens - 1} or less; 1 to 4 are usual.",
+        )
+
+
 # Mesh.
 
 

@@ -25,6 +25,8 @@ _SAME_KEY = {
     "model.d_mlp": "intermediate_size ffn_hidden_size d_ff ffn_dim mlp_dim n_inner",
     "model.vocab_size": "vocab n_vocab padded_vocab_size",
     "model.tied_embeddings": "tie_word_embeddings tie_embeddings weight_tying share_embeddings",
+    "model.heads_ahead": "num_nextn_predict_layers mtp_num_layers mtp_num_heads medusa_num_heads",
+    "model.ahead_loss_weight": "mtp_loss_scaling_factor mtp_loss_weight mtp_loss_coef",
     "model.rope_theta": "rope_base rotary_base",
     "model.norm_epsilon": "rms_norm_eps norm_eps layer_norm_eps layernorm_epsilon",
     "model.dropout": "dropout_rate hidden_dropout residual_dropout resid_pdrop",

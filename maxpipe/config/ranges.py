@@ -17,6 +17,8 @@ _RANGES = (
     ),
     Bound("model.head_size", 2, 2),
     Bound("model.vocab_size", BYTES_VOCABULARY, 2),
+    Bound("model.heads_ahead", 2, 0),
+    Bound("model.ahead_loss_weight", 0.3, 0, LARGEST, "devices compute in float32"),
     Bound(
         "model.rope_theta", 10000.0, 1, LARGEST, "devices compute in float32", low_is_inside=False
     ),

@@ -62,6 +62,13 @@ class ModelConfig:
     """Number of token ids. At least the tokenizer's vocabulary."""
     tied_embeddings: bool = False
     """Use the embedding table as the output projection as well."""
+    heads_ahead: int = 0
+    """Heads beside the ordinary one that predict the tokens 1, 2, ... places further ahead, in
+    training only (multi-token prediction). Each has a square matrix of its own and shares the
+    output projection."""
+    ahead_loss_weight: float = 0.3
+    """What the mean of their losses counts in the objective. Read when `model.heads_ahead` is not
+    0."""
     rope_theta: float = 10000.0
     """Base of the rotary embedding's wavelengths."""
     norm_epsilon: float = 1e-5

@@ -24,9 +24,7 @@ def layer_params(kind: Kind) -> int:
 @lru_cache(maxsize=64)
 def num_params(model: Model) -> int:
     """Parameters of the whole model; a tied table counts once."""
-    ends = model.ends
-    tables = [ends.embedding, *([] if ends.head is None else [ends.head])]
-    outer = sum(map(size, [*tables, *ends.norm.params.values()]))
+    outer = sum(map(size, model.ends.params.values()))
     return outer + sum(layer_params(model.kinds[kind]) for kind in model.layers)
 
 
@@ -45,7 +43,7 @@ def active_params(model: Model) -> int:
 
 @lru_cache(maxsize=64)
 def forward_flops_per_token(model: Model, sequence_length: int) -> int:
-    """Matmul operations that one token's forward pass needs, a multiply-add counting 2.
+    """Matmul operations that one token's forward pass needs in training, a multiply-add counting 2.
 
     Of the attention matrix the half before the diagonal counts, and of that what a window leaves;
     of weights those that a token uses.
@@ -136,8 +134,12 @@ def _visible(tokens: int, window: float) -> float:
 
 
 def _head_weights(model: Model) -> int:
-    """Of the output projection; a tied table is one as well."""
-    return size(model.ends.head or model.ends.embedding)
+    """Of the output projection, for each head; a tied table is one as well. Of heads ahead."""
+    ends = model.ends
+    projection = size(ends.head or ends.embedding)
+    if ends.ahead is None:
+        return projection
+    return (1 + ends.ahead.num_heads) * projection + sum(map(size, ends.ahead.params.values()))
 
 
 QUERY_BLOCK, MAX_BLOCKS = 256, 8

@@ -1,7 +1,7 @@
 """The decoder: a description made into pure functions of parameters.
 
-Parameters are a plain nested dict, `{embedding, layers, final_norm, head}`; `layers` holds for
-each kind those of its layers, stacked in network order. `Decoder.apply` is the plain loop that
+Parameters are a plain nested dict, `{embedding, layers, final_norm, head, ahead}`; `layers` holds
+for each kind those of its layers, stacked in network order. `Decoder.apply` is the plain loop that
 every pipelined run is held against; `layer` and `norm` are what the pipeline runs.
 """
 
@@ -29,6 +29,9 @@ from maxpipe.model.parts.attention import Attention
 from maxpipe.model.spec import Kind, Model
 from maxpipe.parallel.sharding import AxisRules
 
+_STREAMS = {"embedding": 1, "head": 2, "ahead": 3}
+"""Number of the key that each part of the ends is drawn with; layers have 0."""
+
 Params = dict[str, Any]
 LayerKey = Key[Array, ""] | None
 Losses = Mapping[str, Float[Array, ""]]
@@ -41,7 +44,8 @@ class Result(NamedTuple):
     logits: Float[Array, "B T V"]
     """Float32."""
     losses: Losses
-    """Float32 sums over all layers and target tokens, by name."""
+    """Float32 sums over all layers and target tokens, by name; those of heads ahead, too, of a
+    batch with targets."""
     statistics: Mapping[str, Statistics]
     """By kind and name: arrays `[layers of the kind, ...]`, sums over tokens."""
 
@@ -85,7 +89,7 @@ class Decoder:
         """Everything but the layers."""
         found: dict[tuple[str, ...], Array] = {}
         for name, param in self.model.ends.params.items():
-            part = jax.random.fold_in(key, 2 if name == ("head",) else 1)
+            part = jax.random.fold_in(key, _STREAMS.get(name[0], 1))
             found |= initial({name: param}, part, self._param_dtype)
         return _nested(found)
 
@@ -164,7 +168,27 @@ class Decoder:
 
     def logits(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits of the last layer's output."""
-        x = self.norm(params["final_norm"], x)
+        return self._projected(params, self.norm(params["final_norm"], x))
+
+    def ahead(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """What a head ahead projects, of the final norm's output; its own parameters."""
+        transform = params["transform"].astype(hidden.dtype)
+        return hidden + jax.nn.silu(jnp.einsum("btd,de->bte", hidden, transform))
+
+    def _losses_ahead(self, params: Params, x: Array, batch: Params) -> dict[str, Array]:
+        """Summed cross entropy in nats of each head ahead, of the last layer's output."""
+        losses: dict[str, Array] = {}
+        hidden, ids = self.norm(params["final_norm"], x), batch["segment_ids"]
+        for number, name in enumerate(self.model.ends.losses):
+            mine = jax.tree.map(lambda leaf, at=number: leaf[at], params["ahead"])
+            further = number + 1
+            logits = self._projected(params, self.ahead(mine, hidden[:, :-further]))
+            same = ids[:, further:] == ids[:, :-further]
+            mask = batch["loss_mask"][:, further:].astype(jnp.float32) * same
+            losses[name] = _nats(logits, batch["targets"][:, further:], mask)
+        return losses
+
+    def _projected(self, params: Params, x: Array) -> Array:
         head = params["embedding"].T if self.model.ends.head is None else params["head"]
         head = head.astype(self._dtype)
         logits = jnp.einsum("btd,dv->btv", x, head, preferred_element_type=jnp.float32)
@@ -191,6 +215,8 @@ class Decoder:
             for name, loss in lost.items():
                 losses[name] = losses.get(name, 0.0) + loss.sum()
             statistics[kind].append(counted)
+        if "targets" in batch:
+            losses |= self._losses_ahead(params, x, batch)
         joined = {
             kind: jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *found)
             for kind, found in statistics.items()
@@ -220,11 +246,12 @@ class Decoder:
         return _cross_entropy(self.apply(params, batch, key), batch)
 
     def objective(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, ""]:
-        """What training makes small: cross entropy, and the layers' losses by their weights."""
+        """What training makes small: cross entropy, and the other losses by their weights."""
         found = self.run(params, batch, key)
         total = _cross_entropy(found.logits, batch)
+        weights = {**self.model.losses, **self.model.ends.losses}
         for name, loss in found.losses.items():
-            total += self.model.losses[name] * loss / _targets(batch)
+            total += weights[name] * loss / _targets(batch)
         return total
 
     # Decoding.
@@ -257,9 +284,17 @@ def _targets(batch: Params) -> Float[Array, ""]:
 
 
 def _cross_entropy(logits: Float[Array, "B T V"], batch: Params) -> Float[Array, ""]:
+    mask = batch["loss_mask"].astype(jnp.float32)
+    return _nats(logits, batch["targets"], mask) / _targets(batch)
+
+
+def _nats(
+    logits: Float[Array, "B T V"], targets: Int[Array, "B T"], mask: Float[Array, "B T"]
+) -> Float[Array, ""]:
+    """Summed cross entropy of the targets that count."""
     scores = jax.nn.log_softmax(logits)
-    picked = jnp.take_along_axis(scores, batch["targets"][..., None], axis=-1)[..., 0]
-    return -(picked * batch["loss_mask"].astype(jnp.float32)).sum() / _targets(batch)
+    picked = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+    return -(picked * mask).sum()
 
 
 def _cache(kind: Kind, rows: int, tokens: int, dtype: jnp.dtype) -> Cache | None:

@@ -266,6 +266,33 @@ def _joined(mappings: Iterator[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """Heads that predict tokens further ahead, in training only (arXiv:2404.19737).
+
+    Head k, counted from 1, predicts the token k places behind the ordinary target. Of the final
+    norm's output h it projects `h + silu(h W_k)` (arXiv:2401.10774) to the vocabulary, as the
+    ordinary head projects h; W_k starts at 0, so that all heads start alike.
+    """
+
+    num_heads: int
+    d_model: int
+    loss_weight: float
+    """Of the mean of their losses, in the objective."""
+
+    @property
+    def params(self) -> Mapping[str, Param]:
+        """Of all heads, stacked."""
+        dims = ((self.num_heads, "ahead"), (self.d_model, "embed"), (self.d_model, "norm"))
+        return {"transform": Param(dims, Constant(0.0))}
+
+    @property
+    def losses(self) -> Mapping[str, float]:
+        """Coefficients of the heads' losses by name."""
+        weight = self.loss_weight / self.num_heads
+        return {f"ahead_{number}": weight for number in range(1, self.num_heads + 1)}
+
+
+@dataclass(frozen=True)
 class Ends:
     """What is in front of the first layer and behind the last one."""
 
@@ -278,13 +305,21 @@ class Ends:
     """Factor of the embedding, rounded to the compute type."""
     logit_cap: float = 0.0
     """Logits become `cap * tanh(logits / cap)`. 0: as they are."""
+    ahead: Ahead | None = None
 
     @cached_property
     def params(self) -> Mapping[tuple[str, ...], Param]:
         """Parameters by where they are stored."""
         found = {("embedding",): self.embedding}
         found |= {("final_norm", name): param for name, param in self.norm.params.items()}
+        if self.ahead is not None:
+            found |= {("ahead", name): param for name, param in self.ahead.params.items()}
         return found if self.head is None else found | {("head",): self.head}
+
+    @property
+    def losses(self) -> Mapping[str, float]:
+        """Coefficients of the losses of heads ahead."""
+        return {} if self.ahead is None else self.ahead.losses
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,7 +335,7 @@ class Model:
 
     @cached_property
     def losses(self) -> Mapping[str, float]:
-        """Coefficient of each scalar loss that some layer returns."""
+        """Coefficient of each scalar loss that some layer returns; those of heads are in `ends`."""
         found: dict[str, float] = {}
         for kind in self.kinds.values():
             found |= kind.losses

@@ -14,6 +14,7 @@ from maxpipe.config.schema import MeshConfig
 
 LOGICAL_AXES = (
     *("batch", "embed", "heads", "kv_heads", "head_size", "mlp", "experts", "vocab", "norm"),
+    "ahead",
 )
 """Names that model code gives to the dims of its arrays."""
 
@@ -30,6 +31,7 @@ DEFAULT_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "experts": ("expert",),
     "vocab": ("stage", "tensor"),
     "norm": (),
+    "ahead": (),
 }
 """Mesh axes over which each logical axis is split, before `mesh.axis_rules`."""
 

@@ -95,6 +95,7 @@ class Gradients(NamedTuple):
     final_norm: Tree
     head: jax.Array
     outside: Tree
+    ahead: Tree
 
 
 class Buffers(NamedTuple):
@@ -118,3 +119,5 @@ class Buffers(NamedTuple):
     reports: Reports | None
     """What layers of the ring return besides their output."""
     loss: jax.Array
+    losses_ahead: jax.Array | None
+    """Of each head ahead `[heads]`."""

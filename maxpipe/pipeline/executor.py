@@ -39,7 +39,8 @@ class Differentiated(NamedTuple):
     loss: jax.Array
     """Mean cross entropy over all target tokens, in nats."""
     losses: dict[str, jax.Array]
-    """The layers' losses, each divided by the number of target tokens; not weighted."""
+    """Of the layers and of heads ahead, each divided by the number of target tokens; not weighted.
+    """
     gradients: Tree
     """Of the objective, float32, in the form of the parameters."""
     statistics: dict[str, Tree]
@@ -133,7 +134,12 @@ def _train(
     assert carry.gradients is not None
     loss = sum_over(_of_one_stage(carry.loss), BATCH_AXES)
     reports = program.finish_reports(carry)
-    losses = {name: found / count for name, found in reports.losses.items()}
+    sums = dict(reports.losses)
+    if carry.losses_ahead is not None:
+        assert plan.network.ahead is not None
+        ahead = sum_over(_of_one_stage(carry.losses_ahead), BATCH_AXES)
+        sums |= zip(plan.network.ahead.loss_weights, ahead, strict=True)
+    losses = {name: found / count for name, found in sums.items()}
     return Differentiated(loss / count, losses, program.finish(carry.gradients), reports.statistics)
 
 

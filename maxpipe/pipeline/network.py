@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.remat import LayerFn, RematPolicy
 from maxpipe.pipeline.slots import Idle
+from maxpipe.pipeline.vocabulary import Ahead
 from maxpipe.pipeline.weights import Gather
 
 Tree = Any
@@ -23,7 +24,8 @@ class Network:
 
     Parameters are `{embedding [V, D], layers {kind: ... [R, P, L, ...]}, final_norm, head [D, V]}`;
     without `head` the embedding table is used. Layers in front of the ring are in
-    `outside {kind: ...}`, stacked `[layers, ...]`.
+    `outside {kind: ...}`, stacked `[layers, ...]`, and parameters of heads ahead in `ahead`,
+    stacked `[heads, ...]`.
     """
 
     layers: dict[str, LayerFn]
@@ -38,6 +40,8 @@ class Network:
     """Factor of what the embedding looks up."""
     logit_cap: float = 0.0
     """Logits become `cap * tanh(logits / cap)`. 0: as they are."""
+    ahead: Ahead | None = None
+    """Heads for tokens further ahead, which only training computes."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from maxpipe.pipeline.network import Plan
 from maxpipe.pipeline.outside import OutsideLayers
 from maxpipe.pipeline.slots import LayerSlots, Reports, SlotRow, Work, microbatch, read, room, write
 from maxpipe.pipeline.visits import run_visits
-from maxpipe.pipeline.vocabulary import Embedding, LossHead
+from maxpipe.pipeline.vocabulary import AheadSums, AheadWeights, Embedding, LossHead
 from maxpipe.pipeline.weights import WHOLE, LayerWeights, sum_over_batch
 from maxpipe.schedule.table import Schedule
 
@@ -73,6 +73,11 @@ class Program:
         last_stage = self.schedule.ring.last_stage
         network = self.network
         self.loss_head = LossHead(network.norm, last_stage, network.vocab_size, network.logit_cap)
+        self.ahead = None
+        if network.ahead is not None and self.schedule.trains:
+            mode, stacked = self.plan.gather_outside_ring, params["ahead"]
+            weights = LayerWeights(mode, _of_one_layer(divisions["ahead"], num_stacked=1), dtype)
+            self.ahead = AheadWeights(network.ahead, weights, weights.hold(stacked))
 
     def _hold_layers(self, params: Tree, key: jax.Array | None) -> None:
         plan, dtype = self.plan, self.network.compute_dtype
@@ -154,6 +159,7 @@ class Program:
                 jax.tree.map(wide, self.final_norm),
                 self.head_weights.zeros(self.head),
                 self.outside and self.outside.zeros(),
+                self.ahead and self.ahead.weights.zeros(self.ahead.held),
             )
         return Buffers(
             inbox=room(schedule.num_inbox, empty),
@@ -166,6 +172,7 @@ class Program:
             gradients=vary(gradients),
             reports=reports,
             loss=vary(jnp.float32(0)),
+            losses_ahead=self.ahead and self.ahead.no_losses(),
         )
 
     def _ports_between_ticks(self) -> tuple[str, ...]:
@@ -362,31 +369,37 @@ class Program:
         with jax.named_scope(scopes.HEAD):
             return lax.cond(row.loss >= 0, work, lambda loss: loss, carry.loss)
 
-    def _head_inputs(
-        self, row: Row, output: jax.Array
-    ) -> tuple[Tree, Any, jax.Array, jax.Array, jax.Array]:
+    def _head_inputs(self, row: Row, output: jax.Array) -> tuple[Tree, Any, jax.Array, Tree]:
         inputs = microbatch(self.batch, row.loss)
         head = self.head_weights.layer(self.head, 0)
-        return self.final_norm, head, output, inputs["targets"], inputs["loss_mask"]
+        return self.final_norm, head, output, inputs
 
     def _loss_and_grad(self, carry: Buffers, row: Row, output: jax.Array) -> Buffers:
         """Adds the leaving microbatch's loss; its cotangent goes to the inbox."""
         gradients, scale = carry.gradients, self.scale
         assert gradients is not None and scale is not None
 
-        def work(loss: jax.Array, norm: Tree, head: jax.Array):
-            found = self.loss_head.loss_and_grad(*self._head_inputs(row, output), scale)
+        def work(loss: jax.Array, norm: Tree, head: jax.Array, ahead: AheadSums | None):
+            found, ahead = self.loss_head.loss_and_grad(
+                *self._head_inputs(row, output), scale, self.ahead, ahead
+            )
             norm = jax.tree.map(jnp.add, norm, found.norm)
             head = self.head_weights.accumulate(head, 0, found.head)
-            return found.output, loss + found.total, norm, head
+            return found.output, loss + found.total, norm, head, ahead
 
-        def rest(loss: jax.Array, norm: Tree, head: jax.Array):
-            return jnp.zeros_like(output), loss, norm, head
+        def rest(loss: jax.Array, norm: Tree, head: jax.Array, ahead: AheadSums | None):
+            return jnp.zeros_like(output), loss, norm, head, ahead
 
+        ahead = None
+        if carry.losses_ahead is not None:
+            ahead = AheadSums(carry.losses_ahead, gradients.ahead)
         with jax.named_scope(scopes.HEAD):
-            cotangent, loss, norm, head = lax.cond(
-                row.loss >= 0, work, rest, carry.loss, gradients.final_norm, gradients.head
+            cotangent, loss, norm, head, ahead = lax.cond(
+                row.loss >= 0, work, rest, carry.loss, gradients.final_norm, gradients.head, ahead
             )
+        if ahead is not None:
+            carry = carry._replace(losses_ahead=ahead.losses)
+            gradients = gradients._replace(ahead=ahead.gradients)
         place = next(i for i, way in enumerate(self.schedule.arrivals) if way.port == "loss")
         return carry._replace(
             loss=loss,
@@ -423,6 +436,8 @@ class Program:
         found = {"layers": layers, "final_norm": final_norm}
         if self.outside is not None:
             found["outside"] = self.outside.finish(gradients.outside)
+        if self.ahead is not None:
+            found["ahead"] = self.ahead.finish(gradients.ahead)
         if self.tied:
             return found | {"embedding": embedding + head.T}
         return found | {"embedding": embedding, "head": head}

@@ -32,7 +32,13 @@ from maxpipe.pipeline.collectives import (
     sum_over,
     vary,
 )
-from maxpipe.pipeline.weights import WeightSharding, gather, scatter, sum_over_batch
+from maxpipe.pipeline.weights import (
+    LayerWeights,
+    WeightSharding,
+    gather,
+    scatter,
+    sum_over_batch,
+)
 
 
 class Embedding(NamedTuple):
@@ -120,6 +126,47 @@ class Loss(NamedTuple):
     """Of this stage's `[D, V/P]`, summed over the microbatch, float32."""
 
 
+class Ahead(NamedTuple):
+    """Heads that predict the tokens 1, 2, ... places behind the ordinary targets."""
+
+    function: Callable[[Any, jax.Array], jax.Array]
+    """(one head's parameters, the final norm's output `[B, T, D]`) -> what it projects."""
+    loss_weights: dict[str, float]
+    """By the name of each head's loss, what it counts in the objective."""
+
+    @property
+    def num_heads(self) -> int:
+        """Heads beside the ordinary one."""
+        return len(self.loss_weights)
+
+
+class AheadWeights(NamedTuple):
+    """Heads ahead and their parameters, stacked `[heads, ...]`; every stage holds the same."""
+
+    heads: Ahead
+    weights: LayerWeights
+    held: Any
+    """What parameters are read from."""
+
+    def no_losses(self) -> jax.Array:
+        """Zeros `[heads]`."""
+        return vary(jnp.zeros(self.heads.num_heads, jnp.float32))
+
+    def finish(self, gradients: Any) -> Any:
+        """Gradients summed over devices: each stage has those of its part of the vocabulary."""
+        found = self.weights.finish(gradients)
+        return jax.tree.map(lambda leaf: sum_over(leaf, STAGE), found)
+
+
+class AheadSums(NamedTuple):
+    """What heads ahead add up from microbatch to microbatch."""
+
+    losses: jax.Array
+    """Summed cross entropy of each head, in nats, float32 `[heads]`."""
+    gradients: Any
+    """Of their parameters, float32, stacked like them."""
+
+
 class LossHead(NamedTuple):
     """Final norm, projection to the vocabulary and cross entropy."""
 
@@ -136,29 +183,48 @@ class LossHead(NamedTuple):
         norm_params: Any,
         head: jax.Array,
         output: jax.Array,
-        targets: jax.Array,
-        mask: jax.Array,
+        inputs: Any,
     ) -> jax.Array:
         """Sum over the microbatch of the masked cross entropy, in nats."""
         hidden = self.norm(norm_params, self._from_last_stage(output))
-        return self._scores(hidden, head, targets, mask)[0]
+        return self._scores(hidden, head, inputs["targets"], inputs["loss_mask"])[0]
 
     def loss_and_grad(
         self,
         norm_params: Any,
         head: jax.Array,
         output: jax.Array,
-        targets: jax.Array,
-        mask: jax.Array,
+        inputs: Any,
         scale: jax.Array,
-    ) -> Loss:
+        ahead: AheadWeights | None = None,
+        sums: AheadSums | None = None,
+    ) -> tuple[Loss, AheadSums | None]:
         """The loss and the gradients of `scale` times it.
 
         `output [B, T, D]` is read from the last stage, `head [D, V/P]` is this stage's part,
-        `targets` and `mask` are `[B, T]`.
+        `inputs` are the microbatch's arrays. Heads ahead share both gradients, and add to `sums`.
         """
         output = self._from_last_stage(output)
         hidden, norm_vjp = jax.vjp(self.norm, vary(norm_params), output)
+        targets, mask = inputs["targets"], inputs["loss_mask"]
+        total, d_hidden, d_head = self._differentiated(hidden, head, targets, mask, scale)
+        if ahead is not None:
+            assert sums is not None
+            start = (d_hidden, d_head, sums)
+            d_hidden, d_head, sums = self._ahead(ahead, head, hidden, inputs, scale, start)
+        d_hidden = vary(sum_over(d_hidden, STAGE)).astype(hidden.dtype)
+        d_norm, d_output = norm_vjp(d_hidden)
+        return Loss(total, d_output, d_norm, d_head), sums
+
+    def _differentiated(
+        self,
+        hidden: jax.Array,
+        head: jax.Array,
+        targets: jax.Array,
+        mask: jax.Array,
+        scale: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Loss, and its gradients by this stage's columns: of `hidden`, and of the columns."""
         total, exponent, normaliser, is_target, slope = self._scores(hidden, head, targets, mask)
         weight = (mask * scale)[..., None]
         error = (exponent / normaliser[..., None] - is_target) * weight
@@ -166,9 +232,39 @@ class LossHead(NamedTuple):
         error = error.astype(hidden.dtype)
         d_head = _product("btd,btv->dv", hidden, error)
         d_hidden = _product("btv,dv->btd", error, head)
-        d_hidden = vary(sum_over(d_hidden, STAGE)).astype(hidden.dtype)
-        d_norm, d_output = norm_vjp(d_hidden)
-        return Loss(total, d_output, d_norm, d_head)
+        return total, d_hidden, d_head
+
+    def _ahead(
+        self,
+        ahead: AheadWeights,
+        head: jax.Array,
+        hidden: jax.Array,
+        inputs: Any,
+        scale: jax.Array,
+        start: tuple[jax.Array, jax.Array, AheadSums],
+    ) -> tuple[jax.Array, jax.Array, AheadSums]:
+        """Adds what the heads ahead find, one after the other: one's logits are in memory at once.
+
+        A gradient by this stage's columns is propagated through a head's own parameters as it is,
+        which is linear, so that one sum over the stages serves all heads.
+        """
+        loss_weights = jnp.asarray([*ahead.heads.loss_weights.values()], jnp.float32)
+
+        def one(
+            number: jax.Array, found: tuple[jax.Array, jax.Array, AheadSums]
+        ) -> tuple[jax.Array, jax.Array, AheadSums]:
+            d_hidden, d_head, sums = found
+            params = ahead.weights.layer(ahead.held, number)
+            own, pullback = jax.vjp(ahead.heads.function, params, hidden)
+            targets, mask = further(inputs, number + 1)
+            weight = scale * loss_weights[number]
+            total, d_own, more = self._differentiated(own, head, targets, mask, weight)
+            d_params, d_input = pullback(d_own.astype(own.dtype))
+            gradients = ahead.weights.accumulate(sums.gradients, number, d_params)
+            sums = AheadSums(sums.losses.at[number].add(total), gradients)
+            return d_hidden + d_input.astype(d_hidden.dtype), d_head + more, sums
+
+        return jax.lax.fori_loop(0, ahead.heads.num_heads, one, vary(start))
 
     def _from_last_stage(self, output: jax.Array) -> jax.Array:
         return vary(from_position(output, STAGE, self.last_stage))
@@ -191,6 +287,17 @@ class LossHead(NamedTuple):
         picked = sum_over(jnp.where(is_target, logits, 0.0).sum(axis=-1), STAGE)
         total = ((jnp.log(normaliser) + largest - picked) * mask).sum()
         return vary(total), exponent, normaliser, is_target.astype(jnp.float32), slope
+
+
+def further(inputs: Any, distance: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Targets `distance` places behind the ordinary ones, and which of them count, `[B, T]`.
+
+    Those count that count where they are the ordinary ones, in the same row and segment.
+    """
+    ids, later = inputs["segment_ids"], lambda name: jnp.roll(inputs[name], -distance, axis=1)
+    in_row = jnp.arange(ids.shape[1]) + distance < ids.shape[1]
+    counts = in_row & (later("segment_ids") == ids)
+    return later("targets"), later("loss_mask") * counts
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -143,9 +143,9 @@ class CostModel:
     def head(self) -> float:
         """Loss head of a microbatch: all stages share it."""
         sizes = self.sizes
-        matrix = sizes.head_elements(whole=True)
-        flops = 6.0 * sizes.tokens * matrix
-        moved = 4.0 * 4 * sizes.tokens * sizes.vocabulary + 4.0 * matrix
+        matrix, heads = sizes.head_elements(whole=True), 1 + sizes.heads_ahead
+        flops = 6.0 * sizes.tokens * (heads * matrix + sizes.ahead_elements(whole=True))
+        moved = heads * (4.0 * 4 * sizes.tokens * sizes.vocabulary + 4.0 * matrix)
         sums = 2 * self.move(
             "stage", 2 * self.around("stage") * self.size * sizes.activation, rounds=2
         )

@@ -136,7 +136,8 @@ def _gradient_elements(sizes: Sizes, schedule: Schedule) -> int:
     layers = sizes.held_elements(whole=_by_step(sizes, schedule))
     layers += sizes.outside_elements(whole=once)
     ends = sizes.embedding_elements(whole=not sizes.splits_columns)
-    return layers + ends + sizes.head_elements(whole=once) + sizes.norm_elements
+    heads = sizes.head_elements(whole=once) + sizes.ahead_elements(whole=once)
+    return layers + ends + heads + sizes.norm_elements
 
 
 def _gathered(sizes: Sizes) -> dict[str, float]:
@@ -145,6 +146,7 @@ def _gathered(sizes: Sizes) -> dict[str, float]:
     if pipeline.weight_gather == "iteration":
         return {"held": 0.0}
     elements = sizes.head_elements(whole=True) + sizes.outside_elements(whole=True)
+    elements += sizes.ahead_elements(whole=True)
     if pipeline.weight_gather == "step":
         elements += sizes.held_elements(whole=True)
     return {"held": float(size * elements)}

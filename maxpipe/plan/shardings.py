@@ -132,6 +132,9 @@ def _parameters(on: _Mesh) -> Iterator[Sharding]:
         yield parameter(f"final_norm.{name}", each.dims)
     if model.ends.head is not None:
         yield table_of("head", model.ends.head)
+    if model.ends.ahead is not None:
+        for name, each in model.ends.ahead.params.items():
+            yield parameter(f"ahead.{name}", each.dims)
 
 
 def _activations(on: _Mesh) -> Iterator[Sharding]:

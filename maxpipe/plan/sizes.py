@@ -241,11 +241,24 @@ class Sizes:
         """Parameters of the norm in front of the output projection."""
         return sum(self.elements(each.dims) for each in self.model.ends.norm.params.values())
 
+    @property
+    def heads_ahead(self) -> int:
+        """Heads beside the ordinary one."""
+        ahead = self.model.ends.ahead
+        return 0 if ahead is None else ahead.num_heads
+
+    def ahead_elements(self, *, whole: bool = False) -> int:
+        """Parameters of all of them, the output projection left out."""
+        ahead = self.model.ends.ahead
+        params = {} if ahead is None else ahead.params
+        return sum(self.elements(each.dims, whole=whole) for each in params.values())
+
     @cached_property
     def shard_elements(self) -> int:
         """Parameters on one device."""
         layers = self.held_elements() + self.outside_elements()
-        return layers + sum(map(self.elements, self._tables)) + self.norm_elements
+        ends = sum(map(self.elements, self._tables)) + self.norm_elements
+        return layers + ends + self.ahead_elements()
 
     # Activations, in elements, of a microbatch on one device.
 

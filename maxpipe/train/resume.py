@@ -51,7 +51,9 @@ OWN_KEYS = frozenset(
 )
 
 # Model keys that may change between a checkpoint and the run that resumes it.
-_FREE_MODEL_KEYS = frozenset({"model.dropout", "model.attention", "model.compute_dtype"})
+_FREE_MODEL_KEYS = frozenset(
+    {"model.dropout", "model.attention", "model.compute_dtype", "model.ahead_loss_weight"}
+)
 
 # Settings that may change of a finished run: how often it is saved and evaluated, its name, its
 # machine, and the key that gives its length.

@@ -38,6 +38,7 @@ from maxpipe.pipeline.executor import Engine
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.network import Network
 from maxpipe.pipeline.remat import RematPolicy
+from maxpipe.pipeline.vocabulary import Ahead
 from maxpipe.processes.runtime import compiler_options
 from maxpipe.schedule.balance import balanced_cut
 from maxpipe.schedule.catalog import build, forward_only
@@ -410,14 +411,16 @@ def partition(
     cut = pipeline.cut or balanced_cut(costs, ring.num_chunks)
     layout = Layout(ring, tuple(cut), outside, decoder.model.layers)
     parts = Partition(decoder, layout, mesh)
+    ends = decoder.model.ends
     network = Network(
         {kind: decoder.layer(kind) for kind in decoder.model.kinds},
         decoder.norm,
         model.vocab_size,
         jnp.dtype(model.compute_dtype),
         dict(decoder.model.losses),
-        decoder.model.ends.embed_scale,
-        decoder.model.ends.logit_cap,
+        ends.embed_scale,
+        ends.logit_cap,
+        Ahead(decoder.ahead, dict(ends.losses)) if ends.ahead is not None else None,
     )
     lengths = np.zeros(model.vocab_size, np.int32)
     lengths[: len(byte_lengths)] = byte_lengths

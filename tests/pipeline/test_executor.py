@@ -21,27 +21,39 @@ from tests.conftest import GOLDEN
 
 @functools.cache
 def _plain(decoder: Decoder, with_key: bool) -> tuple[Any, Any]:
-    """Initial parameters, and the plain loop's summed loss of one row with its gradients."""
+    """Parameters, and of the plain loop and one row the gradients of the summed objective.
 
-    def total(params: Any, row: Any, key: jax.Array | None) -> jax.Array:
-        return decoder.loss(params, row, key) * row["loss_mask"].sum()
+    With them the summed cross entropy, and the sums of all other losses by name.
+    """
 
-    return jax.jit(decoder.init)(jax.random.key(0)), jax.jit(jax.value_and_grad(total))
+    def total(params: Any, row: Any, key: jax.Array | None) -> Any:
+        count = row["loss_mask"].sum()
+        sums = decoder.loss(params, row, key) * count, decoder.run(params, row, key).losses
+        return decoder.objective(params, row, key) * count, sums
+
+    params = jax.jit(decoder.init)(jax.random.key(0))
+    if "ahead" in params:  # starts at 0, where some of its gradients are 0
+        shape = params["ahead"]["transform"].shape
+        drawn = jax.random.normal(jax.random.key(1), shape) * shape[-1] ** -0.5
+        params |= {"ahead": {"transform": drawn}}
+    return params, jax.jit(jax.grad(total, has_aux=True))
 
 
-def plain_gradients(decoder: Decoder, batch: Any, key: jax.Array | None) -> tuple[float, Any, Any]:
-    """Parameters, mean loss and its gradients by the plain loop, row by row.
+def plain_gradients(
+    decoder: Decoder, batch: Any, key: jax.Array | None
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Parameters, gradients, and all mean losses by the plain loop, row by row.
 
     Rows are added up in float64: one float32 pass over many rows is off by 1e-5 itself.
     """
     params, run = _plain(decoder, key is not None)
-    loss, total = 0.0, jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float64), params)
-    for row in range(len(batch["tokens"])):
-        value, gradient = run(params, {k: v[row : row + 1] for k, v in batch.items()}, key)
-        loss += float(value)
-        total = jax.tree.map(lambda a, b: a + np.asarray(b, np.float64), total, gradient)
-    count = batch["loss_mask"].sum()
-    return params, loss / count, jax.tree.map(lambda leaf: leaf / count, total)
+    count, rows = batch["loss_mask"].sum(), len(batch["tokens"])
+    each = [
+        run(params, {k: v[row : row + 1] for k, v in batch.items()}, key) for row in range(rows)
+    ]
+    wide = jax.tree.map(lambda *leaves: sum(np.asarray(a, np.float64) for a in leaves), *each)
+    gradients, (loss, losses) = jax.tree.map(lambda leaf: leaf / count, wide)
+    return params, gradients, {"": loss} | losses
 
 
 def check_gradients(case: Case) -> None:
@@ -50,16 +62,18 @@ def check_gradients(case: Case) -> None:
     parts = steps.partition
     key = jax.random.key(7) if case.dropout else None
     batch: Any = batch_of(case.rows, case=case)
-    plain, wanted_loss, wanted = plain_gradients(parts.decoder, batch, key)
+    plain, wanted, wanted_losses = plain_gradients(parts.decoder, batch, key)
     run = steps.engine.value_and_grad(steps.train_schedule)
 
     def whole(plain: Any, batch: Any) -> Any:
         found = run(parts.stack(plain), batch, key)
-        return found.loss, parts.unstack(found.gradients)
+        return {"": found.loss} | found.losses, parts.unstack(found.gradients)
 
     with jax.set_mesh(parts.mesh):
-        loss, found = jax.jit(whole)(plain, jax.device_put(batch, steps.batch_sharding))
-    np.testing.assert_allclose(loss, wanted_loss, rtol=TOLERANCE)
+        losses, found = jax.jit(whole)(plain, jax.device_put(batch, steps.batch_sharding))
+    assert losses.keys() == wanted_losses.keys()
+    for name, loss in losses.items():
+        np.testing.assert_allclose(loss, wanted_losses[name], rtol=TOLERANCE)
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True
     ):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from maxpipe.config.schema import ModelConfig
 from maxpipe.model.families import gemma3, llama
-from maxpipe.model.spec import Family, Model, Summary
+from maxpipe.model.spec import Ahead, Family, Model, Summary
 
 FAMILIES: Mapping[str, Family] = {each.name: each for each in (llama.FAMILY, gemma3.FAMILY)}
 
@@ -28,4 +29,8 @@ def describe(config: ModelConfig) -> Model:
 
     One object for equal configs, as what is counted of it is cached.
     """
-    return FAMILIES[config.family].describe(config)
+    model = FAMILIES[config.family].describe(config)
+    if not config.heads_ahead:
+        return model
+    ahead = Ahead(config.heads_ahead, config.d_model, config.ahead_loss_weight)
+    return dataclasses.replace(model, ends=dataclasses.replace(model.ends, ahead=ahead))
