@@ -28,7 +28,14 @@ METRICS = (
         "train/loss",
         "nats per token",
         "Cross-entropy of the step's batch, before its update, over all tokens that are predicted. "
-        "Losses that layers add to the objective are not in it.",
+        "Losses that layers and heads ahead add to the objective are not in it.",
+    ),
+    Metric(
+        "train/loss_ahead_1",
+        "nats per token",
+        "Cross-entropy of the first head ahead, the sum over the tokens that it predicts divided "
+        "by the number of those of `train/loss`. `train/loss_ahead_2` is that of the second.",
+        "with `model.heads_ahead`",
     ),
     Metric(
         "train/grad_norm",

@@ -315,6 +315,7 @@ class Steps:
             metrics["train/spikes"] = guard.spikes
         layers = found.statistics["layers"], found.statistics.get("outside", {})
         model, layout = self.partition.decoder.model, self.partition.layout
+        metrics |= {f"train/loss_{name}": found.losses[name] for name in model.ends.losses}
         metrics |= summarised(model, found.losses, layout.unstack(*layers))
         return TrainState(state.step + 1, params, optimizer, guard), metrics
 
