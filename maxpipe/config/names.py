@@ -155,7 +155,7 @@ _NOT_SAME_KEY = {
         "TensorBoard files and metrics.jsonl are what a run writes.",
         "Leave it out; metrics.jsonl has every number as JSON, a line per record, for other tools.",
     ),
-    "experts num_experts n_experts num_local_experts moe experts_per_token num_experts_per_tok "
+    "experts n_experts num_local_experts moe num_experts_per_tok "
     "num_experts_per_token top_k n_routed_experts moe_intermediate_size": (
         "layers with experts are those of some model families.",
         "Set model.family to one that has them, and its own keys; "
