@@ -263,6 +263,11 @@ def _logits(sizes: Sizes, *, fused: bool) -> float:
     model, gathers = sizes.config.model, sizes.config.pipeline.weight_gather == "iteration"
     matrix = sizes.head_elements(whole=True)
     logits = 4.0 * sizes.tokens * sizes.vocabulary
-    with_gradient = logits + 4.0 * matrix  # of the matrix, after the other copies of the logits
-    most = with_gradient if fused else max(with_gradient, UNFUSED_LOGITS * logits)
+    # The matrix's gradient, after the other copies of the logits.
+    with_gradient = logits + 4.0 * matrix
+    if fused:
+        # Whole accumulators take it where they are; shards of them, after it was summed.
+        most = with_gradient if gathers else logits
+    else:
+        most = max(with_gradient, UNFUSED_LOGITS * logits)
     return most + BYTES[model.compute_dtype] * matrix * gathers

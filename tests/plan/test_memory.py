@@ -260,6 +260,19 @@ def test_a_fused_attention_holds_no_scores() -> None:
     assert needs[0] - needs[1] > layers * kept + 2 * (pairs - mask)
 
 
+def test_gathered_accumulators_take_the_heads_gradient_in_place() -> None:
+    """By the TPU compiler; shards of it are added after a sum, for which it must be whole."""
+    model, mesh = {"vocab_size": 4096, "d_model": 48}, {"ici_stage": 2, "ici_fsdp": 2}
+    logits = {}
+    for gather in ("iteration", "step"):
+        config = config_of(model, mesh, {"microbatches": 4, "weight_gather": gather})
+        found = memory(Sizes(config), schedule_of(config), platform="tpu").terms
+        logits[gather] = found["logits"]
+    of_a_stage = 4096 // 2
+    assert logits["step"] == 4 * 2 * 32 * of_a_stage
+    assert logits["iteration"] - logits["step"] == (4 + 2) * 48 * of_a_stage
+
+
 WORDS = {"vocab_size": 16384}
 WIDE = {"d_model": 256, "d_mlp": 1024}
 NARROW_TYPE = {"compute_dtype": "bfloat16"}
