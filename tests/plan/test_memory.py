@@ -15,6 +15,7 @@ import yaml
 
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
+from maxpipe.model.count import QUERY_BLOCK
 from maxpipe.model.decoder import Decoder
 from maxpipe.model.families.registry import describe
 from maxpipe.model.spec import Part
@@ -208,15 +209,24 @@ def test_parameters_are_those_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
-@pytest.mark.parametrize("changes", [{}, {"compute_dtype": "float32"}, {"dropout": 0.1}])
-def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str) -> None:
+@pytest.mark.parametrize("tokens", [7, 3 * QUERY_BLOCK])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"compute_dtype": "float32"},
+        {"dropout": 0.1},
+        {"family": "gemma3", "tied_embeddings": True},
+    ],
+)
+def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str, tokens: int) -> None:
     """Traced, with sizes of which no two are alike: each part shows in the sum."""
     pipeline = {"microbatches": 2, "remat": remat, "schedule": "zb_h1"}
     unlike = {"d_model": 20, "num_heads": 6, "num_kv_heads": 2, "head_size": 10, "d_mlp": 34}
-    config = config_of(unlike | changes, {"ici_stage": 2}, pipeline, tokens=7)
+    config = config_of(unlike | changes, {"ici_stage": 2}, pipeline, tokens)
     sizes, decoder = Sizes(config), Decoder(config.model, AxisRules.from_config(config.mesh))
     (kind,) = sizes.model.kinds
-    dtype, shape = jnp.dtype(config.model.compute_dtype), (sizes.rows, 7)
+    dtype, shape = jnp.dtype(config.model.compute_dtype), (sizes.rows, tokens)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
     inputs = {"segment_ids": ids, "positions": ids, "example_ids": jnp.zeros(shape[:1], jnp.int32)}
     key = jax.random.key(0) if config.model.dropout else None
