@@ -16,13 +16,23 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tpu_ahead_of_time import LAYERS, Mode, compile_one, result, sources
 
-PATTERNS = {"one kind": "a", "two in turn": "ab", "five and one": "aaaaab", "three in turn": "abc"}
+from maxpipe.model.modules import block
+from maxpipe.model.spec import Kind, Model
+
+UNIT = "unit"
+PATTERNS = {
+    "one kind": "a",
+    "two in turn": "ab",
+    "five and one": "aaaaab",
+    "three in turn": "abc",
+    "units of two": UNIT,
+}
 MODES = [Mode("iteration", "full"), Mode("step", "full"), Mode("step", "names")]
 MICROBATCHES = 16
 PREAMBLE = f"""\
@@ -36,19 +46,46 @@ number of each kind, stacks are padded to the most of any chunk: arguments grow.
 """
 
 
+def as_kinds(model: Model, pattern: str) -> Model:
+    """The same layers, declared as the kinds that the pattern's letters stand for."""
+    (kind,) = model.kinds.values()
+    layers = tuple(pattern[number % len(pattern)] for number in range(len(model.layers)))
+    return Model(dict.fromkeys(layers, kind), layers, model.ends, model.values)
+
+
+def as_units(model: Model) -> Model:
+    """The same layers two by two, each pair declared as one layer: the unit that is repeated."""
+    (kind,) = model.kinds.values()
+    second = tuple(
+        replace(branch, name=f"second_{branch.name}", part=_second(branch.part))
+        for branch in kind.branches
+    )
+    units = (UNIT,) * (len(model.layers) // 2)
+    return Model({UNIT: Kind((*kind.branches, *second))}, units, model.ends, model.values)
+
+
+def _second(part: Any) -> Any:
+    """The part with other names of activations: names are those of one part of a layer."""
+    same = type(part)
+
+    class Second(same):
+        @property
+        def activations(self) -> Any:
+            return {f"second_{name}": dims for name, dims in super().activations.items()}
+
+    cast("dict[type, Any]", block._MODULES)[Second] = block._MODULES[same]
+    return Second(**{each.name: getattr(part, each.name) for each in fields(part)})
+
+
 def measure(pattern: str, mode: Mode) -> dict[str, Any]:
     """Compiles one program. Runs in a process of its own."""
     from maxpipe.model import decoder
-    from maxpipe.model.spec import Model
 
     whole = decoder.describe
 
     def declared(config: Any) -> Model:
         found = whole(config)
-        (kind,) = found.kinds.values()
-        layers = tuple(pattern[number % len(pattern)] for number in range(len(found.layers)))
-        kinds = dict.fromkeys(dict.fromkeys(layers), kind)
-        return Model(kinds, layers, found.ends, found.values)
+        return as_units(found) if pattern == UNIT else as_kinds(found, pattern)
 
     decoder.describe = declared  # type: ignore[assignment]
     return compile_one(mode, MICROBATCHES)
