@@ -283,6 +283,17 @@ def test_gathered_accumulators_take_the_heads_gradient_in_place() -> None:
     assert logits["iteration"] - logits["step"] == (4 + 2) * 48 * of_a_stage
 
 
+def test_a_chunk_arrives_beside_the_window() -> None:
+    """By the TPU compiler: gathered weights stand in memory until their slot is free."""
+    pipeline = {"microbatches": 4, "repeats": 3, "weight_gather": "visit", "group": 4}
+    config = config_of({"num_layers": 24}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
+    schedule = schedule_of(config)
+    chunk = 2 * 4 * Sizes(config).layer_elements("layer", whole=True)
+    found = memory(Sizes(config), schedule, platform="tpu").terms
+    assert found["window"] == (schedule.visits.num_window + 1) * chunk
+    assert not {"layer", "logits"} & found.keys()  # smaller, and not there at the same time
+
+
 WORDS = {"vocab_size": 16384}
 WIDE = {"d_model": 256, "d_mlp": 1024}
 NARROW_TYPE = {"compute_dtype": "bfloat16"}
