@@ -158,3 +158,8 @@ def query_blocks(tokens: int, block: int = 0) -> list[tuple[int, int]]:
 def scored_pairs(tokens: int) -> int:
     """Pairs of query and key of a sequence that plain attention scores."""
     return sum((stop - start) * stop for start, stop in query_blocks(tokens))
+
+
+def scored_keys(tokens: int) -> int:
+    """Keys of a sequence that plain attention's blocks of queries score, of all blocks."""
+    return sum(stop for _, stop in query_blocks(tokens))

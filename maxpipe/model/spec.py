@@ -98,6 +98,9 @@ class Held:
     """In float32."""
     flags: tuple[tuple[float, Dims], ...] = ()
     """In one byte."""
+    blocks: tuple[tuple[float, Dims], ...] = ()
+    """In the compute type, for each block of queries a copy for the tokens that it sees at most
+    (`count.scored_keys`)."""
     once: tuple[Dims, ...] = ()
     """In the compute type, not for every token but once: parameters and their like."""
     pairs: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -110,6 +113,7 @@ class Held:
             self.narrow + other.narrow,
             self.wide + other.wide,
             self.flags + other.flags,
+            self.blocks + other.blocks,
             self.once + other.once,
             (narrow, wide, rest),
         )

@@ -67,7 +67,9 @@ def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
         if platform != "tpu":  # GPUs were not measured: the larger of the two
             layer = max(layer, _layer_on_cpu(sizes))
     logits = _logits(working, fused=platform == "tpu")
-    terms |= {"layer": layer} if layer >= logits else {"logits": logits}
+    moments = {"layer": layer, "logits": logits, "window": _arriving(sizes, schedule)}
+    fullest = max(moments, key=moments.__getitem__)
+    terms[fullest] = terms.get(fullest, 0.0) + moments[fullest]
     on_host = schedule.num_stash * sum(
         length * sizes.kept_bytes(kind)[1] for kind, length in sizes.per_chunk.items()
     )
@@ -150,6 +152,12 @@ def _gathered(sizes: Sizes) -> dict[str, float]:
     if pipeline.weight_gather == "step":
         elements += sizes.held_elements(whole=True)
     return {"held": float(size * elements)}
+
+
+def _arriving(sizes: Sizes, schedule: Schedule) -> float:
+    """A chunk's whole weights, gathered and not yet in the window."""
+    size = BYTES[sizes.config.model.compute_dtype]
+    return float(size * sizes.chunk_elements()) if _by_visit(sizes, schedule) else 0.0
 
 
 def _copies(sizes: Sizes) -> float:
@@ -267,6 +275,11 @@ def _logits(sizes: Sizes, *, fused: bool) -> float:
     model, gathers = sizes.config.model, sizes.config.pipeline.weight_gather == "iteration"
     matrix = sizes.head_elements(whole=True)
     logits = 4.0 * sizes.tokens * sizes.vocabulary
-    with_gradient = logits + 4.0 * matrix  # of the matrix, after the other copies of the logits
-    most = with_gradient if fused else max(with_gradient, UNFUSED_LOGITS * logits)
+    # The matrix's gradient, after the other copies of the logits.
+    with_gradient = logits + 4.0 * matrix
+    if fused:
+        # Whole accumulators take it where they are; shards of them, after it was summed.
+        most = with_gradient if gathers else logits
+    else:
+        most = max(with_gradient, UNFUSED_LOGITS * logits)
     return most + BYTES[model.compute_dtype] * matrix * gathers

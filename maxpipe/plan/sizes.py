@@ -13,7 +13,7 @@ from functools import cached_property
 
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import Config
-from maxpipe.model.count import computed_share, layer_costs, scored_pairs
+from maxpipe.model.count import computed_share, layer_costs, scored_keys, scored_pairs
 from maxpipe.model.families.registry import describe
 from maxpipe.model.spec import Dims, Held, Kind, Model, Param, Part, Scores
 from maxpipe.parallel.axes import MESH_AXES, axis_table
@@ -309,6 +309,9 @@ class Sizes:
         found = (wide * 4 + narrow * size + other) * self.held_scores(part)
         for width, arrays in ((size, held.narrow), (4, held.wide), (1, held.flags)):
             found += width * sum(copies * self.activated(dims) for copies, dims in arrays)
+        tokens = self.config.train.sequence_length
+        in_blocks = sum(copies * self.activated(dims) for copies, dims in held.blocks)
+        found += size * in_blocks * scored_keys(tokens) / tokens
         return found + size * sum(self.elements(dims, whole=True) for dims in held.once)
 
     @cached_property

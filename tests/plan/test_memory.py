@@ -15,6 +15,7 @@ import yaml
 
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
+from maxpipe.model.count import QUERY_BLOCK
 from maxpipe.model.decoder import Decoder
 from maxpipe.model.families.registry import describe
 from maxpipe.model.spec import Part
@@ -208,15 +209,24 @@ def test_parameters_are_those_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
-@pytest.mark.parametrize("changes", [{}, {"compute_dtype": "float32"}, {"dropout": 0.1}])
-def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str) -> None:
+@pytest.mark.parametrize("tokens", [7, 3 * QUERY_BLOCK])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"compute_dtype": "float32"},
+        {"dropout": 0.1},
+        {"family": "gemma3", "tied_embeddings": True},
+    ],
+)
+def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str, tokens: int) -> None:
     """Traced, with sizes of which no two are alike: each part shows in the sum."""
     pipeline = {"microbatches": 2, "remat": remat, "schedule": "zb_h1"}
     unlike = {"d_model": 20, "num_heads": 6, "num_kv_heads": 2, "head_size": 10, "d_mlp": 34}
-    config = config_of(unlike | changes, {"ici_stage": 2}, pipeline, tokens=7)
+    config = config_of(unlike | changes, {"ici_stage": 2}, pipeline, tokens)
     sizes, decoder = Sizes(config), Decoder(config.model, AxisRules.from_config(config.mesh))
     (kind,) = sizes.model.kinds
-    dtype, shape = jnp.dtype(config.model.compute_dtype), (sizes.rows, 7)
+    dtype, shape = jnp.dtype(config.model.compute_dtype), (sizes.rows, tokens)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
     inputs = {"segment_ids": ids, "positions": ids, "example_ids": jnp.zeros(shape[:1], jnp.int32)}
     key = jax.random.key(0) if config.model.dropout else None
@@ -258,6 +268,30 @@ def test_a_fused_attention_holds_no_scores() -> None:
     ]
     # More than the stash: the layer at work has scores too.
     assert needs[0] - needs[1] > layers * kept + 2 * (pairs - mask)
+
+
+def test_gathered_accumulators_take_the_heads_gradient_in_place() -> None:
+    """By the TPU compiler; shards of it are added after a sum, for which it must be whole."""
+    model, mesh = {"vocab_size": 4096, "d_model": 48}, {"ici_stage": 2, "ici_fsdp": 2}
+    logits = {}
+    for gather in ("iteration", "step"):
+        config = config_of(model, mesh, {"microbatches": 4, "weight_gather": gather})
+        found = memory(Sizes(config), schedule_of(config), platform="tpu").terms
+        logits[gather] = found["logits"]
+    of_a_stage = 4096 // 2
+    assert logits["step"] == 4 * 2 * 32 * of_a_stage
+    assert logits["iteration"] - logits["step"] == (4 + 2) * 48 * of_a_stage
+
+
+def test_a_chunk_arrives_beside_the_window() -> None:
+    """By the TPU compiler: gathered weights stand in memory until their slot is free."""
+    pipeline = {"microbatches": 4, "repeats": 3, "weight_gather": "visit", "group": 4}
+    config = config_of({"num_layers": 24}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
+    schedule = schedule_of(config)
+    chunk = 2 * 4 * Sizes(config).layer_elements("layer", whole=True)
+    found = memory(Sizes(config), schedule, platform="tpu").terms
+    assert found["window"] == (schedule.visits.num_window + 1) * chunk
+    assert not {"layer", "logits"} & found.keys()  # smaller, and not there at the same time
 
 
 WORDS = {"vocab_size": 16384}
