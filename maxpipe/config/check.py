@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 
+import maxpipe.config.model_rules  # noqa: F401  registers its rules
 import maxpipe.config.pipeline_rules  # noqa: F401  registers its rules
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import scheme
