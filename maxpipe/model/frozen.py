@@ -27,9 +27,7 @@ def freeze(model: Model, patterns: Sequence[str]) -> Model:
         for name, kind in model.kinds.items()
     }
     ends = {name for name in model.ends.params if _matches(patterns, ".".join(name))}
-    return replace(
-        model, kinds=kinds, ends=replace(model.ends, frozen=model.ends.frozen | ends)
-    )
+    return replace(model, kinds=kinds, ends=replace(model.ends, frozen=model.ends.frozen | ends))
 
 
 def declared(model: Model) -> Mapping[str, Param]:

@@ -114,9 +114,7 @@ class Engine:
     def _shard_map(self, program: Callable, schedule: Schedule, out_specs: Tree) -> Callable:
         assert schedule.num_stages == self.mesh.shape[STAGE]
         assert schedule.ring == self.layout.ring
-        divisions = jax.tree.map(
-            WeightSharding.of, self.specs, self._trainable, is_leaf=_is_spec
-        )
+        divisions = jax.tree.map(WeightSharding.of, self.specs, self._trainable, is_leaf=_is_spec)
         plan = Plan(self.network, self.layout, self.weight_gather, self.keep, self.idle, divisions)
         table = Table.of(schedule, self.layout, self.idle)
         run, axes = partial(program, plan, schedule), program_axes(self.mesh)

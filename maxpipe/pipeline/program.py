@@ -384,7 +384,9 @@ class Program:
         def work(loss: jax.Array, norm: Tree, head: jax.Array):
             found = self.loss_head.loss_and_grad(*self._head_inputs(row, output), scale)
             # Of what is frozen nothing reads the gradient: it is not computed.
-            norm = jax.tree.map(jnp.add, norm, trained(found.norm, self.plan.trainable["final_norm"]))
+            norm = jax.tree.map(
+                jnp.add, norm, trained(found.norm, self.plan.trainable["final_norm"])
+            )
             head = self.head_weights.accumulate(head, 0, found.head)
             return found.output, loss + found.total, norm, head
 
