@@ -77,7 +77,8 @@ class ModelConfig:
     frozen: list[str] = field(default_factory=list, hash=False)  # a list has no hash
     """Parameters that are not trained: patterns over the names in checkpoints, such as `embedding`
     or `layers.attention.*`; with several kinds of layers `layers.KIND.*` as well. They keep their
-    values, and have neither gradients nor optimizer state. See `checkpoint.restore_from`."""
+    values, and have neither gradients nor optimizer state. A run goes on with the same ones frozen;
+    `checkpoint.restore=weights` starts with others."""
     own: Any = None
     """The section of the family. None: its defaults."""
 

@@ -172,7 +172,8 @@ def text(found: Shardings) -> str:
     lines = [
         mesh,
         "",
-        f"parameters, {copies} of {each} with the optimizer's: {gib(found.state_bytes)} on a device",
+        f"parameters, {copies} of {each} with the optimizer's: "
+        f"{gib(found.state_bytes)} on a device",
         *_table(found.parameters),
         "",
         "activations of a microbatch, on the stage that has it",
