@@ -285,8 +285,8 @@ def _check_trained(frozen: list[str], loaded: Loaded, step: int, *, own: bool) -
     if now == then:
         return
     more, fewer = (", ".join(sorted(some)) for some in (now - then, then - now))
-    words = [f"{more} not trained"] if more else []
-    words += [f"{fewer} trained"] if fewer else []
+    changes = [f"{fewer} now frozen"] if fewer else []
+    changes += [f"{more} now trained"] if more else []
     action = "checkpoint.restore=weights to start from its parameters alone"
     if own:
         run = loaded.config.run.name
@@ -294,8 +294,8 @@ def _check_trained(frozen: list[str], loaded: Loaded, step: int, *, own: bool) -
     raise ConfigError.one(
         where(_FROZEN, loaded.origins),
         shown(model.frozen),
-        f"must freeze what was frozen when step {step} was saved: it was saved with "
-        f"{' and '.join(words)}, and the optimizer's state with it.",
+        f"must freeze what was frozen when step {step} was saved, as the optimizer's state is of "
+        f"what was trained then: {'; '.join(changes)}.",
         f"Set {_FROZEN}=[{','.join(frozen)}], or {action}.",
     )
 
