@@ -368,17 +368,16 @@ class Sizes:
         size = BYTES[self.config.model.compute_dtype]
 
         def waiting(kind: Kind) -> float:
-            found = 0.0
+            found, multiplies = 0.0, False
             for branch in kind.branches:
-                if not any(
-                    kind.params[key].trainable for key in kind.params if key[0] in branch.parts
-                ):
-                    continue
-                for part in branch.parts.values():
+                for name, part in branch.parts.items():
+                    if not any(kind.params[name, each].trainable for each in part.params):
+                        continue
                     normed = part is branch.part and branch.after is not None
                     held = part.deferred(recomputed=recomputed, normed=normed)
                     found += self.held_bytes(part, held)
-            if recomputed and found:
+                    multiplies |= bool(part.operations)
+            if recomputed and multiplies:
                 found += (size * kind.num_streams + kind.num_masks) * self.activation
             return found
 

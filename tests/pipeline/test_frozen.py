@@ -107,7 +107,7 @@ def test_what_waits_for_weight_gradients_is_no_more_than_predicted() -> None:
     """Of a layer that is frozen in part, less is deferred and kept; all else is exact."""
     mesh, pipeline = {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}
     for remat in ("full", "names", "none"):
-        config = config_of({"frozen": ATTENTION}, mesh, pipeline | {"remat": remat})
+        config = config_of({"frozen": ["layers.mlp.*"]}, mesh, pipeline | {"remat": remat})
         steps = steps_of(config)
         found, predicted = buffer_bytes(steps), buffers(Sizes(config), steps.train_schedule)
         whole = steps_of(replace(config, model=replace(config.model, frozen=[])))
@@ -147,9 +147,12 @@ def test_nothing_is_reduced_or_multiplied_for_frozen_weights() -> None:
     summed = lambda found: sum(sent for (kind, axes), (_, sent) in found.items() if "data" in axes)  # noqa: E731
     shards = sum(sizes.layer_slots["layer"] * sizes.elements(param.dims) for param in mine)
     assert summed(before) - summed(after) == pytest.approx(4 * (shards + tables))
-    # Weights are gathered as before, messages are sent as before.
-    for kept in (("all-gather", "fsdp"), ("collective-permute", "stage")):
-        assert before[kept] == after[kept]
+    # Weights are gathered as before, and messages sent; tokens are looked up, and not once more
+    # for a gradient.
+    assert before["collective-permute", "stage"] == after["collective-permute", "stage"]
+    (times, sent), (fewer_times, less) = (each["all-gather", "fsdp"] for each in (before, after))
+    ids = sizes.microbatches * 4 * sizes.tokens
+    assert (times - fewer_times, sent - less) == (sizes.microbatches, ids)
     rows, tokens = config.train.batch_size // 4, config.train.sequence_length
     product = 2 * rows * tokens * sum(map(size, mine)) * sum(sizes.cut) // sizes.stages
     assert flops - fewer == pytest.approx(product)
