@@ -34,7 +34,7 @@ from maxpipe.config.paths import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, Loader
 from maxpipe.errors import ConfigError, ExitCode, Preempted, ReplicaError, StorageError
-from maxpipe.model.count import active_params, num_params
+from maxpipe.model.count import active_params, num_params, num_trained
 from maxpipe.model.families import registry
 from maxpipe.model.spec import Model
 from maxpipe.parallel.mesh import build_mesh, describe, resolve
@@ -409,10 +409,11 @@ def _draw(
 
 
 def _parameters(model: Model) -> str:
-    """All of them, and those that one token uses where they are fewer."""
-    all_params, active = num_params(model), active_params(model)
-    fewer = f" ({active / 1e6:.2f} M for each token)" if active < all_params else ""
-    return f"{all_params / 1e6:.2f} M parameters{fewer}"
+    """All of them; those that one token uses, and those that are trained, where they are fewer."""
+    count = num_params(model)
+    parts = ((active_params(model), "for each token"), (num_trained(model), "trained"))
+    fewer = ", ".join(f"{some / 1e6:.2f} M {words}" for some, words in parts if some < count)
+    return f"{count / 1e6:.2f} M parameters" + (f" ({fewer})" if fewer else "")
 
 
 def _write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from maxpipe.config.schema import ModelConfig
 from maxpipe.model.families import gemma3, llama
+from maxpipe.model.frozen import freeze
 from maxpipe.model.spec import Ahead, Family, Model, Summary
 
 FAMILIES: Mapping[str, Family] = {each.name: each for each in (llama.FAMILY, gemma3.FAMILY)}
@@ -30,7 +31,7 @@ def describe(config: ModelConfig) -> Model:
     One object for equal configs, as what is counted of it is cached.
     """
     model = FAMILIES[config.family].describe(config)
-    if not config.heads_ahead:
-        return model
-    ahead = Ahead(config.heads_ahead, config.d_model, config.ahead_loss_weight)
-    return dataclasses.replace(model, ends=dataclasses.replace(model.ends, ahead=ahead))
+    if config.heads_ahead:
+        ahead = Ahead(config.heads_ahead, config.d_model, config.ahead_loss_weight)
+        model = dataclasses.replace(model, ends=dataclasses.replace(model.ends, ahead=ahead))
+    return freeze(model, config.frozen)
