@@ -101,6 +101,10 @@ class Decoder:
         """Whether each parameter is trained."""
         return self._declared(lambda param: param.trainable)
 
+    def decays(self) -> Params:
+        """Whether weight decay applies to each parameter."""
+        return self._declared(lambda param: param.decays)
+
     def _declared(self, of: Callable[[Param], Any]) -> Params:
         """In the form of the parameters, what is declared of each."""
         ends = {name: of(param) for name, param in self.model.ends.params.items()}

@@ -128,8 +128,7 @@ def differentiate(
 
     def run(weights: Tree, x: jax.Array, constants: Constants) -> tuple[Any, list[jax.Array]]:
         def differentiable(mine: Tree, x: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree]:
-            found = wrapped(joined(weights, mine), x, *constants[:3])
-            output, losses, statistics = found
+            output, losses, statistics = wrapped(joined(weights, mine), x, *constants[:3])
             return (output, losses), statistics
 
         mine = trained(weights, trainable)

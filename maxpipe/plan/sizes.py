@@ -396,16 +396,17 @@ class Sizes:
         size = BYTES[self.config.model.compute_dtype]
 
         def waiting(kind: Kind) -> float:
-            found, multiplies = 0.0, False
+            trained = {part for (part, _), param in kind.params.items() if param.trainable}
+            found = 0.0
             for branch in kind.branches:
                 for name, part in branch.parts.items():
-                    if not any(kind.params[name, each].trainable for each in part.params):
-                        continue
-                    normed = part is branch.part and branch.after is not None
-                    held = part.deferred(recomputed=recomputed, normed=normed)
-                    found += self.held_bytes(part, held)
-                    multiplies |= bool(part.operations)
-            if recomputed and multiplies:
+                    if name in trained:
+                        normed = part is branch.part and branch.after is not None
+                        held = part.deferred(recomputed=recomputed, normed=normed)
+                        found += self.held_bytes(part, held)
+                if recomputed and branch.name not in trained and trained & {*branch.parts}:
+                    found += size * self.activation  # cotangent of a norm's output
+            if recomputed and trained:
                 found += (size * kind.num_streams + kind.num_masks) * self.activation
             return found
 

@@ -136,9 +136,8 @@ class Partition:
 
     @cached_property
     def decayed(self) -> Tree:
-        """Which of the trained parameters weight decay applies to: all but normalisation scales."""
-        found = jax.tree.map(lambda axes: axes != ("norm",), self._axes, is_leaf=_is_axes)
-        return self.trained(found)
+        """Which of the trained parameters weight decay applies to."""
+        return self.trained(self._by_place(self.decoder.decays()))
 
     def shardings(self, specs: Tree) -> Tree:
         """The specs on this mesh."""
