@@ -55,6 +55,8 @@ class Case:
     own: Any = None
     """Keys of a family other than Llama: its section."""
     dtype: str = "float32"
+    frozen: tuple[str, ...] = ()
+    """Patterns of `model.frozen`."""
     alike: int = 0
     """Size of every dim of model and batch, so that nothing can be told by its shape."""
 
@@ -77,6 +79,7 @@ class Case:
             dropout=self.dropout,
             tied_embeddings=self.tied,
             compute_dtype=self.dtype,  # type: ignore[arg-type]
+            frozen=list(self.frozen),
         )
         if self.own is not None:
             name = next(name for name, each in FAMILIES.items() if each.section is type(self.own))

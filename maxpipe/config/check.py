@@ -15,7 +15,8 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 
-import maxpipe.config.pipeline_rules  # noqa: F401  registers its rules
+import maxpipe.config.model_rules
+import maxpipe.config.pipeline_rules  # noqa: F401  both register their rules
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import scheme
 from maxpipe.config.keys import FAMILY, KEYS, family_section

@@ -520,7 +520,7 @@ def _assign(nodes: Mapping[str, Any], assignment: _Assignment) -> Problem | None
     return None
 
 
-_LISTS = {list[int]: ("list of integers", "[2, 2]"), list[str]: ("list of names", "[matmuls]")}
+_LISTS = {list[int]: ("list of integers", "[2, 2]"), list[str]: ("list of names", "[]")}
 """In words, and an example."""
 
 
@@ -546,8 +546,9 @@ def _type_problem(assignment: _Assignment, hint: Any) -> Problem:
         rule = "must be a list of mesh axes" if len(assignment.path) > 2 else "must be a mapping"
         return assignment.problem(f"{rule}.", f"{example}.")
     if hint in _LISTS:
-        name, example = _LISTS[hint]
-        return assignment.problem(f"must be a {name}.", f"Write a value such as {key}={example}.")
+        is_name = hint == list[str] and isinstance(assignment.raw, str)
+        example = f"[{assignment.raw}]" if is_name else _LISTS[hint][1]
+        return assignment.problem(f"must be a {type_name(hint)}.", f"Set {key}={example}.")
     if hint is str and isinstance(assignment.raw, list) and (action := list_meant(key)):
         return assignment.problem("must be one text, not a list.", action)
     if hint is str:

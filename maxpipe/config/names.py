@@ -32,6 +32,8 @@ _SAME_KEY = {
     "use_flash_attention attention_backend",
     "model.compute_dtype": "dtype precision mixed_precision amp activation_dtype torch_dtype",
     "model.param_dtype": "params_dtype weight_dtype",
+    "model.frozen": "freeze freeze_layers freeze_params freeze_modules frozen_layers frozen_params "
+    "frozen_parameters frozen_modules",
     "mesh.ici_stage": "pp pp_size pipeline_parallel pipeline_parallel_size stages num_stages "
     "pipeline_model_parallel_size pipeline_parallel_degree ici_pipeline_parallelism",
     "mesh.ici_tensor": "tp tp_size tensor_parallel tensor_parallel_size mp model_parallel_size "
@@ -178,8 +180,9 @@ _NOT_SAME_KEY = {
         "Set mesh.ici_fsdp to the number of shards of parameters, gradients and optimizer state.",
     ),
     "lora peft qlora adapter lora_rank": (
-        "adapters are not supported: every parameter is trained.",
-        "Leave it out; checkpoint.restore_from starts from another run's parameters.",
+        "adapters are not supported.",
+        "Leave it out; checkpoint.restore_from starts from another run's parameters, and "
+        "model.frozen leaves some of them as they are.",
     ),
     "model_name model_name_or_path pretrained pretrained_model_name_or_path hf_model "
     "hf_checkpoint": (

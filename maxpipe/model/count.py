@@ -31,6 +31,14 @@ def num_params(model: Model) -> int:
 
 
 @lru_cache(maxsize=64)
+def num_trained(model: Model) -> int:
+    """Parameters that are trained."""
+    kinds = (model.kinds[kind] for kind in model.layers)
+    params = [model.ends.params, *(kind.params for kind in kinds)]
+    return sum(size(each) for some in params for each in some.values() if each.trainable)
+
+
+@lru_cache(maxsize=64)
 def forward_flops_per_token(model: Model, sequence_length: int) -> int:
     """Matmul operations that one token's forward pass needs, a multiply-add counting 2.
 
@@ -51,8 +59,15 @@ def computed_flops_per_token(model: Model, sequence_length: int) -> int:
 
 
 def train_flops_per_token(model: Model, sequence_length: int) -> int:
-    """Forward and backward, nothing recomputed: what MFU counts (PaLM, arXiv:2204.02311)."""
-    return 3 * forward_flops_per_token(model, sequence_length)
+    """Forward and backward, nothing recomputed: what MFU counts (PaLM, arXiv:2204.02311).
+
+    The backward's half that makes gradients of weights is not needed for frozen ones.
+    """
+    frozen = sum(_frozen_weights(model.kinds[kind]) for kind in model.layers)
+    ends = model.ends
+    head = ends.params["embedding" if ends.head is None else "head",]
+    frozen += 0 if head.trainable else _head_weights(model)
+    return 3 * forward_flops_per_token(model, sequence_length) - round(2 * frozen)
 
 
 @lru_cache(maxsize=64)
@@ -87,6 +102,16 @@ def _matmul_weights(kind: Kind, *, needed: bool) -> float:
         for part in kind.parts.values()
         for each in part.operations
         if isinstance(each, Matmul)
+    )
+
+
+def _frozen_weights(kind: Kind) -> float:
+    """Of those that a token uses, entries that are not trained."""
+    return sum(
+        size(part.params[each.param]) * each.needed
+        for name, part in kind.parts.items()
+        for each in part.operations
+        if isinstance(each, Matmul) and not kind.params[name, each.param].trainable
     )
 
 

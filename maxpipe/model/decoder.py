@@ -26,7 +26,7 @@ from maxpipe.model.initial import initial
 from maxpipe.model.modules.block import Block, norm_module
 from maxpipe.model.modules.part import Context, Output
 from maxpipe.model.parts.attention import Attention
-from maxpipe.model.spec import Kind, Model
+from maxpipe.model.spec import Kind, Model, Param
 from maxpipe.parallel.sharding import AxisRules
 
 Params = dict[str, Any]
@@ -91,9 +91,21 @@ class Decoder:
 
     def axes(self) -> Params:
         """Logical axes of every parameter, those of a kind's layers without the stacking axis."""
-        ends = {name: param.axes for name, param in self.model.ends.params.items()}
+        return self._declared(lambda param: param.axes)
+
+    def trainable(self) -> Params:
+        """Whether each parameter is trained."""
+        return self._declared(lambda param: param.trainable)
+
+    def decays(self) -> Params:
+        """Whether weight decay applies to each parameter."""
+        return self._declared(lambda param: param.decays)
+
+    def _declared(self, of: Callable[[Param], Any]) -> Params:
+        """In the form of the parameters, what is declared of each."""
+        ends = {name: of(param) for name, param in self.model.ends.params.items()}
         layers = {
-            kind: _nested({name: param.axes for name, param in described.params.items()})
+            kind: _nested({name: of(param) for name, param in described.params.items()})
             for kind, described in self.model.kinds.items()
         }
         return _nested(ends) | {"layers": layers}

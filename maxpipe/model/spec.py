@@ -10,7 +10,7 @@ read this; there is no second list of weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -47,7 +47,8 @@ class Param:
     decays: bool = True
     """Whether weight decay applies."""
     trainable: bool = True
-    """Whether it has a gradient, moments and updates."""
+    """Whether it has a gradient, moments and updates. `Kind.params` and `Ends.params` say so of a
+    model's parameters."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -195,6 +196,8 @@ class Kind:
     """A layer: residual branches one after the other."""
 
     branches: tuple[Branch, ...]
+    frozen: frozenset[tuple[str, ...]] = frozenset()
+    """(part, name) of parameters that are not trained, whatever their part declares."""
 
     @cached_property
     def parts(self) -> Mapping[str, Part]:
@@ -205,7 +208,7 @@ class Kind:
     def params(self) -> Mapping[tuple[str, str], Param]:
         """(part, name) -> parameter, in the order in which they are drawn."""
         return {
-            (name, param): declared
+            (name, param): _unless(declared, (name, param) in self.frozen)
             for name, part in self.parts.items()
             for param, declared in part.params.items()
         }
@@ -241,6 +244,11 @@ class Kind:
         return _joined(part.losses for part in self.parts.values())
 
 
+def _unless(param: Param, frozen: bool) -> Param:
+    """The parameter, or the same not trained."""
+    return replace(param, trainable=False) if frozen else param
+
+
 def _joined(mappings: Iterator[Mapping[str, Any]]) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
     for mapping in mappings:
@@ -262,13 +270,16 @@ class Ends:
     """Factor of the embedding, rounded to the compute type."""
     logit_cap: float = 0.0
     """Logits become `cap * tanh(logits / cap)`. 0: as they are."""
+    frozen: frozenset[tuple[str, ...]] = frozenset()
+    """Where parameters are stored that are not trained."""
 
     @cached_property
     def params(self) -> Mapping[tuple[str, ...], Param]:
         """Parameters by where they are stored."""
         found = {("embedding",): self.embedding}
         found |= {("final_norm", name): param for name, param in self.norm.params.items()}
-        return found if self.head is None else found | {("head",): self.head}
+        found |= {} if self.head is None else {("head",): self.head}
+        return {name: _unless(param, name in self.frozen) for name, param in found.items()}
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,9 +79,10 @@ def state(sizes: Sizes) -> dict[str, float]:
     model, train = sizes.config.model, sizes.config.train
     # Four arrays of ids and the mask, int32 and float32.
     batch = sizes.rows_per_device * (5 * 4 * train.sequence_length + 4)
-    copies = optimizer_of(sizes.config.optim).num_saved
+    optimizer = optimizer_of(sizes.config.optim)
+    entries = optimizer.saved(sizes.shard_elements, sizes.trained.shard_elements)
     return {
-        "state": float(copies * BYTES[model.param_dtype] * sizes.shard_elements + 12),
+        "state": float(BYTES[model.param_dtype] * entries + 12),
         "batch": float(batch),
     }
 
@@ -98,7 +99,7 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
         "inbox": schedule.num_inbox * message,
         "stash": schedule.num_stash * (message if by_chunk else kept),
         "sent": message * (1 if schedule.mixed else 2 if schedule.delayed else 1),
-        "gradients": 4.0 * _gradient_elements(sizes, schedule),
+        "gradients": 4.0 * _gradient_elements(sizes.trained, schedule),
         "deferred": 0.0,
         "window": 0.0,
         "partial": 0.0,
@@ -109,9 +110,8 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
             length * sizes.deferred_bytes(kind) for kind, length in sizes.per_chunk.items()
         )
     if by_visit:
-        whole = sizes.chunk_elements()
-        found["window"] = float(size * visits.num_window * whole)
-        found["partial"] = 4.0 * visits.num_gradient * whole
+        found["window"] = float(size * visits.num_window * sizes.chunk_elements())
+        found["partial"] = 4.0 * visits.num_gradient * sizes.trained.chunk_elements()
     if outside := sizes.outside:
         kept = sum(count * sizes.kept_bytes(kind)[0] for kind, count in outside.items())
         kept = message if by_chunk else kept
@@ -263,6 +263,8 @@ def _logits(sizes: Sizes, *, fused: bool) -> float:
     model, gathers = sizes.config.model, sizes.config.pipeline.weight_gather == "iteration"
     matrix = sizes.head_elements(whole=True)
     logits = 4.0 * sizes.tokens * sizes.vocabulary
-    with_gradient = logits + 4.0 * matrix  # of the matrix, after the other copies of the logits
+    with_gradient = logits + 4.0 * sizes.trained.head_elements(
+        whole=True
+    )  # of the matrix, after the other copies of the logits
     most = with_gradient if fused else max(with_gradient, UNFUSED_LOGITS * logits)
     return most + BYTES[model.compute_dtype] * matrix * gathers

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxpipe.config.check import total_steps
 from maxpipe.hardware import GIB, Hardware
-from maxpipe.model.count import num_params
+from maxpipe.model.count import num_params, num_trained
 from maxpipe.plan.advice import TERMS, gib, verdict
 from maxpipe.plan.search import SHOWN, Candidate, Search
 from maxpipe.plan.sizes import BYTES, Sizes
@@ -82,9 +82,9 @@ def _table(found: Sequence[Traffic]) -> list[str]:
 def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     """A plan as plain values."""
     sizes, config, schedule = Sizes(candidate.config), candidate.config, candidate.schedule
-    parameters = num_params(sizes.model)
+    parameters, trained = num_params(sizes.model), num_trained(sizes.model)
     tokens = config.train.batch_size * config.train.sequence_length
-    arrays = optimizer_of(config.optim).num_saved
+    saved = optimizer_of(config.optim).saved(parameters, trained)
     per_stage = []
     for stage in range(sizes.stages):
         chunks = [schedule.ring.chunk(stage, repeat) for repeat in range(sizes.repeats)]
@@ -98,10 +98,11 @@ def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "num_slices": sizes.num_slices,
         "layout": candidate.changes,
         "parameters": parameters,
+        "trained_parameters": trained,
         "tokens_per_step": tokens,
         "steps": total_steps(config.train),
         "flops_per_step": candidate.cost.model_flops * sizes.num_devices,
-        "checkpoint_bytes": arrays * BYTES[config.model.param_dtype] * parameters,
+        "checkpoint_bytes": BYTES[config.model.param_dtype] * saved,
         "memory_bytes": hardware.memory_bytes,
         "argument_bytes": candidate.memory.arguments,
         "working_bytes": candidate.memory.temporary,
@@ -128,13 +129,16 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
     layout = " ".join(f"{key}={value}" for key, value in values["layout"].items())
     slices = f" in {values['num_slices']} slices" if values["num_slices"] > 1 else ""
     measured = f", measured {values['measured']}" if values["measured"] else ""
+    trained = values["trained_parameters"]
+    frozen = f" ({trained / 1e9:.4g} B trained)" if trained < values["parameters"] else ""
     share = values["total_bytes"] / values["memory_bytes"]
     fits = verdict(values["total_bytes"], values["memory_bytes"])
     lines = [
         f"{counted(values['num_devices'], 'device')} of {values['hardware']}{slices}{measured}",
         f"  {layout or 'one device'}",
         "",
-        f"{values['parameters'] / 1e9:.4g} B parameters, {values['tokens_per_step']:,} tokens and "
+        f"{values['parameters'] / 1e9:.4g} B parameters{frozen}, "
+        f"{values['tokens_per_step']:,} tokens and "
         f"{values['flops_per_step'] / 1e15:.4g} PFLOP in a step, checkpoints of "
         f"{gib(values['checkpoint_bytes'])}",
         "",

@@ -31,10 +31,10 @@ from maxpipe.config.check import cautions, check, total_steps, where
 from maxpipe.config.keys import flat
 from maxpipe.config.load import Loaded, to_dict, to_yaml
 from maxpipe.config.paths import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
-from maxpipe.config.schema import Config
+from maxpipe.config.schema import Config, ModelConfig
 from maxpipe.data.loader import Datasets, Loader
 from maxpipe.errors import ConfigError, ExitCode, Preempted, ReplicaError, StorageError
-from maxpipe.model.count import num_params
+from maxpipe.model.count import num_params, num_trained
 from maxpipe.model.families import registry
 from maxpipe.parallel.mesh import build_mesh, describe, resolve
 from maxpipe.processes import secret
@@ -433,7 +433,7 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
         ("mesh", describe(mesh)),
         (
             "model",
-            f"{num_params(registry.describe(model)) / 1e6:.2f} M parameters, "
+            f"{_parameters(model)}, "
             f"{counted(model.num_layers, 'layer')}, "
             f"{model.compute_dtype} compute, {model.param_dtype} parameters",
         ),
@@ -453,3 +453,11 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
             f"{counted(length, 'step')} of {tokens:,} tokens, {length * tokens / 1e6:.2f} M tokens",
         ),
     ]
+
+
+def _parameters(config: ModelConfig) -> str:
+    """How many a model has, and how many of them are trained if some are not."""
+    model = registry.describe(config)
+    count, trained = num_params(model), num_trained(model)
+    few = f" ({trained / 1e6:.2f} M trained)" if trained < count else ""
+    return f"{count / 1e6:.2f} M parameters{few}"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from maxpipe.model.decoder import Decoder
+from maxpipe.pipeline.trainable import trained
 from maxpipe.schedule.catalog import SCHEDULES
 from maxpipe.schedule.notation import read_orders
 from tests.cases import TOLERANCE, Case, batch_of, steps_of
@@ -50,7 +51,9 @@ def check_gradients(case: Case) -> None:
     parts = steps.partition
     key = jax.random.key(7) if case.dropout else None
     batch: Any = batch_of(case.rows, case=case)
-    plain, wanted_loss, wanted = plain_gradients(parts.decoder, batch, key)
+    config = replace(parts.decoder.config, frozen=[])
+    plain, wanted_loss, wanted = plain_gradients(replace(parts.decoder, config=config), batch, key)
+    wanted = trained(wanted, parts.decoder.trainable())
     run = steps.engine.value_and_grad(steps.train_schedule)
 
     def whole(plain: Any, batch: Any) -> Any:
@@ -60,6 +63,7 @@ def check_gradients(case: Case) -> None:
     with jax.set_mesh(parts.mesh):
         loss, found = jax.jit(whole)(plain, jax.device_put(batch, steps.batch_sharding))
     np.testing.assert_allclose(loss, wanted_loss, rtol=TOLERANCE)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True
     ):

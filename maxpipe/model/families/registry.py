@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from maxpipe.config.schema import ModelConfig
 from maxpipe.model.families import gemma3, llama
+from maxpipe.model.frozen import freeze
 from maxpipe.model.spec import Family, Model
 
 FAMILIES: Mapping[str, Family] = {each.name: each for each in (llama.FAMILY, gemma3.FAMILY)}
@@ -18,4 +19,4 @@ def describe(config: ModelConfig) -> Model:
 
     One object for equal configs, as what is counted of it is cached.
     """
-    return FAMILIES[config.family].describe(config)
+    return freeze(FAMILIES[config.family].describe(config), config.frozen)
