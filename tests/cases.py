@@ -12,6 +12,8 @@ import pytest
 
 from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
 from maxpipe.model.families.registry import FAMILIES
+from maxpipe.model.parts.norm import LayerNorm
+from maxpipe.model.spec import Model
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.train.step import Steps, partition
@@ -100,6 +102,24 @@ class Case:
                     f"{field.name}{value}" if field.name != "own" else type(value).__name__
                 )
         return "-".join(shown)
+
+
+def with_layer_norms(model: Model, **changes: Any) -> Model:
+    """The model with other norms in all branches and in front of the head, and changed ends.
+
+    No two are alike: a bias in front of each part and of the head, none behind parts.
+    """
+    width = model.ends.norm.params["scale"].shape[0]
+    before = LayerNorm(width, 0.1)
+    after = LayerNorm(width, 0.2, bias=False)
+    kinds = {
+        name: replace(
+            kind,
+            branches=tuple(replace(each, before=before, after=after) for each in kind.branches),
+        )
+        for name, kind in model.kinds.items()
+    }
+    return replace(model, kinds=kinds, ends=replace(model.ends, norm=before, **changes))
 
 
 def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:

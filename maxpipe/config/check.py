@@ -251,7 +251,7 @@ def _rows_reach_ahead(config: Config) -> Iterator[Finding]:
             "model.heads_ahead",
             f"must be less than train.sequence_length ({tokens}): no token of a sequence is "
             "further ahead.",
-            f"Set model.heads_ahead={tokens - 1} or less; 1 to 4 are usual.",
+            f"Set model.heads_ahead={tokens - 1}, or a longer train.sequence_length.",
         )
 
 

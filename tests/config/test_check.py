@@ -62,6 +62,12 @@ BROKEN: list[tuple[str, str, str]] = [
         "runtime.platform is cpu",
     ),
     ("model.vocab_size=258", "model.vocab_size", "at least 259 with tokenizer.kind=bytes"),
+    ("model.heads_ahead=-1", "model.heads_ahead", "at least 0"),
+    (
+        "model.heads_ahead=16 train.sequence_length=16",
+        "model.heads_ahead",
+        "less than train.sequence_length (16)",
+    ),
     ("mesh.ici_data=0", "mesh.ici_data", "at least 1, or -1"),
     ("mesh.dcn_stage=-2", "mesh.dcn_stage", "at least 1, or -1"),
     ("mesh.ici_data=-1 mesh.ici_fsdp=-1", "mesh.ici_fsdp", "second -1 among mesh.ici_*"),

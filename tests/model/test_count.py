@@ -35,8 +35,8 @@ def tree_params(config: ModelConfig) -> int:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("num_layers", [1, 5])
-def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int) -> None:
+@pytest.mark.parametrize(("num_layers", "heads"), [(1, 0), (5, 3)])
+def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int, heads: int) -> None:
     config = ModelConfig(
         num_layers=num_layers,
         d_model=24,
@@ -46,6 +46,7 @@ def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int) -
         d_mlp=52,
         vocab_size=77,
         tied_embeddings=tied,
+        heads_ahead=heads,
     )
     model = describe(config)
     assert count.num_params(model) == tree_params(config)
@@ -141,3 +142,12 @@ def test_training_llama3_8b_takes_about_six_operations_per_parameter() -> None:
     six = 6 * (count.num_params(describe(config)) - embedding)
     train = count.train_flops_per_token(describe(config), 8192)
     assert six < train < 1.2 * six
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_heads_ahead_count_in_a_step(tied: bool) -> None:
+    """Of each the output projection once more, and its own matrix."""
+    plain = dataclasses.replace(WIDE, tied_embeddings=tied)
+    models = (describe(dataclasses.replace(plain, heads_ahead=heads)) for heads in (0, 3))
+    without, three = (count.train_flops_per_token(model, 128) for model in models)
+    assert three - without == 6 * 3 * WIDE.d_model * (WIDE.vocab_size + WIDE.d_model)

@@ -329,3 +329,42 @@ def test_kinds_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(decoder.objective(params, batch), cross_entropy + 0.25 * losses / mask.sum())
     gradient = jax.grad(lambda x: decoder.run(x, batch).statistics["counting"]["sum"].sum())(params)
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(gradient))
+
+
+def test_heads_ahead_follow_their_formula() -> None:
+    """Against loops over tokens, with documents and targets that do not count."""
+    plain, decoder = decoder_with(), decoder_with(heads_ahead=2, ahead_loss_weight=0.6)
+    params, batch = jax.jit(decoder.init)(KEY), make_batch()
+    assert not np.asarray(params["ahead"]["transform"]).any()
+    without = jax.jit(plain.init)(KEY)
+    rest = {name: leaf for name, leaf in params.items() if name != "ahead"}
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a == b).all(), rest, without)))
+
+    generator = np.random.default_rng(3)
+    params["ahead"]["transform"] = jnp.asarray(generator.normal(0, 0.25, (2, 16, 16)), jnp.float32)
+    batch["loss_mask"] = jnp.asarray(generator.integers(0, 2, (2, 8)))
+    every = lambda *given: [f(*given) for f in (decoder.run, decoder.loss, decoder.objective)]  # noqa: E731
+    found, loss, objective = jax.jit(every)(params, batch)
+    assert_close(found.logits, jax.jit(plain.apply)(without, batch))
+    # What all heads read, from the ordinary one's logits: they are more than its width.
+    head = np.asarray(params["head"], np.float64)
+    hidden = np.asarray(found.logits, np.float64) @ np.linalg.pinv(head)
+    ids, mask, targets = (np.asarray(batch[n]) for n in ("segment_ids", "loss_mask", "targets"))
+    losses = {}
+    for number, transform in enumerate(np.asarray(params["ahead"]["transform"], np.float64)):
+        bent = hidden @ transform
+        logits = (hidden + bent / (1 + np.exp(-bent))) @ head
+        logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        losses[f"ahead_{number + 1}"] = -sum(
+            logs[row, place, targets[row, later]]
+            for row in range(2)
+            for place in range(8)
+            if (later := place + number + 1) < 8
+            and mask[row, later]
+            and ids[row, later] == ids[row, place]
+        )
+    assert found.losses.keys() == losses.keys()
+    for name, wanted in losses.items():
+        assert_close(found.losses[name], wanted)
+    mean = sum(losses.values()) / 2
+    assert_close(objective, loss + 0.6 * mean / mask.sum())

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxpipe.model.initial import initial, normal_approximation
 from maxpipe.model.modules.block import dropout
 from maxpipe.model.modules.mlp import GatedMLP
-from maxpipe.model.modules.norm import RMSNorm
+from maxpipe.model.modules.norm import LayerNorm, RMSNorm
 from maxpipe.model.parts import mlp, norm
 from maxpipe.model.spec import Constant, Normal, Param
 from tests.model.parts import RULES, assert_close, context, with_values
@@ -48,6 +48,23 @@ def test_rms_norm_measures_half_precision_in_float32(offset: float) -> None:
     assert got.dtype == jnp.bfloat16
     wanted = rms_normed(np.asarray(x, np.float32), np.ones(16), 1e-3)
     np.testing.assert_allclose(np.asarray(got, np.float32), wanted, rtol=2**-8)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layer_norm_follows_its_formula(bias: bool) -> None:
+    module = LayerNorm(norm.LayerNorm(16, 1e-3, bias))
+    started = with_values(module)
+    np.testing.assert_array_equal(started.pop("scale"), np.ones(16))
+    assert {name: leaf.any() for name, leaf in started.items()} == ({"bias": False} if bias else {})
+    values = {"scale": np.linspace(-0.5, 2.0, 16)} | ({"bias": np.arange(16.0)} if bias else {})
+    with_values(module, **values)
+    x = np.asarray(jax.random.normal(jax.random.key(0), (2, 3, 16)), np.float64) * 100 + 7
+    normed = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-3)
+    wanted = normed * values["scale"] + values.get("bias", 0.0)
+    assert_close(module(jnp.asarray(x, jnp.float32)), wanted)
+    rough = module(jnp.asarray(x, jnp.bfloat16))
+    assert rough.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(rough, np.float64), wanted, rtol=2**-6, atol=2**-4)
 
 
 def silu(x: np.ndarray) -> np.ndarray:

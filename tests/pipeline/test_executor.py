@@ -262,6 +262,7 @@ def matrix() -> list[Case]:
                 layers=stages * repeats + more,
                 outside=(0, more)[number // 3 % 2],
                 tied=turns % 7 == 0,
+                ahead=(0, 0, 2)[(number + turns) % 3],
                 fsdp=1 + (turns % 3 == 0),
                 data=1 + (turns % 3 == 1),
                 tensor=1 + (turns % 3 == 2),
@@ -300,6 +301,12 @@ def test_the_matrix_has_every_choice() -> None:
             found = {case.microbatches for case in mine if case.stages == stages}
             assert found == {stages, 2 * stages, 2 * stages + 1}, (schedule, stages)
         assert {case.dropout > 0 for case in mine} == {True, False}
+        assert {(case.ahead, case.tied) for case in mine} == {
+            (0, False),
+            (0, True),
+            (2, False),
+            (2, True),
+        }
         assert {case.outside for case in mine} == {0, 1, 2, 3}
         if SCHEDULES[schedule].repeats is None:
             assert {case.repeats for case in mine} == {1, 2, 3}

@@ -15,6 +15,7 @@ import yaml
 
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
+from maxpipe.model import decoder as decoder_module
 from maxpipe.model.count import QUERY_BLOCK
 from maxpipe.model.decoder import Decoder
 from maxpipe.model.families.registry import describe
@@ -22,11 +23,12 @@ from maxpipe.model.spec import Part
 from maxpipe.parallel.mesh import AXES
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.remat import Constants, differentiate
+from maxpipe.plan import sizes as sizes_module
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.memory import buffers, memory, state
 from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.train.step import Steps, keep_of
-from tests.cases import buffer_bytes
+from tests.cases import buffer_bytes, with_layer_norms
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,12 +68,13 @@ CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
         {"microbatches": 4, "repeats": 2, "remat": "names", "weight_gather": "step"},
     ),
     (
-        {"tied_embeddings": True},
+        {"tied_embeddings": True, "heads_ahead": 3},
         {"ici_stage": 2, "ici_fsdp": 4},
         {"microbatches": 5, "repeats": 5, "weight_gather": "visit", "group": 4},
     ),
     ({}, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4, "remat": "none"}),
     ({"vocab_size": 263}, {"ici_stage": 4}, {"microbatches": 6, "schedule": "zb_h1"}),
+    ({"heads_ahead": 2}, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4}),
     (
         {},
         {"ici_stage": 2, "ici_fsdp": 2},
@@ -208,18 +211,7 @@ def test_parameters_are_those_of_the_model() -> None:
     assert found == {name: (each.shape, each.axes) for name, each in kind.params.items()}
 
 
-@pytest.mark.parametrize("remat", ["full", "names", "none"])
-@pytest.mark.parametrize("tokens", [7, 3 * QUERY_BLOCK])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"compute_dtype": "float32"},
-        {"dropout": 0.1},
-        {"family": "gemma3", "tied_embeddings": True},
-    ],
-)
-def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str, tokens: int) -> None:
+def check_kept(changes: dict[str, Any], remat: str, tokens: int) -> None:
     """Traced, with sizes of which no two are alike: each part shows in the sum."""
     pipeline = {"microbatches": 2, "remat": remat, "schedule": "zb_h1"}
     unlike = {"d_model": 20, "num_heads": 6, "num_kv_heads": 2, "head_size": 10, "d_mlp": 34}
@@ -246,6 +238,30 @@ def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str, token
 
     assert size(found[0].saved) == sizes.kept_bytes(kind)[0]
     assert size(found[0].deferred) == sizes.deferred_bytes(kind)
+
+
+@pytest.mark.parametrize("remat", ["full", "names", "none"])
+@pytest.mark.parametrize("tokens", [7, 3 * QUERY_BLOCK])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"compute_dtype": "float32"},
+        {"dropout": 0.1},
+        {"family": "gemma3", "tied_embeddings": True},
+    ],
+)
+def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str, tokens: int) -> None:
+    check_kept(changes, remat, tokens)
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_layer_norms_keep_what_they_declare(remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (decoder_module, sizes_module):
+        monkeypatch.setattr(module, "describe", lambda config: with_layer_norms(describe(config)))
+    check_kept({}, remat, 7)
+    sizes = Sizes(config_of({}, {}, {"microbatches": 2}))
+    assert sizes.norm_elements == 2 * MODEL["d_model"]
 
 
 def attention_of(config: Config) -> Part:
@@ -301,6 +317,7 @@ TEMPORARY: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     ({}, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4, "repeats": 2}),
     ({}, {"ici_stage": 4, "ici_fsdp": 2}, {"microbatches": 8, "remat": "names"}),
     (WORDS, {"ici_fsdp": 8}, {"microbatches": 2}),
+    (WORDS | {"heads_ahead": 2}, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 2}),
     (WORDS, {"ici_fsdp": 4, "ici_tensor": 2}, {"microbatches": 2}),
     (WIDE, {"ici_fsdp": 8}, {"microbatches": 1}),
     (WIDE, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4, "weight_gather": "step"}),

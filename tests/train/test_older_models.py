@@ -95,6 +95,12 @@ def test_moved_keys_are_compared_by_what_they_say() -> None:
     assert problem.rule.startswith("must be 8.0") and "Set model.llama.rope_sc" in problem.action
 
 
+def test_heads_ahead_stay_and_their_weight_may_change() -> None:
+    check_model(OLD, *wanted("model.ahead_loss_weight=0.1"))
+    with pytest.raises(ConfigError, match=r"model\.heads_ahead = 2\n  must be 0, the value"):
+        check_model(OLD, *wanted("model.heads_ahead=2"))
+
+
 def test_another_family_is_refused() -> None:
     sizes = [each for each in SIZES if "rope_scaling" not in each]
     config = load([*sizes, "train.steps=1", "model.family=gemma3", "model.tied_embeddings=true"])

@@ -34,6 +34,7 @@ SMALL = ModelConfig(
     head_size=4,
     d_mlp=24,
     vocab_size=37,
+    heads_ahead=3,
 )
 MESHES = {
     "one device, three repeats": ({}, 3),

@@ -35,3 +35,25 @@ def rms_normed(
     if part.offset:
         return (normed * (part.offset + scale.astype(jnp.float32))).astype(x.dtype)
     return normed.astype(x.dtype) * scale.astype(x.dtype)
+
+
+class LayerNorm(PartModule):
+    """Subtracts the mean, and scales by the standard deviation (arXiv:1607.06450)."""
+
+    scale: nnx.Param
+    bias: nnx.Param
+
+    def __init__(self, part: norm.LayerNorm):
+        super().__init__(part)
+        self.part = part
+
+    def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
+        """Same dtype; measured, scaled and shifted in float32."""
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+        normed = centred * lax.rsqrt(variance + self.part.epsilon)
+        normed = normed * self.scale[...].astype(jnp.float32)
+        if self.part.bias:
+            normed = normed + self.bias[...].astype(jnp.float32)
+        return normed.astype(x.dtype)

@@ -9,18 +9,12 @@ from maxpipe.model.spec import NOTHING, Constant, Dims, Held, Operation, Param, 
 
 
 @dataclass(frozen=True)
-class RMSNorm(Part):
-    """Scales by the root mean square (arXiv:1910.07467)."""
+class Norm(Part):
+    """What all norms have in common."""
 
     d_model: int
     epsilon: float
-    offset: float = 0.0
-    """Added to the stored scale: 1 where a scale of 0 stands for no change."""
-
-    @property
-    def params(self) -> Mapping[str, Param]:
-        """The scale."""
-        return {"scale": Param(self._width, Constant(1.0 - self.offset), decays=False)}
+    """Added to the mean of squares."""
 
     @property
     def activations(self) -> Mapping[str, Dims]:
@@ -61,16 +55,48 @@ class RMSNorm(Part):
         return Held(wide=((2.0, dims), (2.0, heads))) + scaled
 
     def deferred_of(self, heads: Dims, *, recomputed: bool) -> Held:
-        """The scale; where nothing is recomputed what is scaled, and the output's cotangent."""
+        """Its parameters; where nothing is recomputed what is scaled, and a cotangent of that."""
         if recomputed:
-            return Held(once=(self._width,))
+            return Held(once=tuple(each.dims for each in self.params.values()))
         dims = (*heads, *self._width)
         return Held(narrow=((1.0, dims),)) + self._scaled(dims)
 
     def _scaled(self, dims: Dims) -> Held:
-        """With an offset it is scaled in float32."""
-        return Held(wide=((1.0, dims),)) if self.offset else Held(narrow=((1.0, dims),))
+        """What the scale is multiplied with, in float32."""
+        return Held(wide=((1.0, dims),))
 
     @property
     def _width(self) -> Dims:
         return ((self.d_model, "norm"),)
+
+
+@dataclass(frozen=True)
+class RMSNorm(Norm):
+    """Scales by the root mean square (arXiv:1910.07467)."""
+
+    offset: float = 0.0
+    """Added to the stored scale: 1 where a scale of 0 stands for no change."""
+
+    @property
+    def params(self) -> Mapping[str, Param]:
+        """The scale."""
+        return {"scale": Param(self._width, Constant(1.0 - self.offset), decays=False)}
+
+    def _scaled(self, dims: Dims) -> Held:
+        """Without an offset it is scaled in the compute type."""
+        return super()._scaled(dims) if self.offset else Held(narrow=((1.0, dims),))
+
+
+@dataclass(frozen=True)
+class LayerNorm(Norm):
+    """Subtracts the mean, and scales by the standard deviation (arXiv:1607.06450)."""
+
+    bias: bool = True
+    """Whether one is added."""
+
+    @property
+    def params(self) -> Mapping[str, Param]:
+        """The scale, and the bias."""
+        scale = Param(self._width, Constant(1.0), decays=False)
+        bias = Param(self._width, Constant(0.0), decays=False)
+        return {"scale": scale} | ({"bias": bias} if self.bias else {})
