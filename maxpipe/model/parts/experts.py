@@ -44,14 +44,14 @@ class Experts(Part):
             "load",
             "largest",
             "",
-            "Tokens of the busiest expert in any layer, as a multiple of an expert's mean.",
+            "Tokens of the most used expert in any layer, as a multiple of an expert's mean.",
         ),
         "moe/load_min": Summary(
             "load",
             "smallest",
             "",
-            "Tokens of the idlest expert in any layer, as a multiple of an expert's mean: 0 when "
-            "an expert gets none.",
+            "Tokens of the least used expert in any layer, as a multiple of an expert's mean: 0 "
+            "when an expert gets none.",
         ),
     }
 
