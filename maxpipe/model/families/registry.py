@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.families import gemma3, llama
+from maxpipe.model.families import gemma3, llama, moe
 from maxpipe.model.frozen import freeze
 from maxpipe.model.spec import Ahead, Family, Model, Summary
 
-FAMILIES: Mapping[str, Family] = {each.name: each for each in (llama.FAMILY, gemma3.FAMILY)}
+FAMILIES: Mapping[str, Family] = {
+    each.name: each for each in (llama.FAMILY, gemma3.FAMILY, moe.FAMILY)
+}
 
 
 def summaries() -> Iterator[tuple[str, Summary, list[str]]]:
