@@ -28,6 +28,7 @@ from maxpipe.config.rules import (
     did_you_mean,
     divisors,
     folder_name,
+    is_read,
     rule,
     shown,
     up,
@@ -335,6 +336,8 @@ def _splits_evenly(logical: str, key: str, *partners: str) -> None:
 
     @rule(key, *partners, "mesh.axis_rules", *axis_keys("fsdp", "tensor"))
     def find(config: Config) -> Iterator[Finding]:
+        if not is_read(config, key):
+            return
         axes = axis_table(config.mesh)[logical]
         shards = math.prod(axis_size(config.mesh, axis) or 1 for axis in axes)
         size = value_of(config, key)
@@ -354,6 +357,9 @@ _splits_evenly("heads", "model.num_heads", "model.num_kv_heads")
 _splits_evenly("kv_heads", "model.num_kv_heads")
 _splits_evenly("head_size", "model.head_size")
 _splits_evenly("mlp", "model.d_mlp")
+for _bound in BOUNDS.values():
+    if _bound.axis:
+        _splits_evenly(_bound.axis, _bound.key)
 
 
 @rule("eval.batch_size", *axis_keys("data", "fsdp"))

@@ -153,15 +153,16 @@ _NOT_SAME_KEY = {
         "TensorBoard files and metrics.jsonl are what a run writes.",
         "Leave it out; metrics.jsonl has every number as JSON, a line per record, for other tools.",
     ),
-    "experts num_experts n_experts num_local_experts moe experts_per_token num_experts_per_tok "
+    "experts n_experts num_local_experts moe num_experts_per_tok "
     "num_experts_per_token top_k n_routed_experts moe_intermediate_size": (
-        "mixtures of experts are not supported yet.",
-        "Leave it out; every layer has one MLP of width model.d_mlp.",
+        "layers with experts are those of some model families.",
+        "Set model.family to one that has them, and its own keys; "
+        "`maxpipe config explain model` lists all.",
     ),
     "ep ep_size expert_parallel expert_parallel_size expert_model_parallel_size "
     "ici_expert_parallelism": (
-        "mixtures of experts are not supported yet.",
-        "Leave it out; mesh.ici_fsdp and mesh.ici_tensor shard every layer.",
+        "experts are not split over devices of their own yet.",
+        "Leave it out; mesh.ici_fsdp and mesh.ici_tensor shard every layer, experts included.",
     ),
     "cp cp_size context_parallel context_parallel_size context_parallel_degree sp "
     "sequence_parallel ici_context_parallelism ici_sequence_parallelism": (

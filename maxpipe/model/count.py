@@ -31,6 +31,19 @@ def num_params(model: Model) -> int:
 
 
 @lru_cache(maxsize=64)
+def active_params(model: Model) -> int:
+    """Of them, those that one token uses: all but the experts that it is not sent to."""
+    unused = sum(
+        size(part.params[each.param]) * (1.0 - each.needed)
+        for kind in model.layers
+        for part in model.kinds[kind].parts.values()
+        for each in part.operations
+        if isinstance(each, Matmul)
+    )
+    return num_params(model) - round(unused)
+
+
+@lru_cache(maxsize=64)
 def forward_flops_per_token(model: Model, sequence_length: int) -> int:
     """Matmul operations that one token's forward pass needs, a multiply-add counting 2.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from maxpipe.config.bounds import Bound
 from maxpipe.config.schema import ModelConfig
@@ -122,6 +122,19 @@ class Held:
 NOTHING = Held()
 
 
+class Summary(NamedTuple):
+    """A number that a run writes of what layers return besides their output."""
+
+    of: str
+    """Name of the loss, or of the statistic."""
+    take: Literal["mean", "largest", "smallest"]
+    """`mean`: of a loss, over its layers and all target tokens, without its coefficient. `largest`
+    and `smallest`: of a statistic, that entry of any layer, as a multiple of the mean of the
+    layer's entries."""
+    unit: str
+    meaning: str
+
+
 @runtime_checkable
 class Part(Protocol):
     """A piece of a layer. What its class in `maxpipe.model.parts` declares, a module computes."""
@@ -174,6 +187,9 @@ class Part(Protocol):
     def losses(self) -> Mapping[str, float]:
         """Scalar losses that it returns, sums over target tokens, with their coefficients."""
         return {}
+
+    summaries: ClassVar[Mapping[str, Summary]] = {}
+    """What a run writes of both, by tag."""
 
 
 @dataclass(frozen=True)
@@ -295,6 +311,15 @@ class Model:
         return found
 
     @cached_property
+    def summaries(self) -> Mapping[str, Summary]:
+        """Numbers that a run writes of what layers return, by tag."""
+        found: dict[str, Summary] = {}
+        for kind in self.kinds.values():
+            for part in kind.parts.values():
+                found |= part.summaries
+        return found
+
+    @cached_property
     def activations(self) -> Mapping[str, tuple[str, ...]]:
         """What may be kept by name: each activation, and by the names of presets several.
 
@@ -324,6 +349,8 @@ class Family:
     """Ranges of the numbers in its section."""
     rules: Callable[[ModelConfig], Iterable[Finding]] = lambda _: ()
     """What is wrong with a config of which each number is within its range."""
+    reporting: tuple[type[Part], ...] = ()
+    """Classes of its parts with `summaries`, for the list of all that runs write."""
 
 
 _Section = TypeVar("_Section")

@@ -105,6 +105,7 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
         "window": 0.0,
         "partial": 0.0,
         "outside": 0.0,
+        "reports": sizes.report_bytes(sizes.layer_slots),
     }
     if schedule.mixed:
         found["deferred"] = schedule.num_deferred * sum(
@@ -118,6 +119,7 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
         kept = sum(count * sizes.kept_bytes(kind)[0] for kind, count in outside.items())
         kept = message if by_chunk else kept
         found["outside"] = schedule.outside.num_slots * (message + kept)
+        found["outside"] += sizes.report_bytes(outside)
     return found
 
 

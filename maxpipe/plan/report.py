@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxpipe.config.check import total_steps
 from maxpipe.hardware import GIB, Hardware
-from maxpipe.model.count import num_params
+from maxpipe.model.count import active_params, num_params
 from maxpipe.plan.advice import TERMS, gib, verdict
 from maxpipe.plan.search import SHOWN, Candidate, Search
 from maxpipe.plan.sizes import BYTES, Sizes
@@ -98,6 +98,7 @@ def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "num_slices": sizes.num_slices,
         "layout": candidate.changes,
         "parameters": parameters,
+        "active_parameters": active_params(sizes.model),
         "tokens_per_step": tokens,
         "steps": total_steps(config.train),
         "flops_per_step": candidate.cost.model_flops * sizes.num_devices,
@@ -128,13 +129,16 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
     layout = " ".join(f"{key}={value}" for key, value in values["layout"].items())
     slices = f" in {values['num_slices']} slices" if values["num_slices"] > 1 else ""
     measured = f", measured {values['measured']}" if values["measured"] else ""
+    active = f" ({values['active_parameters'] / 1e9:.4g} B for each token)"
+    active = active if values["active_parameters"] < values["parameters"] else ""
     share = values["total_bytes"] / values["memory_bytes"]
     fits = verdict(values["total_bytes"], values["memory_bytes"])
     lines = [
         f"{counted(values['num_devices'], 'device')} of {values['hardware']}{slices}{measured}",
         f"  {layout or 'one device'}",
         "",
-        f"{values['parameters'] / 1e9:.4g} B parameters, {values['tokens_per_step']:,} tokens and "
+        f"{values['parameters'] / 1e9:.4g} B parameters{active}, "
+        f"{values['tokens_per_step']:,} tokens and "
         f"{values['flops_per_step'] / 1e15:.4g} PFLOP in a step, checkpoints of "
         f"{gib(values['checkpoint_bytes'])}",
         "",

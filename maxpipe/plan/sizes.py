@@ -345,6 +345,17 @@ class Sizes:
         declared = sum(self.held_bytes(part, part.residuals) for part in kind.parts.values())
         return declared + kind.num_masks * self.activation
 
+    def report_bytes(self, layers: Mapping[str, int]) -> float:
+        """Losses and statistics of this number of layers of each kind."""
+        kinds = {name: self.model.kinds[name] for name in layers}
+        scalars = len({loss for kind in kinds.values() for loss in kind.losses})
+        entries = sum(
+            layers[name] * math.prod(size for size, _ in dims)
+            for name, kind in kinds.items()
+            for dims in kind.statistics.values()
+        )
+        return 4.0 * (scalars + entries)
+
     def deferred_bytes(self, kind: str) -> float:
         """What one layer's weight gradients wait for."""
         return self._deferred_bytes[kind]

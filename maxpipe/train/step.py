@@ -54,6 +54,7 @@ from maxpipe.train.optim import (
 )
 from maxpipe.train.replicas import ReplicaCheck
 from maxpipe.train.state import Partition, TrainState
+from maxpipe.train.summaries import summarised
 
 Tree = Any
 Metrics = dict[str, jax.Array]
@@ -311,6 +312,9 @@ class Steps:
         }
         if self.guard.spike_sigmas:
             metrics["train/spikes"] = guard.spikes
+        layers = found.statistics["layers"], found.statistics.get("outside", {})
+        model, layout = self.partition.decoder.model, self.partition.layout
+        metrics |= summarised(model, found.losses, layout.unstack(*layers))
         return TrainState(state.step + 1, params, optimizer, guard), metrics
 
     def _updated(

@@ -21,45 +21,63 @@ from tests.conftest import GOLDEN
 
 @functools.cache
 def _plain(decoder: Decoder, with_key: bool) -> tuple[Any, Any]:
-    """Initial parameters, and the plain loop's summed loss of one row with its gradients."""
+    """Initial parameters, and the plain loop's summed objective of one row with its gradients.
 
-    def total(params: Any, row: Any, key: jax.Array | None) -> jax.Array:
-        return decoder.loss(params, row, key) * row["loss_mask"].sum()
+    Beside the objective it returns the cross entropy, the layers' losses and their statistics.
+    """
 
-    return jax.jit(decoder.init)(jax.random.key(0)), jax.jit(jax.value_and_grad(total))
+    def total(params: Any, row: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
+        count, found = row["loss_mask"].sum(), decoder.run(params, row, key)
+        cross_entropy = decoder.loss(params, row, key) * count
+        reported = cross_entropy, found.losses, found.statistics
+        return decoder.objective(params, row, key) * count, reported
+
+    run = jax.value_and_grad(total, has_aux=True)
+    return jax.jit(decoder.init)(jax.random.key(0)), jax.jit(run)
 
 
-def plain_gradients(decoder: Decoder, batch: Any, key: jax.Array | None) -> tuple[float, Any, Any]:
-    """Parameters, mean loss and its gradients by the plain loop, row by row.
+def plain_gradients(decoder: Decoder, batch: Any, key: jax.Array | None) -> tuple[Any, Any, Any]:
+    """Parameters, what the plain loop finds, and the objective's gradients, row by row.
 
-    Rows are added up in float64: one float32 pass over many rows is off by 1e-5 itself.
+    What it finds is the cross entropy and the layers' losses, for each target token, and their
+    statistics. Rows are added up in float64: one float32 pass over many rows is off by 1e-5 itself.
     """
     params, run = _plain(decoder, key is not None)
-    loss, total = 0.0, jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float64), params)
+    rows = []
     for row in range(len(batch["tokens"])):
-        value, gradient = run(params, {k: v[row : row + 1] for k, v in batch.items()}, key)
-        loss += float(value)
-        total = jax.tree.map(lambda a, b: a + np.asarray(b, np.float64), total, gradient)
-    count = batch["loss_mask"].sum()
-    return params, loss / count, jax.tree.map(lambda leaf: leaf / count, total)
+        (_, reported), gradient = run(params, {k: v[row : row + 1] for k, v in batch.items()}, key)
+        rows.append((reported, gradient))
+    (loss, losses, statistics), gradients = jax.tree.map(
+        lambda *leaves: sum(np.asarray(leaf, np.float64) for leaf in leaves), *rows
+    )
+    mean = lambda tree: jax.tree.map(lambda leaf: leaf / batch["loss_mask"].sum(), tree)  # noqa: E731
+    return params, (mean(loss), mean(losses), statistics), mean(gradients)
 
 
 def check_gradients(case: Case) -> None:
-    """The engine's loss and gradients equal automatic differentiation of the plain loop."""
+    """The engine's loss and gradients equal automatic differentiation of the plain loop.
+
+    So do the losses and statistics of its layers.
+    """
     steps = steps_of(case, case.rows)
     parts = steps.partition
     key = jax.random.key(7) if case.dropout else None
     batch: Any = batch_of(case.rows, case=case)
-    plain, wanted_loss, wanted = plain_gradients(parts.decoder, batch, key)
+    plain, reported, wanted = plain_gradients(parts.decoder, batch, key)
     run = steps.engine.value_and_grad(steps.train_schedule)
 
     def whole(plain: Any, batch: Any) -> Any:
         found = run(parts.stack(plain), batch, key)
-        return found.loss, parts.unstack(found.gradients)
+        layers = found.statistics["layers"], found.statistics.get("outside", {})
+        statistics = {kind: {} for kind in parts.decoder.model.kinds}
+        statistics |= parts.layout.unstack(*layers)
+        return (found.loss, found.losses, statistics), parts.unstack(found.gradients)
 
     with jax.set_mesh(parts.mesh):
-        loss, found = jax.jit(whole)(plain, jax.device_put(batch, steps.batch_sharding))
-    np.testing.assert_allclose(loss, wanted_loss, rtol=TOLERANCE)
+        values, found = jax.jit(whole)(plain, jax.device_put(batch, steps.batch_sharding))
+    assert jax.tree.structure(values) == jax.tree.structure(reported)
+    for a, b in zip(jax.tree.leaves(values), jax.tree.leaves(reported), strict=True):
+        np.testing.assert_allclose(a, b, rtol=TOLERANCE)
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True
     ):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 
 from maxpipe.model.families.gemma3 import Gemma3Config
+from maxpipe.model.families.moe import MoeConfig
 from maxpipe.model.families.registry import FAMILIES
 from tests.cases import Case
 from tests.pipeline.test_executor import check_gradients
 
 GEMMA = Gemma3Config(window=3, period=3, rope_scaling=2.0, query_scale=7.0)
+MOE = MoeConfig(num_experts=5, num_dense_layers=2, d_expert=12, balance_weight=0.3)
+NO_DENSE = MoeConfig(num_experts=3, num_dense_layers=0, normalised_weights=False)
 CASES = [
     Case(2, 2, 3, own=GEMMA, tied=True, layers=7, fsdp=2, tensor=2),
     Case(4, 1, 9, own=GEMMA, tied=True, layers=6, schedule="zb_h1", remat="names", data=2),
@@ -17,6 +20,13 @@ CASES = [
     Case(4, 2, 8, own=GEMMA, tied=True, layers=9, schedule="zb_v", remat="none", dropout=0.3),
     Case(2, 3, 4, own=GEMMA, tied=True, layers=6, gather="visit", fsdp=2, idle="compute"),
     Case(2, 1, 2, own=GEMMA, tied=True, layers=5, gather="step", schedule="1f1b", data=2),
+    Case(2, 2, 3, own=MOE, layers=7, fsdp=2, tensor=2),
+    Case(4, 1, 9, own=MOE, layers=6, schedule="zb_h1", remat="names", data=2),
+    Case(3, 2, 4, own=MOE, layers=9, outside=2, remat="chunk", idle="compute", dropout=0.3),
+    Case(4, 2, 8, own=MOE, layers=9, schedule="zb_v", remat="none", fsdp=2),
+    Case(2, 3, 4, own=MOE, layers=7, gather="visit", fsdp=2, idle="compute", tied=True),
+    Case(2, 1, 5, own=MOE, layers=6, outside=3, gather="step", schedule="1f1b", remat="none"),
+    Case(2, 2, 5, own=NO_DENSE, layers=5, schedule="v_half", tensor=2, idle="compute"),
 ]
 
 

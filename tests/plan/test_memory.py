@@ -55,7 +55,18 @@ def steps_of(config: Config) -> Steps:
     return build_steps(config, jax.devices()[: math.prod(sizes)])
 
 
+EXPERTS = {
+    "num_layers": 9,
+    "family": "moe",
+    "moe": {"num_experts": 5, "num_dense_layers": 2, "d_expert": 28},
+}
 CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
+    (EXPERTS, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
+    (
+        EXPERTS,
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 4, "remat": "names", "layers_outside": 3, "weight_gather": "visit"},
+    ),
     ({}, {}, {"microbatches": 2}),
     ({}, {"ici_stage": 2, "ici_fsdp": 2, "ici_data": 2}, {"microbatches": 4, "schedule": "1f1b"}),
     ({}, {"ici_stage": 4, "ici_tensor": 2}, {"microbatches": 8, "repeats": 3}),
@@ -128,6 +139,20 @@ def test_buffers_and_state_are_those_of_the_engine(
         steps.state_sharding,
     )
     assert state(sizes)["state"] == pytest.approx(sum(jax.tree.leaves(shards)), abs=64)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_experts_keep_a_little_more_than_is_counted(normalised: bool) -> None:
+    """Of each sequence in float32 how many of its tokens an expert gets, for the balance loss."""
+    moe = {**EXPERTS["moe"], "normalised_weights": normalised}  # type: ignore[dict-item]
+    pipeline = {"microbatches": 6, "schedule": "zb_h1", "remat": "none"}
+    config = config_of(EXPERTS | {"moe": moe}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
+    steps, sizes = steps_of(config), Sizes(config)
+    found, table = buffer_bytes(steps), steps.train_schedule
+    wanted = buffers(sizes, table)
+    per_sequence = 4 * sizes.rows * 5 * sizes.per_chunk["experts"]
+    assert found.pop("stash") == wanted.pop("stash") + table.num_stash * per_sequence
+    assert wanted == {name: found[name] for name in wanted}
 
 
 def small_config(random: np.random.Generator) -> Config:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.families import gemma3, llama
-from maxpipe.model.spec import Family, Model
+from maxpipe.model.families import gemma3, llama, moe
+from maxpipe.model.spec import Family, Model, Summary
 
-FAMILIES: Mapping[str, Family] = {each.name: each for each in (llama.FAMILY, gemma3.FAMILY)}
+FAMILIES: Mapping[str, Family] = {
+    each.name: each for each in (llama.FAMILY, gemma3.FAMILY, moe.FAMILY)
+}
+
+
+def summaries() -> Iterator[tuple[str, Summary, list[str]]]:
+    """(tag, number, families) of what runs write of what layers return."""
+    families: dict[tuple[str, Summary], list[str]] = {}
+    for family in FAMILIES.values():
+        for part in family.reporting:
+            for found in part.summaries.items():
+                families.setdefault(found, []).append(family.name)
+    return ((*found, names) for found, names in families.items())
 
 
 @lru_cache(maxsize=64)
