@@ -154,10 +154,14 @@ def _gathered(sizes: Sizes) -> dict[str, float]:
     return {"held": float(size * elements)}
 
 
+ARRIVING = 0.8
+"""Of a chunk's whole weights, those that are gathered at once and not yet in the window: on TPUs,
+fitted."""
+
+
 def _arriving(sizes: Sizes, schedule: Schedule) -> float:
-    """A chunk's whole weights, gathered and not yet in the window."""
     size = BYTES[sizes.config.model.compute_dtype]
-    return float(size * sizes.chunk_elements()) if _by_visit(sizes, schedule) else 0.0
+    return ARRIVING * size * sizes.chunk_elements() if _by_visit(sizes, schedule) else 0.0
 
 
 def _copies(sizes: Sizes) -> float:
