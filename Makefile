@@ -31,7 +31,7 @@ test-timing: $(DEV)  ## what compares times; leave the machine alone (a minute)
 	@$(BIN)/python -m pytest -m timing tests/plan
 
 test-matrix: $(DEV)  ## every schedule x gather x remat x idle x stages (an hour)
-	@$(BIN)/python -m pytest -m matrix tests/pipeline/test_executor.py tests/train/test_step.py -n 2
+	@$(BIN)/python -m pytest -m matrix tests/pipeline tests/train/test_step.py -n 2
 
 test-faults: $(DEV)  ## runs that are killed, hang and go on (half an hour)
 	@$(BIN)/python -m pytest -m faults -n 2

@@ -18,10 +18,14 @@ from maxpipe.plan import report
 from maxpipe.plan.compile import Report
 
 RUNS = {
-    "8B on 32 chips": ("8b v5p:2x4x4:", "repeats=2 microbatches=16 batch_size=128", "h=2048"),
-    "405B on 512 chips": ("405b v5p:8x8x8:", "ici_stage=8 ici_fsdp=64 repeats=2", ""),
-    "405B on 4096 chips": ("405b v5p:16x16x16:", "", ""),
-    "405B on two slices of 512 chips, stages across dcn": ("405b v5p:8x8x8 x 2:", "", ""),
+    "8B on 32 chips": (
+        "llama3-8b v5p:2x4x4:",
+        "repeats=2 microbatches=16 batch_size=128",
+        "h=2048",
+    ),
+    "405B on 512 chips": ("llama3-405b v5p:8x8x8:", "ici_stage=8 ici_fsdp=64 repeats=2", ""),
+    "405B on 4096 chips": ("llama3-405b v5p:16x16x16:", "", ""),
+    "405B on two slices of 512 chips, stages across dcn": ("llama3-405b v5p:8x8x8 x 2:", "", ""),
 }
 """Heading -> beginning, middle and end of a row's name."""
 PREAMBLE = """\

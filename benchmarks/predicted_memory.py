@@ -5,6 +5,8 @@
     python benchmarks/predicted_memory.py --only 70b # rows with this in their name
     python benchmarks/predicted_memory.py --terms    # and each row's terms
 
+With `--write` and `--only` the page keeps what the compiler said of its other rows.
+
 Every row is a config of `configs/model/` on a topology that is not here: `maxpipe compile` compiles
 the real train step with libtpu (`pip install '.[tpu]'`), `maxpipe plan` does arithmetic. Results of
 the compiler are kept in `--cache`, by the package's source and the row.
@@ -49,7 +51,7 @@ class Row:
         fixed = "train.steps=10 tokenizer.kind=huggingface tokenizer.path=none"
         placed = ["--topology", self.topology, "--slices", str(self.slices)]
         keys = [f"{SECTION[key.partition('=')[0]]}.{key}" for key in self.keys.split()]
-        return [f"configs/model/llama3-{self.model}.yml", *fixed.split(), *keys, *placed]
+        return [f"configs/model/{self.model}.yml", *fixed.split(), *keys, *placed]
 
 
 PROGRAM = ("runtime.py", "compile.py", "hlo.py", "hlo_text.py")
@@ -69,181 +71,236 @@ ROWS = [
     Row(*row)
     for row in (
         (
-            "1b",
+            "llama3-1b",
             "v5e:4x4",
             1,
             "ici_fsdp=16 microbatches=2 batch_size=64 sequence_length=2048",
         ),
         (
-            "1b",
+            "llama3-1b",
             "v5e:4x4",
             1,
             "ici_stage=4 ici_fsdp=4 repeats=2 microbatches=16 batch_size=64 sequence_length=2048",
         ),
         (
-            "1b",
+            "llama3-1b",
             "v4:2x2x4",
             1,
             "ici_stage=2 ici_fsdp=8 schedule=1f1b microbatches=8 batch_size=128 "
             "sequence_length=4096 remat=names weight_gather=step",
         ),
         (
-            "1b",
+            "llama3-1b",
             "v5p:2x2x4",
             1,
             "ici_stage=2 ici_fsdp=8 repeats=2 microbatches=8 batch_size=128 sequence_length=2048 "
             "remat=none",
         ),
         (
-            "8b",
+            "llama3-8b",
             "v5p:2x4x4",
             1,
             "ici_stage=4 ici_fsdp=8 repeats=2 microbatches=16 batch_size=128 sequence_length=2048",
         ),
         (
-            "8b",
+            "llama3-8b",
             "v5p:2x4x4",
             1,
             "ici_stage=4 ici_fsdp=8 repeats=2 microbatches=16 batch_size=128 sequence_length=8192",
         ),
         (
-            "8b",
+            "llama3-8b",
             "v5p:2x4x4",
             1,
             "ici_stage=4 ici_fsdp=8 repeats=2 microbatches=16 batch_size=128 "
             "sequence_length=2048 weight_gather=step remat=names",
         ),
         (
-            "8b",
+            "llama3-8b",
             "v5p:2x4x4",
             1,
             "ici_stage=4 ici_fsdp=8 repeats=8 group=16 microbatches=16 batch_size=128 "
             "sequence_length=2048 weight_gather=visit",
         ),
         (
-            "8b",
+            "llama3-8b",
             "v5p:2x4x4",
             1,
             "ici_stage=4 ici_fsdp=8 schedule=zb_h1 microbatches=16 batch_size=128 "
             "sequence_length=2048 weight_gather=step remat=names",
         ),
         (
-            "8b",
+            "llama3-8b",
             "v5p:2x4x4",
             1,
             "ici_stage=4 ici_fsdp=8 schedule=zb_v repeats=2 microbatches=16 batch_size=128 "
             "sequence_length=2048 remat=names",
         ),
         (
-            "8b",
+            "llama3-8b",
             "v5p:2x4x4",
             1,
             "ici_stage=4 ici_fsdp=8 repeats=4 microbatches=16 batch_size=256 "
             "sequence_length=4096 remat=chunk",
         ),
         (
-            "8b",
+            "llama3-8b",
             "v6e:8x8",
             1,
             "ici_fsdp=16 ici_tensor=4 microbatches=4 batch_size=64 sequence_length=8192",
         ),
         (
-            "8b",
+            "llama3-8b",
             "v5e:8x8",
             1,
             "ici_stage=4 ici_fsdp=16 repeats=2 microbatches=8 batch_size=128 sequence_length=2048",
         ),
         (
-            "8b",
+            "llama3-8b",
             "v5p:2x4x4",
             1,
             "ici_fsdp=32 microbatches=2 batch_size=128 sequence_length=2048 remat=names",
         ),
         (
-            "8b",
+            "llama3-8b",
             "v5p:2x4x4",
             1,
             "ici_fsdp=32 microbatches=1 batch_size=128 sequence_length=2048",
         ),
         (
-            "8b",
+            "llama3-8b",
             "v5p:2x4x4",
             1,
             "ici_fsdp=32 microbatches=1 batch_size=128 sequence_length=2048 remat=names",
         ),
         (
-            "8b",
+            "llama3-8b",
             "v5p:2x4x4",
             1,
             "ici_stage=4 ici_fsdp=8 repeats=2 microbatches=16 batch_size=1024 sequence_length=512",
         ),
         (
-            "70b",
+            "llama3-70b",
             "v5p:4x4x8",
             1,
             "ici_stage=4 ici_fsdp=32 repeats=2 microbatches=8 batch_size=256 sequence_length=4096",
         ),
         (
-            "70b",
+            "llama3-70b",
             "v5p:4x4x8",
             1,
             "ici_stage=8 ici_fsdp=16 repeats=2 microbatches=16 batch_size=256 "
             "sequence_length=4096 weight_gather=step remat=full",
         ),
         (
-            "70b",
+            "llama3-70b",
             "v5p:8x8x8",
             1,
             "ici_stage=8 ici_fsdp=16 ici_tensor=4 repeats=2 microbatches=16 batch_size=256 "
             "sequence_length=8192",
         ),
         (
-            "70b",
+            "llama3-70b",
             "v6e:16x16",
             1,
             "ici_stage=4 ici_fsdp=16 ici_tensor=4 repeats=4 microbatches=8 batch_size=128 "
             "sequence_length=4096",
         ),
         (
-            "70b",
+            "llama3-70b",
             "v5p:4x4x4",
             2,
             "dcn_stage=2 ici_stage=2 ici_fsdp=32 repeats=2 microbatches=16 batch_size=512 "
             "sequence_length=4096",
         ),
         (
-            "70b",
+            "llama3-70b",
             "v5p:4x4x4",
             4,
             "dcn_data=4 ici_stage=4 ici_fsdp=16 repeats=2 microbatches=8 batch_size=512 "
             "sequence_length=4096",
         ),
         (
-            "70b",
+            "llama3-70b",
             "v5p:4x4x8",
             1,
             "ici_fsdp=64 ici_tensor=2 microbatches=4 batch_size=256 sequence_length=4096",
         ),
         (
-            "405b",
+            "llama3-405b",
             "v5p:8x8x8",
             1,
             "ici_stage=8 ici_fsdp=64 repeats=2 microbatches=16 batch_size=1024 "
             "sequence_length=4096",
         ),
         (
-            "405b",
+            "llama3-405b",
             "v5p:16x16x16",
             1,
             "ici_stage=16 ici_fsdp=64 ici_tensor=4 repeats=2 microbatches=32 "
             "batch_size=2048 sequence_length=8192",
         ),
         (
-            "405b",
+            "llama3-405b",
             "v5p:8x8x8",
             2,
             "dcn_stage=2 ici_stage=8 ici_fsdp=64 repeats=1 schedule=1f1b microbatches=16 "
             "batch_size=1024 sequence_length=4096",
+        ),
+        (
+            "llama3-1b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=8 repeats=2 microbatches=16 batch_size=128 "
+            "sequence_length=1024 weight_gather=step",
+        ),
+        (
+            "llama3-8b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=2 ici_fsdp=16 repeats=4 group=16 microbatches=16 batch_size=256 "
+            "sequence_length=2048 weight_gather=visit",
+        ),
+        (
+            "gemma3-12b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=8 repeats=2 microbatches=16 batch_size=128 sequence_length=2048",
+        ),
+        (
+            "gemma3-12b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=8 repeats=2 microbatches=16 batch_size=128 "
+            "sequence_length=2048 weight_gather=step remat=names",
+        ),
+        (
+            "gemma3-12b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=8 schedule=zb_h1 microbatches=16 batch_size=128 "
+            "sequence_length=2048 weight_gather=step remat=names",
+        ),
+        (
+            "gemma3-12b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=8 repeats=4 group=16 microbatches=16 batch_size=128 "
+            "sequence_length=2048 weight_gather=visit",
+        ),
+        (
+            "gemma3-27b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=4 ici_tensor=2 repeats=2 microbatches=16 "
+            "batch_size=64 sequence_length=4096",
+        ),
+        (
+            "gemma3-4b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=8 repeats=2 microbatches=16 batch_size=128 "
+            "sequence_length=2048 remat=none",
         ),
     )
 ]
@@ -281,24 +338,19 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def table(rows: list[Row], cache: Path, *, terms: bool) -> str:
-    """The benchmark page's body."""
+def table(rows: list[Row], cache: Path, *, terms: bool, page: str = "") -> str:
+    """The benchmark page's body; rows that are on `page` and not among `rows` stay."""
     head = ["run", "arguments", "arguments + temp", "peak", "predicted", "ratio"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     ratios, details = [], []
-    for row in rows:
-        report = compiled(row, cache)
-        if report is None:
+    for row in ROWS:
+        sizes = _said(row, cache) if row in rows else _written(row, page)
+        if sizes is None:
             continue
         plan = json.loads(subprocess.check_output(_maxpipe("plan", row), cwd=ROOT))
-        arguments, peak, predicted = (
-            report["argument_bytes"],
-            report["peak_bytes"],
-            plan["total_bytes"],
-        )
+        predicted, peak = plan["total_bytes"] / GIB, sizes[-1]
         ratios.append(predicted / peak)
-        sizes = (arguments, arguments + report["temp_bytes"], peak, predicted)
-        numbers = " | ".join(f"{size / GIB:.2f}" for size in sizes)
+        numbers = " | ".join(f"{size:.2f}" for size in (*sizes, predicted))
         lines.append(f"| {row.name} | {numbers} | {ratios[-1]:.3f} |")
         if terms:
             listed = ", ".join(f"{k} {v / GIB:.2f}" for k, v in plan["terms"].items())
@@ -308,13 +360,32 @@ def table(rows: list[Row], cache: Path, *, terms: bool) -> str:
     return "\n".join([*lines, *details])
 
 
+def _said(row: Row, cache: Path) -> tuple[float, ...] | None:
+    """Arguments, arguments and temporaries, and peak in GiB, by the compiler."""
+    report = compiled(row, cache)
+    if report is None:
+        return None
+    arguments = report["argument_bytes"]
+    sizes = arguments, arguments + report["temp_bytes"], report["peak_bytes"]
+    return tuple(size / GIB for size in sizes)
+
+
+def _written(row: Row, page: str) -> tuple[float, ...] | None:
+    """The same, from the page."""
+    for line in page.splitlines():
+        if line.startswith(f"| {row.name} | "):
+            return tuple(map(float, line.split(" | ")[1:4]))
+    return None
+
+
 PREAMBLE = """\
 # Predicted memory against the TPU compiler's
 
 `python benchmarks/predicted_memory.py --write`. Nothing ran on a TPU. In GiB: arguments, the
 temporaries that the compiler states beside them, and the peak of both together are its own (why the
 peak counts: docs/decisions/0016-peak-memory.md); predicted is the total of `maxpipe plan`. The few
-factors in `maxpipe/plan/memory.py` were fitted to the rows of 1B to 70B, not to those of 405B.
+factors in `maxpipe/plan/memory.py` were fitted to the rows of Llama from 1B to 70B, one of them to
+all rows with visits; not to those of 405B, nor else to Gemma 3.
 
 """
 
@@ -328,10 +399,12 @@ def main() -> None:
     options = parser.parse_args()
     options.cache.mkdir(parents=True, exist_ok=True)
     rows = [row for row in ROWS if options.only in row.name]
-    page = table(rows, options.cache, terms=options.terms)
+    target = Path(__file__).with_suffix(".md")
+    old = target.read_text(encoding="utf-8") if options.write else ""
+    page = table(rows, options.cache, terms=options.terms, page=old)
     print(page)
     if options.write:
-        Path(__file__).with_suffix(".md").write_text(PREAMBLE + page + "\n", encoding="utf-8")
+        target.write_text(PREAMBLE + page + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def compile_one(mode: Mode, microbatches: int) -> dict[str, Any]:
 
 def result(mode: Mode, microbatches: int, cache: Path) -> dict[str, Any] | None:
     """From the cache or a fresh process; None, with the reason on stderr, if it failed."""
-    key = hashlib.sha256(f"{_sources()}{mode}{microbatches}".encode()).hexdigest()[:24]
+    key = hashlib.sha256(f"{sources()}{mode}{microbatches}".encode()).hexdigest()[:24]
     path = cache / f"{key}.json"
     if not path.exists():
         task = json.dumps({"mode": asdict(mode), "microbatches": microbatches})
@@ -132,7 +132,7 @@ def result(mode: Mode, microbatches: int, cache: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _sources() -> str:
+def sources() -> str:
     """Digest of everything that decides what is compiled."""
     package = Path(__file__).parents[1] / "maxpipe"
     digest = hashlib.sha256(Path(__file__).read_bytes())

@@ -4,22 +4,35 @@
     python benchmarks/unlike_layers.py --write    # and writes unlike_layers.md
 
 The model of `tpu_ahead_of_time.py` is compiled as it is, and with the same layers declared as
-several kinds: the arithmetic is the same, so that the difference is what kinds cost.
+several kinds: the arithmetic is the same, so that the difference is what kinds cost. Results are
+kept in `--cache`, as there.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+import tempfile
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from tpu_ahead_of_time import LAYERS, Mode, compile_one
+from tpu_ahead_of_time import LAYERS, Mode, compile_one, result, sources
 
-PATTERNS = {"one kind": "a", "two in turn": "ab", "five and one": "aaaaab", "three in turn": "abc"}
+from maxpipe.model.modules import block
+from maxpipe.model.spec import Kind, Model
+
+UNIT = "unit"
+PATTERNS = {
+    "one kind": "a",
+    "two in turn": "ab",
+    "five and one": "aaaaab",
+    "three in turn": "abc",
+    "units of two": UNIT,
+}
 MODES = [Mode("iteration", "full"), Mode("step", "full"), Mode("step", "names")]
 MICROBATCHES = 16
 PREAMBLE = f"""\
@@ -33,37 +46,73 @@ number of each kind, stacks are padded to the most of any chunk: arguments grow.
 """
 
 
+def as_kinds(model: Model, pattern: str) -> Model:
+    """The same layers, declared as the kinds that the pattern's letters stand for."""
+    (kind,) = model.kinds.values()
+    layers = tuple(pattern[number % len(pattern)] for number in range(len(model.layers)))
+    return Model(dict.fromkeys(layers, kind), layers, model.ends, model.values)
+
+
+def as_units(model: Model) -> Model:
+    """The same layers two by two, each pair declared as one layer: the unit that is repeated."""
+    (kind,) = model.kinds.values()
+    second = tuple(
+        replace(branch, name=f"second_{branch.name}", part=_second(branch.part))
+        for branch in kind.branches
+    )
+    units = (UNIT,) * (len(model.layers) // 2)
+    return Model({UNIT: Kind((*kind.branches, *second))}, units, model.ends, model.values)
+
+
+def _second(part: Any) -> Any:
+    """The part with other names of activations: names are those of one part of a layer."""
+    same = type(part)
+
+    class Second(same):
+        @property
+        def activations(self) -> Any:
+            return {f"second_{name}": dims for name, dims in super().activations.items()}
+
+    cast("dict[type, Any]", block._MODULES)[Second] = block._MODULES[same]
+    return Second(**{each.name: getattr(part, each.name) for each in fields(part)})
+
+
 def measure(pattern: str, mode: Mode) -> dict[str, Any]:
     """Compiles one program. Runs in a process of its own."""
     from maxpipe.model import decoder
-    from maxpipe.model.spec import Model
 
     whole = decoder.describe
 
     def declared(config: Any) -> Model:
         found = whole(config)
-        (kind,) = found.kinds.values()
-        layers = tuple(pattern[number % len(pattern)] for number in range(len(found.layers)))
-        kinds = dict.fromkeys(dict.fromkeys(layers), kind)
-        return Model(kinds, layers, found.ends, found.values)
+        return as_units(found) if pattern == UNIT else as_kinds(found, pattern)
 
     decoder.describe = declared  # type: ignore[assignment]
     return compile_one(mode, MICROBATCHES)
 
 
-def in_process(pattern: str, mode: Mode) -> dict[str, Any]:
-    task = json.dumps({"pattern": pattern, "mode": asdict(mode)})
-    command = [sys.executable, __file__, "--one", task]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return json.loads(printed.splitlines()[-1])
+def in_process(pattern: str, mode: Mode, cache: Path) -> dict[str, Any]:
+    """From the cache or a fresh process."""
+    if pattern == "a":  # a row of that page
+        found = result(mode, MICROBATCHES, cache)
+        assert found is not None, f"{mode.name} does not compile"
+        return found
+    key = hashlib.sha256(f"{sources()}{mode}{MICROBATCHES}{pattern}".encode()).hexdigest()[:24]
+    path = cache / f"{key}.json"
+    if not path.exists():
+        task = json.dumps({"pattern": pattern, "mode": asdict(mode)})
+        command = [sys.executable, __file__, "--one", task]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        path.write_text(printed.splitlines()[-1], encoding="utf-8")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
-def table() -> str:
+def table(cache: Path) -> str:
     head = ["mode", "layers", "arguments GiB", "temp GiB", "peak GiB", "Gcycles", "TFLOP", "copies"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for mode in MODES:
         for name, pattern in PATTERNS.items():
-            found = in_process(pattern, mode)
+            found = in_process(pattern, mode, cache)
             numbers = [found[key] for key in ("arguments", "temporary", "peak", "gigacycles")]
             cells = [mode.name, f"{name} ({pattern})", *(f"{number:.2f}" for number in numbers)]
             lines.append(f"| {' | '.join(cells)} | {found['teraflops']:.0f} | {found['copies']} |")
@@ -74,13 +123,16 @@ def table() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true")
+    cache = Path(tempfile.gettempdir()) / "maxpipe-ahead-of-time"
+    parser.add_argument("--cache", type=Path, default=cache)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         task = json.loads(options.one)
         print(json.dumps(measure(task["pattern"], Mode(**task["mode"])), default=float))
         return
-    page = table()
+    options.cache.mkdir(parents=True, exist_ok=True)
+    page = table(options.cache)
     print(page)
     if options.write:
         Path(__file__).with_suffix(".md").write_text(PREAMBLE + page, encoding="utf-8")

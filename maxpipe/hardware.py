@@ -55,7 +55,7 @@ class Hardware:
     """Time of a layer's input gradient, in forwards, without recomputation."""
     weight_grad_cost: float = 1.0
     """The same of its weights' gradients."""
-    names_replay: float = 0.15
+    names_recomputed: float = 0.15
     """Forwards that a backward recomputes with `pipeline.remat=names`: norms and the like."""
     latency_us: float = 2.0
     """Of a collective or message inside a slice."""
@@ -149,6 +149,8 @@ def keep_measured(hardware: Hardware) -> Path:
     return path
 
 
+_RENAMED = {"names_replay": "names_recomputed"}
+"""Figures that an earlier release wrote under another name."""
 _WRONG = (OSError, KeyError, TypeError, ValueError, RecursionError, re.error, yaml.YAMLError)
 """Raised by text of another kind."""
 
@@ -157,7 +159,8 @@ def _read_measured(path: Path) -> Hardware:
     try:
         content = yaml.safe_load(files.read(path, _MAX_BYTES))
         kinds = typing.get_type_hints(Hardware)
-        found = {name: checked(each, kinds[name]) for name, each in dict(content).items()}
+        figures = {_RENAMED.get(str(name), str(name)): each for name, each in dict(content).items()}
+        found = {name: checked(each, kinds[name]) for name, each in figures.items()}
         if any(isinstance(each, int | float) and each < 0 for each in found.values()):
             raise ValueError("a figure is below 0")
         re.compile(found["device_kind"])

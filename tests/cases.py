@@ -59,6 +59,8 @@ class Case:
     own: Any = None
     """Keys of a family other than Llama: its section."""
     dtype: str = "float32"
+    frozen: tuple[str, ...] = ()
+    """Patterns of `model.frozen`."""
     alike: int = 0
     """Size of every dim of model and batch, so that nothing can be told by its shape."""
 
@@ -82,6 +84,7 @@ class Case:
             tied_embeddings=self.tied,
             heads_ahead=self.ahead,
             compute_dtype=self.dtype,  # type: ignore[arg-type]
+            frozen=list(self.frozen),
         )
         if self.own is not None:
             name = next(name for name, each in FAMILIES.items() if each.section is type(self.own))

@@ -26,7 +26,8 @@ from maxpipe.boundary import files
 from maxpipe.boundary.redact import REDACTED
 from maxpipe.checkpoint.manager import Checkpoints, open_run
 from maxpipe.cli import main
-from maxpipe.config.load import MAX_FILE_BYTES, load
+from maxpipe.config.documents import MAX_FILE_BYTES
+from maxpipe.config.load import load
 from maxpipe.config.schema import CheckpointConfig, DataConfig, TokenizerConfig
 from maxpipe.data.packing import build_index
 from maxpipe.data.sources import open_source

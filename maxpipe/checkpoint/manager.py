@@ -1,21 +1,12 @@
-"""The checkpoints of a run: when one is due, what happens when saving or reading fails.
+"""The checkpoints of a run: when one is due, what happens when saving fails.
 
-It takes trees that are already in their saved form, without models or
-pipelines, so that a checkpoint fits any layout. What can be trusted:
-
-- A checkpoint whose files or arrays are not what was saved is never used. The one before is
-  tried; if that is intact, the damaged one is quarantined as `<step>.corrupt`, with a warning.
-- Two damaged ones in a row are more likely a failure of the storage: the run stops, and nothing
-  is renamed. Nor is it when the storage fails: only content that was read twice can be wrong.
-- One without a manifest was saved by an older release, or its run was killed in the moment
-  between commit and manifest. It is compared with the digests of its arrays in memory, if it
-  has them, and otherwise used with a warning; then it gets a manifest.
-- When no checkpoint can be used, but there were some, the run does not start from scratch.
+It takes trees that are already in their saved form, without models or pipelines, so that a
+checkpoint fits any layout. What can be trusted, and what is read instead of what cannot:
+`maxpipe.checkpoint.reader`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import logging
@@ -24,7 +15,6 @@ import platform
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,13 +23,11 @@ import jax
 from etils import epath
 
 from maxpipe.boundary.files import full
-from maxpipe.checkpoint import manifest
-from maxpipe.checkpoint.contents import NotSaved, adopt
-from maxpipe.checkpoint.copies import ITEM
-from maxpipe.checkpoint.damage import Damaged
+from maxpipe.checkpoint.failures import is_fault, lasts, unusable
 from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.lock import RunLock
-from maxpipe.checkpoint.restore import Agree, Restored, answering, first_of_all, restore
+from maxpipe.checkpoint.reader import Reader
+from maxpipe.checkpoint.restore import Agree, Restored, answering, first_of_all
 from maxpipe.checkpoint.retention import Rules, kept
 from maxpipe.checkpoint.storage import (
     FOLDER,
@@ -47,39 +35,19 @@ from maxpipe.checkpoint.storage import (
     first_line,
     home,
     home_of,
-    in_bucket,
     reaching,
-    remedy,
     try_out,
 )
 from maxpipe.checkpoint.trees import num_bytes
 from maxpipe.checkpoint.writer import Save, Writer, ignore_orphans
 from maxpipe.config.schema import CheckpointConfig
-from maxpipe.errors import ConfigError, StorageError, causes
+from maxpipe.errors import ConfigError, StorageError
 
 Tree = Any
 Record = Callable[..., None]
 
 _LOG = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS = 1.0
-# Failures that a retry would meet again. Orbax passes on a system call's message, not its number.
-_LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
-_LASTING |= {errno.ENOTDIR, errno.EISDIR}
-_LASTING_WORDS = ("No space left", "quota", "File too large", "Read-only", "ermission denied")
-_LASTING_WORDS += ("Forbidden", "PERMISSION_DENIED")  # of a bucket
-# What orbax and tensorstore raise for a folder or file that is not as it should be.
-_FAULTS = (OSError, ValueError, KeyError, RuntimeError, StorageError)
-_TOO_MANY = 2
-"""This many damaged checkpoints in a row are no damage, but a failure of the storage."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Skipped:
-    """A checkpoint that looks damaged."""
-
-    folder: Folder
-    step: int
-    reason: str
 
 
 class Checkpoints:
@@ -103,7 +71,6 @@ class Checkpoints:
         self._config = config or CheckpointConfig()
         self._record, self._agree, self._locks = record, agree, locks
         self._primary, self._alone = jax.process_index() == 0, jax.process_count() == 1
-        self._run_dir = os.fspath(run_dir)
         key = "checkpoint.dir" if self._config.dir else "run.dir"
         self.durable = Folder(os.path.join(home(run_dir, self._config), FOLDER), key)
         self._folders = [self.durable]
@@ -119,6 +86,7 @@ class Checkpoints:
                 _prepare(folder, self._primary)
                 self._must_be_shared(folder)
             self._writer = Writer(self._prune, self._check_locks)
+        self._reader = Reader(run_dir, self._folders, writes=write, record=record, agree=agree)
         self._newest_folder = self.durable
         # Of the steps, the newest that is known to exist; -1 for a new run.
         self._newest = -1
@@ -157,57 +125,14 @@ class Checkpoints:
     def restore_newest(
         self, abstract: Tree, accept: Callable[[Facts], None] = lambda facts: None
     ) -> Restored | None:
-        """The newest intact checkpoint; None if there never was one.
-
-        What `abstract` leaves out is not read. `accept` may raise before the arrays are read.
-
-        Raises:
-            StorageError: all are damaged, or one does not fit.
-        """
-        skipped: list[_Skipped] = []
-        if self._primary:
-            for oddity in (line for folder in self._folders for line in folder.oddities()):
-                _LOG.warning("%s", oddity)
-        while (candidate := self._candidate(len(skipped))) is not None:
-            folder, step = candidate
-            try:
-                found = self._read(folder, step, abstract, accept)
-            except Damaged as damage:
-                skipped.append(_Skipped(folder, step, str(damage)))
-                if len(skipped) == _TOO_MANY:
-                    raise self._distrusted(skipped) from damage
-            else:
-                for one in skipped:
-                    self._skip(one)
-                self._newest, self._newest_folder = step, folder
-                return found
-        aside = [
-            str(folder.path / name) for folder in self._folders for name in folder.quarantined()
-        ]
-        if skipped or aside:
-            reasons = [f"{one.folder / one.step}: {one.reason}" for one in skipped]
-            raise StorageError(
-                f"{self.durable.path}: no checkpoint can be used\n"
-                f"  {'; '.join(reasons or [f'{name} was found damaged' for name in aside])}.\n"
-                "  Bring the files of one back and give its folder its step as name again, or "
-                "move all of them away to start from scratch."
+        """The newest intact checkpoint; None if there never was one. See `Reader`."""
+        found = self._reader.newest(abstract, accept)
+        if found is not None:
+            self._newest = found.step
+            self._newest_folder = next(
+                folder for folder in self._folders if folder.path == found.folder.parent
             )
-        return None
-
-    def _distrusted(self, skipped: Sequence[_Skipped]) -> StorageError:
-        """Several in a row look damaged: nothing is renamed."""
-        newest = skipped[0]
-        reasons = "; ".join(f"{one.step}: {one.reason}" for one in skipped)
-        older = [step for step in newest.folder.steps() if step < skipped[-1].step]
-        return StorageError(
-            f"{newest.folder.path}: the newest {len(skipped)} checkpoints both look damaged\n"
-            f"  {reasons}.\n"
-            "  That is more often a fault of the storage or of this machine than lost data: "
-            "everything is left as it is. Check both, then run "
-            f"`maxpipe checkpoints verify {self._run_dir}` and start again. To go back "
-            f"without them, move {' and '.join(str(one.folder / one.step) for one in skipped)} away"
-            + (f": the run resumes from step {older[-1]}." if older else ".")
-        )
+        return found
 
     def restore(
         self,
@@ -215,79 +140,8 @@ class Checkpoints:
         abstract: Tree | None = None,
         accept: Callable[[Facts], None] = lambda facts: None,
     ) -> Restored:
-        """One checkpoint of the run's folder, as arrays placed like `abstract`, or numpy arrays.
-
-        What `abstract` leaves out is not read. `accept` may raise before any array is.
-
-        Raises:
-            StorageError: it is damaged.
-        """
-        try:
-            return self._read(self.durable, step, abstract, accept)
-        except Damaged as damage:
-            older = [str(other) for other in self.steps() if other < step]
-            raise StorageError(
-                f"{self.durable / step}: cannot be restored\n"
-                f"  {damage}.\n"
-                + (
-                    f"  Take step {older[-1]}, or bring the files of this one back."
-                    if older
-                    else "  It is the oldest: bring its files back."
-                )
-            ) from damage
-
-    def _candidate(self, num_skipped: int) -> tuple[Folder, int] | None:
-        """The newest that is left, as process 0 sees it; of equal steps the durable one."""
-        found = []
-        for index, folder in enumerate(self._folders):
-            with answering(folder.path):
-                found += [(-step, index) for step in folder.steps()]
-        found = sorted(found)[num_skipped:]
-        mine = f"{found[0][1]} {-found[0][0]}" if found else "none"
-        agreed = self._agree(mine if self._primary else "")
-        if agreed == "none":
-            return None
-        index, step = map(int, agreed.split())
-        return self._folders[index], step
-
-    def _read(
-        self, folder: Folder, step: int, abstract: Tree | None, accept: Callable[[Facts], None]
-    ) -> Restored:
-        found = restore(folder, step, abstract, accept=accept, agree=self._agree)
-        with answering(folder / step):
-            if self._primary and not manifest.is_in(folder / step):
-                self._adopt(folder, step)
-        return found
-
-    def _adopt(self, folder: Folder, step: int) -> None:
-        """Give a step a manifest that has none."""
-        if exists(folder / step / ITEM):
-            words = "it was read completely, and is what its run had in memory"
-        else:
-            words = "it was read completely, but whether its bytes are those that were saved "
-            words += "is unknown"
-        _LOG.warning("%s has no %s: %s", folder / step, manifest.FILE, words)
-        if self._writer is not None:
-            try:
-                with reaching(folder.path):
-                    adopt(folder / step, step)
-            except (OSError, NotSaved) as error:
-                _LOG.warning("%s: %s", folder / step / manifest.FILE, first_line(error))
-
-    def _skip(self, skipped: _Skipped) -> None:
-        """Report why a step is not used, and quarantine it."""
-        folder, step, reason = skipped.folder, skipped.step, skipped.reason
-        if self._primary:
-            renamed = ""
-            if self._writer is not None:
-                try:
-                    with reaching(folder.path):
-                        renamed = f", renamed {folder.quarantine(step)}"
-                except OSError as error:
-                    raise _unusable(folder, error, folder / step) from error
-            _LOG.warning("%s is skipped%s: %s", folder / step, renamed, reason)
-            self._record("checkpoint_skipped", step=step, reason=reason)
-        self._agree("done" if self._primary else "")  # renamed before any process lists again
+        """One checkpoint of the run's folder. See `Reader`."""
+        return self._reader.step(step, abstract, accept)
 
     # Saving.
 
@@ -346,11 +200,11 @@ class Checkpoints:
             assert save is not None
             # Process 0 alone writes the manifest: its failure there is a failure of all.
             again = attempt <= self._config.retries
-            if save.error is None or _is_fault(save.error):
+            if save.error is None or is_fault(save.error):
                 save.error = self._agree_on(save.error)
             else:
                 again = False
-            if save.error is None or _lasts(save.error) or not again:
+            if save.error is None or lasts(save.error) or not again:
                 self._settle(save, final=True)
             else:
                 self._tell_failure(save, f"another attempt in {_pause(attempt):g} s")
@@ -427,18 +281,18 @@ class Checkpoints:
                 folder=str(save.folder.path),
             )
             return
-        if not _is_fault(save.error):
+        if not is_fault(save.error):
             raise save.error
         self._failures += 1
         if not final and self._alone:
-            if self._failures <= self._config.retries and not _lasts(save.error):
+            if self._failures <= self._config.retries and not lasts(save.error):
                 pause = _pause(self._failures)
                 self._retry_at = time.monotonic() + pause
                 return self._tell_failure(save, f"another attempt after {pause:g} s")
             if self._config.on_failure == "go_on":
                 return self._tell_failure(save, "training goes on until the next is due")
         self._tell_failure(save, "")
-        raise _unusable(save.folder, save.error, save.folder / save.step) from save.error
+        raise unusable(save.folder, save.error, save.folder / save.step) from save.error
 
     def _tell_failure(self, save: Save, then: str) -> None:
         assert save.error is not None
@@ -527,7 +381,7 @@ def _prepare(folder: Folder, primary: bool) -> None:
             for name in folder.clean() if primary else ():
                 _LOG.warning("%s is removed: it was never finished", folder.path / name)
     except OSError as error:
-        raise _unusable(folder, error) from error
+        raise unusable(folder, error) from error
 
 
 def _make_room(folder: Folder, step: int, needed: int) -> None:
@@ -545,44 +399,6 @@ def _make_room(folder: Folder, step: int, needed: int) -> None:
     else:
         name = folder.quarantine(step, "foreign")
         _LOG.warning("%s was in the way and is %s now", folder / step, name)
-
-
-def _unusable(folder: Folder, error: BaseException, what: epath.Path | None = None) -> StorageError:
-    newest: list[int] = []
-    with contextlib.suppress(OSError, StorageError):
-        if what is not None and not in_bucket(folder.path) and not exists(folder.path):
-            # Restarted without it, the run would begin at step 0.
-            return StorageError(
-                f"{folder.path}: was moved or deleted while the run was using it\n"
-                f"  {what.name} was not saved, and the checkpoints before it are not there.\n"
-                "  Put the folder back before you start the same command again: without it "
-                "the run starts at step 0."
-            )
-        newest = folder.steps()[-1:]
-    resumes = f"from step {newest[0]}" if newest else "from its newest complete checkpoint"
-    return StorageError(
-        f"{what or folder.path}: cannot be written\n"
-        f"  {first_line(error)}.\n"
-        f"  {remedy(folder.path, folder.key)} Started again, the run resumes {resumes}."
-    )
-
-
-def _is_fault(error: BaseException) -> bool:
-    """Whether the storage may be the cause.
-
-    An error of jax itself is not: a lost process fails the saves of the others.
-    """
-    by_jax = any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in causes(error))
-    return isinstance(error, _FAULTS) and not by_jax
-
-
-def _lasts(error: BaseException) -> bool:
-    """Whether another attempt would fail, too."""
-    return any(
-        (isinstance(cause, OSError) and cause.errno in _LASTING)
-        or any(word in str(cause) for word in _LASTING_WORDS)
-        for cause in causes(error)
-    )
 
 
 def _pause(attempt: int) -> float:

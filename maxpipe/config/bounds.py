@@ -21,6 +21,8 @@ class Bound(NamedTuple):
     why: str = ""
     low_is_inside: bool = True
     high_is_inside: bool = True
+    axis: str = ""
+    """Logical axis of the dims of this size: it is a multiple of the devices that split them."""
 
     def holds(self, value: float) -> bool:
         above = self.low <= value if self.low_is_inside else self.low < value

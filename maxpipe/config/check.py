@@ -15,7 +15,8 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 
-import maxpipe.config.pipeline_rules  # noqa: F401  registers its rules
+import maxpipe.config.model_rules
+import maxpipe.config.pipeline_rules  # noqa: F401  both register their rules
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import scheme
 from maxpipe.config.keys import FAMILY, KEYS, family_section
@@ -28,6 +29,7 @@ from maxpipe.config.rules import (
     did_you_mean,
     divisors,
     folder_name,
+    is_read,
     rule,
     shown,
     up,
@@ -347,6 +349,8 @@ def _splits_evenly(logical: str, key: str, *partners: str) -> None:
 
     @rule(key, *partners, "mesh.axis_rules", *axis_keys("fsdp", "tensor"))
     def find(config: Config) -> Iterator[Finding]:
+        if not is_read(config, key):
+            return
         axes = axis_table(config.mesh)[logical]
         shards = math.prod(axis_size(config.mesh, axis) or 1 for axis in axes)
         size = value_of(config, key)
@@ -366,6 +370,9 @@ _splits_evenly("heads", "model.num_heads", "model.num_kv_heads")
 _splits_evenly("kv_heads", "model.num_kv_heads")
 _splits_evenly("head_size", "model.head_size")
 _splits_evenly("mlp", "model.d_mlp")
+for _bound in BOUNDS.values():
+    if _bound.axis:
+        _splits_evenly(_bound.axis, _bound.key)
 
 
 @rule("eval.batch_size", *axis_keys("data", "fsdp"))

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from maxpipe.config.load import one_line
+from maxpipe.config.documents import one_line
 from maxpipe.config.render import field_docs
 
 _WIDTH = 88

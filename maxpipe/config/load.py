@@ -1,8 +1,8 @@
 """Files and overrides to a `Config`, with the origin of each value.
 
-The only module that knows OmegaConf and YAML. Text becomes a value by the type
-that the schema declares and never by how YAML would guess it: `name: on` is the
-string "on". Everything that is wrong is collected and raised as one `ConfigError`.
+The only module that knows OmegaConf. Text becomes a value by the type that the schema
+declares and never by how YAML would guess it: `name: on` is the string "on". Everything
+that is wrong is collected and raised as one `ConfigError`.
 """
 
 from __future__ import annotations
@@ -10,25 +10,28 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import math
-import os
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from omegaconf import OmegaConf
 
-from maxpipe.boundary import redact
-from maxpipe.boundary.files import read
+from maxpipe.config.assignments import (
+    Assignment,
+    cautions_about,
+    from_document,
+    from_override,
+    from_values,
+    is_mapping,
+    to_new_key,
+)
 from maxpipe.config.check import DEFAULT, check, did_you_mean, is_override
-from maxpipe.config.inputs import Input, broken_link, locate, nearby
+from maxpipe.config.documents import one_line, read_file
+from maxpipe.config.inputs import Input, locate
 from maxpipe.config.keys import (
     FAMILY,
     KEYS,
-    MOVED,
     SECTIONS,
     family_section,
     is_of_another_family,
@@ -36,14 +39,12 @@ from maxpipe.config.keys import (
     parted,
     sections_of,
 )
-from maxpipe.config.names import because, key_meant, list_meant, override_meant, value_meant
+from maxpipe.config.names import because, key_meant, list_meant, value_meant
 from maxpipe.config.schema import Config
 from maxpipe.config.training import check_training
-from maxpipe.config.values import READERS, Raw, as_is, refused, texts
+from maxpipe.config.values import READERS, as_is, refused, texts
 from maxpipe.errors import ConfigError, Problem
 
-MAX_FILE_BYTES = 1 << 20
-_MAX_DEPTH = 8
 _MAX_PROBLEMS = 100
 
 
@@ -77,18 +78,18 @@ def load(
         ConfigError: with every mistake in the files, the overrides and the values.
     """
     problems: list[Problem] = []
-    assignments = list(_from_values(saved or {}, origin))
+    assignments = list(from_values(saved or {}, origin))
     overrides = [arg for arg in args if is_override(arg) or arg.startswith("-")]
     files = [arg for arg in args if arg not in overrides]
     located = [_located(arg, problems) for arg in files]
-    documents = [file and _read_file(file, problems) for file in located]
+    documents = [file and read_file(file, problems) for file in located]
     for file, document in zip(located, documents, strict=True):
         if file and document:
-            assignments += _read_document(document, file.origin, problems)
+            assignments += from_document(document, file.origin, problems)
     for arg in overrides:
-        assignments += _read_override(arg, problems)
-    cautions = tuple(_cautions(assignments, saved_as=origin))
-    assignments = [_to_new_key(assignment) for assignment in assignments]
+        assignments += from_override(arg, problems)
+    cautions = tuple(cautions_about(assignments, saved_as=origin))
+    assignments = [to_new_key(assignment) for assignment in assignments]
     named = _named_like(located[-1]) if located and located[-1] else None
     is_complete = None not in documents
     built = _build(assignments, problems, named, is_complete=is_complete, to_train=to_train)
@@ -129,26 +130,7 @@ def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
     return "\n".join([*lines, ""])
 
 
-# From files and arguments to assignments.
-
-
-@dataclass(frozen=True, slots=True)
-class _Assignment:
-    path: tuple[str, ...]
-    """Section, that of a family in two parts, key and, inside a mapping, the entry. Shorter when a
-    part is missing."""
-    raw: Raw
-    origin: str
-    place: str
-    """Where to look: the file with its line, or the command line."""
-
-    def problem(self, rule: str, action: str, *, given: bool = True) -> Problem:
-        is_secret = self.path[:2] == ("launch", "environment")
-        raw = redact.variables(self.raw) if is_secret else self.raw
-        if is_secret and len(self.path) > 2:
-            raw = redact.REDACTED
-        text = _shortened(raw) if given else ""
-        return Problem(f"{self.place}: {'.'.join(self.path)}", text, rule, action)
+# From assignments to values.
 
 
 def _located(arg: str, problems: list[Problem]) -> Input | None:
@@ -160,250 +142,16 @@ def _located(arg: str, problems: list[Problem]) -> Input | None:
         return None
 
 
-def _read_file(file: Input, problems: list[Problem]) -> yaml.MappingNode | None:
-    """The sections of a file. None, and a problem, if it is no such file."""
-    arg, path = file.origin, file.path
-    try:
-        root = _compose(text := _read_text(path))
-    except OSError as error:
-        action = nearby(path) if not os.path.lexists(path) else "Give a file that can be read."
-        what = broken_link(path)
-        reason = f"cannot be read: {f'it is {what}' if what else error.strerror or error}."
-        problems.append(Problem(arg, "", reason, action))
-    except ConfigError as error:
-        problems += error.problems
-    except yaml.YAMLError as error:
-        problems.append(_syntax_problem(arg, error))
-    else:
-        if not text.strip():
-            rule = "is empty; a disk that was full may have left it so."
-            problems.append(Problem(arg, "", rule, "Write it again, or leave it out."))
-            return None
-        if root is None or _raw(root) is None:
-            return yaml.MappingNode("", [])
-        if isinstance(root, yaml.MappingNode):
-            return root
-        rule = "must hold sections, such as `model:`, with keys below them."
-        action = "See `maxpipe configs show quickstart` for an example."
-        problems.append(Problem(arg, _shortened(_raw(root)), rule, action))
-    return None
-
-
-def _read_text(path: Path) -> str:
-    content = read(path, MAX_FILE_BYTES)
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError.one(
-            str(path),
-            None,
-            f"is not UTF-8 text: byte {error.start} is 0x{content[error.start]:02x}.",
-            "Save the file as UTF-8.",
-        ) from None
-
-
-class _Loader(yaml.SafeLoader):
-    """Composes plain nested YAML: no aliases, no tags, no deep nesting."""
-
-    depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            self.refuse("anchors and aliases are not read", event)
-        if getattr(event, "tag", None):
-            self.refuse(f"tags such as {event.tag} are not read", event)
-        if self.depth > _MAX_DEPTH:
-            self.refuse(f"nested deeper than {_MAX_DEPTH}", event)
-        self.depth += 1
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def refuse(self, problem: str, event: yaml.Event) -> typing.NoReturn:
-        raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
-
-
-def _compose(text: str) -> yaml.Node | None:
-    loader = _Loader(text)
-    try:
-        return loader.get_single_node()
-    finally:
-        loader.dispose()
-
-
-def _syntax_problem(place: str, error: yaml.YAMLError) -> Problem:
-    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
-    what = error.problem if isinstance(error, yaml.MarkedYAMLError) else None
-    if what and what.startswith("but "):
-        what = f"{getattr(error, 'context', '')}, {what}"
-    what = what or str(getattr(error, "reason", "the text ends too early"))
-    line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-    return Problem(
-        f"{place}{line}",
-        "",
-        f"is not YAML that is read here: {what}.",
-        "Write sections with `key: value` lines below them, indented by two spaces.",
-    )
-
-
-def _read_document(
-    root: yaml.MappingNode, file: str, problems: list[Problem]
-) -> Iterator[_Assignment]:
-    for section, line, content in _entries(root, file, "", problems):
-        place = f"{file}:{line}"
-        if not isinstance(content, yaml.MappingNode) or section not in SECTIONS:
-            raw = _raw(content)
-            if raw is not None or section not in SECTIONS:
-                yield _Assignment((section,), raw, file, place)
-            continue
-        yield from _read_section((section,), content, file, problems)
-
-
-def _read_section(
-    above: tuple[str, ...], content: yaml.MappingNode, file: str, problems: list[Problem]
-) -> Iterator[_Assignment]:
-    for name, line, value in _entries(content, file, f"{'.'.join(above)}.", problems):
-        path, place = (*above, name), f"{file}:{line}"
-        is_section = ".".join(path) in SECTIONS
-        if is_section and isinstance(value, yaml.MappingNode):
-            yield from _read_section(path, value, file, problems)
-            continue
-        if isinstance(value, yaml.MappingNode):
-            # Read for its problems: a key that appears twice.
-            list(_entries(value, file, f"{'.'.join(path)}.", problems))
-        raw = _raw(value)
-        if raw is not None or not is_section:
-            yield from _split(path, raw, file, place)
-
-
-def _entries(
-    mapping: yaml.MappingNode, file: str, prefix: str, problems: list[Problem]
-) -> Iterator[tuple[str, int, yaml.Node]]:
-    """(key, line, value) of a mapping; a key that appears twice is a problem."""
-    first: dict[str, int] = {}
-    for key_node, value in mapping.value:
-        line = key_node.start_mark.line + 1
-        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
-        if key in first:
-            problems.append(
-                Problem(
-                    f"{file}:{line}: {prefix}{key}",
-                    _shortened(_raw(value)),
-                    f"appears twice in this file, first on line {first[key]}.",
-                    "Keep one of the two.",
-                )
-            )
-            continue
-        first[key] = line
-        yield key, line, value
-
-
-def _raw(node: yaml.Node) -> Raw:
-    if isinstance(node, yaml.SequenceNode):
-        return [_raw(item) for item in node.value]
-    if isinstance(node, yaml.MappingNode):
-        return {
-            key.value if isinstance(key, yaml.ScalarNode) else "?": _raw(value)
-            for key, value in node.value
-        }
-    return None if node.tag == "tag:yaml.org,2002:null" else node.value
-
-
-def _from_values(values: Mapping[str, Any], origin: str) -> Iterator[_Assignment]:
-    for section, content in values.items():
-        yield from _from_value((str(section),), _as_raw(content), origin)
-
-
-def _from_value(path: tuple[str, ...], raw: Raw, origin: str) -> Iterator[_Assignment]:
-    if isinstance(raw, dict) and ".".join(path) in SECTIONS:
-        for name, value in raw.items():
-            yield from _from_value((*path, name), value, origin)
-    else:
-        yield from _split(path, raw, origin, origin)
-
-
-def _as_raw(value: Any) -> Raw:
-    """Python values as a file would hold them."""
-    if isinstance(value, Mapping):
-        return {str(key): _as_raw(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_raw(item) for item in value]
-    return None if value is None else str(value)
-
-
-def _read_override(arg: str, problems: list[Problem]) -> Iterator[_Assignment]:
-    key, _, text = arg.partition("=")
-    section, rest = parted(key.split("."))
-    # The entry of a mapping may have dots of its own.
-    path = (*section.split("."), *".".join(rest).split(".", 1)) if rest else (section,)
-    if arg.startswith("-"):
-        rule, action = override_meant(arg.lstrip("-"), "is not an option of this command.", KEYS)
-        action = action or "See the command's --help."
-        problems.append(Problem(f"command line: {arg}", "", rule, action))
-    elif len(path) == 1 or not all(path):
-        rule = "names no section: an override is `section.key=value`."
-        rule, action = override_meant(arg, rule, KEYS)
-        action = action or "Write section.key=value."
-        problems.append(Problem(f"command line: {key}", _shortened(text), rule, action))
-    elif not _is_collection(KEYS.get(".".join([section, *rest[:1]]))):
-        yield _Assignment(path, text, arg, "command line")
-    else:
-        try:
-            node = _compose(text)
-        except yaml.YAMLError as error:
-            problems.append(_syntax_problem(f"command line: {arg}", error))
-            return
-        raw = _raw(node) if node else None
-        if isinstance(raw, dict) and ".".join(path) in KEYS:
-            # The whole mapping is replaced; a single entry (a.b.c=...) is added.
-            yield _Assignment(path, {}, arg, "command line")
-        yield from _split(path, raw, arg, "command line")
-
-
-def _split(path: tuple[str, ...], raw: Raw, origin: str, place: str) -> Iterator[_Assignment]:
-    """One assignment, or one for each entry of a mapping, so that files merge by entry."""
-    if isinstance(raw, dict) and _is_mapping(KEYS.get(".".join(path))):
-        for name, value in raw.items():
-            yield _Assignment((*path, name), value, origin, place)
-    else:
-        yield _Assignment(path, raw, origin, place)
-
-
-def _is_mapping(hint: Any) -> bool:
-    return typing.get_origin(hint) is dict
-
-
-def _is_collection(hint: Any) -> bool:
-    return typing.get_origin(hint) in (dict, list)
-
-
-# From assignments to values.
-
-
-def _cautions(assignments: Iterable[_Assignment], saved_as: str) -> Iterator[Problem]:
-    """What is written with a key of an earlier release, and not by one."""
-    for each in assignments:
-        new = MOVED.get(".".join(each.path))
-        if new and each.origin != saved_as:
-            yield each.problem(f"is called {new} now.", f"Write {new} in its place.")
-
-
-def _to_new_key(assignment: _Assignment) -> _Assignment:
-    new = MOVED.get(".".join(assignment.path))
-    return dataclasses.replace(assignment, path=tuple(new.split("."))) if new else assignment
-
-
-def _named_like(file: Input) -> _Assignment:
+def _named_like(file: Input) -> Assignment:
     """The name of a run that is given none: two files are two runs."""
     origin = f"the name of {file.origin}"
-    return _Assignment(("run", "name"), file.run_name, origin, file.origin)
+    return Assignment(("run", "name"), file.run_name, origin, file.origin)
 
 
 def _build(
-    assignments: Sequence[_Assignment],
+    assignments: Sequence[Assignment],
     problems: list[Problem],
-    named: _Assignment | None,
+    named: Assignment | None,
     *,
     is_complete: bool,
     to_train: bool = False,
@@ -464,7 +212,7 @@ def _unset() -> dict[str, Any]:
     return nodes
 
 
-def _of_other_families(assignments: Iterable[_Assignment], family: str) -> Iterator[Problem]:
+def _of_other_families(assignments: Iterable[Assignment], family: str) -> Iterator[Problem]:
     """Keys that the model's family does not read; of each the last assignment."""
     last = {assignment.path: assignment for assignment in assignments}
     for path, assignment in last.items():
@@ -481,7 +229,7 @@ def _prefixes(path: tuple[str, ...]) -> list[str]:
     return [".".join(path[:length]) for length in range(2, len(path) + 1)]
 
 
-def _missing_problem(keys: Sequence[str], assignments: Sequence[_Assignment]) -> Problem:
+def _missing_problem(keys: Sequence[str], assignments: Sequence[Assignment]) -> Problem:
     files = dict.fromkeys(a.origin for a in assignments if not is_override(a.origin))
     where = ", ".join(files) or "command line"
     verb = "is required and has no default." if len(keys) == 1 else "are required; no default."
@@ -493,14 +241,14 @@ def _missing_problem(keys: Sequence[str], assignments: Sequence[_Assignment]) ->
     )
 
 
-def _assign(nodes: Mapping[str, Any], assignment: _Assignment) -> Problem | None:
+def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
     """Put the value into its section; the problem if that cannot be done."""
     section, rest = parted(assignment.path)
     if not rest:
         return _unknown_problem(assignment)
     name, *entry = rest
     hint = KEYS.get(f"{section}.{name}")
-    if hint is None or (entry and not _is_mapping(hint)):
+    if hint is None or (entry and not is_mapping(hint)):
         return _unknown_problem(assignment)
     for text in texts(assignment.raw):
         refusal = refused(text)
@@ -520,7 +268,7 @@ def _assign(nodes: Mapping[str, Any], assignment: _Assignment) -> Problem | None
     return None
 
 
-_LISTS = {list[int]: ("list of integers", "[2, 2]"), list[str]: ("list of names", "[matmuls]")}
+_LISTS = {list[int]: ("list of integers", "[2, 2]"), list[str]: ("list of names", "[]")}
 """In words, and an example."""
 
 
@@ -528,26 +276,27 @@ def type_name(hint: Any) -> str:
     """A type in words: `integer`, `one of a, b`."""
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(typing.get_args(hint))}"
-    if _is_mapping(hint):
+    if is_mapping(hint):
         return "mapping of names to lists of names"
     if hint in _LISTS:
         return _LISTS[hint][0]
     return {int: "integer", float: "number", bool: "true or false", str: "text"}[hint]
 
 
-def _type_problem(assignment: _Assignment, hint: Any) -> Problem:
+def _type_problem(assignment: Assignment, hint: Any) -> Problem:
     key = ".".join(assignment.path)
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         action = value_meant(key, str(assignment.raw), choices) or f"Set {key}={choices[0]}."
         return assignment.problem(f"must be {type_name(hint)}.", action)
-    if _is_mapping(hint):
+    if is_mapping(hint):
         example = f"Set {key}=[tensor]" if len(assignment.path) > 2 else f"Set {key}={{}}"
         rule = "must be a list of mesh axes" if len(assignment.path) > 2 else "must be a mapping"
         return assignment.problem(f"{rule}.", f"{example}.")
     if hint in _LISTS:
-        name, example = _LISTS[hint]
-        return assignment.problem(f"must be a {name}.", f"Write a value such as {key}={example}.")
+        is_name = hint == list[str] and isinstance(assignment.raw, str)
+        example = f"[{assignment.raw}]" if is_name else _LISTS[hint][1]
+        return assignment.problem(f"must be a {type_name(hint)}.", f"Set {key}={example}.")
     if hint is str and isinstance(assignment.raw, list) and (action := list_meant(key)):
         return assignment.problem("must be one text, not a list.", action)
     if hint is str:
@@ -557,7 +306,7 @@ def _type_problem(assignment: _Assignment, hint: Any) -> Problem:
     return assignment.problem(f"must be {article}.", f"Write a value such as {key}={example}.")
 
 
-def _unknown_problem(assignment: _Assignment) -> Problem:
+def _unknown_problem(assignment: Assignment) -> Problem:
     section, rest = parted(assignment.path)
     if section in SECTIONS and not rest:
         rule = "is a section: its keys stand below it, one `key: value` per line."
@@ -576,24 +325,3 @@ def _unknown_problem(assignment: _Assignment) -> Problem:
         show = f"The sections are {', '.join(SECTIONS)}."
     action = answer.action or (f"Did you mean {guess}? {show}" if guess else show)
     return assignment.problem(because(rule, answer.why), action, given=bool(rest))
-
-
-# From values to text.
-
-
-def one_line(value: Any) -> str:
-    """A value as a config file holds it behind its key."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
-    text = text.removesuffix("\n").removesuffix("\n...")
-    if not text.isprintable():
-        # YAML folds the line breaks in plain text, U+0085 and U+2028 among them: escape them.
-        text = yaml.safe_dump(value, default_style='"', default_flow_style=True, width=math.inf)
-    return text.removesuffix("\n")
-
-
-def _shortened(raw: Raw) -> str:
-    if raw is None:
-        return "null"
-    text = "''" if raw == "" else raw if isinstance(raw, str) else str(raw)
-    text = " ".join(text.split()) if isinstance(raw, str) and raw.strip() else text
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -34,6 +34,8 @@ _SAME_KEY = {
     "use_flash_attention attention_backend",
     "model.compute_dtype": "dtype precision mixed_precision amp activation_dtype torch_dtype",
     "model.param_dtype": "params_dtype weight_dtype",
+    "model.frozen": "freeze freeze_layers freeze_params freeze_modules frozen_layers frozen_params "
+    "frozen_parameters frozen_modules",
     "mesh.ici_stage": "pp pp_size pipeline_parallel pipeline_parallel_size stages num_stages "
     "pipeline_model_parallel_size pipeline_parallel_degree ici_pipeline_parallelism",
     "mesh.ici_tensor": "tp tp_size tensor_parallel tensor_parallel_size mp model_parallel_size "
@@ -155,15 +157,16 @@ _NOT_SAME_KEY = {
         "TensorBoard files and metrics.jsonl are what a run writes.",
         "Leave it out; metrics.jsonl has every number as JSON, a line per record, for other tools.",
     ),
-    "experts num_experts n_experts num_local_experts moe experts_per_token num_experts_per_tok "
+    "experts n_experts num_local_experts moe num_experts_per_tok "
     "num_experts_per_token top_k n_routed_experts moe_intermediate_size": (
-        "mixtures of experts are not supported yet.",
-        "Leave it out; every layer has one MLP of width model.d_mlp.",
+        "layers with experts are those of some model families.",
+        "Set model.family to one that has them, and its own keys; "
+        "`maxpipe config explain model` lists all.",
     ),
     "ep ep_size expert_parallel expert_parallel_size expert_model_parallel_size "
     "ici_expert_parallelism": (
-        "mixtures of experts are not supported yet.",
-        "Leave it out; mesh.ici_fsdp and mesh.ici_tensor shard every layer.",
+        "experts are not split over devices of their own yet.",
+        "Leave it out; mesh.ici_fsdp and mesh.ici_tensor shard every layer, experts included.",
     ),
     "cp cp_size context_parallel context_parallel_size context_parallel_degree sp "
     "sequence_parallel ici_context_parallelism ici_sequence_parallelism": (
@@ -180,8 +183,9 @@ _NOT_SAME_KEY = {
         "Set mesh.ici_fsdp to the number of shards of parameters, gradients and optimizer state.",
     ),
     "lora peft qlora adapter lora_rank": (
-        "adapters are not supported: every parameter is trained.",
-        "Leave it out; checkpoint.restore_from starts from another run's parameters.",
+        "adapters are not supported.",
+        "Leave it out; checkpoint.restore_from starts from another run's parameters, and "
+        "model.frozen leaves some of them as they are.",
     ),
     "model_name model_name_or_path pretrained pretrained_model_name_or_path hf_model "
     "hf_checkpoint": (

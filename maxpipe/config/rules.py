@@ -26,6 +26,12 @@ def value_of(config: Config, key: str) -> Any:
     return value[entry[0]] if entry else value
 
 
+def is_read(config: Config, key: str) -> bool:
+    """Whether the key is not one of another model family."""
+    section, _ = parted(key.split(".", 2))
+    return "." not in section or section in sections_of(config)
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """`find` yields what is wrong; it reads no other keys than these."""

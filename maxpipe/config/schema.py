@@ -81,6 +81,11 @@ class ModelConfig:
     """Type of activations and of weights inside a matmul."""
     param_dtype: Dtype = "float32"
     """Type of stored parameters and of the optimizer's state."""
+    frozen: list[str] = field(default_factory=list, hash=False)  # a list has no hash
+    """Parameters that are not trained: patterns over the names in checkpoints, such as `embedding`
+    or `layers.attention.*`; with several kinds of layers `layers.KIND.*` as well. They keep their
+    values, and have neither gradients nor optimizer state. A run goes on with the same ones frozen;
+    `checkpoint.restore=weights` starts with others."""
     own: Any = None
     """The section of the family. None: its defaults."""
 

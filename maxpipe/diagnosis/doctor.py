@@ -41,7 +41,7 @@ from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import check_vocab, open_tokenizer
 from maxpipe.diagnosis import environment
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.model.count import num_params
+from maxpipe.model.count import num_params, num_trained
 from maxpipe.model.families.registry import describe
 from maxpipe.processes.hub import free_port
 from maxpipe.train.optimizers import optimizer_of
@@ -248,8 +248,9 @@ def _folder(name: str, path: Path, config: Config | None = None, *, key: str = "
     words = f"{path} can be written, {_size(free)} free"
     if config is not None:
         model, keep = config.model, config.checkpoint.keep
-        arrays = optimizer_of(config.optim).num_saved
-        one = num_params(describe(model)) * arrays * _DTYPE_BYTES[model.param_dtype]
+        described = describe(model)
+        entries = num_params(described), num_trained(described)
+        one = optimizer_of(config.optim).saved(*entries) * _DTYPE_BYTES[model.param_dtype]
         words += f", a checkpoint takes {_size(one)}"
         if free < one * (keep + 1):
             status = "FAILED" if free < one else "warning"

@@ -29,6 +29,27 @@ def num_params(model: Model) -> int:
 
 
 @lru_cache(maxsize=64)
+def active_params(model: Model) -> int:
+    """Of them, those that one token uses: all but the experts that it is not sent to."""
+    unused = sum(
+        size(part.params[each.param]) * (1.0 - each.needed)
+        for kind in model.layers
+        for part in model.kinds[kind].parts.values()
+        for each in part.operations
+        if isinstance(each, Matmul)
+    )
+    return num_params(model) - round(unused)
+
+
+@lru_cache(maxsize=64)
+def num_trained(model: Model) -> int:
+    """Parameters that are trained."""
+    kinds = (model.kinds[kind] for kind in model.layers)
+    params = [model.ends.params, *(kind.params for kind in kinds)]
+    return sum(size(each) for some in params for each in some.values() if each.trainable)
+
+
+@lru_cache(maxsize=64)
 def forward_flops_per_token(model: Model, sequence_length: int) -> int:
     """Matmul operations that one token's forward pass needs in training, a multiply-add counting 2.
 
@@ -49,8 +70,15 @@ def computed_flops_per_token(model: Model, sequence_length: int) -> int:
 
 
 def train_flops_per_token(model: Model, sequence_length: int) -> int:
-    """Forward and backward, nothing recomputed: what MFU counts (PaLM, arXiv:2204.02311)."""
-    return 3 * forward_flops_per_token(model, sequence_length)
+    """Forward and backward, nothing recomputed: what MFU counts (PaLM, arXiv:2204.02311).
+
+    The backward's half that makes gradients of weights is not needed for frozen ones.
+    """
+    frozen = sum(_frozen_weights(model.kinds[kind]) for kind in model.layers)
+    ends = model.ends
+    head = ends.params["embedding" if ends.head is None else "head",]
+    frozen += 0 if head.trainable else _head_weights(model)
+    return 3 * forward_flops_per_token(model, sequence_length) - round(2 * frozen)
 
 
 @lru_cache(maxsize=64)
@@ -85,6 +113,16 @@ def _matmul_weights(kind: Kind, *, needed: bool) -> float:
         for part in kind.parts.values()
         for each in part.operations
         if isinstance(each, Matmul)
+    )
+
+
+def _frozen_weights(kind: Kind) -> float:
+    """Of those that a token uses, entries that are not trained."""
+    return sum(
+        size(part.params[each.param]) * each.needed
+        for name, part in kind.parts.items()
+        for each in part.operations
+        if isinstance(each, Matmul) and not kind.params[name, each.param].trainable
     )
 
 
@@ -145,3 +183,8 @@ def query_blocks(tokens: int, block: int = 0) -> list[tuple[int, int]]:
 def scored_pairs(tokens: int) -> int:
     """Pairs of query and key of a sequence that plain attention scores."""
     return sum((stop - start) * stop for start, stop in query_blocks(tokens))
+
+
+def scored_keys(tokens: int) -> int:
+    """Keys of a sequence that plain attention's blocks of queries score, of all blocks."""
+    return sum(stop for _, stop in query_blocks(tokens))

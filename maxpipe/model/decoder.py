@@ -26,7 +26,7 @@ from maxpipe.model.initial import initial
 from maxpipe.model.modules.block import Block, norm_module
 from maxpipe.model.modules.part import Context, Output
 from maxpipe.model.parts.attention import Attention
-from maxpipe.model.spec import Kind, Model
+from maxpipe.model.spec import Kind, Model, Param
 from maxpipe.parallel.sharding import AxisRules
 
 _STREAMS = {"embedding": 1, "head": 2, "ahead": 3}
@@ -95,9 +95,21 @@ class Decoder:
 
     def axes(self) -> Params:
         """Logical axes of every parameter, those of a kind's layers without the stacking axis."""
-        ends = {name: param.axes for name, param in self.model.ends.params.items()}
+        return self._declared(lambda param: param.axes)
+
+    def trainable(self) -> Params:
+        """Whether each parameter is trained."""
+        return self._declared(lambda param: param.trainable)
+
+    def decays(self) -> Params:
+        """Whether weight decay applies to each parameter."""
+        return self._declared(lambda param: param.decays)
+
+    def _declared(self, of: Callable[[Param], Any]) -> Params:
+        """In the form of the parameters, what is declared of each."""
+        ends = {name: of(param) for name, param in self.model.ends.params.items()}
         layers = {
-            kind: _nested({name: param.axes for name, param in described.params.items()})
+            kind: _nested({name: of(param) for name, param in described.params.items()})
             for kind, described in self.model.kinds.items()
         }
         return _nested(ends) | {"layers": layers}
@@ -184,7 +196,7 @@ class Decoder:
             further = number + 1
             logits = self._projected(params, self.ahead(mine, hidden[:, :-further]))
             same = ids[:, further:] == ids[:, :-further]
-            mask = batch["loss_mask"][:, further:].astype(jnp.float32) * same
+            mask = jnp.asarray(batch["loss_mask"][:, further:], jnp.float32) * same
             losses[name] = _nats(logits, batch["targets"][:, further:], mask)
         return losses
 
@@ -284,7 +296,7 @@ def _targets(batch: Params) -> Float[Array, ""]:
 
 
 def _cross_entropy(logits: Float[Array, "B T V"], batch: Params) -> Float[Array, ""]:
-    mask = batch["loss_mask"].astype(jnp.float32)
+    mask = jnp.asarray(batch["loss_mask"], jnp.float32)
     return _nats(logits, batch["targets"], mask) / _targets(batch)
 
 

@@ -10,9 +10,9 @@ read this; there is no second list of weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from maxpipe.config.bounds import Bound
 from maxpipe.config.schema import ModelConfig
@@ -47,7 +47,8 @@ class Param:
     decays: bool = True
     """Whether weight decay applies."""
     trainable: bool = True
-    """Whether it has a gradient, moments and updates."""
+    """Whether it has a gradient, moments and updates. `Kind.params` and `Ends.params` say so of a
+    model's parameters."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -98,6 +99,9 @@ class Held:
     """In float32."""
     flags: tuple[tuple[float, Dims], ...] = ()
     """In one byte."""
+    blocks: tuple[tuple[float, Dims], ...] = ()
+    """In the compute type, for each block of queries a copy for the tokens that it sees at most
+    (`count.scored_keys`)."""
     once: tuple[Dims, ...] = ()
     """In the compute type, not for every token but once: parameters and their like."""
     pairs: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -110,12 +114,26 @@ class Held:
             self.narrow + other.narrow,
             self.wide + other.wide,
             self.flags + other.flags,
+            self.blocks + other.blocks,
             self.once + other.once,
             (narrow, wide, rest),
         )
 
 
 NOTHING = Held()
+
+
+class Summary(NamedTuple):
+    """A number that a run writes of what layers return besides their output."""
+
+    of: str
+    """Name of the loss, or of the statistic."""
+    take: Literal["mean", "largest", "smallest"]
+    """`mean`: of a loss, over its layers and all target tokens, without its coefficient. `largest`
+    and `smallest`: of a statistic, that entry of any layer, as a multiple of the mean of the
+    layer's entries."""
+    unit: str
+    meaning: str
 
 
 @runtime_checkable
@@ -171,6 +189,9 @@ class Part(Protocol):
         """Scalar losses that it returns, sums over target tokens, with their coefficients."""
         return {}
 
+    summaries: ClassVar[Mapping[str, Summary]] = {}
+    """What a run writes of both, by tag."""
+
 
 @dataclass(frozen=True)
 class Branch:
@@ -195,6 +216,8 @@ class Kind:
     """A layer: residual branches one after the other."""
 
     branches: tuple[Branch, ...]
+    frozen: frozenset[tuple[str, ...]] = frozenset()
+    """(part, name) of parameters that are not trained, whatever their part declares."""
 
     @cached_property
     def parts(self) -> Mapping[str, Part]:
@@ -205,7 +228,7 @@ class Kind:
     def params(self) -> Mapping[tuple[str, str], Param]:
         """(part, name) -> parameter, in the order in which they are drawn."""
         return {
-            (name, param): declared
+            (name, param): _unless(declared, (name, param) in self.frozen)
             for name, part in self.parts.items()
             for param, declared in part.params.items()
         }
@@ -239,6 +262,11 @@ class Kind:
     def losses(self) -> Mapping[str, float]:
         """Coefficients of the scalar losses that a layer of this kind returns."""
         return _joined(part.losses for part in self.parts.values())
+
+
+def _unless(param: Param, frozen: bool) -> Param:
+    """The parameter, or the same not trained."""
+    return replace(param, trainable=False) if frozen else param
 
 
 def _joined(mappings: Iterator[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -290,6 +318,8 @@ class Ends:
     logit_cap: float = 0.0
     """Logits become `cap * tanh(logits / cap)`. 0: as they are."""
     ahead: Ahead | None = None
+    frozen: frozenset[tuple[str, ...]] = frozenset()
+    """Where parameters are stored that are not trained."""
 
     @cached_property
     def params(self) -> Mapping[tuple[str, ...], Param]:
@@ -298,7 +328,8 @@ class Ends:
         found |= {("final_norm", name): param for name, param in self.norm.params.items()}
         if self.ahead is not None:
             found |= {("ahead", name): param for name, param in self.ahead.params.items()}
-        return found if self.head is None else found | {("head",): self.head}
+        found |= {} if self.head is None else {("head",): self.head}
+        return {name: _unless(param, name in self.frozen) for name, param in found.items()}
 
     @property
     def losses(self) -> Mapping[str, float]:
@@ -323,6 +354,15 @@ class Model:
         found: dict[str, float] = {}
         for kind in self.kinds.values():
             found |= kind.losses
+        return found
+
+    @cached_property
+    def summaries(self) -> Mapping[str, Summary]:
+        """Numbers that a run writes of what layers return, by tag."""
+        found: dict[str, Summary] = {}
+        for kind in self.kinds.values():
+            for part in kind.parts.values():
+                found |= part.summaries
         return found
 
     @cached_property
@@ -355,6 +395,8 @@ class Family:
     """Ranges of the numbers in its section."""
     rules: Callable[[ModelConfig], Iterable[Finding]] = lambda _: ()
     """What is wrong with a config of which each number is within its range."""
+    reporting: tuple[type[Part], ...] = ()
+    """Classes of its parts with `summaries`, for the list of all that runs write."""
 
 
 _Section = TypeVar("_Section")

@@ -12,7 +12,10 @@ import math
 
 from maxpipe.config.schema import MeshConfig
 
-LOGICAL_AXES = ("batch", "embed", "heads", "kv_heads", "head_size", "mlp", "vocab", "norm", "ahead")
+LOGICAL_AXES = (
+    *("batch", "embed", "heads", "kv_heads", "head_size", "mlp", "experts", "vocab", "norm"),
+    "ahead",
+)
 """Names that model code gives to the dims of its arrays."""
 
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
@@ -25,6 +28,7 @@ DEFAULT_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "head_size": (),
     "mlp": ("tensor",),
+    "experts": ("expert",),
     "vocab": ("stage", "tensor"),
     "norm": (),
     "ahead": (),
@@ -37,6 +41,7 @@ REMAPPINGS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kv_heads": ((), ("tensor",)),
     "head_size": ((), ("tensor",)),
     "mlp": ((), ("tensor",)),
+    "experts": ((), ("expert",)),
     "vocab": (("stage",), ("stage", "tensor")),
 }
 """What `mesh.axis_rules` may say. The pipeline owns the stage axis and the batch."""

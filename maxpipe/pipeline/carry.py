@@ -88,12 +88,12 @@ def _any_kind(slots: Slots, layout: Layout) -> np.ndarray | None:
 
 
 class Gradients(NamedTuple):
-    """Float32 accumulators of one device."""
+    """Float32 accumulators of one device, of what is trained."""
 
-    embedding: jax.Array
+    embedding: jax.Array | None
     layers: Tree
     final_norm: Tree
-    head: jax.Array
+    head: jax.Array | None
     outside: Tree
     ahead: Tree
 

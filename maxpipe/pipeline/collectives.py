@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.parallel.mesh import MANUAL_AXES
+from maxpipe.parallel.sharding import restrict
 
 
 def program_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -42,7 +43,7 @@ def over_automatic_axes(
     divided = {axis for axes in named for axis in axes if mesh.shape[axis] > 1}
     if not divided:
         return run
-    spec = PartitionSpec(*entries)
+    spec = restrict(PartitionSpec(*entries), tuple(divided))
     return jax.shard_map(run, in_specs=spec, out_specs=spec, axis_names=divided)
 
 

@@ -29,6 +29,7 @@ from maxpipe.pipeline.network import Network, Plan
 from maxpipe.pipeline.program import Program
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.slots import Idle
+from maxpipe.pipeline.trainable import trained
 from maxpipe.pipeline.weights import Gather, WeightSharding
 from maxpipe.schedule.table import Schedule
 
@@ -44,7 +45,7 @@ class Differentiated(NamedTuple):
     """Of the layers and of heads ahead, each divided by the number of target tokens; not weighted.
     """
     gradients: Tree
-    """Of the objective, float32, in the form of the parameters."""
+    """Of the objective, float32, in the form of the parameters; frozen ones are missing."""
     statistics: dict[str, Tree]
     """What the layers report, summed over all rows: by kind `[R, P, L, ...]` under `layers`, and
     `[layers, ...]` under `outside`."""
@@ -62,6 +63,8 @@ class Engine:
     weight_gather: Gather
     keep: RematPolicy
     idle: Idle
+    trainable: Tree = None
+    """For each parameter whether it has a gradient. None: all have."""
 
     def value_and_grad(self, schedule: Schedule) -> Callable[..., Differentiated]:
         """(params, batch, key) -> what a step found.
@@ -71,7 +74,8 @@ class Engine:
         """
         ring, outside = PartitionSpec(None, STAGE), PartitionSpec()
         statistics = {"layers": ring} | ({"outside": outside} if self.layout.outside else {})
-        found = Differentiated(PartitionSpec(), PartitionSpec(), self.specs, statistics)  # type: ignore[arg-type]
+        gradients = trained(self.specs, self._trainable)
+        found = Differentiated(PartitionSpec(), PartitionSpec(), gradients, statistics)  # type: ignore[arg-type]
         return self._shard_map(_train, schedule, found)
 
     def loss(self, schedule: Schedule) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -99,6 +103,12 @@ class Engine:
             for name, leaves in found.items()
         }
 
+    @property
+    def _trainable(self) -> Tree:
+        if self.trainable is not None:
+            return self.trainable
+        return jax.tree.map(lambda _: True, self.specs, is_leaf=_is_spec)
+
     def _per_device(self, specs: Tree) -> Tree:
         """The specs as the per-device program sees them."""
         axes = program_axes(self.mesh)
@@ -107,7 +117,7 @@ class Engine:
     def _shard_map(self, program: Callable, schedule: Schedule, out_specs: Tree) -> Callable:
         assert schedule.num_stages == self.mesh.shape[STAGE]
         assert schedule.ring == self.layout.ring
-        divisions = jax.tree.map(WeightSharding.of, self.specs, is_leaf=_is_spec)
+        divisions = jax.tree.map(WeightSharding.of, self.specs, self._trainable, is_leaf=_is_spec)
         plan = Plan(self.network, self.layout, self.weight_gather, self.keep, self.idle, divisions)
         table = Table.of(schedule, self.layout, self.idle)
         run, axes = partial(program, plan, schedule), program_axes(self.mesh)

@@ -121,12 +121,17 @@ class Layout:
 
     def stack(self, layers: Tree) -> tuple[Tree, Tree]:
         """`{kind: [n, ...]}` in network order -> the ring's `{kind: [R, P, L, ...]}`, and those
-        outside it `{kind: [n, ...]}`.
+        outside it `{kind: [n, ...]}`. Kinds may be missing.
         """
-        ring = {kind: jax.tree.map(self.stacks[kind].stack, layers[kind]) for kind in self.in_ring}
+        ring = {
+            kind: jax.tree.map(self.stacks[kind].stack, layers[kind])
+            for kind in self.in_ring
+            if kind in layers
+        }
         front = {
             kind: jax.tree.map(lambda leaf, n=self.stacks[kind].outside: leaf[:n], layers[kind])
             for kind in self.in_front
+            if kind in layers
         }
         return ring, front
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -55,6 +56,11 @@ class Plan:
     idle: Idle
     divisions: Tree
     """For each parameter its `WeightSharding`."""
+
+    @cached_property
+    def trainable(self) -> Tree:
+        """For each parameter whether it has a gradient."""
+        return jax.tree.map(lambda division: division.trainable, self.divisions)
 
     @property
     def gather_outside_ring(self) -> Gather:

@@ -119,11 +119,12 @@ class OutsideLayers:
         returning: Int[Array, ""],
         cotangent: Float[Array, "B T D"],
         totals: Tree,
-        embedding: Float[Array, "v d"],
-    ) -> tuple[OutsideBuffers, Tree, Float[Array, "v d"]]:
+        embedding: Float[Array, "v d"] | None,
+    ) -> tuple[OutsideBuffers, Tree, Float[Array, "v d"] | None]:
         """Takes stage 0's cotangent of the microbatch that is back, and the round it completes.
 
-        `totals` and `embedding` are the gradients of the layers and of the embedding so far.
+        `totals` and `embedding` are the gradients of the layers and of the embedding so far, None
+        of a frozen one.
         """
         with jax.named_scope(scopes.SEND):
             arrived = lax.cond(
@@ -141,6 +142,8 @@ class OutsideLayers:
             d_input, totals = self.slots.backward(
                 self.pieces, self.held, work, d_output, buffers.stash, totals
             )
+        if embedding is None:
+            return buffers._replace(waiting=waiting), totals, None
         tokens = self.batch["tokens"][self._members(row.backward)]
         with jax.named_scope(scopes.EMBED_GRAD):
             embedding = lax.cond(

@@ -20,6 +20,7 @@ from maxpipe.pipeline.collectives import from_position, index_on, shift, sum_ove
 from maxpipe.pipeline.network import Plan
 from maxpipe.pipeline.outside import OutsideLayers
 from maxpipe.pipeline.slots import LayerSlots, Reports, SlotRow, Work, microbatch, read, room, write
+from maxpipe.pipeline.trainable import trained
 from maxpipe.pipeline.visits import run_visits
 from maxpipe.pipeline.vocabulary import AheadSums, AheadWeights, Embedding, LossHead
 from maxpipe.pipeline.weights import WHOLE, LayerWeights, sum_over_batch
@@ -100,7 +101,7 @@ class Program:
             self.by_visit,
         )
         if self.schedule.trains:
-            held = self._window(1, dtype) if self.by_visit else self.held
+            held = self._window(1) if self.by_visit else self.held
             inputs = microbatch(self.batch, vary(jnp.int32(0)))
             halves = self.schedule.mixed
             self.pieces = self.slots.pieces(
@@ -126,11 +127,15 @@ class Program:
         ends = (self.embedding, self.table)
         return OutsideLayers(slots, held, self.schedule, self.batch, pieces, self.seeds, *ends)
 
-    def _window(self, num_chunks: int, dtype: Any) -> Tree:
+    def _window(self, num_chunks: int) -> Tree:
         return {
-            kind: weights.window(
-                self.held[kind], num_chunks * self.slots.length(kind), jnp.dtype(dtype)
-            )
+            kind: weights.window(self.held[kind], num_chunks * self.slots.length(kind))
+            for kind, weights in self.weights.items()
+        }
+
+    def _sums(self, num_chunks: int) -> Tree:
+        return {
+            kind: weights.sums(self.held[kind], num_chunks * self.slots.length(kind))
             for kind, weights in self.weights.items()
         }
 
@@ -150,13 +155,13 @@ class Program:
             if schedule.mixed:
                 deferred = self.slots.empty_deferred(self.pieces, schedule.num_deferred)
             if self.by_visit:
-                sums = self._window(visits.num_gradient, jnp.float32)
+                sums = self._sums(visits.num_gradient)
             reports = self.slots.empty_reports(self.pieces)
             wide = partial(jnp.zeros_like, dtype=jnp.float32)
             gradients = Gradients(
-                wide(self.table),
+                wide(self.table) if self.embedding.division.trainable else None,
                 {kind: weights.zeros(self.held[kind]) for kind, weights in self.weights.items()},
-                jax.tree.map(wide, self.final_norm),
+                jax.tree.map(wide, trained(self.final_norm, self.plan.trainable["final_norm"])),
                 self.head_weights.zeros(self.head),
                 self.outside and self.outside.zeros(),
                 self.ahead and self.ahead.weights.zeros(self.ahead.held),
@@ -166,7 +171,7 @@ class Program:
             stash=stash,
             deferred=deferred,
             sent=dict.fromkeys(self._ports_between_ticks(), empty),
-            window=self._window(visits.num_window, empty.dtype) if self.by_visit else None,
+            window=self._window(visits.num_window) if self.by_visit else None,
             partial=sums,
             outside=self.outside and self.outside.buffers(empty),
             gradients=vary(gradients),
@@ -352,6 +357,8 @@ class Program:
                 )
             gradients = gradients._replace(outside=layers, embedding=embedding)
             return carry._replace(outside=outside, gradients=gradients)
+        if gradients.embedding is None:
+            return carry
         tokens = read(self.batch["tokens"], jnp.maximum(row.embed_grad, 0))
         with jax.named_scope(scopes.EMBED_GRAD):
             embedding = lax.cond(
@@ -383,7 +390,10 @@ class Program:
             found, ahead = self.loss_head.loss_and_grad(
                 *self._head_inputs(row, output), scale, self.ahead, ahead
             )
-            norm = jax.tree.map(jnp.add, norm, found.norm)
+            # Of what is frozen nothing reads the gradient: it is not computed.
+            norm = jax.tree.map(
+                jnp.add, norm, trained(found.norm, self.plan.trainable["final_norm"])
+            )
             head = self.head_weights.accumulate(head, 0, found.head)
             return found.output, loss + found.total, norm, head, ahead
 
@@ -421,7 +431,7 @@ class Program:
         return lax.scan(body, self.buffers(), table.rows)[0]
 
     def finish(self, gradients: Gradients) -> Tree:
-        """Gradients summed over devices, in the form of the parameters."""
+        """Gradients summed over devices, in the form of the trainable parameters."""
         layers = {
             kind: self._stacked(kind, weights.finish(gradients.layers[kind]))
             for kind, weights in self.weights.items()
@@ -431,16 +441,18 @@ class Program:
             lambda leaf: sum_over_batch(from_position(leaf, STAGE, 0), WHOLE),
             gradients.final_norm,
         )
-        embedding = self.embedding.finish(gradients.embedding)
-        head = self.head_weights.finish(gradients.head)[0]
         found = {"layers": layers, "final_norm": final_norm}
         if self.outside is not None:
             found["outside"] = self.outside.finish(gradients.outside)
         if self.ahead is not None:
             found["ahead"] = self.ahead.finish(gradients.ahead)
-        if self.tied:
-            return found | {"embedding": embedding + head.T}
-        return found | {"embedding": embedding, "head": head}
+        if gradients.embedding is not None:
+            found["embedding"] = self.embedding.finish(gradients.embedding)
+        if gradients.head is not None:
+            head = self.head_weights.finish(gradients.head)[0]
+            name = "embedding" if self.tied else "head"
+            found[name] = found[name] + head.T if self.tied else head
+        return trained(found, self.plan.trainable)
 
     def finish_reports(self, carry: Buffers) -> Reports:
         """Losses of all layers and rows; statistics of each layer, summed over all rows.

@@ -18,6 +18,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from maxpipe.pipeline.split import Flat, split
+from maxpipe.pipeline.trainable import joined, trained
 
 Tree = Any
 Remat = Literal["chunk", "full", "names", "none"]
@@ -114,20 +115,24 @@ def differentiate(
     constants: Constants,
     *,
     halves: bool,
+    trainable: Tree = None,
 ) -> LayerVJP:
     """Trace a layer with arguments like these.
 
-    `halves` makes `input_grad` and `weight_grad` as well as `backward`.
+    `halves` makes `input_grad` and `weight_grad` as well as `backward`. `trainable` is a tree of
+    bools, None for all: weight gradients are those of such weights.
     """
     structure: list[Any] = []  # of the pullback, known once the forward is traced
     wrapped = keep.wrap(layer)
+    trainable = jax.tree.map(lambda _: True, weights) if trainable is None else trainable
 
     def run(weights: Tree, x: jax.Array, constants: Constants) -> tuple[Any, list[jax.Array]]:
-        def differentiable(weights: Tree, x: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree]:
-            output, losses, statistics = wrapped(weights, x, *constants[:3])
+        def differentiable(mine: Tree, x: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree]:
+            output, losses, statistics = wrapped(joined(weights, mine), x, *constants[:3])
             return (output, losses), statistics
 
-        (output, losses), pullback, statistics = jax.vjp(differentiable, weights, x, has_aux=True)
+        mine = trained(weights, trainable)
+        (output, losses), pullback, statistics = jax.vjp(differentiable, mine, x, has_aux=True)
         leaves, tree = jax.tree.flatten(pullback)
         structure.append(tree)
         return (output, losses, statistics), leaves
@@ -206,7 +211,9 @@ def _with_halves(
     like: jax.Array,
 ) -> LayerVJP:
     """The backward cut in two."""
-    traced = jax.make_jaxpr(pieces.backward)(weights, saved, constants, like)
+    traced, (d_weights, _) = jax.make_jaxpr(pieces.backward, return_shape=True)(
+        weights, saved, constants, like
+    )
     sizes = [len(jax.tree.leaves(tree)) for tree in (weights, saved, constants)]
     first_constant = sizes[0] + sizes[1]
     parts = split(
@@ -214,7 +221,7 @@ def _with_halves(
         first_outputs=[len(traced.out_avals) - 1],
         free_inputs=range(first_constant, first_constant + sizes[2]),
     )
-    structure = jax.tree.structure(weights)
+    structure = jax.tree.structure(d_weights)
 
     def input_grad(
         weights: Tree, saved: list[jax.Array], constants: Constants, cotangent: jax.Array

@@ -120,7 +120,13 @@ class LayerSlots:
             for kind in self.kinds:
                 weights = self.weights[kind].layer(held[kind], index)
                 found[kind] = differentiate(
-                    self.layers[kind], keep, weights, x, constants, halves=halves
+                    self.layers[kind],
+                    keep,
+                    weights,
+                    x,
+                    constants,
+                    halves=halves,
+                    trainable=self.weights[kind].trainable,
                 )
             return index
 

@@ -45,6 +45,8 @@ def run_visits(program: Ticks, table: Table) -> Buffers:
 
     def reduce_kind(kind: str, first: Any, last: Any, carry: Buffers) -> Buffers:
         length = slots.length(kind)
+        if not carry.partial[kind]:
+            return carry  # nothing of this kind is trained
 
         def reduce_layer(number: jax.Array, carry: Buffers) -> Buffers:
             gradients = carry.gradients

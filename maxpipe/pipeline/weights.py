@@ -7,8 +7,8 @@ accumulate in float32 and stay unreduced over `data` until the step's end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import jax
@@ -26,6 +26,7 @@ from maxpipe.pipeline.collectives import (
     sum_over,
     vary,
 )
+from maxpipe.pipeline.trainable import trained
 
 Tree = Any
 Gather = Literal["iteration", "visit", "step"]
@@ -41,31 +42,32 @@ class WeightSharding:
     """The dim that is sharded over fsdp, or `NOT_SHARDED`."""
     automatic: tuple[Any, ...] = ()
     """For each dim the automatic axes over which it is sharded, as in a PartitionSpec."""
+    trainable: bool = True
+    """Whether it has a gradient."""
 
     @classmethod
-    def of(cls, spec: PartitionSpec) -> WeightSharding:
+    def of(cls, spec: PartitionSpec, trainable: bool = True) -> WeightSharding:
         """From the spec of the whole parameter."""
-        dim = fsdp_dim(spec)
-        return cls(NOT_SHARDED if dim is None else dim, tuple(restrict(spec, AUTOMATIC_AXES)))
+        dim = NOT_SHARDED if (found := fsdp_dim(spec)) is None else found
+        return cls(dim, tuple(restrict(spec, AUTOMATIC_AXES)), trainable)
 
     def of_one(self, num_stacked: int) -> WeightSharding:
         """Of one weight, when this is of weights with `num_stacked` dims in front."""
         dim = self.dim if self.dim == NOT_SHARDED else self.dim - num_stacked
-        return WeightSharding(dim, self.automatic[num_stacked:])
+        return replace(self, dim=dim, automatic=self.automatic[num_stacked:])
 
     @property
     def stacked(self) -> WeightSharding:
         """Of weights like this one, stacked along a new first dim."""
         dim = self.dim if self.dim == NOT_SHARDED else self.dim + 1
-        return WeightSharding(dim, (None, *self.automatic))
+        return replace(self, dim=dim, automatic=(None, *self.automatic))
 
     @property
     def turned(self) -> WeightSharding:
         """Of the transposed matrix."""
         rows, columns = (*self.automatic, None, None)[:2]
-        return WeightSharding(
-            self.dim if self.dim == NOT_SHARDED else 1 - self.dim, (columns, rows)
-        )
+        dim = self.dim if self.dim == NOT_SHARDED else 1 - self.dim
+        return replace(self, dim=dim, automatic=(columns, rows))
 
 
 WHOLE = WeightSharding(NOT_SHARDED)
@@ -94,13 +96,24 @@ class LayerWeights:
     """Access to one stage's layers, stacked `[R * L, ...]`, under a gather mode.
 
     `iteration` holds shards and gathers one layer when it is used; `step` holds all whole weights;
-    `visit` holds a window of whole chunks. Gradients add up in the form of what is held.
+    `visit` holds a window of whole chunks. Gradients add up in the form of what is held, those of
+    trainable weights: totals and sums lack the others.
     """
 
     mode: Gather
     divisions: Tree
     """For each leaf the `WeightSharding` of one layer's weight."""
     dtype: jnp.dtype
+
+    @cached_property
+    def trainable(self) -> Tree:
+        """Which weights have a gradient."""
+        return jax.tree.map(lambda division: division.trainable, self.divisions)
+
+    @cached_property
+    def _with_gradient(self) -> Tree:
+        """Divisions of those."""
+        return trained(self.divisions, self.trainable)
 
     def hold(self, shards: Tree) -> Tree:
         """What the tick loop reads weights from; in `visit` the shards that fill the window."""
@@ -123,7 +136,8 @@ class LayerWeights:
 
     def zeros(self, held: Tree) -> Tree:
         """Empty float32 accumulators in the form of what is held."""
-        return jax.tree.map(lambda leaf: vary(jnp.zeros(leaf.shape, jnp.float32)), held)
+        mine = trained(held, self.trainable)
+        return jax.tree.map(lambda leaf: vary(jnp.zeros(leaf.shape, jnp.float32)), mine)
 
     def accumulate(self, totals: Tree, index: jax.Array | int, gradient: Tree) -> Tree:
         """Adds one layer's gradient in place."""
@@ -132,7 +146,8 @@ class LayerWeights:
             part = part.astype(jnp.float32)
             return _add(total, index, scatter(part, division) if self.mode == "iteration" else part)
 
-        return jax.tree.map(add, totals, gradient, self.divisions)
+        mine = trained(gradient, self.trainable)
+        return jax.tree.map(add, totals, mine, self._with_gradient)
 
     def finish(self, totals: Tree) -> Tree:
         """Summed over data and fsdp, in the form of the stored shards."""
@@ -142,12 +157,20 @@ class LayerWeights:
                 total = scatter(total, division.stacked)
             return sum_over_batch(total, division)
 
-        return jax.tree.map(reduce, totals, self.divisions)
+        return jax.tree.map(reduce, totals, self._with_gradient)
 
     # Chunks of `length` layers in the window of `visit`.
 
-    def window(self, shards: Tree, num_layers: int, dtype: jnp.dtype) -> Tree:
+    def window(self, shards: Tree, num_layers: int) -> Tree:
         """Zeros for this many whole layers."""
+        return self._whole(shards, self.divisions, num_layers, self.dtype)
+
+    def sums(self, shards: Tree, num_layers: int) -> Tree:
+        """Zeros for the gradients of this many whole layers, float32."""
+        mine = trained(shards, self.trainable)
+        return self._whole(mine, self._with_gradient, num_layers, jnp.float32)
+
+    def _whole(self, shards: Tree, divisions: Tree, num_layers: int, dtype: Any) -> Tree:
 
         def empty(shard: jax.Array, division: WeightSharding) -> jax.Array:
             shape = [num_layers, *shard.shape[1:]]
@@ -155,7 +178,7 @@ class LayerWeights:
                 shape[1 + division.dim] *= size_of(FSDP)
             return vary(jnp.zeros(shape, dtype))
 
-        return jax.tree.map(empty, shards, self.divisions)
+        return jax.tree.map(empty, shards, divisions)
 
     def gather_chunk(self, shards: Tree, first: jax.Array, length: int) -> Tree:
         """Whole weights of the layers from `first` on."""
@@ -179,7 +202,7 @@ class LayerWeights:
             zeros = vary(jnp.zeros(sums.shape[1:], sums.dtype))
             return lax.dynamic_update_index_in_dim(sums, zeros, place, 0)
 
-        totals = jax.tree.map(add, totals, partial_sums, self.divisions)
+        totals = jax.tree.map(add, totals, partial_sums, self._with_gradient)
         return totals, jax.tree.map(clear, partial_sums)
 
 

@@ -68,6 +68,7 @@ TERMS: dict[str, Term] = {
         "activations of the layers outside the ring",
         "pipeline.layers_outside=0, pipeline.remat=chunk",
     ),
+    "reports": Term("losses and statistics that layers report", "more mesh.ici_stage"),
     "logits": Term(
         "logits of a microbatch and their gradient",
         "more mesh.ici_stage or mesh.ici_tensor (they share the vocabulary), more "

@@ -68,7 +68,7 @@ class Measured:
     """Of one layer, one microbatch."""
     input_grad: float
     weight_grad: float
-    names_replay: float
+    names_recomputed: float
     """What a backward recomputes with `pipeline.remat=names`."""
     forward_alone: float
     """While the other devices are idle."""
@@ -129,7 +129,7 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
         "memory_gb_per_second": memory.memory_gb_per_second,
         "input_grad_cost": found.input_grad / found.forward,
         "weight_grad_cost": found.weight_grad / found.forward - sums,
-        "names_replay": found.names_replay / found.forward,
+        "names_recomputed": found.names_recomputed / found.forward,
         "shared_by": shared_by,
         "fresh_gb_per_second": 0.0,
         "measured": f"{datetime.date.today():%Y-%m-%d}, {counted(num_devices, 'device')}, "
@@ -222,7 +222,7 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
                 "Measure again while nothing else runs.",
             )
     # A difference of differences: a value near 0 may come out negative.
-    return Measured(names_replay=max(0.0, named_and_inputs - named - input_grad), **times)
+    return Measured(names_recomputed=max(0.0, named_and_inputs - named - input_grad), **times)
 
 
 def _ring(config: Config, devices: Sequence[Any]) -> Mesh:

@@ -132,7 +132,7 @@ class CostModel:
     def recomputed(self) -> float:
         """Forwards run again in a backward."""
         remat = self.sizes.config.pipeline.remat
-        return (RECOMPUTED | {"names": self.hardware.names_replay})[remat]
+        return (RECOMPUTED | {"names": self.hardware.names_recomputed})[remat]
 
     @cached_property
     def hop(self) -> float:
@@ -144,7 +144,10 @@ class CostModel:
         """Loss head of a microbatch: all stages share it."""
         sizes = self.sizes
         matrix, heads = sizes.head_elements(whole=True), 1 + sizes.heads_ahead
-        flops = 6.0 * sizes.tokens * (heads * matrix + sizes.ahead_elements(whole=True))
+        trained, ahead = sizes.trained.head_elements(whole=True), sizes.ahead_elements(whole=True)
+        trained_ahead = sizes.trained.ahead_elements(whole=True)
+        flops = 4.0 * (heads * matrix + ahead) + 2.0 * (heads * trained + trained_ahead)
+        flops *= sizes.tokens
         moved = heads * (4.0 * 4 * sizes.tokens * sizes.vocabulary + 4.0 * matrix)
         sums = 2 * self.move(
             "stage", 2 * self.around("stage") * self.size * sizes.activation, rounds=2
@@ -156,7 +159,8 @@ class CostModel:
         """Lookup of a microbatch, and its gradient."""
         message = self.size * self.sizes.activation
         once = self.move("stage", 2 * self.around("stage") * message / self.sizes.fsdp)
-        return 2 * (once + self.move("fsdp", self.around("fsdp") * message))
+        directions = 2 if self.sizes.trained.embedding_elements() else 1
+        return directions * (once + self.move("fsdp", self.around("fsdp") * message))
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,10 @@ class LayerCost:
     @property
     def _whole(self) -> int:
         return self.model.sizes.layer_elements(self.name, whole=True)
+
+    @property
+    def _trained(self) -> int:
+        return self.model.sizes.trained.layer_elements(self.name, whole=True)
 
     @cached_property
     def forward(self) -> float:
@@ -212,7 +220,7 @@ class LayerCost:
     @property
     def accumulation(self) -> float:
         """Adding its gradient to the sum of the step, where no matmul hides it."""
-        moved = 3 * 4.0 * self._whole
+        moved = 3 * 4.0 * self._trained
         rate = self.model.hardware.memory_gb_per_second * 1e9
         return 0.0 if self.model.hides else moved / rate
 
@@ -233,7 +241,7 @@ class LayerCost:
         hardware, model = self.model.hardware, self.model
         pipeline = model.sizes.config.pipeline
         inputs = (hardware.input_grad_cost + model.recomputed) * self.forward
-        weights = hardware.weight_grad_cost * self.seconds + self.accumulation
+        weights = hardware.weight_grad_cost * self._trained_share * self.seconds + self.accumulation
         own = {"F": self.forward, "B": inputs + weights, "I": inputs, "W": weights}[action]
         own += self._kept(action)
         if pipeline.weight_gather != "iteration" or model.sizes.fsdp == 1:
@@ -244,6 +252,13 @@ class LayerCost:
         traffic = gathers * self.gather + (self.scatter if action in "BW" else 0.0)
         behind = HIDDEN["iteration"] * own if model.hides else 0.0
         return own + max(0.0, traffic / model.contention - behind)
+
+    @cached_property
+    def _trained_share(self) -> float:
+        """Of the weights that meet each token, those that have a gradient."""
+        sizes = self.model.sizes
+        computed = sizes.computed_elements(self.name)
+        return sizes.trained.computed_elements(self.name) / computed if computed else 0.0
 
     def _kept(self, action: str) -> float:
         """Writing or reading what waits between slots."""
@@ -262,7 +277,7 @@ class LayerCost:
     @property
     def scattered(self) -> float:
         """The same to sum its gradient, in float32."""
-        return self.gathered * 4 / self.model.size
+        return 4 * self._trained * self.model.around("fsdp")
 
     @cached_property
     def gather(self) -> float:
@@ -272,7 +287,8 @@ class LayerCost:
     @cached_property
     def scatter(self) -> float:
         """Its gradient over fsdp."""
-        return self.model.move("fsdp", self.scattered, rounds=len(self._kind.params))
+        trained = [param for param in self._kind.params.values() if param.trainable]
+        return self.model.move("fsdp", self.scattered, rounds=len(trained))
 
 
 def cost(sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | None = None) -> Cost:
@@ -355,13 +371,13 @@ def _reductions(model: CostModel, schedule: Schedule) -> float:
         layers = model.total(sizes.layer_slots, scatter)
     elif mode == "visit":
         layers = len(schedule.visits.reduce_tick) * model.total(sizes.per_chunk, scatter)
-    over_data = model.move("data", 2 * model.around("data") * 4.0 * sizes.shard_elements)
+    over_data = model.move("data", 2 * model.around("data") * 4.0 * sizes.trained.shard_elements)
     return layers + over_data
 
 
 def _update(model: CostModel) -> float:
-    """The optimizer reads and writes the state, and reads gradients."""
-    moved = 2.4 * state(model.sizes)["state"]
+    """The optimizer reads and writes the state of what is trained, and reads gradients."""
+    moved = 2.4 * state(model.sizes.trained)["state"]
     return moved / (model.hardware.memory_gb_per_second * 1e9)
 
 
@@ -397,6 +413,6 @@ def traffic(model: CostModel, schedule: Schedule) -> dict[tuple[str, str], float
         "fsdp": fsdp,
         "stage": schedule.num_ticks * ways * message if sizes.stages > 1 else 0.0,
         "tensor": each * (2 + model.recomputed) * summed,
-        "data": 2 * model.around("data") * 4.0 * sizes.shard_elements,
+        "data": 2 * model.around("data") * 4.0 * sizes.trained.shard_elements,
     }
     return {(axis, model.link(axis)): sent for axis, sent in found.items() if sent}

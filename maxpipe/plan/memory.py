@@ -67,7 +67,9 @@ def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
         if platform != "tpu":  # GPUs were not measured: the larger of the two
             layer = max(layer, _layer_on_cpu(sizes))
     logits = _logits(working, fused=platform == "tpu")
-    terms |= {"layer": layer} if layer >= logits else {"logits": logits}
+    moments = {"layer": layer, "logits": logits, "window": _arriving(sizes, schedule)}
+    fullest = max(moments, key=moments.__getitem__)
+    terms[fullest] = terms.get(fullest, 0.0) + moments[fullest]
     on_host = schedule.num_stash * sum(
         length * sizes.kept_bytes(kind)[1] for kind, length in sizes.per_chunk.items()
     )
@@ -79,9 +81,10 @@ def state(sizes: Sizes) -> dict[str, float]:
     model, train = sizes.config.model, sizes.config.train
     # Four arrays of ids and the mask, int32 and float32.
     batch = sizes.rows_per_device * (5 * 4 * train.sequence_length + 4)
-    copies = optimizer_of(sizes.config.optim).num_saved
+    optimizer = optimizer_of(sizes.config.optim)
+    entries = optimizer.saved(sizes.shard_elements, sizes.trained.shard_elements)
     return {
-        "state": float(copies * BYTES[model.param_dtype] * sizes.shard_elements + 12),
+        "state": float(BYTES[model.param_dtype] * entries + 12),
         "batch": float(batch),
     }
 
@@ -98,24 +101,25 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
         "inbox": schedule.num_inbox * message,
         "stash": schedule.num_stash * (message if by_chunk else kept),
         "sent": message * (1 if schedule.mixed else 2 if schedule.delayed else 1),
-        "gradients": 4.0 * _gradient_elements(sizes, schedule),
+        "gradients": 4.0 * _gradient_elements(sizes.trained, schedule),
         "deferred": 0.0,
         "window": 0.0,
         "partial": 0.0,
         "outside": 0.0,
+        "reports": sizes.report_bytes(sizes.layer_slots),
     }
     if schedule.mixed:
         found["deferred"] = schedule.num_deferred * sum(
             length * sizes.deferred_bytes(kind) for kind, length in sizes.per_chunk.items()
         )
     if by_visit:
-        whole = sizes.chunk_elements()
-        found["window"] = float(size * visits.num_window * whole)
-        found["partial"] = 4.0 * visits.num_gradient * whole
+        found["window"] = float(size * visits.num_window * sizes.chunk_elements())
+        found["partial"] = 4.0 * visits.num_gradient * sizes.trained.chunk_elements()
     if outside := sizes.outside:
         kept = sum(count * sizes.kept_bytes(kind)[0] for kind, count in outside.items())
         kept = message if by_chunk else kept
         found["outside"] = schedule.outside.num_slots * (message + kept)
+        found["outside"] += sizes.report_bytes(outside)
     return found
 
 
@@ -148,6 +152,16 @@ def _gathered(sizes: Sizes) -> dict[str, float]:
     if pipeline.weight_gather == "step":
         elements += sizes.held_elements(whole=True)
     return {"held": float(size * elements)}
+
+
+ARRIVING = 0.8
+"""Of a chunk's whole weights, those that are gathered at once and not yet in the window: on TPUs,
+fitted."""
+
+
+def _arriving(sizes: Sizes, schedule: Schedule) -> float:
+    size = BYTES[sizes.config.model.compute_dtype]
+    return ARRIVING * size * sizes.chunk_elements() if _by_visit(sizes, schedule) else 0.0
 
 
 def _copies(sizes: Sizes) -> float:
@@ -265,6 +279,11 @@ def _logits(sizes: Sizes, *, fused: bool) -> float:
     model, gathers = sizes.config.model, sizes.config.pipeline.weight_gather == "iteration"
     matrix = sizes.head_elements(whole=True)
     logits = 4.0 * sizes.tokens * sizes.vocabulary
-    with_gradient = logits + 4.0 * matrix  # of the matrix, after the other copies of the logits
-    most = with_gradient if fused else max(with_gradient, UNFUSED_LOGITS * logits)
+    # The matrix's gradient, after the other copies of the logits.
+    with_gradient = logits + 4.0 * sizes.trained.head_elements(whole=True)
+    if fused:
+        # Whole accumulators take it where they are; shards of them, after it was summed.
+        most = with_gradient if gathers else logits
+    else:
+        most = max(with_gradient, UNFUSED_LOGITS * logits)
     return most + BYTES[model.compute_dtype] * matrix * gathers

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxpipe.config.check import total_steps
 from maxpipe.hardware import GIB, Hardware
-from maxpipe.model.count import num_params
+from maxpipe.model.count import active_params, num_params, num_trained
 from maxpipe.plan.advice import TERMS, gib, verdict
 from maxpipe.plan.search import SHOWN, Candidate, Search
 from maxpipe.plan.sizes import BYTES, Sizes
@@ -82,9 +82,9 @@ def _table(found: Sequence[Traffic]) -> list[str]:
 def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     """A plan as plain values."""
     sizes, config, schedule = Sizes(candidate.config), candidate.config, candidate.schedule
-    parameters = num_params(sizes.model)
+    parameters, trained = num_params(sizes.model), num_trained(sizes.model)
     tokens = config.train.batch_size * config.train.sequence_length
-    arrays = optimizer_of(config.optim).num_saved
+    saved = optimizer_of(config.optim).saved(parameters, trained)
     per_stage = []
     for stage in range(sizes.stages):
         chunks = [schedule.ring.chunk(stage, repeat) for repeat in range(sizes.repeats)]
@@ -98,10 +98,12 @@ def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "num_slices": sizes.num_slices,
         "layout": candidate.changes,
         "parameters": parameters,
+        "active_parameters": active_params(sizes.model),
+        "trained_parameters": trained,
         "tokens_per_step": tokens,
         "steps": total_steps(config.train),
         "flops_per_step": candidate.cost.model_flops * sizes.num_devices,
-        "checkpoint_bytes": arrays * BYTES[config.model.param_dtype] * parameters,
+        "checkpoint_bytes": BYTES[config.model.param_dtype] * saved,
         "memory_bytes": hardware.memory_bytes,
         "argument_bytes": candidate.memory.arguments,
         "working_bytes": candidate.memory.temporary,
@@ -128,13 +130,21 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
     layout = " ".join(f"{key}={value}" for key, value in values["layout"].items())
     slices = f" in {values['num_slices']} slices" if values["num_slices"] > 1 else ""
     measured = f", measured {values['measured']}" if values["measured"] else ""
+    parts = (("active_parameters", "for each token"), ("trained_parameters", "trained"))
+    fewer = ", ".join(
+        f"{values[name] / 1e9:.4g} B {words}"
+        for name, words in parts
+        if values[name] < values["parameters"]
+    )
+    of_them = f" ({fewer})" if fewer else ""
     share = values["total_bytes"] / values["memory_bytes"]
     fits = verdict(values["total_bytes"], values["memory_bytes"])
     lines = [
         f"{counted(values['num_devices'], 'device')} of {values['hardware']}{slices}{measured}",
         f"  {layout or 'one device'}",
         "",
-        f"{values['parameters'] / 1e9:.4g} B parameters, {values['tokens_per_step']:,} tokens and "
+        f"{values['parameters'] / 1e9:.4g} B parameters{of_them}, "
+        f"{values['tokens_per_step']:,} tokens and "
         f"{values['flops_per_step'] / 1e15:.4g} PFLOP in a step, checkpoints of "
         f"{gib(values['checkpoint_bytes'])}",
         "",
@@ -231,7 +241,7 @@ def calibrated(found: Measured, before: Hardware, after: Hardware) -> str:
         "a layer's forward": found.forward,
         "its input gradient": found.input_grad,
         "its weights' gradients": found.weight_grad,
-        "recomputed with remat=names": found.names_replay,
+        "recomputed with remat=names": found.names_recomputed,
         "its forward, one device alone": found.forward_alone,
         "a message to the next device": found.hop,
         "gathering a layer's weights": found.gather,
@@ -253,7 +263,7 @@ FIGURES = (
     "memory_gb_per_second",
     "input_grad_cost",
     "weight_grad_cost",
-    "names_replay",
+    "names_recomputed",
     "link_gb_per_second",
     "latency_us",
     "tick_us",

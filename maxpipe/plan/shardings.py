@@ -40,6 +40,8 @@ class Sharding:
     """Mesh axes along which devices hold the same part."""
     copies: int
     """Devices that hold the same part."""
+    frozen: bool = False
+    """Whether it is a parameter that is not trained: the optimizer keeps nothing for it."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -54,14 +56,16 @@ class Shardings:
     """Axes with more than one device."""
     parameters: tuple[Sharding, ...]
     num_saved: int
-    """Arrays of each parameter's form: itself and what the optimizer keeps."""
+    """Arrays of each trained parameter's form: itself and what the optimizer keeps."""
     activations: tuple[Sharding, ...]
     """Of one microbatch in one layer, on the stage that has it."""
 
     @property
     def state_bytes(self) -> int:
         """Parameters and the optimizer's trees on one device."""
-        return self.num_saved * sum(each.num_bytes for each in self.parameters)
+        return sum(
+            each.num_bytes * (1 if each.frozen else self.num_saved) for each in self.parameters
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, sums included."""
@@ -112,29 +116,27 @@ def _parameters(on: _Mesh) -> Iterator[Sharding]:
     dtype = sizes.config.model.param_dtype
     table = axis_table(sizes.config.mesh) | {"stage": ("stage",)}
 
-    def parameter(name: str, dims: Dims) -> Sharding:
-        return on.place(name, dims, [table.get(logical, ()) for _, logical in dims], dtype)
+    def parameter(name: str, param: Param, stacked: Dims = ()) -> Sharding:
+        dims = (*stacked, *sizes.padded(param))
+        placed = on.place(name, dims, [table.get(logical, ()) for _, logical in dims], dtype)
+        return dataclasses.replace(placed, frozen=not param.trainable)
 
-    def table_of(name: str, param: Param) -> Sharding:
-        return parameter(name, sizes.padded(param))
+    def of_end(first: str) -> Iterator[Sharding]:
+        for name, param in model.ends.params.items():
+            if name[0] == first:
+                yield parameter(".".join(name), param)
 
-    yield table_of("embedding", model.ends.embedding)
+    yield from of_end("embedding")
     for kind, count in sizes.outside.items():
         for (part, name), each in model.kinds[kind].params.items():
-            stacked = ((count, STACK[-1]), *each.dims)
-            yield parameter(f"outside.{kind}.{part}.{name}", stacked)
+            yield parameter(f"outside.{kind}.{part}.{name}", each, ((count, STACK[-1]),))
     for kind, length in sizes.per_chunk.items():
         lengths = (sizes.repeats, sizes.stages, length)
         for (part, name), each in model.kinds[kind].params.items():
-            stacked = (*zip(lengths, STACK, strict=True), *each.dims)
-            yield parameter(f"layers.{kind}.{part}.{name}", stacked)
-    for name, each in model.ends.norm.params.items():
-        yield parameter(f"final_norm.{name}", each.dims)
-    if model.ends.head is not None:
-        yield table_of("head", model.ends.head)
-    if model.ends.ahead is not None:
-        for name, each in model.ends.ahead.params.items():
-            yield parameter(f"ahead.{name}", each.dims)
+            stacked = tuple(zip(lengths, STACK, strict=True))
+            yield parameter(f"layers.{kind}.{part}.{name}", each, stacked)
+    for first in ("final_norm", "head", "ahead"):
+        yield from of_end(first)
 
 
 def _activations(on: _Mesh) -> Iterator[Sharding]:
@@ -166,10 +168,12 @@ def text(found: Shardings) -> str:
     """A page for a terminal."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in found.mesh.items()) or "one device"
     copies = counted(found.num_saved, "array")
+    each = "each that is trained" if any(row.frozen for row in found.parameters) else "each"
     lines = [
         mesh,
         "",
-        f"parameters, {copies} of each with the optimizer's: {gib(found.state_bytes)} on a device",
+        f"parameters, {copies} of {each} with the optimizer's: "
+        f"{gib(found.state_bytes)} on a device",
         *_table(found.parameters),
         "",
         "activations of a microbatch, on the stage that has it",
@@ -182,7 +186,7 @@ def _table(rows: Sequence[Sharding]) -> list[str]:
     head = ("name", "axes", "split over", "whole", "on a device", "bytes", "replicated over")
     cells = [
         (
-            each.name,
+            each.name + " (frozen)" * each.frozen,
             ", ".join(each.axes),
             ", ".join("+".join(axes) or "-" for axes in each.spec),
             _shape(each.shape),

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import Config
-from maxpipe.model.count import computed_share, layer_costs, scored_pairs
+from maxpipe.model.count import computed_share, layer_costs, scored_keys, scored_pairs
 from maxpipe.model.families.registry import describe
 from maxpipe.model.spec import Dims, Held, Kind, Model, Param, Part, Scores
 from maxpipe.parallel.axes import MESH_AXES, axis_table
@@ -29,6 +29,8 @@ class Sizes:
     """Numbers of a run whose mesh is resolved."""
 
     config: Config
+    trained_only: bool = False
+    """Whether numbers of parameters leave out frozen ones."""
 
     # The mesh.
 
@@ -141,6 +143,15 @@ class Sizes:
     # Parameters.
 
     @cached_property
+    def trained(self) -> Sizes:
+        """The same of trained parameters alone: of gradients, and of what the optimizer keeps."""
+        return replace(self, trained_only=True)
+
+    def counts(self, param: Param) -> bool:
+        """Whether numbers of parameters include this one."""
+        return param.trainable or not self.trained_only
+
+    @cached_property
     def _table(self) -> Mapping[str, tuple[str, ...]]:
         return axis_table(self.config.mesh)
 
@@ -159,7 +170,8 @@ class Sizes:
     @cached_property
     def _layer_elements(self) -> Mapping[str, tuple[int, int]]:
         def elements(kind: Kind, whole: bool) -> int:
-            return sum(self.elements(each.dims, whole=whole) for each in kind.params.values())
+            counted = filter(self.counts, kind.params.values())
+            return sum(self.elements(each.dims, whole=whole) for each in counted)
 
         return {
             name: (elements(kind, False), elements(kind, True))
@@ -172,6 +184,7 @@ class Sizes:
         return sum(
             share * self.elements(params[name].dims, whole=True)
             for name, share in computed_share(self.model.kinds[kind]).items()
+            if self.counts(params[name])
         )
 
     def held_elements(self, *, whole: bool = False) -> int:
@@ -201,25 +214,23 @@ class Sizes:
             for size, logical in param.dims
         )
 
-    @cached_property
-    def _tables(self) -> list[Dims]:
-        """Embedding, and head if it is one of its own."""
-        ends = self.model.ends
-        return [self.padded(each) for each in (ends.embedding, ends.head) if each is not None]
-
     def embedding_elements(self, *, whole: bool = False) -> int:
         """Of the table that the embedding looks up."""
-        return self.elements(self._tables[0], whole=whole)
+        return self._of_table("embedding", whole)
 
     def head_elements(self, *, whole: bool = False) -> int:
         """Of the output projection, which may be the same table."""
-        return self.elements(self._tables[-1], whole=whole)
+        return self._of_table("embedding" if self.model.ends.head is None else "head", whole)
+
+    def _of_table(self, name: str, whole: bool) -> int:
+        param = self.model.ends.params[name,]
+        return self.elements(self.padded(param), whole=whole) if self.counts(param) else 0
 
     @property
     def vocabulary(self) -> int:
         """Logits of a token on one device."""
-        (width,) = (size for size, logical in self._tables[0] if logical != "vocab")
-        return self.head_elements(whole=True) // width
+        dims = self.padded(self.model.ends.embedding)
+        return self.elements(tuple(each for each in dims if each[1] == "vocab"), whole=True)
 
     def divides(self, axis: str, shards: int) -> bool:
         """Whether this number of shards along a mesh axis divides all layers' parameters evenly."""
@@ -239,7 +250,7 @@ class Sizes:
     @property
     def norm_elements(self) -> int:
         """Parameters of the norm in front of the output projection."""
-        return sum(self.elements(each.dims) for each in self.model.ends.norm.params.values())
+        return self._of_end("final_norm", whole=False)
 
     @property
     def heads_ahead(self) -> int:
@@ -249,16 +260,22 @@ class Sizes:
 
     def ahead_elements(self, *, whole: bool = False) -> int:
         """Parameters of all of them, the output projection left out."""
-        ahead = self.model.ends.ahead
-        params = {} if ahead is None else ahead.params
-        return sum(self.elements(each.dims, whole=whole) for each in params.values())
+        return self._of_end("ahead", whole=whole)
+
+    def _of_end(self, first: str, *, whole: bool) -> int:
+        """Of an end's part, by the first part of its parameters' names."""
+        return sum(
+            self.elements(param.dims, whole=whole)
+            for (name, *_), param in self.model.ends.params.items()
+            if name == first and self.counts(param)
+        )
 
     @cached_property
     def shard_elements(self) -> int:
         """Parameters on one device."""
-        layers = self.held_elements() + self.outside_elements()
-        ends = sum(map(self.elements, self._tables)) + self.norm_elements
-        return layers + ends + self.ahead_elements()
+        found = self.held_elements() + self.outside_elements() + self.norm_elements
+        found += self.embedding_elements() + self.ahead_elements()
+        return found if self.model.ends.head is None else found + self.head_elements()
 
     # Activations, in elements, of a microbatch on one device.
 
@@ -309,6 +326,9 @@ class Sizes:
         found = (wide * 4 + narrow * size + other) * self.held_scores(part)
         for width, arrays in ((size, held.narrow), (4, held.wide), (1, held.flags)):
             found += width * sum(copies * self.activated(dims) for copies, dims in arrays)
+        tokens = self.config.train.sequence_length
+        in_blocks = sum(copies * self.activated(dims) for copies, dims in held.blocks)
+        found += size * in_blocks * scored_keys(tokens) / tokens
         return found + size * sum(self.elements(dims, whole=True) for dims in held.once)
 
     @cached_property
@@ -355,6 +375,17 @@ class Sizes:
         declared = sum(self.held_bytes(part, part.residuals) for part in kind.parts.values())
         return declared + kind.num_masks * self.activation
 
+    def report_bytes(self, layers: Mapping[str, int]) -> float:
+        """Losses and statistics of this number of layers of each kind."""
+        kinds = {name: self.model.kinds[name] for name in layers}
+        scalars = len({loss for kind in kinds.values() for loss in kind.losses})
+        entries = sum(
+            layers[name] * math.prod(size for size, _ in dims)
+            for name, kind in kinds.items()
+            for dims in kind.statistics.values()
+        )
+        return 4.0 * (scalars + entries)
+
     def deferred_bytes(self, kind: str) -> float:
         """What one layer's weight gradients wait for."""
         return self._deferred_bytes[kind]
@@ -365,13 +396,17 @@ class Sizes:
         size = BYTES[self.config.model.compute_dtype]
 
         def waiting(kind: Kind) -> float:
+            trained = {part for (part, _), param in kind.params.items() if param.trainable}
             found = 0.0
             for branch in kind.branches:
-                for part in branch.parts.values():
-                    normed = part is branch.part and branch.after is not None
-                    held = part.deferred(recomputed=recomputed, normed=normed)
-                    found += self.held_bytes(part, held)
-            if recomputed:
+                for name, part in branch.parts.items():
+                    if name in trained:
+                        normed = part is branch.part and branch.after is not None
+                        held = part.deferred(recomputed=recomputed, normed=normed)
+                        found += self.held_bytes(part, held)
+                if recomputed and branch.name not in trained and trained & {*branch.parts}:
+                    found += size * self.activation  # cotangent of a norm's output
+            if recomputed and trained:
                 found += (size * kind.num_streams + kind.num_masks) * self.activation
             return found
 

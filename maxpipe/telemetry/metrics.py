@@ -1,12 +1,14 @@
 """Declarations of every number that a run writes: tag, unit, meaning and when it is written.
 
 The page docs/metrics.md, TensorBoard's groups of charts and the test of what runs write are made
-from this table.
+from this table. Numbers of what layers return are declared by their parts (`maxpipe.model.parts`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from maxpipe.model.families.registry import summaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,15 @@ METRICS = (
     Metric(
         "train/loss",
         "nats per token",
-        "Cross-entropy of the step's batch, before its update, over all tokens that are predicted.",
+        "Cross-entropy of the step's batch, before its update, over all tokens that are predicted. "
+        "Losses that layers and heads ahead add to the objective are not in it.",
+    ),
+    Metric(
+        "train/loss_ahead_1",
+        "nats per token",
+        "Cross-entropy of the first head ahead, the sum over the tokens that it predicts divided "
+        "by the number of those of `train/loss`. `train/loss_ahead_2` is that of the second.",
+        "with `model.heads_ahead`",
     ),
     Metric(
         "train/grad_norm",
@@ -78,6 +88,10 @@ METRICS = (
         "on TPU and GPU",
     ),
     Metric("memory/host_bytes", "bytes", "Resident memory of process 0.", "on Linux"),
+    *(
+        Metric(tag, each.unit, each.meaning, f"with `model.family={' or '.join(families)}`")
+        for tag, each, families in summaries()
+    ),
 )
 
 CHARTS = (

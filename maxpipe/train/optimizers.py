@@ -22,8 +22,12 @@ class Optimizer:
 
     @property
     def num_saved(self) -> int:
-        """Arrays that a checkpoint holds for each parameter, the parameter included."""
+        """Arrays that a checkpoint holds for each trained parameter, the parameter included."""
         return 1 + len(self.trees)
+
+    def saved(self, params: int, trained: int) -> int:
+        """Entries that a checkpoint holds of this number of parameters, and of trained ones."""
+        return params + len(self.trees) * trained
 
 
 ADAMW = Optimizer(trees=("mu", "nu"), momentum="mu")

@@ -38,6 +38,8 @@ from maxpipe.config.rules import shown
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, compare
 from maxpipe.errors import ConfigError, Problem, StorageError
+from maxpipe.model.families.registry import describe
+from maxpipe.model.frozen import trained
 from maxpipe.telemetry.console import Console
 from maxpipe.train.guard import initial
 from maxpipe.train.state import TrainState
@@ -50,9 +52,11 @@ OWN_KEYS = frozenset(
     | {"tokenizer.path"}
 )
 
+_FROZEN = "model.frozen"
+
 # Model keys that may change between a checkpoint and the run that resumes it.
 _FREE_MODEL_KEYS = frozenset(
-    {"model.dropout", "model.attention", "model.compute_dtype", "model.ahead_loss_weight"}
+    {"model.dropout", "model.attention", "model.compute_dtype", "model.ahead_loss_weight", _FROZEN}
 )
 
 # Settings that may change of a finished run: how often it is saved and evaluated, its name, its
@@ -111,6 +115,7 @@ def restore_or_init(
         try:
             data = checked(facts.data, Position)
             model = facts.config["model"]
+            frozen = checked(_as_known(model)[_FROZEN], list[str])
         except (ValueError, KeyError) as error:
             raise StorageError(
                 f"step {facts.step}: is no checkpoint of a run\n"
@@ -119,6 +124,7 @@ def restore_or_init(
             ) from error
         otherwise = "run.name to a new name" if own else _NEW_START
         check_model(model, to_dict(config)["model"], loaded.origins, otherwise)
+        _check_trained(frozen, loaded, facts.step, own=own)
         if own and facts.step == total_steps(config.train):
             _check_finished(facts, loaded)
         others = compare(data["fingerprint"], datasets.train.fingerprint())
@@ -266,6 +272,34 @@ def check_model(
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def _check_trained(frozen: list[str], loaded: Loaded, step: int, *, own: bool) -> None:
+    """A run goes on with the parameters that it has trained: of these it has optimizer state.
+
+    Raises:
+        ConfigError: `frozen`, the checkpoint's, leaves others than the config's.
+    """
+    model = loaded.config.model
+    now, then = (
+        trained(describe(each)) for each in (model, dataclasses.replace(model, frozen=frozen))
+    )
+    if now == then:
+        return
+    more, fewer = (", ".join(sorted(some)) for some in (now - then, then - now))
+    changes = [f"{fewer} now frozen"] if fewer else []
+    changes += [f"{more} now trained"] if more else []
+    action = "checkpoint.restore=weights to start from its parameters alone"
+    if own:
+        run = loaded.config.run.name
+        action = f"run.name to a new name, checkpoint.restore_from={run} and " + action
+    raise ConfigError.one(
+        where(_FROZEN, loaded.origins),
+        shown(model.frozen),
+        f"must freeze what was frozen when step {step} was saved, as the optimizer's state is of "
+        f"what was trained then: {'; '.join(changes)}.",
+        f"Set {_FROZEN}=[{','.join(frozen)}], or {action}.",
+    )
 
 
 def _as_known(saved: Mapping[str, Any]) -> dict[str, Any]:

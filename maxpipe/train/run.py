@@ -34,8 +34,9 @@ from maxpipe.config.paths import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, Loader
 from maxpipe.errors import ConfigError, ExitCode, Preempted, ReplicaError, StorageError
-from maxpipe.model.count import num_params
+from maxpipe.model.count import active_params, num_params, num_trained
 from maxpipe.model.families import registry
+from maxpipe.model.spec import Model
 from maxpipe.parallel.mesh import build_mesh, describe, resolve
 from maxpipe.processes import secret
 from maxpipe.processes.link import Link
@@ -407,6 +408,14 @@ def _draw(
         _log.warning("TensorBoard lacks a picture of this run: %s", error)
 
 
+def _parameters(model: Model) -> str:
+    """All of them; those that one token uses, and those that are trained, where they are fewer."""
+    count = num_params(model)
+    parts = ((active_params(model), "for each token"), (num_trained(model), "trained"))
+    fewer = ", ".join(f"{some / 1e6:.2f} M {words}" for some, words in parts if some < count)
+    return f"{count / 1e6:.2f} M parameters" + (f" ({fewer})" if fewer else "")
+
+
 def _write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
     for lock in locks:
         lock.check()
@@ -433,7 +442,7 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
         ("mesh", describe(mesh)),
         (
             "model",
-            f"{num_params(registry.describe(model)) / 1e6:.2f} M parameters, "
+            f"{_parameters(registry.describe(model))}, "
             f"{counted(model.num_layers, 'layer')}, "
             f"{model.compute_dtype} compute, {model.param_dtype} parameters",
         ),

@@ -21,6 +21,7 @@ from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.mesh import STAGE, TENSOR
 from maxpipe.parallel.sharding import STACK
 from maxpipe.pipeline.layout import Layout, pad_vocabulary, padded_vocabulary
+from maxpipe.pipeline.trainable import trained
 from maxpipe.train.guard import GuardState
 
 Tree = Any
@@ -59,12 +60,24 @@ class Partition:
     @cached_property
     def _axes(self) -> Tree:
         """Logical axes of each parameter, without those of stacking."""
-        axes = self.decoder.axes()
-        layers, layout = axes["layers"], self.layout
-        axes = axes | {"layers": {kind: layers[kind] for kind in layout.in_ring}}
+        return self._by_place(self.decoder.axes())
+
+    @cached_property
+    def trainable(self) -> Tree:
+        """Whether each parameter of the stacked form is trained."""
+        return self._by_place(self.decoder.trainable())
+
+    def trained(self, params: Tree) -> Tree:
+        """Of a tree in the stacked form what belongs to trained parameters: the optimizer's."""
+        return trained(params, self.trainable)
+
+    def _by_place(self, declared: Tree) -> Tree:
+        """What is declared by kind, for layers in the ring and outside it."""
+        layers, layout = declared["layers"], self.layout
+        found = declared | {"layers": {kind: layers[kind] for kind in layout.in_ring}}
         if layout.outside:
-            axes |= {"outside": {kind: layers[kind] for kind in layout.in_front}}
-        return axes
+            found |= {"outside": {kind: layers[kind] for kind in layout.in_front}}
+        return found
 
     @cached_property
     def saved_specs(self) -> Tree:
@@ -93,6 +106,13 @@ class Partition:
         )
         return specs
 
+    @cached_property
+    def saved_optimizer_specs(self) -> Tree:
+        """The same of what the optimizer saves of each parameter that is trained."""
+        mask = self.decoder.trainable()
+        layers = {kind: mask["layers"][kind] for kind in self.layout.stacks}
+        return trained(self.saved_specs, mask | {"layers": self._without_one_kind(layers)})
+
     def _saved_layers(self, kind: str) -> Tree:
         """PartitionSpec of the parameters of all layers of a kind, in network order."""
         count = len(self.layout.stacks[kind].layers)
@@ -116,8 +136,8 @@ class Partition:
 
     @cached_property
     def decayed(self) -> Tree:
-        """Which parameters weight decay applies to: all but normalisation scales."""
-        return jax.tree.map(lambda axes: axes != ("norm",), self._axes, is_leaf=_is_axes)
+        """Which of the trained parameters weight decay applies to."""
+        return self.trained(self._by_place(self.decoder.decays()))
 
     def shardings(self, specs: Tree) -> Tree:
         """The specs on this mesh."""
@@ -147,37 +167,46 @@ class Partition:
         return params
 
     def stack(self, params: Tree) -> Tree:
-        """Network order, `layers {kind: [n, ...]}` -> the stacked, padded form."""
+        """Network order, `layers {kind: [n, ...]}` -> the stacked, padded form.
+
+        Parameters may be missing in the tree here and below, as frozen ones do in the optimizer's.
+        """
         stacked = self._pad_vocabulary(params)
-        stacked["layers"], outside = self.layout.stack(params["layers"])
-        return stacked | {"outside": outside} if outside else stacked
+        layers, outside = self.layout.stack(stacked.pop("layers", {}))
+        places = {"layers": layers, "outside": outside}
+        return stacked | {name: tree for name, tree in places.items() if tree}
 
     def unstack(self, params: Tree) -> Tree:
         """The stacked form -> network order without padding."""
         size = self.decoder.config.vocab_size
         plain = dict(params)
-        layers = self.layout.unstack(plain.pop("layers"), plain.pop("outside", {}))
-        plain["embedding"] = plain["embedding"][:size]
+        layers = self.layout.unstack(plain.pop("layers", {}), plain.pop("outside", {}))
+        if "embedding" in plain:
+            plain["embedding"] = plain["embedding"][:size]
         if "head" in plain:
             plain["head"] = plain["head"][:, :size]
-        return plain | {"layers": layers}
+        return plain | {"layers": layers} if layers else plain
 
     def to_saved(self, params: Tree) -> Tree:
         """The stacked form -> what checkpoints hold: network order."""
         plain = self.unstack(params)
+        if "layers" not in plain:
+            return plain
         return plain | {"layers": self._without_one_kind(plain["layers"])}
 
     def from_saved(self, saved: Tree) -> Tree:
         """The way back."""
+        if "layers" not in saved:
+            return self.stack(saved)
         return self.stack(saved | {"layers": self._by_kind(saved["layers"])})
 
     def _pad_vocabulary(self, params: Tree) -> Tree:
         shape = self.mesh.shape
         size = padded_vocabulary(self.decoder.config.vocab_size, shape[STAGE] * shape[TENSOR])
         padded = dict(params)
-        padded["embedding"] = pad_vocabulary(params["embedding"], 0, size)
-        if "head" in params:
-            padded["head"] = pad_vocabulary(params["head"], 1, size)
+        for name, dim in (("embedding", 0), ("head", 1)):
+            if name in params:
+                padded[name] = pad_vocabulary(params[name], dim, size)
         return padded
 
 

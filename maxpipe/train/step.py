@@ -40,6 +40,7 @@ from maxpipe.pipeline.executor import Engine
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.network import Network
 from maxpipe.pipeline.remat import RematPolicy
+from maxpipe.pipeline.trainable import joined
 from maxpipe.pipeline.vocabulary import Ahead
 from maxpipe.processes.runtime import compiler_options
 from maxpipe.schedule.balance import balanced_cut
@@ -57,6 +58,7 @@ from maxpipe.train.optim import (
 )
 from maxpipe.train.replicas import ReplicaCheck
 from maxpipe.train.state import Partition, TrainState
+from maxpipe.train.summaries import summarised
 
 Tree = Any
 Metrics = dict[str, Float[Array, ""] | Int[Array, ""]]
@@ -101,22 +103,27 @@ class Steps:
     @cached_property
     def _state_specs(self) -> TrainState:
         specs = self.partition.specs
-        abstract = jax.eval_shape(self.optimizer.init, self._abstract_params)
+        abstract = jax.eval_shape(self._optimizer_state, self._abstract_params)
         optimizer = optax.tree_utils.tree_map_params(
             self.optimizer,
             lambda _, spec: spec,
             abstract,
-            specs,
+            self._trained_specs,
             transform_non_params=lambda _: PartitionSpec(),
         )
         guard = jax.tree.map(lambda _: PartitionSpec(), initial(self.guard))
         return TrainState._make((PartitionSpec(), specs, optimizer, guard))
 
     @cached_property
+    def _trained_specs(self) -> Tree:
+        """Of gradients, and of each of the optimizer's trees."""
+        return self.partition.trained(self.partition.specs)
+
+    @cached_property
     def saved_sharding(self) -> Tree:
         """Of the saved form of the state, in network order."""
-        specs = self.partition.saved_specs
-        trees = dict.fromkeys(moments(self.abstract_state.optimizer), specs)
+        specs, mine = self.partition.saved_specs, self.partition.saved_optimizer_specs
+        trees = dict.fromkeys(moments(self.abstract_state.optimizer), mine)
         saved = {"step": PartitionSpec(), "params": specs, "optimizer": trees}
         return self.partition.shardings(saved)
 
@@ -249,7 +256,7 @@ class Steps:
             stack, step = self.partition.from_saved, saved["step"]
             params = stack(saved["params"])
             stacked = {name: stack(tree) for name, tree in saved["optimizer"].items()}
-            fresh = self.optimizer.init(params)
+            fresh = self._optimizer_state(params)
             optimizer = with_moments(fresh, step - guard.skipped, stacked)
             return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
 
@@ -265,7 +272,7 @@ class Steps:
 
         def convert(saved: Tree) -> TrainState:
             params, guard = self.partition.from_saved(saved), initial(self.guard)
-            optimizer, step = self.optimizer.init(params), jnp.zeros((), jnp.int32)
+            optimizer, step = self._optimizer_state(params), jnp.zeros((), jnp.int32)
             return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
 
         return jax.jit(convert, out_shardings=self.state_sharding)(params)
@@ -285,10 +292,14 @@ class Steps:
     def _key(self, stream: int) -> Key[Array, ""]:
         return jax.random.fold_in(jax.random.key(self.seed), stream)
 
+    def _optimizer_state(self, params: Tree) -> Tree:
+        """The optimizer's state of a new run; frozen parameters have none."""
+        return self.optimizer.init(self.partition.trained(params))
+
     def _init(self) -> TrainState:
         params = self.partition.init(self._key(_PARAMETERS))
         guard = jax.tree.map(jnp.asarray, initial(self.guard))
-        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params), guard)
+        return TrainState(jnp.zeros((), jnp.int32), params, self._optimizer_state(params), guard)
 
     def _train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         key = None
@@ -306,9 +317,11 @@ class Steps:
             norm,
             self._outcome,
             (gradients, norm, rate, state),
-            (self.partition.specs, PartitionSpec(), PartitionSpec(), self._state_specs),
+            (self._trained_specs, PartitionSpec(), PartitionSpec(), self._state_specs),
         )
-        params, optimizer = self._updated(gradients, norm, state.params, state.optimizer, taken)
+        old = self.partition.trained(state.params)
+        new, optimizer = self._updated(gradients, norm, old, state.optimizer, taken)
+        params = joined(state.params, new)
         metrics = {
             "train/loss": loss,
             "train/grad_norm": norm,
@@ -317,6 +330,10 @@ class Steps:
         }
         if self.guard.spike_sigmas:
             metrics["train/spikes"] = guard.spikes
+        layers = found.statistics["layers"], found.statistics.get("outside", {})
+        model, layout = self.partition.decoder.model, self.partition.layout
+        metrics |= {f"train/loss_{name}": found.losses[name] for name in model.ends.losses}
+        metrics |= summarised(model, found.losses, layout.unstack(*layers))
         return TrainState(state.step + 1, params, optimizer, guard), metrics
 
     def _updated(
@@ -327,7 +344,7 @@ class Steps:
         optimizer: Tree,
         taken: Bool[Array, ""] | bool,
     ) -> tuple[Tree, Tree]:
-        """(parameters, optimizer state) after the update, or as they were."""
+        """(trained parameters, optimizer state) after the update, or as they were."""
         updates, new = self.optimizer.update(gradients, optimizer, params, norm=norm, taken=taken)
         return unless_bad(taken, optax.apply_updates(params, updates), params), new
 
@@ -346,7 +363,7 @@ class Steps:
                 jnp.stack(
                     [jnp.abs(leaf).max().astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
                 )
-                for tree in (state.params, momentum(state.optimizer))
+                for tree in (self.partition.trained(state.params), momentum(state.optimizer))
             ]
             reach = jnp.stack([sizes.max() for sizes in largest])
             return self._stays_finite(gradients, norm, state), self.reach_after(reach, norm, rate)
@@ -363,7 +380,8 @@ class Steps:
         branch. It is fused into a reduction; shared, or begun outside, some of it would stand in
         memory.
         """
-        given = jax.lax.optimization_barrier((gradients, norm, state.params, state.optimizer))
+        params = self.partition.trained(state.params)
+        given = jax.lax.optimization_barrier((gradients, norm, params, state.optimizer))
         params, optimizer = self._updated(*given, taken=True)
         # One expression for all three: where each is reduced by itself, XLA keeps what they share.
         finite = jax.tree.map(
@@ -440,6 +458,7 @@ def partition(
             weight_gather=pipeline.weight_gather,
             keep=keep_of(pipeline, model),
             idle=pipeline.idle,
+            trainable=parts.trainable,
         ),
         shape=(train.batch_size, train.sequence_length),
         seed=seed,

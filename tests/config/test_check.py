@@ -377,3 +377,32 @@ def test_a_warm_up_longer_than_the_run_is_reported(warmup: int, is_reported: boo
     if told:
         assert "the whole run of 100 steps" in told[0].rule
         assert "Set optim.warmup_steps=10," in told[0].action
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "action"),
+    [
+        (
+            "[layers.atention.*,head]",
+            "holds 'layers.atention.*', which is the name of no parameter: embedding, ",
+            "Set model.frozen=[head,layers.attention.*].",
+        ),
+        ("[layers.layer.mlp.dwon]", "no parameter", "Set model.frozen=[layers.layer.mlp.down]."),
+        ("[zzz]", "no parameter", "Set model.frozen=[]."),
+        ("['']", "holds '', which", "Set model.frozen=[]."),
+        ("['*']", "freezes every parameter", "Set model.frozen=[layers.*] to train"),
+        ("[embedding,final_norm.*,head,layers.*]", "every parameter", "or model.frozen=[] for"),
+        ("layers.mlp.*", "must be a list of names.", "Set model.frozen=[layers.mlp.*]."),
+    ],
+)
+def test_what_is_frozen_exists_and_something_is_trained(
+    given: str, words: str, action: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["tiny", "train.steps=1", f"model.frozen={given}"])
+    assert words in str(caught.value) and action in str(caught.value)
+
+
+@pytest.mark.parametrize("frozen", ["[layers.*]", "[embedding,layers.layer.attention.*]", "[]"])
+def test_names_with_and_without_the_kind_are_known(frozen: str) -> None:
+    assert load(["tiny", "train.steps=1", f"model.frozen={frozen}"])

@@ -42,7 +42,7 @@ def said(*arguments: str) -> str:
         ("runtime.platform=gpu", "Set runtime.platform=cuda."),
         ("runtime.platform=CPU", "Set runtime.platform=cpu."),
         ("model.attention=flash", "Set model.attention=cudnn on an NVIDIA GPU"),
-        ("model.experts=8", "mixtures of experts are not supported yet."),
+        ("model.experts=8", "layers with experts are those of some model families."),
         ("optim.name=muon", "AdamW is the only optimizer."),
         ("optim.muon=true", "AdamW is the only optimizer."),
         ("train.epochs=3", "Set train.steps or train.tokens"),

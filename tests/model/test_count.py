@@ -59,6 +59,8 @@ def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int, h
     ("name", "params"),
     [
         ("tiny", 1_051_520),
+        ("tiny-moe", 1_916_288),
+        ("mixtral-8x7b", 46_702_792_704),
         ("llama3-1b", 1_235_814_400),
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),

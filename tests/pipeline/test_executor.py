@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from maxpipe.model.decoder import Decoder
+from maxpipe.pipeline.trainable import trained
 from maxpipe.schedule.catalog import SCHEDULES
 from maxpipe.schedule.notation import read_orders
 from tests.cases import TOLERANCE, Case, batch_of, steps_of
@@ -21,59 +22,70 @@ from tests.conftest import GOLDEN
 
 @functools.cache
 def _plain(decoder: Decoder, with_key: bool) -> tuple[Any, Any]:
-    """Parameters, and of the plain loop and one row the gradients of the summed objective.
+    """Initial parameters, and the plain loop's summed objective of one row with its gradients.
 
-    With them the summed cross entropy, and the sums of all other losses by name.
+    Beside the objective it returns the cross entropy, the layers' losses and their statistics.
     """
 
-    def total(params: Any, row: Any, key: jax.Array | None) -> Any:
-        count = row["loss_mask"].sum()
-        sums = decoder.loss(params, row, key) * count, decoder.run(params, row, key).losses
-        return decoder.objective(params, row, key) * count, sums
+    def total(params: Any, row: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
+        count, found = row["loss_mask"].sum(), decoder.run(params, row, key)
+        cross_entropy = decoder.loss(params, row, key) * count
+        reported = cross_entropy, found.losses, found.statistics
+        return decoder.objective(params, row, key) * count, reported
 
     params = jax.jit(decoder.init)(jax.random.key(0))
     if "ahead" in params:  # starts at 0, where some of its gradients are 0
         shape = params["ahead"]["transform"].shape
         drawn = jax.random.normal(jax.random.key(1), shape) * shape[-1] ** -0.5
         params |= {"ahead": {"transform": drawn}}
-    return params, jax.jit(jax.grad(total, has_aux=True))
+    return params, jax.jit(jax.value_and_grad(total, has_aux=True))
 
 
-def plain_gradients(
-    decoder: Decoder, batch: Any, key: jax.Array | None
-) -> tuple[Any, Any, dict[str, Any]]:
-    """Parameters, gradients, and all mean losses by the plain loop, row by row.
+def plain_gradients(decoder: Decoder, batch: Any, key: jax.Array | None) -> tuple[Any, Any, Any]:
+    """Parameters, what the plain loop finds, and the objective's gradients, row by row.
 
-    Rows are added up in float64: one float32 pass over many rows is off by 1e-5 itself.
+    What it finds is the cross entropy and all other losses, for each target token, and the layers'
+    statistics. Rows are added up in float64: one float32 pass over many rows is off by 1e-5 itself.
     """
     params, run = _plain(decoder, key is not None)
-    count, rows = batch["loss_mask"].sum(), len(batch["tokens"])
-    each = [
-        run(params, {k: v[row : row + 1] for k, v in batch.items()}, key) for row in range(rows)
-    ]
-    wide = jax.tree.map(lambda *leaves: sum(np.asarray(a, np.float64) for a in leaves), *each)
-    gradients, (loss, losses) = jax.tree.map(lambda leaf: leaf / count, wide)
-    return params, gradients, {"": loss} | losses
+    rows = []
+    for row in range(len(batch["tokens"])):
+        (_, reported), gradient = run(params, {k: v[row : row + 1] for k, v in batch.items()}, key)
+        rows.append((reported, gradient))
+    (loss, losses, statistics), gradients = jax.tree.map(
+        lambda *leaves: sum(np.asarray(leaf, np.float64) for leaf in leaves), *rows
+    )
+    mean = lambda tree: jax.tree.map(lambda leaf: leaf / batch["loss_mask"].sum(), tree)  # noqa: E731
+    return params, (mean(loss), mean(losses), statistics), mean(gradients)
 
 
 def check_gradients(case: Case) -> None:
-    """The engine's loss and gradients equal automatic differentiation of the plain loop."""
+    """The engine's loss and gradients equal automatic differentiation of the plain loop.
+
+    So do the losses and statistics of its layers.
+    """
     steps = steps_of(case, case.rows)
     parts = steps.partition
     key = jax.random.key(7) if case.dropout else None
     batch: Any = batch_of(case.rows, case=case)
-    plain, wanted, wanted_losses = plain_gradients(parts.decoder, batch, key)
+    config = replace(parts.decoder.config, frozen=[])
+    plain, reported, wanted = plain_gradients(replace(parts.decoder, config=config), batch, key)
+    wanted = trained(wanted, parts.decoder.trainable())
     run = steps.engine.value_and_grad(steps.train_schedule)
 
     def whole(plain: Any, batch: Any) -> Any:
         found = run(parts.stack(plain), batch, key)
-        return {"": found.loss} | found.losses, parts.unstack(found.gradients)
+        layers = found.statistics["layers"], found.statistics.get("outside", {})
+        statistics = {kind: {} for kind in parts.decoder.model.kinds}
+        statistics |= parts.layout.unstack(*layers)
+        return (found.loss, found.losses, statistics), parts.unstack(found.gradients)
 
     with jax.set_mesh(parts.mesh):
-        losses, found = jax.jit(whole)(plain, jax.device_put(batch, steps.batch_sharding))
-    assert losses.keys() == wanted_losses.keys()
-    for name, loss in losses.items():
-        np.testing.assert_allclose(loss, wanted_losses[name], rtol=TOLERANCE)
+        values, found = jax.jit(whole)(plain, jax.device_put(batch, steps.batch_sharding))
+    assert jax.tree.structure(values) == jax.tree.structure(reported)
+    for a, b in zip(jax.tree.leaves(values), jax.tree.leaves(reported), strict=True):
+        np.testing.assert_allclose(a, b, rtol=TOLERANCE)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True
     ):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from maxpipe.model.families.gemma3 import Gemma3Config
+from maxpipe.model.families.moe import MoeConfig
 from maxpipe.model.families.registry import FAMILIES
 from tests.cases import Case
-from tests.pipeline.test_executor import check_gradients
+from tests.pipeline.test_executor import check_gradients, matrix
 
 GEMMA = Gemma3Config(window=3, period=3, rope_scaling=2.0, query_scale=7.0)
+MOE = MoeConfig(num_experts=5, num_dense_layers=2, d_expert=12, balance_weight=0.3)
+NO_DENSE = MoeConfig(num_experts=3, num_dense_layers=0, normalised_weights=False)
 CASES = [
     Case(2, 2, 3, own=GEMMA, tied=True, layers=7, fsdp=2, tensor=2),
     Case(4, 1, 9, own=GEMMA, tied=True, layers=6, schedule="zb_h1", remat="names", data=2),
@@ -17,6 +23,13 @@ CASES = [
     Case(4, 2, 8, own=GEMMA, tied=True, layers=9, schedule="zb_v", remat="none", dropout=0.3),
     Case(2, 3, 4, own=GEMMA, tied=True, layers=6, gather="visit", fsdp=2, idle="compute"),
     Case(2, 1, 2, own=GEMMA, tied=True, layers=5, gather="step", schedule="1f1b", data=2),
+    Case(2, 2, 3, own=MOE, layers=7, fsdp=2, tensor=2),
+    Case(4, 1, 9, own=MOE, layers=6, schedule="zb_h1", remat="names", data=2),
+    Case(3, 2, 4, own=MOE, layers=9, outside=2, remat="chunk", idle="compute", dropout=0.3),
+    Case(4, 2, 8, own=MOE, layers=9, schedule="zb_v", remat="none", fsdp=2),
+    Case(2, 3, 4, own=MOE, layers=7, gather="visit", fsdp=2, idle="compute", tied=True),
+    Case(2, 1, 5, own=MOE, layers=6, outside=3, gather="step", schedule="1f1b", remat="none"),
+    Case(2, 2, 5, own=NO_DENSE, layers=5, schedule="v_half", tensor=2, idle="compute"),
 ]
 
 
@@ -25,7 +38,19 @@ def test_a_family_in_the_engine_equals_its_plain_loop(case: Case) -> None:
     check_gradients(case)
 
 
+OTHERS: tuple[dict[str, Any], ...] = ({"own": GEMMA, "tied": True},)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", OTHERS, ids=lambda each: type(each["own"]).__name__)
+@pytest.mark.parametrize("case", matrix()[::53], ids=str)
+def test_sample_of_the_matrix(case: Case, family: dict[str, Any]) -> None:
+    """Every schedule, gather, remat and idle mode; tensor 2, dropout, layers outside the ring."""
+    check_gradients(replace(case, **family))
+
+
 def test_every_family_but_llama_is_here() -> None:
     """Llama is that of `test_executor`."""
     tried = {type(case.own) for case in CASES}
     assert tried == {each.section for name, each in FAMILIES.items() if name != "llama"}
+    assert {type(each["own"]) for each in OTHERS} == tried

@@ -63,7 +63,7 @@ def test_the_cost_model_gives_back_what_was_measured(
         forward=forward * contention,
         input_grad=1.5 * forward * contention,
         weight_grad=0.8 * forward * contention,
-        names_replay=0.2 * forward * contention,
+        names_recomputed=0.2 * forward * contention,
         forward_alone=forward,
         hop=latency + 2 * sizes.activation / rate,
         gather=latency + 2 * weights / rate,
@@ -80,7 +80,7 @@ def test_the_cost_model_gives_back_what_was_measured(
     # Devices with cores of their own keep their memory between steps.
     assert after.fresh_gb_per_second == pytest.approx(0.25 if contention > 1 else 0.0)
     assert after.input_grad_cost == pytest.approx(1.5)
-    assert after.names_replay == pytest.approx(0.2)
+    assert after.names_recomputed == pytest.approx(0.2)
     backward = after.weight_grad_cost * layer.seconds + layer.accumulation
     assert backward == pytest.approx(0.8 * found.forward_alone)
     assert (layer.accumulation > 0) == (contention > 1)
@@ -146,6 +146,14 @@ def test_measured_figures_are_kept_and_used(
     assert known()["v5p"] == shipped()["v5p"]
     assert cli.main(["plan", "configs/quickstart.yml", "--topology", "cpu:8"]) == 0
     assert "8 devices of CPU, measured today" in capsys.readouterr().out
+
+
+def test_figures_of_an_earlier_release_are_read(home: Path) -> None:
+    after = dataclasses.replace(shipped()["cpu"], names_recomputed=0.125, measured="today")
+    path = hardware.keep_measured(after)
+    path.write_text(path.read_text().replace("names_recomputed", "names_replay"))
+    known.cache_clear()
+    assert known()["cpu"] == after
 
 
 def test_a_file_that_was_not_measured_is_refused(home: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from maxpipe.hardware import shipped
 from maxpipe.model import count
 from maxpipe.model.families.registry import describe
 from maxpipe.model.parts.mlp import GatedMLP
-from maxpipe.model.spec import Branch, Kind, Matmul, Model, Operation
+from maxpipe.model.spec import Branch, Dims, Kind, Matmul, Model, Operation
 from maxpipe.plan import sizes as sizes_module
 from maxpipe.plan.cost import CostModel, cost
 from maxpipe.plan.memory import buffers, memory
@@ -32,6 +33,16 @@ class Routed(GatedMLP):
     def operations(self) -> tuple[Operation, ...]:
         """As those of the MLP."""
         return tuple(Matmul(name, needed=0.25) for name in ("gate", "up", "down"))
+
+    @property
+    def losses(self) -> Mapping[str, float]:
+        """A scalar."""
+        return {"size": 0.1}
+
+    @property
+    def statistics(self) -> Mapping[str, Dims]:
+        """Fifteen numbers of each layer."""
+        return {"square": ((3, "embed"), (5, "mlp"))}
 
 
 def unlike(config: ModelConfig) -> Model:
@@ -65,6 +76,7 @@ def test_counts_are_sums_over_layers(config: Config) -> None:
     hidden = 3 * config.model.d_model * 4 * config.model.d_mlp
     # Three quarters of a wide MLP are computed and not needed.
     wasted = 2 * 4 * 0.75 * hidden
+    assert count.active_params(model) == count.num_params(model) - wasted / 2
     pairs = 2 * 2 * 9 * config.model.num_heads * config.model.head_size * (32 - 16)
     needed = count.forward_flops_per_token(model, 32)
     assert count.computed_flops_per_token(model, 32) == needed + wasted + pairs
@@ -118,6 +130,7 @@ def test_memory_is_the_sum_of_what_each_kind_has(config: Config, schedule: str, 
     kept = {kind: sizes.kept_bytes(kind)[0] for kind in sizes.per_chunk}
     chunk = 2.0 * sizes.activation if remat == "chunk" else 3 * kept["wide"] + 5 * kept["layer"]
     assert found["stash"] == table.num_stash * chunk
+    assert found["reports"] == 4 * (1 + 3 * 15)
     if schedule == "zb_h1":
         deferred = 3 * sizes.deferred_bytes("wide") + 5 * sizes.deferred_bytes("layer")
         assert found["deferred"] == table.num_deferred * deferred

@@ -16,6 +16,7 @@ import yaml
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
 from maxpipe.model import decoder as decoder_module
+from maxpipe.model.count import QUERY_BLOCK
 from maxpipe.model.decoder import Decoder
 from maxpipe.model.families.registry import describe
 from maxpipe.model.spec import Part
@@ -56,7 +57,18 @@ def steps_of(config: Config) -> Steps:
     return build_steps(config, jax.devices()[: math.prod(sizes)])
 
 
+EXPERTS = {
+    "num_layers": 9,
+    "family": "moe",
+    "moe": {"num_experts": 5, "num_dense_layers": 2, "d_expert": 28},
+}
 CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
+    (EXPERTS, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
+    (
+        EXPERTS,
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 4, "remat": "names", "layers_outside": 3, "weight_gather": "visit"},
+    ),
     ({}, {}, {"microbatches": 2}),
     ({}, {"ici_stage": 2, "ici_fsdp": 2, "ici_data": 2}, {"microbatches": 4, "schedule": "1f1b"}),
     ({}, {"ici_stage": 4, "ici_tensor": 2}, {"microbatches": 8, "repeats": 3}),
@@ -130,6 +142,20 @@ def test_buffers_and_state_are_those_of_the_engine(
         steps.state_sharding,
     )
     assert state(sizes)["state"] == pytest.approx(sum(jax.tree.leaves(shards)), abs=64)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_experts_keep_a_little_more_than_is_counted(normalised: bool) -> None:
+    """Of each sequence in float32 how many of its tokens an expert gets, for the balance loss."""
+    moe = {**EXPERTS["moe"], "normalised_weights": normalised}  # type: ignore[dict-item]
+    pipeline = {"microbatches": 6, "schedule": "zb_h1", "remat": "none"}
+    config = config_of(EXPERTS | {"moe": moe}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
+    steps, sizes = steps_of(config), Sizes(config)
+    found, table = buffer_bytes(steps), steps.train_schedule
+    wanted = buffers(sizes, table)
+    per_sequence = 4 * sizes.rows * 5 * sizes.per_chunk["experts"]
+    assert found.pop("stash") == wanted.pop("stash") + table.num_stash * per_sequence
+    assert wanted == {name: found[name] for name in wanted}
 
 
 def small_config(random: np.random.Generator) -> Config:
@@ -210,14 +236,14 @@ def test_parameters_are_those_of_the_model() -> None:
     assert found == {name: (each.shape, each.axes) for name, each in kind.params.items()}
 
 
-def check_kept(changes: dict[str, Any], remat: str) -> None:
+def check_kept(changes: dict[str, Any], remat: str, tokens: int) -> None:
     """Traced, with sizes of which no two are alike: each part shows in the sum."""
     pipeline = {"microbatches": 2, "remat": remat, "schedule": "zb_h1"}
     unlike = {"d_model": 20, "num_heads": 6, "num_kv_heads": 2, "head_size": 10, "d_mlp": 34}
-    config = config_of(unlike | changes, {"ici_stage": 2}, pipeline, tokens=7)
+    config = config_of(unlike | changes, {"ici_stage": 2}, pipeline, tokens)
     sizes, decoder = Sizes(config), Decoder(config.model, AxisRules.from_config(config.mesh))
     (kind,) = sizes.model.kinds
-    dtype, shape = jnp.dtype(config.model.compute_dtype), (sizes.rows, 7)
+    dtype, shape = jnp.dtype(config.model.compute_dtype), (sizes.rows, tokens)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
     inputs = {"segment_ids": ids, "positions": ids, "example_ids": jnp.zeros(shape[:1], jnp.int32)}
     key = jax.random.key(0) if config.model.dropout else None
@@ -240,16 +266,25 @@ def check_kept(changes: dict[str, Any], remat: str) -> None:
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
-@pytest.mark.parametrize("changes", [{}, {"compute_dtype": "float32"}, {"dropout": 0.1}])
-def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str) -> None:
-    check_kept(changes, remat)
+@pytest.mark.parametrize("tokens", [7, 3 * QUERY_BLOCK])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"compute_dtype": "float32"},
+        {"dropout": 0.1},
+        {"family": "gemma3", "tied_embeddings": True},
+    ],
+)
+def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str, tokens: int) -> None:
+    check_kept(changes, remat, tokens)
 
 
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_layer_norms_keep_what_they_declare(remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (decoder_module, sizes_module):
         monkeypatch.setattr(module, "describe", lambda config: with_layer_norms(describe(config)))
-    check_kept({}, remat)
+    check_kept({}, remat, 7)
     sizes = Sizes(config_of({}, {}, {"microbatches": 2}))
     assert sizes.norm_elements == 2 * MODEL["d_model"]
 
@@ -274,6 +309,30 @@ def test_a_fused_attention_holds_no_scores() -> None:
     ]
     # More than the stash: the layer at work has scores too.
     assert needs[0] - needs[1] > layers * kept + 2 * (pairs - mask)
+
+
+def test_gathered_accumulators_take_the_heads_gradient_in_place() -> None:
+    """By the TPU compiler; shards of it are added after a sum, for which it must be whole."""
+    model, mesh = {"vocab_size": 4096, "d_model": 48}, {"ici_stage": 2, "ici_fsdp": 2}
+    logits = {}
+    for gather in ("iteration", "step"):
+        config = config_of(model, mesh, {"microbatches": 4, "weight_gather": gather})
+        found = memory(Sizes(config), schedule_of(config), platform="tpu").terms
+        logits[gather] = found["logits"]
+    of_a_stage = 4096 // 2
+    assert logits["step"] == 4 * 2 * 32 * of_a_stage
+    assert logits["iteration"] - logits["step"] == (4 + 2) * 48 * of_a_stage
+
+
+def test_a_chunk_arrives_beside_the_window() -> None:
+    """By the TPU compiler: gathered weights stand in memory until their slot is free."""
+    pipeline = {"microbatches": 4, "repeats": 3, "weight_gather": "visit", "group": 4}
+    config = config_of({"num_layers": 24}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
+    schedule = schedule_of(config)
+    chunk = Sizes(config).per_chunk["layer"] * Sizes(config).layer_elements("layer", whole=True)
+    found = memory(Sizes(config), schedule, platform="tpu").terms
+    assert found["window"] > 2 * (schedule.visits.num_window + 0.5) * chunk
+    assert not {"layer", "logits"} & found.keys()  # smaller, and not there at the same time
 
 
 WORDS = {"vocab_size": 16384}

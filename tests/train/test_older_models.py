@@ -21,7 +21,8 @@ from maxpipe.errors import ConfigError
 from maxpipe.model.families.llama import LlamaConfig
 from maxpipe.train.resume import check_model
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints"
+REPOSITORY = Path(__file__).parents[2]
+GOLDEN = REPOSITORY / "tests" / "golden" / "checkpoints"
 RUNS = sorted(path.name for path in GOLDEN.iterdir())
 OLD: dict[str, Any] = {
     "num_layers": 2,
@@ -42,26 +43,47 @@ def wanted(*overrides: str) -> tuple[dict[str, Any], dict[str, str]]:
     return to_dict(loaded.config)["model"], loaded.origins
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_of_a_release_goes_on(name: str, tmp_path: Path) -> None:
-    """Through the command, from the run's own config: its model passes the comparison."""
-    shutil.copytree(GOLDEN / name, tmp_path / "golden")
-    shutil.copy(tmp_path / "golden" / "config.yml", tmp_path / "golden.yml")
+def go_on(name: str, folder: Path, package: Path) -> str:
+    """What the command of the package in this folder says while a golden run does one step more."""
+    shutil.copytree(GOLDEN / name, folder / "golden")
+    shutil.copy(folder / "golden" / "config.yml", folder / "golden.yml")
     command = [sys.executable, "-m", "maxpipe", "train", "golden.yml", "train.steps=3"]
     command += ["run.dir=.", "run.name=golden", "runtime.compilation_cache="]
     run = subprocess.run(
         command,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(package)},
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    told = " ".join((run.stdout + run.stderr).split())
+    assert (folder / "golden" / "checkpoints" / "3").is_dir()
+    return " ".join((run.stdout + run.stderr).split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_of_a_release_goes_on(name: str, tmp_path: Path) -> None:
+    """Through the command, from the run's own config: its model passes the comparison."""
+    told = go_on(name, tmp_path, REPOSITORY)
     assert "resuming golden after step 2" in told
     assert "model.rope_scaling = 1.0 is called model.llama.rope_scaling now." in told
-    assert (tmp_path / "golden" / "checkpoints" / "3").is_dir()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_a_key_was_added(tmp_path: Path) -> None:
+    """The same with a copy of the code whose model has one key more."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(REPOSITORY / "maxpipe", tmp_path / "new" / "maxpipe", ignore=ignore)
+    module = tmp_path / "new" / "maxpipe" / "model" / "families" / "llama.py"
+    declared = "    rope_scaling: float = field("
+    text = module.read_text()
+    assert text.count(declared) == 1
+    added = '    softness: float = 0.25\n    """A key that no run has known."""\n'
+    module.write_text(text.replace(declared, added + declared))
+    told = go_on(RUNS[-1], tmp_path, tmp_path / "new")
+    assert "resuming golden after step 2" in told
+    assert "softness: 0.25" in (tmp_path / "golden" / "config.yml").read_text()
 
 
 def test_moved_keys_are_compared_by_what_they_say() -> None:

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.families import gemma3, llama
-from maxpipe.model.spec import Ahead, Family, Model
+from maxpipe.model.families import gemma3, llama, moe
+from maxpipe.model.frozen import freeze
+from maxpipe.model.spec import Ahead, Family, Model, Summary
 
-FAMILIES: Mapping[str, Family] = {each.name: each for each in (llama.FAMILY, gemma3.FAMILY)}
+FAMILIES: Mapping[str, Family] = {
+    each.name: each for each in (llama.FAMILY, gemma3.FAMILY, moe.FAMILY)
+}
+
+
+def summaries() -> Iterator[tuple[str, Summary, list[str]]]:
+    """(tag, number, families) of what runs write of what layers return."""
+    families: dict[tuple[str, Summary], list[str]] = {}
+    for family in FAMILIES.values():
+        for part in family.reporting:
+            for found in part.summaries.items():
+                families.setdefault(found, []).append(family.name)
+    return ((*found, names) for found, names in families.items())
 
 
 @lru_cache(maxsize=64)
@@ -20,7 +33,7 @@ def describe(config: ModelConfig) -> Model:
     One object for equal configs, as what is counted of it is cached.
     """
     model = FAMILIES[config.family].describe(config)
-    if not config.heads_ahead:
-        return model
-    ahead = Ahead(config.heads_ahead, config.d_model, config.ahead_loss_weight)
-    return dataclasses.replace(model, ends=dataclasses.replace(model.ends, ahead=ahead))
+    if config.heads_ahead:
+        ahead = Ahead(config.heads_ahead, config.d_model, config.ahead_loss_weight)
+        model = dataclasses.replace(model, ends=dataclasses.replace(model.ends, ahead=ahead))
+    return freeze(model, config.frozen)

@@ -12,15 +12,20 @@ from jax import Array
 from jaxtyping import Float, Key
 
 from maxpipe.model.modules.attention import Attention
+from maxpipe.model.modules.experts import Experts
 from maxpipe.model.modules.mlp import GatedMLP
 from maxpipe.model.modules.norm import LayerNorm, RMSNorm
 from maxpipe.model.modules.part import Context, Output
-from maxpipe.model.parts import attention, mlp, norm
+from maxpipe.model.parts import attention, experts, mlp, norm
 from maxpipe.model.spec import Branch, Kind, Part
 from maxpipe.parallel.sharding import AxisRules
 
 _NORMS: Mapping[type, Any] = {norm.RMSNorm: RMSNorm, norm.LayerNorm: LayerNorm}
-_MODULES: Mapping[type, Any] = {attention.Attention: Attention, mlp.GatedMLP: GatedMLP}
+_MODULES: Mapping[type, Any] = {
+    attention.Attention: Attention,
+    mlp.GatedMLP: GatedMLP,
+    experts.Experts: Experts,
+}
 """What computes each class of part."""
 
 

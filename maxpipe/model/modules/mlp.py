@@ -19,8 +19,8 @@ _FUNCTIONS = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True
 
 
 def gated(
-    gate: Float[Array, "B T F"], up: Float[Array, "B T F"], function: str
-) -> Float[Array, "B T F"]:
+    gate: Float[Array, "B T *hidden"], up: Float[Array, "B T *hidden"], function: str
+) -> Float[Array, "B T *hidden"]:
     """`function(gate) * up`, written to memory once for all matmuls that read it.
 
     Left alone, XLA for TPU puts this and its derivative into each matmul of the backward

@@ -87,8 +87,7 @@ class Attention(Part):
     @property
     def operations(self) -> tuple[Operation, ...]:
         """Four projections and the two products with the scores."""
-        fused = self.backend != "xla"
-        scores = Scores(self.num_heads, "heads", self.head_size, self.window, fused=fused)
+        scores = Scores(self.num_heads, "heads", self.head_size, self.window, fused=self._fused)
         return Matmul("query"), Matmul("key"), Matmul("value"), scores, Matmul("out")
 
     @property
@@ -105,11 +104,13 @@ class Attention(Part):
     def residuals(self) -> Held:
         """Inputs of all matmuls; angles, and two statistics of each softmax, in float32.
 
-        Of each pair whether it counts, its score in float32 and its probability.
+        Of each pair whether it counts, its score in float32 and its probability. Each block of
+        queries keeps the keys and values that it reads.
         """
-        narrow = ((1.0, self._width), (2.0, self._query), (2.0, self._key))
+        narrow, keys = ((1.0, self._width), (2.0, self._query)), ((2.0, self._key),)
         wide = ((2.0, ((self.head_size, ""),)), (2.0, ((self.num_heads, "heads"),)))
         found = Held(narrow=narrow, wide=wide, pairs=(1.0, 1.0, 1.0))
+        found += Held(narrow=keys) if self._fused else Held(blocks=keys)
         if self.head_norm is not None:
             for heads in (self._query[:1], self._key[:1]):
                 found += self.head_norm.residuals_of(heads)
@@ -126,6 +127,10 @@ class Attention(Part):
                 if recomputed:
                     found += Held(narrow=((1.0, dims),))  # its input
         return found
+
+    @property
+    def _fused(self) -> bool:
+        return self.backend != "xla"
 
     @property
     def _width(self) -> Dims:

@@ -1,0 +1,156 @@
+"""What files, overrides and saved values set: one assignment for each, with its origin."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from maxpipe.boundary import redact
+from maxpipe.config.documents import compose, entries, raw_of, shortened, syntax_problem
+from maxpipe.config.keys import KEYS, MOVED, SECTIONS, parted
+from maxpipe.config.names import override_meant
+from maxpipe.config.values import Raw
+from maxpipe.errors import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A value for a key, not looked at yet."""
+
+    path: tuple[str, ...]
+    """Section, that of a family in two parts, key and, inside a mapping, the entry. Shorter when a
+    part is missing."""
+    raw: Raw
+    origin: str
+    place: str
+    """Where to look: the file with its line, or the command line."""
+
+    def problem(self, rule: str, action: str, *, given: bool = True) -> Problem:
+        """What is wrong with it; secrets are not shown."""
+        is_secret = self.path[:2] == ("launch", "environment")
+        raw = redact.variables(self.raw) if is_secret else self.raw
+        if is_secret and len(self.path) > 2:
+            raw = redact.REDACTED
+        text = shortened(raw) if given else ""
+        return Problem(f"{self.place}: {'.'.join(self.path)}", text, rule, action)
+
+
+def from_document(
+    root: yaml.MappingNode, file: str, problems: list[Problem]
+) -> Iterator[Assignment]:
+    """What a file says."""
+    for section, line, content in entries(root, file, "", problems):
+        place = f"{file}:{line}"
+        if not isinstance(content, yaml.MappingNode) or section not in SECTIONS:
+            raw = raw_of(content)
+            if raw is not None or section not in SECTIONS:
+                yield Assignment((section,), raw, file, place)
+            continue
+        yield from _read_section((section,), content, file, problems)
+
+
+def _read_section(
+    above: tuple[str, ...], content: yaml.MappingNode, file: str, problems: list[Problem]
+) -> Iterator[Assignment]:
+    for name, line, value in entries(content, file, f"{'.'.join(above)}.", problems):
+        path, place = (*above, name), f"{file}:{line}"
+        is_section = ".".join(path) in SECTIONS
+        if is_section and isinstance(value, yaml.MappingNode):
+            yield from _read_section(path, value, file, problems)
+            continue
+        if isinstance(value, yaml.MappingNode):
+            # Read for its problems: a key that appears twice.
+            list(entries(value, file, f"{'.'.join(path)}.", problems))
+        raw = raw_of(value)
+        if raw is not None or not is_section:
+            yield from _split(path, raw, file, place)
+
+
+def from_values(values: Mapping[str, Any], origin: str) -> Iterator[Assignment]:
+    """What nested dicts say, such as a checkpoint holds."""
+    for section, content in values.items():
+        yield from _from_value((str(section),), _as_raw(content), origin)
+
+
+def _from_value(path: tuple[str, ...], raw: Raw, origin: str) -> Iterator[Assignment]:
+    if isinstance(raw, dict) and ".".join(path) in SECTIONS:
+        for name, value in raw.items():
+            yield from _from_value((*path, name), value, origin)
+    else:
+        yield from _split(path, raw, origin, origin)
+
+
+def _as_raw(value: Any) -> Raw:
+    """Python values as a file would hold them."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_raw(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_raw(item) for item in value]
+    return None if value is None else str(value)
+
+
+def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
+    """What `section.key=value` says."""
+    key, _, text = arg.partition("=")
+    section, rest = parted(key.split("."))
+    # The entry of a mapping may have dots of its own.
+    path = (*section.split("."), *".".join(rest).split(".", 1)) if rest else (section,)
+    if arg.startswith("-"):
+        rule, action = override_meant(arg.lstrip("-"), "is not an option of this command.", KEYS)
+        action = action or "See the command's --help."
+        problems.append(Problem(f"command line: {arg}", "", rule, action))
+    elif len(path) == 1 or not all(path):
+        rule = "names no section: an override is `section.key=value`."
+        rule, action = override_meant(arg, rule, KEYS)
+        action = action or "Write section.key=value."
+        problems.append(Problem(f"command line: {key}", shortened(text), rule, action))
+    elif not _is_collection(KEYS.get(".".join([section, *rest[:1]]))):
+        yield Assignment(path, text, arg, "command line")
+    else:
+        try:
+            node = compose(text)
+        except yaml.YAMLError as error:
+            problems.append(syntax_problem(f"command line: {arg}", error))
+            return
+        raw = raw_of(node) if node else None
+        if isinstance(raw, dict) and ".".join(path) in KEYS:
+            # The whole mapping is replaced; a single entry (a.b.c=...) is added.
+            yield Assignment(path, {}, arg, "command line")
+        yield from _split(path, raw, arg, "command line")
+
+
+def _split(path: tuple[str, ...], raw: Raw, origin: str, place: str) -> Iterator[Assignment]:
+    """One assignment, or one for each entry of a mapping, so that files merge by entry."""
+    if isinstance(raw, dict) and is_mapping(KEYS.get(".".join(path))):
+        for name, value in raw.items():
+            yield Assignment((*path, name), value, origin, place)
+    else:
+        yield Assignment(path, raw, origin, place)
+
+
+def is_mapping(hint: Any) -> bool:
+    """Whether a key of this type holds entries, which are set one by one."""
+    return typing.get_origin(hint) is dict
+
+
+def _is_collection(hint: Any) -> bool:
+    return typing.get_origin(hint) in (dict, list)
+
+
+def cautions_about(assignments: Iterable[Assignment], saved_as: str) -> Iterator[Problem]:
+    """What is written with a key of an earlier release, and not by one."""
+    for each in assignments:
+        new = MOVED.get(".".join(each.path))
+        if new and each.origin != saved_as:
+            yield each.problem(f"is called {new} now.", f"Write {new} in its place.")
+
+
+def to_new_key(assignment: Assignment) -> Assignment:
+    """The same for the name that its key has today."""
+    new = MOVED.get(".".join(assignment.path))
+    return dataclasses.replace(assignment, path=tuple(new.split("."))) if new else assignment

@@ -1,0 +1,170 @@
+"""YAML text: the sections of a file, and values as a file holds them.
+
+The only module that knows YAML. Nothing is guessed from how a scalar looks: it stays text, which
+becomes a value by the type that the schema declares.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from maxpipe.boundary.files import read
+from maxpipe.config.inputs import Input, broken_link, nearby
+from maxpipe.config.values import Raw
+from maxpipe.errors import ConfigError, Problem
+
+MAX_FILE_BYTES = 1 << 20
+_MAX_DEPTH = 8
+
+
+def read_file(file: Input, problems: list[Problem]) -> yaml.MappingNode | None:
+    """The sections of a file. None, and a problem, if it is no such file."""
+    arg, path = file.origin, file.path
+    try:
+        root = compose(text := _read_text(path))
+    except OSError as error:
+        action = nearby(path) if not os.path.lexists(path) else "Give a file that can be read."
+        what = broken_link(path)
+        reason = f"cannot be read: {f'it is {what}' if what else error.strerror or error}."
+        problems.append(Problem(arg, "", reason, action))
+    except ConfigError as error:
+        problems += error.problems
+    except yaml.YAMLError as error:
+        problems.append(syntax_problem(arg, error))
+    else:
+        if not text.strip():
+            rule = "is empty; a disk that was full may have left it so."
+            problems.append(Problem(arg, "", rule, "Write it again, or leave it out."))
+            return None
+        if root is None or raw_of(root) is None:
+            return yaml.MappingNode("", [])
+        if isinstance(root, yaml.MappingNode):
+            return root
+        rule = "must hold sections, such as `model:`, with keys below them."
+        action = "See `maxpipe configs show quickstart` for an example."
+        problems.append(Problem(arg, shortened(raw_of(root)), rule, action))
+    return None
+
+
+def _read_text(path: Path) -> str:
+    content = read(path, MAX_FILE_BYTES)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError.one(
+            str(path),
+            None,
+            f"is not UTF-8 text: byte {error.start} is 0x{content[error.start]:02x}.",
+            "Save the file as UTF-8.",
+        ) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes plain nested YAML: no aliases, no tags, no deep nesting."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            self.refuse("anchors and aliases are not read", event)
+        if getattr(event, "tag", None):
+            self.refuse(f"tags such as {event.tag} are not read", event)
+        if self.depth > _MAX_DEPTH:
+            self.refuse(f"nested deeper than {_MAX_DEPTH}", event)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def refuse(self, problem: str, event: yaml.Event) -> typing.NoReturn:
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+
+
+def compose(text: str) -> yaml.Node | None:
+    """The node that a text describes.
+
+    Raises:
+        yaml.YAMLError: it is not YAML, or of a form that is not read.
+    """
+    loader = _Loader(text)
+    try:
+        return loader.get_single_node()
+    finally:
+        loader.dispose()
+
+
+def syntax_problem(place: str, error: yaml.YAMLError) -> Problem:
+    """What is wrong with a text that is no YAML."""
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    what = error.problem if isinstance(error, yaml.MarkedYAMLError) else None
+    if what and what.startswith("but "):
+        what = f"{getattr(error, 'context', '')}, {what}"
+    what = what or str(getattr(error, "reason", "the text ends too early"))
+    line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+    return Problem(
+        f"{place}{line}",
+        "",
+        f"is not YAML that is read here: {what}.",
+        "Write sections with `key: value` lines below them, indented by two spaces.",
+    )
+
+
+def entries(
+    mapping: yaml.MappingNode, file: str, prefix: str, problems: list[Problem]
+) -> Iterator[tuple[str, int, yaml.Node]]:
+    """(key, line, value) of a mapping; a key that appears twice is a problem."""
+    first: dict[str, int] = {}
+    for key_node, value in mapping.value:
+        line = key_node.start_mark.line + 1
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
+        if key in first:
+            problems.append(
+                Problem(
+                    f"{file}:{line}: {prefix}{key}",
+                    shortened(raw_of(value)),
+                    f"appears twice in this file, first on line {first[key]}.",
+                    "Keep one of the two.",
+                )
+            )
+            continue
+        first[key] = line
+        yield key, line, value
+
+
+def raw_of(node: yaml.Node) -> Raw:
+    """The texts of a node, nested as they are."""
+    if isinstance(node, yaml.SequenceNode):
+        return [raw_of(item) for item in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return {
+            key.value if isinstance(key, yaml.ScalarNode) else "?": raw_of(value)
+            for key, value in node.value
+        }
+    return None if node.tag == "tag:yaml.org,2002:null" else node.value
+
+
+def one_line(value: Any) -> str:
+    """A value as a config file holds it behind its key."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
+    text = text.removesuffix("\n").removesuffix("\n...")
+    if not text.isprintable():
+        # YAML folds the line breaks in plain text, U+0085 and U+2028 among them: escape them.
+        text = yaml.safe_dump(value, default_style='"', default_flow_style=True, width=math.inf)
+    return text.removesuffix("\n")
+
+
+def shortened(raw: Raw) -> str:
+    """What was given, for a message."""
+    if raw is None:
+        return "null"
+    text = "''" if raw == "" else raw if isinstance(raw, str) else str(raw)
+    text = " ".join(text.split()) if isinstance(raw, str) and raw.strip() else text
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,294 @@
+"""The mixture of experts against an independent forward pass, and its keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.config.load import load
+from maxpipe.config.schema import ModelConfig
+from maxpipe.errors import ConfigError
+from maxpipe.model import count
+from maxpipe.model.decoder import Decoder
+from maxpipe.model.families.moe import MoeConfig
+from maxpipe.model.families.registry import describe, summaries
+from maxpipe.model.modules.experts import Experts
+from maxpipe.model.parts import experts
+from maxpipe.train.summaries import summarised
+from tests.model.parts import RULES, assert_close, context, packed, with_values
+
+OWN = MoeConfig(
+    num_experts=5, experts_per_token=2, num_dense_layers=1, d_expert=14, balance_weight=0.3
+)
+CONFIG = ModelConfig(
+    family="moe",
+    num_layers=4,
+    d_model=18,
+    num_heads=6,
+    num_kv_heads=2,
+    head_size=10,
+    d_mlp=28,
+    vocab_size=37,
+    rope_theta=300.0,
+    norm_epsilon=1e-4,
+    compute_dtype="float32",
+    own=OWN,
+)
+LENGTHS = [[9], [2, 4, 3]]
+
+
+def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + CONFIG.norm_epsilon) * weight
+
+
+def rotated(x: np.ndarray) -> np.ndarray:
+    """`x [tokens, heads, size]` of one document that starts at position 0."""
+    half = x.shape[-1] // 2
+    angles = np.arange(len(x))[:, None, None] * 300.0 ** -(np.arange(half) / half)
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def attention(w: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    query = rotated(np.einsum("td,dnh->tnh", x, w["query"]))
+    key = rotated(np.einsum("td,dgh->tgh", x, w["key"]))
+    value = np.einsum("td,dgh->tgh", x, w["value"])
+    key, value = (np.repeat(each, 3, axis=1) for each in (key, value))
+    scores = np.einsum("tnh,snh->nts", query, key) / math.sqrt(10.0)
+    shares = np.exp(np.where(np.tri(len(x), dtype=bool), scores, -np.inf))
+    shares /= shares.sum(-1, keepdims=True)
+    return np.einsum("nts,snh,nhd->td", shares, value, w["out"])
+
+
+def mlp(weights: Iterable[np.ndarray], x: np.ndarray) -> np.ndarray:
+    gate, up, down = weights
+    hidden = x @ gate
+    return (hidden / (1 + np.exp(-hidden)) * (x @ up)) @ down
+
+
+def routed(w: dict[str, np.ndarray], x: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[Any]]:
+    """Output, probabilities and the experts of each token, one token after the other."""
+    shares = np.exp(x @ w["router"])
+    shares /= shares.sum(-1, keepdims=True)
+    out, picked = np.zeros_like(x), []
+    for token, mine in enumerate(shares):
+        best = sorted(range(len(mine)), key=lambda expert, mine=mine: -mine[expert])[:2]
+        for expert in best:
+            weights = (w[name][expert] for name in ("gate", "up", "down"))
+            out[token] += mine[expert] / mine[best].sum() * mlp(weights, x[token])
+        picked.append(best)
+    return out, shares, picked
+
+
+def forward(
+    params: dict[str, Any], tokens: np.ndarray
+) -> tuple[np.ndarray, list[tuple[np.ndarray, list[Any]]]]:
+    """Logits of a document; probabilities and experts of its tokens in each layer."""
+    x, found = params["embedding"][tokens], []
+    for layer in range(CONFIG.num_layers):
+        kind, place = ("dense", 0) if layer < 1 else ("experts", layer - 1)
+        w = jax.tree.map(lambda leaf, i=place: leaf[i], params["layers"][kind])
+        x = x + attention(w["attention"], normed(x, w["attention_norm"]["scale"]))
+        if kind == "dense":
+            weights = (w["mlp"][name] for name in ("gate", "up", "down"))
+            x = x + mlp(weights, normed(x, w["mlp_norm"]["scale"]))
+        else:
+            change, *rest = routed(w["experts"], normed(x, w["experts_norm"]["scale"]))
+            x = x + change
+            found.append(tuple(rest))
+    return normed(x, params["final_norm"]["scale"]) @ params["head"], found
+
+
+@pytest.fixture(scope="module")
+def params() -> dict[str, Any]:
+    """Drawn, with routers that decide and scales that are not what they start from."""
+    drawn = jax.jit(Decoder(CONFIG, RULES).init)(jax.random.key(3))
+    generator = np.random.default_rng(0)
+
+    def changed(path: Any, leaf: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        added = 0.3 * generator.normal(size=leaf.shape) if "norm" in name else 0.0
+        return (2.0 if "router" in name else 1.0) * leaf + added
+
+    return jax.tree_util.tree_map_with_path(changed, drawn)
+
+
+@pytest.fixture(scope="module")
+def batch() -> dict[str, Any]:
+    segments, positions = packed(LENGTHS)
+    generator = np.random.default_rng(1)
+    tokens = generator.integers(0, CONFIG.vocab_size, segments.shape)
+    mask = generator.integers(0, 2, segments.shape).astype(np.float32)
+    return {
+        "tokens": tokens,
+        "targets": np.roll(tokens, -1),
+        "segment_ids": segments,
+        "positions": positions,
+        "loss_mask": mask,
+    }
+
+
+def test_outputs_losses_and_statistics_are_those_of_their_formulas(
+    params: dict[str, Any], batch: dict[str, Any]
+) -> None:
+    decoder = Decoder(CONFIG, RULES)
+    found = jax.jit(decoder.run)(params, batch)
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    num_layers, num_experts = 3, OWN.num_experts
+    balance, load = 0.0, np.zeros((num_layers, num_experts))
+    for row, lengths in enumerate(LENGTHS):
+        ends = np.cumsum(lengths)
+        documents = [
+            forward(wide, batch["tokens"][row, start:end])
+            for start, end in zip(ends - lengths, ends, strict=True)
+        ]
+        assert_close(found.logits[row], np.concatenate([logits for logits, _ in documents]))
+        valid = np.flatnonzero(batch["loss_mask"][row])
+        for layer in range(num_layers):
+            shares = np.concatenate([layers[layer][0] for _, layers in documents])
+            picked = np.concatenate([layers[layer][1] for _, layers in documents])
+            used = np.bincount(picked[valid].ravel(), minlength=num_experts)
+            fraction, likely = used / len(valid), shares[valid].mean(0)
+            balance += len(valid) * num_experts / 2 * (fraction * likely).sum()
+            load[layer] += used
+    assert_close(found.losses["balance"], balance)
+    np.testing.assert_array_equal(found.statistics["experts"]["load"], load)
+    targets = batch["loss_mask"].sum()
+    per_token = balance / targets
+    objective, loss = (jax.jit(each)(params, batch) for each in (decoder.objective, decoder.loss))
+    gap = objective - loss
+    np.testing.assert_allclose(gap, 0.3 * per_token, rtol=1e-5)
+    mean = {name: loss / targets for name, loss in found.losses.items()}
+    numbers = summarised(decoder.model, mean, found.statistics)
+    relative = load / load.mean(-1, keepdims=True)
+    assert {tag: float(number) for tag, number in numbers.items()} == pytest.approx(
+        {
+            "moe/balance_loss": per_token / num_layers,
+            "moe/load_max": relative.max(),
+            "moe/load_min": relative.min(),
+        }
+    )
+
+
+def test_cached_decoding_equals_the_whole_row(
+    params: dict[str, Any], batch: dict[str, Any]
+) -> None:
+    decoder = Decoder(CONFIG, RULES)
+    names = ("tokens", "segment_ids", "positions")
+    whole = jax.jit(decoder.run)(params, {name: batch[name] for name in names})
+    assert not whole.losses and whole.statistics == {"dense": {}, "experts": {}}
+    caches, parts = decoder.empty_caches(2, 10), []
+    extend = jax.jit(decoder.extend)
+    for start, stop in ((0, 5), (5, 6), (6, 9)):
+        piece = {name: batch[name][:, start:stop] for name in names}
+        logits, caches = extend(params, piece, caches)
+        parts.append(logits)
+    assert_close(jnp.concatenate(parts, axis=1), whole.logits)
+
+
+def of_experts(**changes: Any) -> tuple[Experts, dict[str, np.ndarray], jax.Array]:
+    """Experts, what they compute with, and some input."""
+    part = experts.Experts(6, 7, 4, 2, 1.0, 0.1, **changes)
+    module = Experts(part, RULES)
+    return module, with_values(module), jax.random.normal(jax.random.key(1), (2, 5, 6))
+
+
+def test_without_normalisation_weights_are_probabilities() -> None:
+    module, w, x = of_experts(normalised=False)
+    got = module(x, context([[0]], [[0]])).x
+    for row in range(2):
+        wide = np.asarray(x[row], np.float64)
+        _, shares, picked = routed(w, wide)
+        for token, best in enumerate(picked):
+            each = [
+                shares[token, expert]
+                * mlp((w[name][expert] for name in ("gate", "up", "down")), wide[token])
+                for expert in best
+            ]
+            assert_close(got[row, token], sum(each))
+
+
+def test_equal_probabilities_go_to_the_first_experts() -> None:
+    module, w, x = of_experts()
+    with_values(module, router=np.zeros((6, 4)))
+    with_mask = context([[1] * 5] * 2, [range(5)] * 2)
+    with_mask.inputs["loss_mask"] = jnp.ones((2, 5))  # type: ignore[index]
+    found = module(x, with_mask)
+    np.testing.assert_array_equal(found.statistics["load"], [10, 10, 0, 0])
+    np.testing.assert_allclose(found.losses["balance"], 10.0, rtol=1e-6)
+    wide = np.asarray(x[1, 2], np.float64)
+    first, second = (
+        mlp((w[name][expert] for name in ("gate", "up", "down")), wide) for expert in (0, 1)
+    )
+    assert_close(found.x[1, 2], (first + second) / 2)
+
+
+def test_the_balance_loss_does_not_depend_on_the_cut_and_knows_its_range() -> None:
+    module, _, x = of_experts()
+    # All tokens to the same two experts: 4 / 2 for each token. Tokens without a target are out.
+    router = np.zeros((6, 4))
+    router[0] = [30.0, 20.0, -30.0, -30.0]
+    with_values(module, router=router)
+    one = jnp.abs(x) + 1.0
+    mask = jnp.asarray([[1.0, 1, 0, 1, 1], [0.0, 0, 0, 0, 0]])
+    inputs = {"loss_mask": mask}
+
+    def balance(x: jax.Array, mask: jax.Array) -> jax.Array:
+        here = context([[1] * 5] * len(x), [range(5)] * len(x))
+        here.inputs.update(inputs | {"loss_mask": mask})  # type: ignore[attr-defined]
+        return module(x, here).losses["balance"]
+
+    np.testing.assert_allclose(balance(one, mask), 2.0 * 4, rtol=1e-5)
+    with_values(module)
+    mask = jnp.asarray([[1.0, 1, 0, 1, 1], [1.0, 0, 1, 1, 1]])
+    both = balance(x, mask)
+    np.testing.assert_allclose(both, balance(x[:1], mask[:1]) + balance(x[1:], mask[1:]), rtol=1e-6)
+    slope = jax.grad(lambda x: balance(x, mask))(x)
+    assert not np.asarray(slope[0, 2]).any() and np.asarray(slope[0, 1]).any()
+
+
+def test_the_model_is_described_once() -> None:
+    model = describe(CONFIG)
+    assert model.layers == ("dense", "experts", "experts", "experts")
+    assert model.losses == {"balance": 0.3}
+    listed = {tag for tag, _, families in summaries() if "moe" in families}
+    assert set(model.summaries) == listed
+    expert = 3 * 18 * 14
+    assert count.active_params(model) == count.num_params(model) - 3 * 3 * expert
+    needed = count.forward_flops_per_token(model, 32)
+    pairs = 2 * 2 * 4 * 6 * 10 * (32 - 16)
+    assert count.computed_flops_per_token(model, 32) == needed + 2 * 3 * 3 * expert + pairs
+    costs = count.layer_costs(model, 32)
+    assert len({*costs[1:]}) == 1 and costs[0] < costs[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("model.moe.experts_per_token=9", "is more than model.moe.num_experts (8)"),
+        ("model.moe.num_dense_layers=6", "must be less than model.num_layers (6)"),
+        ("model.moe.num_experts=0", "must be at least 1."),
+        ("model.moe.balance_weight=-1", "0 only records the balance loss"),
+        ("model.num_experts=4", "Did you mean model.moe.num_experts?"),
+        ("model.n_routed_experts=4", "layers with experts are those of some model families"),
+        ("model.moe.window=3", "is not a key of model.moe"),
+        ("mesh.ici_tensor=4 mesh.cpu_devices=4 model.moe.d_expert=90", "multiple of the tensor"),
+    ],
+)
+def test_keys_are_checked(given: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["tiny-moe", "train.steps=1", *given.split()])
+    assert text in str(caught.value)
+    action = str(caught.value).rsplit("Set ", 1)[-1]
+    assert action
+
+
+def test_a_key_of_another_family_is_not_checked_for_it() -> None:
+    assert load(["tiny", "train.steps=1", "mesh.ici_tensor=4"]).config.model.family == "llama"

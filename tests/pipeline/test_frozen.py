@@ -1,0 +1,171 @@
+"""Parameters that are not trained: no gradients, no accumulators, no reductions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from maxpipe.model.count import num_trained, size, train_flops_per_token
+from maxpipe.plan.compile import read, traffic
+from maxpipe.plan.memory import buffers, memory, state
+from maxpipe.plan.sizes import Sizes
+from maxpipe.train.step import Steps
+from tests.cases import Case, buffer_bytes
+from tests.pipeline import test_kinds
+from tests.pipeline.test_executor import check_gradients
+from tests.plan.test_memory import config_of, steps_of
+
+ENDS = ("embedding", "final_norm.*", "head")
+CASES = [
+    Case(1, 1, 2, fsdp=2, gather="step", frozen=("layers.*",)),
+    Case(2, 2, 4, fsdp=2, frozen=("layers.attention.*", "embedding")),
+    Case(2, 1, 3, schedule="1f1b", tied=True, fsdp=2, remat="none", frozen=("embedding",)),
+    Case(2, 3, 4, fsdp=2, layers=7, gather="visit", frozen=("*_norm.scale", "layers.mlp.up")),
+    Case(2, 2, 4, schedule="zb_v", remat="names", frozen=("layers.*.query", "head"), tensor=2),
+    Case(3, 2, 7, schedule="v_half", layers=7, remat="none", frozen=ENDS, dropout=0.3),
+    Case(2, 2, 5, outside=1, remat="chunk", idle="compute", fsdp=2, frozen=("layers.*", "head")),
+    Case(4, 1, 9, schedule="zb_h1", outside=1, data=2, frozen=("embedding", "layers.mlp.*")),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_of_the_others_equal_the_plain_loop(case: Case) -> None:
+    check_gradients(case)
+
+
+KINDS = [
+    test_kinds.Case("pwnwpnwnw", 3, 2, 6, fsdp=2, gather="visit", frozen=("wide", "narrow.into")),
+    test_kinds.Case("npwnnwp", 2, 1, 5, schedule="zb_h1", remat="names", frozen=("narrow", "head")),
+    test_kinds.Case("pwnwn", 2, 1, 5, outside=1, fsdp=2, frozen=("plain", "embedding")),
+]
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_a_frozen_kind_hands_on_the_gradient_of_its_input(case: test_kinds.Case) -> None:
+    test_kinds.check(case)
+
+
+# What is predicted, and what the compiler makes of it.
+
+ATTENTION = ["layers.attention.*", "embedding"]
+PLANS: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
+    (
+        {"frozen": ATTENTION},
+        {"ici_stage": 2, "ici_fsdp": 2, "ici_data": 2},
+        {"microbatches": 4, "schedule": "1f1b"},
+    ),
+    (
+        {"frozen": ["layers.mlp.*", "head", "final_norm.scale"]},
+        {"ici_stage": 2, "ici_fsdp": 4},
+        {"microbatches": 5, "repeats": 5, "weight_gather": "visit", "group": 4},
+    ),
+    (
+        {"frozen": ["embedding"], "tied_embeddings": True},
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 4, "layers_outside": 2, "weight_gather": "step", "remat": "names"},
+    ),
+    ({"frozen": ["layers.*"]}, {"ici_stage": 4}, {"microbatches": 6, "schedule": "zb_h1"}),
+]
+
+
+def held_by(steps: Steps) -> int:
+    """Bytes of the train state on one device."""
+    shards = jax.tree.map(
+        lambda leaf, placed: size_of(placed.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
+        steps.abstract_state,
+        steps.state_sharding,
+    )
+    return sum(jax.tree.leaves(shards))
+
+
+def size_of(shape: tuple[int, ...]) -> int:
+    found = 1
+    for length in shape:
+        found *= length
+    return found
+
+
+@pytest.mark.parametrize(("model", "mesh", "pipeline"), PLANS)
+def test_buffers_and_state_are_predicted(
+    model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
+) -> None:
+    config = config_of(model, mesh, pipeline)
+    steps, sizes = steps_of(config), Sizes(config)
+    found, predicted = buffer_bytes(steps), buffers(sizes, steps.train_schedule)
+    assert predicted == {name: found[name] for name in predicted}
+    assert state(sizes)["state"] == pytest.approx(held_by(steps), abs=64)
+    whole = Sizes(replace(config, model=replace(config.model, frozen=[])))
+    assert predicted["gradients"] < buffers(whole, steps.train_schedule)["gradients"]
+    trained = jax.tree.leaves(steps.abstract_saved["optimizer"]["mu"])
+    assert sum(leaf.size for leaf in trained) == num_trained(sizes.model)
+
+
+def test_what_waits_for_weight_gradients_is_no_more_than_predicted() -> None:
+    """Of a layer that is frozen in part, less is deferred and kept; all else is exact."""
+    mesh, pipeline = {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}
+    for remat in ("full", "names", "none"):
+        config = config_of({"frozen": ["layers.mlp.*"]}, mesh, pipeline | {"remat": remat})
+        steps = steps_of(config)
+        found, predicted = buffer_bytes(steps), buffers(Sizes(config), steps.train_schedule)
+        whole = steps_of(replace(config, model=replace(config.model, frozen=[])))
+        assert 0 < found["deferred"] <= predicted["deferred"]
+        assert predicted["deferred"] < buffer_bytes(whole)["deferred"]
+        assert found["stash"] <= predicted["stash"] and found["gradients"] == predicted["gradients"]
+
+
+def compiled_traffic(config: Any) -> tuple[dict[tuple[str, str], tuple[float, float]], float]:
+    """{(kind, axes): (number, bytes)} of a compiled step's collectives, and its operations."""
+    steps = steps_of(config)
+    text = steps.compile_train().as_text()
+    profile, _ = read(text, steps, config.pipeline.weight_gather)
+    found = {
+        (each.kind, each.axes): (each.count, each.total_bytes)
+        for each in traffic(profile.collectives, steps.partition.mesh)
+    }
+    return found, profile.flops
+
+
+def test_nothing_is_reduced_or_multiplied_for_frozen_weights() -> None:
+    """Counted in the compiled program: reductions over fsdp and data, and operations."""
+    model, mesh, pipeline = PLANS[0]
+    frozen = config_of(model | {"compute_dtype": "float32"}, mesh, pipeline)
+    config = replace(frozen, model=replace(frozen.model, frozen=[]))
+    (before, flops), (after, fewer) = compiled_traffic(config), compiled_traffic(frozen)
+    sizes = Sizes(config)
+    tables = sizes.embedding_elements()
+    kind = sizes.model.kinds["layer"]
+    mine = [param for (part, _), param in kind.params.items() if part == "attention"]
+    layers = sizes.microbatches * sum(sizes.cut) // sizes.stages
+    scattered = ("reduce-scatter", "fsdp")
+    # Each of four weights of each layer of each microbatch; a device sends its half.
+    assert before[scattered][0] - after[scattered][0] == 4 * layers
+    sent = 4 * layers * sum(map(size, mine)) / 2
+    assert before[scattered][1] - after[scattered][1] == pytest.approx(sent)
+    summed = lambda found: sum(sent for (kind, axes), (_, sent) in found.items() if "data" in axes)  # noqa: E731
+    shards = sum(sizes.layer_slots["layer"] * sizes.elements(param.dims) for param in mine)
+    assert summed(before) - summed(after) == pytest.approx(4 * (shards + tables))
+    # Weights are gathered as before, and messages sent; tokens are looked up, and not once more
+    # for a gradient.
+    assert before["collective-permute", "stage"] == after["collective-permute", "stage"]
+    (times, sent), (fewer_times, less) = (each["all-gather", "fsdp"] for each in (before, after))
+    ids = sizes.microbatches * 4 * sizes.tokens
+    assert (times - fewer_times, sent - less) == (sizes.microbatches, ids)
+    rows, tokens = config.train.batch_size // 4, config.train.sequence_length
+    product = 2 * rows * tokens * sum(map(size, mine)) * sum(sizes.cut) // sizes.stages
+    assert flops - fewer == pytest.approx(product)
+    whole, part = (train_flops_per_token(Sizes(each).model, tokens) for each in (config, frozen))
+    assert (whole - part) * rows * tokens / sizes.stages == product
+
+
+def test_less_is_predicted() -> None:
+    for model, mesh, pipeline in PLANS:
+        config = config_of(model, mesh, pipeline)
+        whole = replace(config, model=replace(config.model, frozen=[]))
+        less, more = (
+            memory(Sizes(each), steps_of(each).train_schedule, platform="tpu")
+            for each in (config, whole)
+        )
+        assert less.total < more.total and less.arguments < more.arguments

@@ -1,0 +1,37 @@
+"""A train step of a model whose layers return losses and statistics, and its saved form."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from maxpipe.model.families.moe import MoeConfig
+from maxpipe.train.summaries import summarised
+from tests.cases import TOLERANCE, Case, batch_of, steps_of
+
+OWN = MoeConfig(num_experts=5, num_dense_layers=2, d_expert=12)
+
+
+def test_a_step_tells_what_layers_returned_and_saves_them_by_kind() -> None:
+    case = Case(2, 1, 3, own=OWN, layers=5, outside=1)
+    steps, batch = steps_of(case, case.rows), batch_of(case.rows, case=case)
+    decoder, parts = steps.partition.decoder, steps.partition
+    state = steps.init()
+    saved = parts.to_saved(state.params)
+    assert {kind: len(tree["attention"]["query"]) for kind, tree in saved["layers"].items()} == {
+        "dense": 2,
+        "experts": 3,
+    }
+    jax.tree.map(np.testing.assert_array_equal, parts.from_saved(saved), state.params)
+
+    plain = jax.jit(decoder.run)(saved, batch)
+    wanted = summarised(
+        decoder.model,
+        {name: loss / batch["loss_mask"].sum() for name, loss in plain.losses.items()},
+        plain.statistics,
+    )
+    placed = jax.device_put(batch, steps.batch_sharding)
+    _, metrics = steps.compile_train()(state, placed)
+    assert wanted.keys() == {tag for tag in metrics if tag.startswith("moe/")}
+    for tag, number in wanted.items():
+        np.testing.assert_allclose(metrics[tag], number, rtol=TOLERANCE)

@@ -1,0 +1,104 @@
+"""Runs in which some parameters are not trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from maxpipe.checkpoint.trees import named
+from maxpipe.model.families.registry import describe
+from maxpipe.model.frozen import declared, trained
+from maxpipe.train.optim import moments
+from maxpipe.train.step import Steps
+from tests.cases import TOLERANCE, Case, batch_of, steps_of
+from tests.train.runs import Run, losses, saved
+
+ROWS = 8
+FROZEN = ("embedding", "layers.attention.*", "layers.mlp_norm.scale")
+HERE = Case(2, 2, 2, fsdp=2, layers=5, frozen=FROZEN)
+ELSEWHERE = Case(3, 1, 4, schedule="zb_h1", outside=1, data=2, layers=5, frozen=FROZEN)
+
+
+def trained_on(steps: Steps, run: Any, state: Any, first: int, last: int) -> tuple[Any, list[Any]]:
+    """The state after these steps, and the losses."""
+    found = []
+    for step in range(first, last):
+        batch = jax.device_put(batch_of(ROWS, step), steps.batch_sharding)
+        state, metrics = run(state, batch)
+        found.append(float(metrics["train/loss"]))
+    return state, found
+
+
+def same_bits(first: Any, second: Any) -> dict[str, bool]:
+    a, b = named(jax.device_get(first)), named(jax.device_get(second))
+    assert a.keys() == b.keys()
+    return {name: a[name].tobytes() == b[name].tobytes() for name in a}
+
+
+def test_frozen_parameters_keep_their_bits_and_have_no_state() -> None:
+    steps = steps_of(HERE, ROWS)
+    run, names = steps.compile_train(), trained(steps.partition.decoder.model)
+    begun = steps.to_saved(steps.init())
+    state, wanted = trained_on(steps, run, steps.init(), 0, 2)
+    saved = steps.to_saved(state)
+    kept = same_bits(saved["params"], begun["params"])
+    assert kept == {name: name not in names for name in kept}
+    assert not names.isdisjoint(kept) and any(kept.values())
+    for tree in (*saved["optimizer"].values(), *moments(steps.abstract_saved).values()):
+        assert named(tree).keys() == names
+    # Frozen parameters that decay would have moved: they would lose a part of each entry.
+    assert steps.replica_check.differences(state) == []
+    # What was saved is all that there is: here the run goes on bit for bit, elsewhere alike.
+    again = steps.from_saved(jax.device_get(saved), state.guard)
+    assert all(same_bits(again, state).values())
+    others = steps_of(ELSEWHERE, ROWS)
+    there = others.from_saved(jax.device_get(saved), jax.device_get(state.guard))
+    assert all(same_bits(others.to_saved(there), saved).values())
+    (end, wanted), (ended, found) = (
+        trained_on(steps, run, state, 2, 4),
+        trained_on(others, others.compile_train(), there, 2, 4),
+    )
+    assert all(same_bits(trained_on(steps, run, again, 2, 4)[0], end).values())
+    np.testing.assert_allclose(found, wanted, rtol=TOLERANCE)
+    kept = same_bits(others.to_saved(ended)["params"], begun["params"])
+    assert kept == {name: name not in names for name in kept}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_what_it_has_trained(tiny: Path, run: Run, tmp_path: Path) -> None:
+    frozen = "model.frozen=[layers.*,head]"
+    arguments = (tiny, f"run.dir={tmp_path}", "eval.batches=0", "log.every=1")
+    output = run("train", *arguments, "train.steps=4", frozen)
+    assert "M trained)" in output
+    state = saved(tmp_path / "run").state
+    assert "layers" in state["params"]
+    for tree in state["optimizer"].values():
+        assert named(tree).keys() == {"embedding", "final_norm.scale"}
+    # Other patterns that freeze the same, on another layout.
+    same = "model.frozen=[head,layers.mlp*,layers.attention*]"
+    output = run("train", *arguments, "train.steps=6", same, "mesh.ici_stage=2", "mesh.ici_data=2")
+    assert "after step 4" in output
+    output = run("train", *arguments, "train.steps=8", "model.frozen=[embedding,head]", code=2)
+    assert "command line: model.frozen = [embedding, head]\n" in output
+    assert "then: embedding now frozen; layers.attention.key, " in output
+    assert "Set model.frozen=[head,layers.mlp*,layers.attention*], or run.name" in output
+    action = ("run.name=next", "checkpoint.restore_from=run", "checkpoint.restore=weights")
+    output = run("train", *arguments, "train.steps=2", *action, "model.frozen=[]")
+    assert "with the weights of run, step 6" in output
+    assert losses(tmp_path / "next")[1] < losses(tmp_path / "run")[1]
+
+
+def test_patterns_are_those_of_checkpoints_and_of_kinds() -> None:
+    model = HERE.model
+    names = set(declared(describe(model)))
+    assert {"embedding", "final_norm.scale", "head", "layers.attention.query"} < names
+    frozen = names - trained(describe(model))
+    assert frozen == {
+        "embedding",
+        "layers.mlp_norm.scale",
+        *(f"layers.attention.{name}" for name in ("query", "key", "value", "out")),
+    }
