@@ -302,6 +302,12 @@ ROWS = [
             "ici_stage=4 ici_fsdp=8 repeats=2 microbatches=16 batch_size=128 "
             "sequence_length=2048 remat=none",
         ),
+        (
+            "mixtral-8x7b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=8 repeats=2 microbatches=16 batch_size=128 sequence_length=2048",
+        ),
     )
 ]
 
@@ -385,7 +391,7 @@ PREAMBLE = """\
 temporaries that the compiler states beside them, and the peak of both together are its own (why the
 peak counts: docs/decisions/0016-peak-memory.md); predicted is the total of `maxpipe plan`. The few
 factors in `maxpipe/plan/memory.py` were fitted to the rows of Llama from 1B to 70B, one of them to
-all rows with visits; not to those of 405B, nor else to Gemma 3.
+all rows with visits; not to those of 405B, nor else to Gemma 3 and Mixtral.
 
 """
 
