@@ -28,6 +28,8 @@ CASES = [
     Case(3, 2, 7, schedule="v_half", layers=7, remat="none", frozen=ENDS, dropout=0.3),
     Case(2, 2, 5, outside=1, remat="chunk", idle="compute", fsdp=2, frozen=("layers.*", "head")),
     Case(4, 1, 9, schedule="zb_h1", outside=1, data=2, frozen=("embedding", "layers.mlp.*")),
+    Case(2, 1, 3, ahead=2, fsdp=2, gather="step", frozen=("head", "final_norm.*")),
+    Case(2, 2, 4, ahead=1, schedule="zb_v", tied=True, frozen=("ahead.*", "layers.*.up")),
 ]
 
 
