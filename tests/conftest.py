@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import hypothesis
 import jaxtyping
 import pytest
 
@@ -37,6 +38,10 @@ CHECKED = (
     "maxpipe.train.step",
 )
 GOLDEN = Path(__file__).parent / "golden"
+
+# On a busy machine any example may take long, once.
+hypothesis.settings.register_profile("busy", deadline=None)
+hypothesis.settings.load_profile("busy")
 
 # Machine code half as fast in half the compile time; partitioning, fusion and memory stay as
 # they are. There is no compilation cache: see `maxpipe.processes.runtime.start`.

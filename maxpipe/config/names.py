@@ -158,7 +158,7 @@ _NOT_SAME_KEY = {
         "Leave it out; metrics.jsonl has every number as JSON, a line per record, for other tools.",
     ),
     "experts n_experts num_local_experts moe num_experts_per_tok "
-    "num_experts_per_token top_k n_routed_experts moe_intermediate_size": (
+    "num_experts_per_token n_routed_experts moe_intermediate_size": (
         "layers with experts are those of some model families.",
         "Set model.family to one that has them, and its own keys; "
         "`maxpipe config explain model` lists all.",

@@ -23,9 +23,7 @@ from maxpipe.model.parts import experts
 from maxpipe.train.summaries import summarised
 from tests.model.parts import RULES, assert_close, context, packed, with_values
 
-OWN = MoeConfig(
-    num_experts=5, experts_per_token=2, num_dense_layers=1, d_expert=14, balance_weight=0.3
-)
+OWN = MoeConfig(num_experts=5, top_k=2, num_dense_layers=1, d_expert=14, balance_weight=0.3)
 CONFIG = ModelConfig(
     family="moe",
     num_layers=4,
@@ -272,7 +270,7 @@ def test_the_model_is_described_once() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ("model.moe.experts_per_token=9", "is more than model.moe.num_experts (8)"),
+        ("model.moe.top_k=9", "is more than model.moe.num_experts (8)"),
         ("model.moe.num_dense_layers=6", "must be less than model.num_layers (6)"),
         ("model.moe.num_experts=0", "must be at least 1."),
         ("model.moe.balance_weight=-1", "0 only records the balance loss"),

@@ -26,7 +26,7 @@ def layouts(layers: int, stages: int, repeats: int) -> st.SearchStrategy[Layout]
 
 
 @given(layouts(40, 8, 4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_chunks_are_even_and_in_network_order(layout: Layout) -> None:
     sizes, first = layout.chunk_sizes, layout.first_layer
     assert sizes.shape == first.shape == (layout.ring.num_repeats, layout.ring.num_stages)
@@ -47,7 +47,7 @@ def test_chunks_are_even_and_in_network_order(layout: Layout) -> None:
 
 # A smaller range: every new shape is compiled.
 @given(layouts(9, 4, 3))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_stacking_is_undone_and_pads_with_zeros(layout: Layout) -> None:
     layers = 1.0 + np.arange(layout.num_layers * 2, dtype=np.float32).reshape(-1, 2)
     stack = layout.stacks[ONE_KIND]
@@ -118,7 +118,7 @@ def test_kinds_have_stacks_of_their_own() -> None:
 
 
 @given(layouts(12, 4, 3), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_layer_is_found_by_kind_and_place(layout: Layout, data: st.DataObject) -> None:
     """The engine's way to a layer: the table's kind, and its place in that kind's stack."""
     names = st.lists(st.sampled_from("abc"), min_size=layout.num_layers, max_size=layout.num_layers)

@@ -21,7 +21,7 @@ class MoeConfig:
 
     num_experts: int = 8
     """Experts of a layer."""
-    experts_per_token: int = 2
+    top_k: int = 2
     """Experts that a token is sent to: those to which the router gives the largest probabilities.
     """
     num_dense_layers: int = 1
@@ -54,7 +54,7 @@ def describe(config: ModelConfig) -> Model:
         d,
         own.d_expert or config.d_mlp,
         own.num_experts,
-        own.experts_per_token,
+        own.top_k,
         gain,
         own.balance_weight,
         own.normalised_weights,
@@ -78,12 +78,12 @@ def describe(config: ModelConfig) -> Model:
 
 def _rules(config: ModelConfig) -> Iterator[Finding]:
     own = own_keys(config, MoeConfig)
-    if own.experts_per_token > own.num_experts:
+    if own.top_k > own.num_experts:
         yield Finding(
-            "model.moe.experts_per_token",
+            "model.moe.top_k",
             f"is more than model.moe.num_experts ({own.num_experts}): a token is sent to different "
             "experts.",
-            f"Set model.moe.experts_per_token={min(2, own.num_experts)}.",
+            f"Set model.moe.top_k={min(2, own.num_experts)}.",
         )
     if own.num_dense_layers >= config.num_layers:
         yield Finding(
@@ -101,7 +101,7 @@ FAMILY = Family(
     describe,
     bounds=(
         Bound("num_experts", 8, 1, axis="experts"),
-        Bound("experts_per_token", 2, 1),
+        Bound("top_k", 2, 1),
         Bound("num_dense_layers", 1, 0),
         Bound("d_expert", 0, 0, why="0 takes model.d_mlp", axis="mlp"),
         Bound("balance_weight", 0.01, 0, LARGEST, "0 only records the balance loss"),
