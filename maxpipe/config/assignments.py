@@ -104,6 +104,10 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
         rule, action = override_meant(arg.lstrip("-"), "is not an option of this command.", KEYS)
         action = action or "See the command's --help."
         problems.append(Problem(f"command line: {arg}", "", rule, action))
+    elif key in SECTIONS:
+        rule = "is a section: an override is `section.key=value`."
+        action = f"Run `maxpipe config explain {key}` for its keys."
+        problems.append(Problem(f"command line: {key}", shortened(text), rule, action))
     elif len(path) == 1 or not all(path):
         rule = "names no section: an override is `section.key=value`."
         rule, action = override_meant(arg, rule, KEYS)

@@ -37,6 +37,7 @@ from maxpipe.config.keys import (
     is_of_another_family,
     names_in,
     parted,
+    section_of,
     sections_of,
 )
 from maxpipe.config.names import because, key_meant, list_meant, value_meant
@@ -247,7 +248,7 @@ def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
     if not rest:
         return _unknown_problem(assignment)
     name, *entry = rest
-    hint = KEYS.get(f"{section}.{name}")
+    hint = KEYS.get(f"{section}.{name}") if "." not in name else None
     if hint is None or (entry and not is_mapping(hint)):
         return _unknown_problem(assignment)
     for text in texts(assignment.raw):
@@ -311,10 +312,11 @@ def _unknown_problem(assignment: Assignment) -> Problem:
     if section in SECTIONS and not rest:
         rule = "is a section: its keys stand below it, one `key: value` per line."
         return assignment.problem(rule, f"Run `maxpipe config explain {section}` for its keys.")
-    if not rest and section in KEYS:
-        parent, _, name = section.partition(".")
+    if (key := ".".join(assignment.path)) in KEYS:
+        lines = [f"`{each}:`" for each in section_of(key).split(".")]
         rule = "is a full key: in a file it stands below its section."
-        return assignment.problem(rule, f"Write `{parent}:`, and `{name}: ...` indented below it.")
+        last = f"and `{key.rpartition('.')[2]}: ...` indented below it."
+        return assignment.problem(rule, f"Write {', below it '.join(lines)}, {last}")
     answer = key_meant(assignment.path, KEYS)
     if section in SECTIONS:
         guess, rule = answer.name, f"is not a key of {section}."

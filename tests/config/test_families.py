@@ -61,8 +61,11 @@ def test_files_merge_below_a_family(tmp_path: Path) -> None:
         ([*LLAMA, "model.gemma3.window=2"], "or set model.family=gemma3."),
         ([*LLAMA, "model.family=gemma"], "Set model.family=gemma3."),
         ([*GEMMA, "model.gemma3.windw=2"], "Did you mean model.gemma3.window?"),
-        ([*GEMMA, "model.gemma3.window=0"], "must be at least 1."),
+        ([*GEMMA, "model.gemma3.period=0"], "must be at least 1."),
+        ([*GEMMA, "model.gemma3.window=2147483648"], "must be from 1 to 2147483647"),
+        ([*GEMMA, "model.gemma3=3"], "model.gemma3 = 3\n  is a section"),
         ([*GEMMA, "window=3"], "Write model.gemma3.window=3."),
+        (["tiny-moe", "train.steps=1", f"model.moe.num_dense_layers={10**15}"], "less than model."),
         ([*GEMMA, "model.gemma3.window=x"], "must be an integer."),
         (
             [*GEMMA, "pipeline.saved_names=[gat]"],
