@@ -48,7 +48,9 @@ _NAME_CHARACTERS = 100
 """More than enough for a name that is made from another; file systems allow 255."""
 
 
-def rule(*keys: str, is_first: bool = False) -> Callable[[Callable[[Config], Iterator[Finding]]], None]:
+def rule(
+    *keys: str, is_first: bool = False
+) -> Callable[[Callable[[Config], Iterator[Finding]]], None]:
     """Registers a function as the rule on these keys."""
 
     def register(find: Callable[[Config], Iterator[Finding]]) -> None:
