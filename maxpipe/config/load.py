@@ -24,6 +24,7 @@ from maxpipe.config.assignments import (
     from_override,
     from_values,
     is_mapping,
+    set_twice,
     to_new_key,
 )
 from maxpipe.config.check import DEFAULT, check, did_you_mean, is_override
@@ -90,6 +91,7 @@ def load(
     for arg in overrides:
         assignments += from_override(arg, problems)
     cautions = tuple(cautions_about(assignments, saved_as=origin))
+    problems += set_twice(assignments)
     assignments = [to_new_key(assignment) for assignment in assignments]
     named = _named_like(located[-1]) if located and located[-1] else None
     is_complete = None not in documents
