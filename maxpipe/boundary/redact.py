@@ -46,10 +46,10 @@ _FORMS = re.compile(
 _NAME = (
     r"pass(?:word|wd|phrase)|secret|api[_-]?key|access[_-]?key|private[_-]?key|credential"
     r"|authorization|signature|(?:access|api|auth|bearer|id|refresh|session)-?token"
-    r"|(?<![A-Za-z])(?<!bos_|eos_|pad_|unk_|sep_|cls_)(?<!mask_)token(?![A-Za-z])"
+    r"|(?<![A-Za-z])(?<!bos_|eos_|pad_|unk_|sep_|cls_|per_)(?<!mask_)token(?![A-Za-z])"
 )
-"""Part of a secret's name: `HF_TOKEN` is one, `eos_token`, `train.tokens` and `tokenizer` are
-not."""
+"""Part of a secret's name: `HF_TOKEN` is one, `eos_token`, `experts_per_token`, `train.tokens` and
+`tokenizer` are not."""
 _NAMES = re.compile(_NAME, re.IGNORECASE)
 _GIVEN = re.compile(
     rf"""((?<![\w.-])[\w.-]*(?:{_NAME})[\w.-]*(?:[ ]?=[ ]?|["']\s*[:=]\s*)"""

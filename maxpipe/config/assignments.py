@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,10 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
         rule, action = override_meant(arg.lstrip("-"), "is not an option of this command.", KEYS)
         action = action or "See the command's --help."
         problems.append(Problem(f"command line: {arg}", "", rule, action))
+    elif key in SECTIONS:
+        rule = "is a section: an override is `section.key=value`."
+        action = f"Run `maxpipe config explain {key}` for its keys."
+        problems.append(Problem(f"command line: {key}", shortened(text), rule, action))
     elif len(path) == 1 or not all(path):
         rule = "names no section: an override is `section.key=value`."
         rule, action = override_meant(arg, rule, KEYS)
@@ -148,6 +152,16 @@ def cautions_about(assignments: Iterable[Assignment], saved_as: str) -> Iterator
         new = MOVED.get(".".join(each.path))
         if new and each.origin != saved_as:
             yield each.problem(f"is called {new} now.", f"Write {new} in its place.")
+
+
+def set_twice(assignments: Sequence[Assignment]) -> Iterator[Problem]:
+    """What one file sets by the name of an earlier release and by today's."""
+    known = {(each.origin, ".".join(each.path)): each.place for each in assignments}
+    for each in assignments:
+        new = MOVED.get(".".join(each.path), "")
+        if place := known.get((each.origin, new)):
+            rule = f"is the earlier name of {new}, which is set as well: {place}."
+            yield each.problem(rule, f"Keep {new}.")
 
 
 def to_new_key(assignment: Assignment) -> Assignment:

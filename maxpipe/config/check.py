@@ -73,12 +73,14 @@ def check(config: Config, origins: Mapping[str, str], skip: Collection[str] = ()
     wrong = set(skip)
     problems: list[Problem] = []
     # Rules on a single key come first: where one fails, relations with that key mean nothing.
-    for each in sorted(RULES, key=lambda each: len(each.keys) > 1):
+    for each in sorted(RULES, key=lambda each: (len(each.keys) > 1, not each.is_first)):
         if not wrong.isdisjoint(each.keys):
             continue
         findings = list(each.find(config))
         if findings and len(each.keys) == 1:
             wrong.update(each.keys)
+        elif each.is_first:
+            wrong.update(key for key, *_ in findings)
         for key, text, action in findings:
             value = value_of(config, key)
             given = shown(redact.variables(value) if key == "launch.environment" else value)
@@ -212,7 +214,7 @@ def _cudnn_runs_there(config: Config) -> Iterator[Finding]:
 _MODEL_KEYS = tuple(key for key in KEYS if key.startswith("model."))
 
 
-@rule(*_MODEL_KEYS)
+@rule(*_MODEL_KEYS, is_first=True)  # what it refuses cannot be described
 def _family_agrees(config: Config) -> Iterator[Finding]:
     yield from FAMILIES[config.model.family].rules(config.model)
 

@@ -24,6 +24,7 @@ from maxpipe.config.assignments import (
     from_override,
     from_values,
     is_mapping,
+    set_twice,
     to_new_key,
 )
 from maxpipe.config.check import DEFAULT, check, did_you_mean, is_override
@@ -37,6 +38,7 @@ from maxpipe.config.keys import (
     is_of_another_family,
     names_in,
     parted,
+    section_of,
     sections_of,
 )
 from maxpipe.config.names import because, key_meant, list_meant, value_meant
@@ -89,6 +91,7 @@ def load(
     for arg in overrides:
         assignments += from_override(arg, problems)
     cautions = tuple(cautions_about(assignments, saved_as=origin))
+    problems += set_twice(assignments)
     assignments = [to_new_key(assignment) for assignment in assignments]
     named = _named_like(located[-1]) if located and located[-1] else None
     is_complete = None not in documents
@@ -247,7 +250,7 @@ def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
     if not rest:
         return _unknown_problem(assignment)
     name, *entry = rest
-    hint = KEYS.get(f"{section}.{name}")
+    hint = KEYS.get(f"{section}.{name}") if "." not in name else None
     if hint is None or (entry and not is_mapping(hint)):
         return _unknown_problem(assignment)
     for text in texts(assignment.raw):
@@ -311,10 +314,11 @@ def _unknown_problem(assignment: Assignment) -> Problem:
     if section in SECTIONS and not rest:
         rule = "is a section: its keys stand below it, one `key: value` per line."
         return assignment.problem(rule, f"Run `maxpipe config explain {section}` for its keys.")
-    if not rest and section in KEYS:
-        parent, _, name = section.partition(".")
+    if (key := ".".join(assignment.path)) in KEYS:
+        lines = [f"`{each}:`" for each in section_of(key).split(".")]
         rule = "is a full key: in a file it stands below its section."
-        return assignment.problem(rule, f"Write `{parent}:`, and `{name}: ...` indented below it.")
+        last = f"and `{key.rpartition('.')[2]}: ...` indented below it."
+        return assignment.problem(rule, f"Write {', below it '.join(lines)}, {last}")
     answer = key_meant(assignment.path, KEYS)
     if section in SECTIONS:
         guess, rule = answer.name, f"is not a key of {section}."

@@ -38,6 +38,8 @@ class Rule:
 
     keys: tuple[str, ...]
     find: Callable[[Config], Iterator[Finding]]
+    is_first: bool = False
+    """Whether other relations mean nothing with the keys that it finds wrong."""
 
 
 RULES: list[Rule] = []
@@ -46,11 +48,13 @@ _NAME_CHARACTERS = 100
 """More than enough for a name that is made from another; file systems allow 255."""
 
 
-def rule(*keys: str) -> Callable[[Callable[[Config], Iterator[Finding]]], None]:
+def rule(
+    *keys: str, is_first: bool = False
+) -> Callable[[Callable[[Config], Iterator[Finding]]], None]:
     """Registers a function as the rule on these keys."""
 
     def register(find: Callable[[Config], Iterator[Finding]]) -> None:
-        RULES.append(Rule(keys, find))
+        RULES.append(Rule(keys, find, is_first))
 
     return register
 

@@ -14,19 +14,23 @@ _LAYERS = "layers"
 def freeze(model: Model, patterns: Sequence[str]) -> Model:
     """The model with each parameter frozen whose name one of the patterns matches.
 
-    In a pattern `*` stands for any text, dots included.
+    In a pattern `*` stands for any text, dots included. One is about names in checkpoints; if it
+    matches none of those, about names of layers with or without their kind.
     """
     if not patterns:
         return model
+    known = list(_declared(model))
+    chosen = {name for pattern in patterns for name in _matched(pattern, known)}
+    several = _has_several_kinds(model)
     kinds = {
         name: replace(
             kind,
             frozen=kind.frozen
-            | {key for key in kind.params if _matches(patterns, *_names_in_layer(name, key))},
+            | {key for key in kind.params if _names_in_layer(name, key, several)[0] in chosen},
         )
         for name, kind in model.kinds.items()
     }
-    ends = {name for name in model.ends.params if _matches(patterns, ".".join(name))}
+    ends = {name for name in model.ends.params if ".".join(name) in chosen}
     return replace(model, kinds=kinds, ends=replace(model.ends, frozen=model.ends.frozen | ends))
 
 
@@ -42,10 +46,8 @@ def trained(model: Model) -> frozenset[str]:
 
 def without_match(model: Model, patterns: Sequence[str]) -> list[str]:
     """The patterns that no parameter's name matches."""
-    known = [names for names, _ in _declared(model)]
-    return [
-        pattern for pattern in patterns if not any(_matches([pattern], *names) for names in known)
-    ]
+    known = list(_declared(model))
+    return [pattern for pattern in patterns if not _matched(pattern, known)]
 
 
 def suggestions(model: Model) -> list[str]:
@@ -65,17 +67,24 @@ def _declared(model: Model) -> Iterator[tuple[tuple[str, ...], Param]]:
     """(names, parameter), the name in checkpoints first."""
     for name, param in model.ends.params.items():
         yield (".".join(name),), param
-    several = len(set(model.layers)) > 1
+    several = _has_several_kinds(model)
     for kind, each in model.kinds.items():
         for key, param in each.params.items():
-            short, long = _names_in_layer(kind, key)
-            yield (long, short) if several else (short, long), param
+            yield _names_in_layer(kind, key, several), param
 
 
-def _names_in_layer(kind: str, key: tuple[str, str]) -> tuple[str, str]:
-    """Without the kind's name, as where it is the only one, and with it."""
-    return ".".join((_LAYERS, *key)), ".".join((_LAYERS, kind, *key))
+def _has_several_kinds(model: Model) -> bool:
+    return len(set(model.layers)) > 1
 
 
-def _matches(patterns: Sequence[str], *names: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
+def _names_in_layer(kind: str, key: tuple[str, str], several: bool) -> tuple[str, str]:
+    """In checkpoints, which name the kind where there are several, and the other way."""
+    short, long = ".".join((_LAYERS, *key)), ".".join((_LAYERS, kind, *key))
+    return (long, short) if several else (short, long)
+
+
+def _matched(pattern: str, known: Sequence[tuple[tuple[str, ...], Param]]) -> set[str]:
+    """Names in checkpoints of the parameters that a pattern means."""
+    in_checkpoints = {names[0] for names, _ in known if fnmatchcase(names[0], pattern)}
+    otherwise = (names[0] for names, _ in known if any(fnmatchcase(n, pattern) for n in names))
+    return in_checkpoints or set(otherwise)

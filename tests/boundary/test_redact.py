@@ -74,6 +74,7 @@ def test_what_has_a_name_or_stands_in_a_url(given: str, left: str):
         "tokenizer.path=/data/tokenizer.json",
         '{"eos_token": "</s>"}',
         "pad_token=<pad>",
+        "model.moe.experts_per_token = 20",
         "runtime.coordinator=10.0.0.1:1234",
         "ssh://git@host/x",
         "gs://bucket/a:b@c",

@@ -16,6 +16,8 @@ from maxpipe.config.load import load
 from maxpipe.config.ranges import BOUNDS
 from maxpipe.config.schema import Config, MeshConfig, TrainConfig
 from maxpipe.errors import ConfigError, Problem
+from maxpipe.model.families.registry import describe
+from maxpipe.model.frozen import declared
 
 ROOT = Path(__file__).parents[2]
 BASE = [str(ROOT / "configs/model/tiny.yml"), "train.steps=10"]
@@ -401,6 +403,15 @@ def test_what_is_frozen_exists_and_something_is_trained(
     with pytest.raises(ConfigError) as caught:
         load(["tiny", "train.steps=1", f"model.frozen={given}"])
     assert words in str(caught.value) and action in str(caught.value)
+
+
+def test_a_pattern_is_about_names_in_checkpoints_first() -> None:
+    """A kind of layers may be called like a part of it."""
+    given = ["tiny-moe", "train.steps=1", "model.frozen=[layers.experts.*]"]
+    for dense, trained in ((1, {"head", "layers.dense.mlp.up"}), (0, {"layers.attention.query"})):
+        model = describe(load([*given, f"model.moe.num_dense_layers={dense}"]).config.model)
+        names = {name for name, param in declared(model).items() if param.trainable}
+        assert trained <= names and not any(name.startswith("layers.experts.") for name in names)
 
 
 @pytest.mark.parametrize("frozen", ["[layers.*]", "[embedding,layers.layer.attention.*]", "[]"])

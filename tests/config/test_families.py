@@ -61,8 +61,11 @@ def test_files_merge_below_a_family(tmp_path: Path) -> None:
         ([*LLAMA, "model.gemma3.window=2"], "or set model.family=gemma3."),
         ([*LLAMA, "model.family=gemma"], "Set model.family=gemma3."),
         ([*GEMMA, "model.gemma3.windw=2"], "Did you mean model.gemma3.window?"),
-        ([*GEMMA, "model.gemma3.window=0"], "must be at least 1."),
+        ([*GEMMA, "model.gemma3.period=0"], "must be at least 1."),
+        ([*GEMMA, "model.gemma3.window=2147483648"], "must be from 1 to 2147483647"),
+        ([*GEMMA, "model.gemma3=3"], "model.gemma3 = 3\n  is a section"),
         ([*GEMMA, "window=3"], "Write model.gemma3.window=3."),
+        (["tiny-moe", "train.steps=1", f"model.moe.num_dense_layers={10**15}"], "less than model."),
         ([*GEMMA, "model.gemma3.window=x"], "must be an integer."),
         (
             [*GEMMA, "pipeline.saved_names=[gat]"],
@@ -85,6 +88,9 @@ def test_a_key_that_moved_is_read_with_a_caution(in_file: bool, tmp_path: Path) 
     where = f"{file}:1" if in_file else "command line"
     assert caution.where == f"{where}: model.rope_scaling" and caution.given == "3"
     assert "model.llama.rope_scaling" in caution.rule + caution.action
+    file.write_text("model:\n  llama: {rope_scaling: 4}\n  rope_scaling: 3\n")
+    twice = f"{file}:3: model.rope_scaling = 3\n  is the earlier name of model.llama.rope_scaling"
+    assert twice in (told := problem(*LLAMA, str(file))) and f"set as well: {file}:2." in told
     # What a run of an earlier release has saved is not to be changed.
     saved: dict[str, Any] = to_dict(load(LLAMA).config)
     saved["model"]["rope_scaling"] = saved["model"].pop("llama")["rope_scaling"]

@@ -92,7 +92,7 @@ FAMILY = Family(
     Gemma3Config,
     describe,
     bounds=(
-        Bound("window", 1024, 1),
+        Bound("window", 1024, 1, 2**31 - 1, "devices count tokens in int32"),
         Bound("period", 6, 1),
         Bound("local_rope_theta", 10000.0, 1, LARGEST, "devices compute in float32", False),
         Bound("rope_scaling", 1.0, 1, LARGEST, "wavelengths are stretched, 1 leaves them alone"),
