@@ -92,7 +92,7 @@ def out_of_memory(error: MemoryError) -> ConfigError:
     return ConfigError.one(
         "memory",
         None,
-        f"this host ran out: {error or 'no more memory'}.",
+        f"this host ran out: {str(error) or 'no more memory'}.",
         "End other programs, use a machine with more memory, or give the command less to read.",
     )
 

@@ -14,7 +14,7 @@ import pytest
 import maxpipe
 from maxpipe.cli import main
 from maxpipe.config.load import load, to_yaml
-from maxpipe.errors import Interrupted, MaxpipeError, Preempted, StorageError
+from maxpipe.errors import Interrupted, MaxpipeError, Preempted, StorageError, out_of_memory
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "configs/model/tiny.yml")
@@ -555,3 +555,8 @@ def test_home_folder_that_does_not_exist(
     assert "must begin with a home folder that is known here" in err
     given = [each.partition("=")[0] for each in arguments if "~" in each]
     assert given[0] in err  # the key, or the path itself
+
+
+def test_a_memory_error_without_words_is_told_in_words() -> None:
+    assert "ran out: no more memory." in str(out_of_memory(MemoryError()))
+    assert "ran out: 3 GiB." in str(out_of_memory(MemoryError("3 GiB")))
