@@ -557,6 +557,6 @@ def test_home_folder_that_does_not_exist(
     assert given[0] in err  # the key, or the path itself
 
 
-def test_a_memory_error_without_words_is_told_in_words() -> None:
+def test_a_memory_error_without_words_is_explained() -> None:
     assert "ran out: no more memory." in str(out_of_memory(MemoryError()))
     assert "ran out: 3 GiB." in str(out_of_memory(MemoryError("3 GiB")))
