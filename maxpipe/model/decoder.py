@@ -255,12 +255,15 @@ class Decoder:
 
     def loss(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, ""]:
         """Mean cross entropy in nats over the target tokens, by the plain loop."""
-        return _cross_entropy(self.apply(params, batch, key), batch)
+        return cross_entropy(self.apply(params, batch, key), batch)
 
     def objective(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, ""]:
         """What training makes small: cross entropy, and the other losses by their weights."""
-        found = self.run(params, batch, key)
-        total = _cross_entropy(found.logits, batch)
+        return self.objective_of(self.run(params, batch, key), batch)
+
+    def objective_of(self, found: Result, batch: Params) -> Float[Array, ""]:
+        """The same of what the plain loop has found."""
+        total = cross_entropy(found.logits, batch)
         weights = {**self.model.losses, **self.model.ends.losses}
         for name, loss in found.losses.items():
             total += weights[name] * loss / _targets(batch)
@@ -295,7 +298,8 @@ def _targets(batch: Params) -> Float[Array, ""]:
     return jnp.maximum(batch["loss_mask"].astype(jnp.float32).sum(), 1.0)
 
 
-def _cross_entropy(logits: Float[Array, "B T V"], batch: Params) -> Float[Array, ""]:
+def cross_entropy(logits: Float[Array, "B T V"], batch: Params) -> Float[Array, ""]:
+    """Mean over the target tokens, in nats."""
     mask = jnp.asarray(batch["loss_mask"], jnp.float32)
     return _nats(logits, batch["targets"], mask) / _targets(batch)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.model.decoder import Decoder
+from maxpipe.model.decoder import Decoder, cross_entropy
 from maxpipe.pipeline.trainable import trained
 from maxpipe.schedule.catalog import SCHEDULES
 from maxpipe.schedule.notation import read_orders
@@ -29,9 +29,8 @@ def _plain(decoder: Decoder, with_key: bool) -> tuple[Any, Any]:
 
     def total(params: Any, row: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
         count, found = row["loss_mask"].sum(), decoder.run(params, row, key)
-        cross_entropy = decoder.loss(params, row, key) * count
-        reported = cross_entropy, found.losses, found.statistics
-        return decoder.objective(params, row, key) * count, reported
+        reported = cross_entropy(found.logits, row) * count, found.losses, found.statistics
+        return decoder.objective_of(found, row) * count, reported
 
     params = jax.jit(decoder.init)(jax.random.key(0))
     if "ahead" in params:  # starts at 0, where some of its gradients are 0
