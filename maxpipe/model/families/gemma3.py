@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
-from maxpipe.model.parts.attention import Attention, Rope
-from maxpipe.model.parts.mlp import GatedMLP
+from maxpipe.model.families import generic
+from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
-from maxpipe.model.spec import Branch, Ends, Family, Kind, Model, Normal, Param, own_keys
+from maxpipe.model.spec import Branch, Family, Kind, Model, own_keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,14 +38,8 @@ def describe(config: ModelConfig) -> Model:
     own = own_keys(config, Gemma3Config)
     d, epsilon = config.d_model, config.norm_epsilon
     norm = RMSNorm(d, epsilon, offset=1.0)
-    gain = (2 * config.num_layers) ** -0.5  # keeps the residual stream's variance near 1
-    attention = Attention(
-        d,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_size,
-        gain,
-        config.attention,
+    attention = generic.attention(
+        config,
         Rope("rope_theta", "rope_factor"),
         scale=(own.query_scale or config.head_size) ** -0.5,
         window="window",
@@ -55,15 +49,10 @@ def describe(config: ModelConfig) -> Model:
         Branch(name, part, norm, after=norm, dropout=config.dropout)
         for name, part in (
             ("attention", attention),
-            ("mlp", GatedMLP(d, config.d_mlp, gain, "gelu")),
+            ("mlp", generic.gated_mlp(config, function="gelu")),
         )
     )
-    ends = Ends(
-        embedding=Param(((config.vocab_size, "vocab"), (d, "embed")), Normal(d)),
-        norm=norm,
-        head=None,
-        embed_scale=d**0.5,
-    )
+    ends = generic.ends(config, norm, embed_scale=d**0.5)
     sees_all = [number % own.period == 0 for number in range(1, config.num_layers + 1)]
 
     def by_layer(of_global: float, of_local: float) -> tuple[float, ...]:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig, was
-from maxpipe.model.parts.attention import Attention, Rope
-from maxpipe.model.parts.mlp import GatedMLP
+from maxpipe.model.families import generic
+from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
-from maxpipe.model.spec import Branch, Ends, Family, Kind, Model, Normal, Param, own_keys
+from maxpipe.model.spec import Branch, Family, Kind, Model, own_keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,28 +26,14 @@ class LlamaConfig:
 def describe(config: ModelConfig) -> Model:
     """One kind of layer."""
     own = own_keys(config, LlamaConfig)
-    d, norm = config.d_model, RMSNorm(config.d_model, config.norm_epsilon)
-    gain = (2 * config.num_layers) ** -0.5  # keeps the residual stream's variance near 1
-    attention = Attention(
-        d,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_size,
-        gain,
-        config.attention,
-        Rope(config.rope_theta, own.rope_scaling, "llama3", own.rope_original_tokens),
-    )
+    norm = RMSNorm(config.d_model, config.norm_epsilon)
+    rope = Rope(config.rope_theta, own.rope_scaling, "llama3", own.rope_original_tokens)
     branches = (
-        Branch("attention", attention, norm, dropout=config.dropout),
-        Branch("mlp", GatedMLP(d, config.d_mlp, gain), norm, dropout=config.dropout),
+        Branch("attention", generic.attention(config, rope), norm, dropout=config.dropout),
+        Branch("mlp", generic.gated_mlp(config), norm, dropout=config.dropout),
     )
-    table, vocab = (d, "embed"), (config.vocab_size, "vocab")
-    ends = Ends(
-        embedding=Param((vocab, table), Normal(d)),
-        norm=norm,
-        head=None if config.tied_embeddings else Param((table, vocab), Normal(d)),
-    )
-    return Model({"layer": Kind(branches)}, ("layer",) * config.num_layers, ends)
+    layers = ("layer",) * config.num_layers
+    return Model({"layer": Kind(branches)}, layers, generic.ends(config, norm))
 
 
 FAMILY = Family(

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
-from maxpipe.model.parts.attention import Attention, Rope
+from maxpipe.model.families import generic
+from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.experts import Experts
-from maxpipe.model.parts.mlp import GatedMLP
 from maxpipe.model.parts.norm import RMSNorm
-from maxpipe.model.spec import Branch, Ends, Family, Kind, Model, Normal, Param, own_keys
+from maxpipe.model.spec import Branch, Family, Kind, Model, own_keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,41 +39,26 @@ class MoeConfig:
 def describe(config: ModelConfig) -> Model:
     """Two kinds of layers, `dense` and `experts`; without dense layers one."""
     own = own_keys(config, MoeConfig)
-    d, norm = config.d_model, RMSNorm(config.d_model, config.norm_epsilon)
-    gain = (2 * config.num_layers) ** -0.5  # keeps the residual stream's variance near 1
-    attention = Attention(
-        d,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_size,
-        gain,
-        config.attention,
-        Rope(config.rope_theta),
-    )
+    norm = RMSNorm(config.d_model, config.norm_epsilon)
     experts = Experts(
-        d,
+        config.d_model,
         own.d_expert or config.d_mlp,
         own.num_experts,
         own.top_k,
-        gain,
+        generic.residual_gain(config),
         own.balance_weight,
         own.normalised_weights,
     )
     branches = {
-        "dense": Branch("mlp", GatedMLP(d, config.d_mlp, gain), norm, dropout=config.dropout),
+        "dense": Branch("mlp", generic.gated_mlp(config), norm, dropout=config.dropout),
         "experts": Branch("experts", experts, norm, dropout=config.dropout),
     }
+    attention = generic.attention(config, Rope(config.rope_theta))
     mixing = Branch("attention", attention, norm, dropout=config.dropout)
     num_routed = config.num_layers - own.num_dense_layers
     layers = ("dense",) * own.num_dense_layers + ("experts",) * num_routed
     kinds = {name: Kind((mixing, branches[name])) for name in dict.fromkeys(layers)}
-    table, vocab = (d, "embed"), (config.vocab_size, "vocab")
-    ends = Ends(
-        embedding=Param((vocab, table), Normal(d)),
-        norm=norm,
-        head=None if config.tied_embeddings else Param((table, vocab), Normal(d)),
-    )
-    return Model(kinds, layers, ends)
+    return Model(kinds, layers, generic.ends(config, norm))
 
 
 def _rules(config: ModelConfig) -> Iterator[Finding]:
