@@ -71,6 +71,11 @@ def mlp(weights: Iterable[np.ndarray], x: np.ndarray) -> np.ndarray:
     return (hidden / (1 + np.exp(-hidden)) * (x @ up)) @ down
 
 
+def of_expert(w: dict[str, np.ndarray], number: int) -> tuple[np.ndarray, ...]:
+    """One expert's gate, up and down projections."""
+    return w["gate"][:, number], w["up"][:, number], w["down"][number]
+
+
 def routed(w: dict[str, np.ndarray], x: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[Any]]:
     """Output, probabilities and the experts of each token, one token after the other."""
     shares = np.exp(x @ w["router"])
@@ -79,8 +84,8 @@ def routed(w: dict[str, np.ndarray], x: np.ndarray) -> tuple[np.ndarray, np.ndar
     for token, mine in enumerate(shares):
         best = sorted(range(len(mine)), key=lambda expert, mine=mine: -mine[expert])[:2]
         for expert in best:
-            weights = (w[name][expert] for name in ("gate", "up", "down"))
-            out[token] += mine[expert] / mine[best].sum() * mlp(weights, x[token])
+            weight = mine[expert] / mine[best].sum()
+            out[token] += weight * mlp(of_expert(w, expert), x[token])
         picked.append(best)
     return out, shares, picked
 
@@ -206,9 +211,7 @@ def test_without_normalisation_weights_are_probabilities() -> None:
         _, shares, picked = routed(w, wide)
         for token, best in enumerate(picked):
             each = [
-                shares[token, expert]
-                * mlp((w[name][expert] for name in ("gate", "up", "down")), wide[token])
-                for expert in best
+                shares[token, expert] * mlp(of_expert(w, expert), wide[token]) for expert in best
             ]
             assert_close(got[row, token], sum(each))
 
@@ -222,9 +225,7 @@ def test_equal_probabilities_go_to_the_first_experts() -> None:
     np.testing.assert_array_equal(found.statistics["load"], [10, 10, 0, 0])
     np.testing.assert_allclose(found.losses["balance"], 10.0, rtol=1e-6)
     wide = np.asarray(x[1, 2], np.float64)
-    first, second = (
-        mlp((w[name][expert] for name in ("gate", "up", "down")), wide) for expert in (0, 1)
-    )
+    first, second = (mlp(of_expert(w, expert), wide) for expert in (0, 1))
     assert_close(found.x[1, 2], (first + second) / 2)
 
 

@@ -36,8 +36,8 @@ class Experts(PartModule):
         weights = shares * chosen
         if part.normalised:
             weights /= weights.sum(-1, keepdims=True)
-        gate = jnp.einsum("btd,edf->btef", x, self.gate[...].astype(dtype))
-        up = jnp.einsum("btd,edf->btef", x, self.up[...].astype(dtype))
+        gate = jnp.einsum("btd,def->btef", x, self.gate[...].astype(dtype))
+        up = jnp.einsum("btd,def->btef", x, self.up[...].astype(dtype))
         gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
         hidden = gated(gate, up, part.function) * weights.astype(dtype)[..., None]
         hidden = constrain(hidden, (None, None, "experts", "mlp"), self.rules)

@@ -57,13 +57,17 @@ class Experts(Part):
 
     @property
     def params(self) -> Mapping[str, Param]:
-        """The router, and the projections of all experts."""
+        """The router, and the projections of all experts.
+
+        With the dims that are summed over in front, or with those that are kept at the end, each
+        projection of all experts is one plain matmul: nothing is transposed.
+        """
         experts, embed = (self.num_experts, "experts"), (self.d_model, "embed")
         mlp = (self.d_mlp, "mlp")
         return {
             "router": Param((embed, experts), Normal(self.d_model)),
-            "gate": Param((experts, embed, mlp), Normal(self.d_model)),
-            "up": Param((experts, embed, mlp), Normal(self.d_model)),
+            "gate": Param((embed, experts, mlp), Normal(self.d_model)),
+            "up": Param((embed, experts, mlp), Normal(self.d_model)),
             "down": Param((experts, mlp, embed), Normal(self.d_mlp, self.out_gain)),
         }
 
