@@ -38,7 +38,7 @@ class Row:
     topology: str
     slices: int
     keys: str
-    """Sections mesh, pipeline and train, without their names where they are clear."""
+    """Keys, those of the sections mesh, pipeline and train without the section's name."""
 
     @property
     def name(self) -> str:
@@ -50,7 +50,8 @@ class Row:
         """Of `maxpipe plan` and `maxpipe compile`."""
         fixed = "train.steps=10 tokenizer.kind=huggingface tokenizer.path=none"
         placed = ["--topology", self.topology, "--slices", str(self.slices)]
-        keys = [f"{SECTION[key.partition('=')[0]]}.{key}" for key in self.keys.split()]
+        names = [(key, key.partition("=")[0]) for key in self.keys.split()]
+        keys = [key if "." in name else f"{SECTION[name]}.{key}" for key, name in names]
         return [f"configs/model/{self.model}.yml", *fixed.split(), *keys, *placed]
 
 
@@ -307,6 +308,20 @@ ROWS = [
             "v5p:2x4x4",
             1,
             "ici_stage=4 ici_fsdp=8 repeats=2 microbatches=16 batch_size=128 sequence_length=2048",
+        ),
+        (
+            "mixtral-8x7b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=4 ici_tensor=2 schedule=zb_h1 microbatches=16 batch_size=64 "
+            "sequence_length=2048 weight_gather=step remat=names",
+        ),
+        (
+            "mixtral-8x7b",
+            "v5p:2x4x4",
+            1,
+            "model.moe.num_dense_layers=4 ici_stage=4 ici_fsdp=4 ici_tensor=2 schedule=zb_h1 "
+            "microbatches=16 batch_size=64 sequence_length=1024 remat=names",
         ),
     )
 ]

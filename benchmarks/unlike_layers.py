@@ -33,7 +33,11 @@ PATTERNS = {
     "three in turn": "abc",
     "units of two": UNIT,
 }
-MODES = [Mode("iteration", "full"), Mode("step", "full"), Mode("step", "names")]
+MODES = [
+    Mode("iteration", "full"),
+    Mode("step", "names"),
+    Mode("iteration", "names", "zb_h1", 1),
+]
 MICROBATCHES = 16
 PREAMBLE = f"""\
 # What layers of unlike kinds cost

@@ -15,11 +15,12 @@ from jax import lax
 
 from maxpipe.parallel.mesh import BATCH_AXES, STAGE
 from maxpipe.pipeline import scopes
+from maxpipe.pipeline.buffers import microbatch, read, room, write
 from maxpipe.pipeline.carry import Buffers, Gradients, Row, Table
 from maxpipe.pipeline.collectives import from_position, index_on, shift, sum_over, vary
 from maxpipe.pipeline.network import Plan
 from maxpipe.pipeline.outside import OutsideLayers
-from maxpipe.pipeline.slots import LayerSlots, Reports, SlotRow, Work, microbatch, read, room, write
+from maxpipe.pipeline.slots import LayerSlots, Reports, SlotRow, Work
 from maxpipe.pipeline.trainable import trained
 from maxpipe.pipeline.visits import run_visits
 from maxpipe.pipeline.vocabulary import AheadSums, AheadWeights, Embedding, LossHead

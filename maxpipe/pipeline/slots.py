@@ -20,6 +20,7 @@ from jax import lax
 
 from maxpipe.parallel.mesh import STAGE
 from maxpipe.pipeline import scopes
+from maxpipe.pipeline.buffers import microbatch, read, read_all, room, write, write_all
 from maxpipe.pipeline.collectives import index_on, vary
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.remat import Constants, Kept, LayerFn, LayerVJP, RematPolicy, differentiate
@@ -103,6 +104,11 @@ class LayerSlots:
     def kinds(self) -> tuple[str, ...]:
         """Kinds of the layers in the chunks; tables count them in this order."""
         return self.layout.in_ring
+
+    @property
+    def unlike(self) -> bool:
+        """Whether there is more than one kind, and so a loop of a kind's own in each turn."""
+        return len(self.kinds) > 1
 
     def length(self, kind: str) -> int:
         """The most layers of a kind in one chunk: the stride of all that is kept by layer."""
@@ -204,7 +210,7 @@ class LayerSlots:
         def turn(number: jax.Array, state: State) -> State:
             step = work.trips - 1 - number if last_first else number
             used = step < work.size if computes else None
-            if len(self.kinds) == 1:
+            if not self.unlike:
                 return run(self.kinds[0], step, step, used, state)
             mine, place = read(work.kinds, step), read(work.places, step)
             for kind, name in enumerate(self.kinds):
@@ -315,7 +321,8 @@ class LayerSlots:
             if reports is not None:
                 counts = _both(used, work.exists)
                 reports = self._reported(reports, kind, of_reports[kind] + place, found, counts)
-            mine = _write_all(stash[kind], stash_bases[kind] + place, saved, used)
+            slot = stash_bases[kind] + place
+            mine = write_all(stash[kind], slot, saved, used, pinned=self.unlike)
             return _pick(used, y, x), stash | {kind: mine}, reports
 
         return self._each(work, run, (x, stash, reports))
@@ -348,7 +355,7 @@ class LayerSlots:
         def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
             cotangent, totals = state
             weights = self.weights[kind].layer(held[kind], bases[kind] + place)
-            values = [read(leaf, kept_bases[kind] + place) for leaf in kept[kind]]
+            values = read_all(kept[kind], kept_bases[kind] + place, pinned=self.unlike)
             constants = self._constants(work, step)
             d_weights, d_x = pieces[kind].backward(weights, values, constants, cotangent)
             totals = self._accumulate(totals, kind, of_totals[kind] + place, d_weights, used)
@@ -372,10 +379,11 @@ class LayerSlots:
         def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
             cotangent, deferred = state
             weights = self.weights[kind].layer(held[kind], bases[kind] + place)
-            values = [read(leaf, kept_bases[kind] + place) for leaf in kept[kind]]
+            values = read_all(kept[kind], kept_bases[kind] + place, pinned=self.unlike)
             constants = self._constants(work, step)
             d_x, later = pieces[kind].input_grad(weights, values, constants, cotangent)
-            mine = _write_all(deferred[kind], of_deferred[kind] + place, later, used)
+            slot = of_deferred[kind] + place
+            mine = write_all(deferred[kind], slot, later, used, pinned=self.unlike)
             return _pick(used, d_x, cotangent), deferred | {kind: mine}
 
         return self._each(work, run, (cotangent, deferred), last_first=True)
@@ -387,7 +395,7 @@ class LayerSlots:
         of_deferred, of_totals = self._bases(work.row.deferred), self._bases(work.gradient)
 
         def run(kind: str, step: Any, place: Any, used: Any, totals: Tree) -> Tree:
-            later = [read(leaf, of_deferred[kind] + place) for leaf in deferred[kind]]
+            later = read_all(deferred[kind], of_deferred[kind] + place, pinned=self.unlike)
             d_weights = pieces[kind].weight_grad(later, self._constants(work, step))
             return self._accumulate(totals, kind, of_totals[kind] + place, d_weights, used)
 
@@ -402,52 +410,9 @@ class LayerSlots:
         return totals | {kind: mine}
 
 
-# Buffers.
-
-
-_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-
-
-def room(count: int, like: Any) -> jax.Array:
-    """Slots for arrays like this one, where it is kept; their contents are undefined."""
-    empty = vary(lax.empty((count, *like.shape), like.dtype))
-    return jax.device_put(empty, _HOST) if isinstance(like, Kept) and like.on_host else empty
-
-
-def read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
-    """The contents of a slot."""
-    return lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)
-
-
-def write(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
-    """The buffer with the value in a slot."""
-    return lax.dynamic_update_index_in_dim(buffer, value, slot, 0)
-
-
-def microbatch(batch: Tree, index: jax.Array) -> Tree:
-    """The batch's arrays of one microbatch, of microbatch 0 when idle."""
-    return jax.tree.map(lambda leaf: read(leaf, jnp.maximum(index, 0)), batch)
-
-
 def _both(one: jax.Array | None, other: jax.Array | None) -> jax.Array | None:
     return other if one is None else one if other is None else one & other
 
 
 def _pick(used: jax.Array | None, new: jax.Array, old: jax.Array) -> jax.Array:
     return new if used is None else jnp.where(used, new, old)
-
-
-def _write_all(
-    buffers: list[jax.Array], slot: jax.Array, values: list[jax.Array], used: jax.Array | None
-) -> list[jax.Array]:
-    """Each value into its buffer, where the turn counts."""
-
-    def put(buffer: jax.Array, value: jax.Array) -> jax.Array:
-        if used is not None:
-            # Nothing is computed in host memory: what is kept there comes and goes.
-            space = jax.typeof(buffer).memory_space
-            new, old = (jax.device_put(a, _DEVICE) for a in (value, read(buffer, slot)))
-            value = jax.device_put(jnp.where(used, new, old), space)
-        return write(buffer, slot, value)
-
-    return [put(*pair) for pair in zip(buffers, values, strict=True)]

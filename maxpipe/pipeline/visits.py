@@ -11,8 +11,9 @@ import numpy as np
 from jax import lax
 
 from maxpipe.pipeline import scopes
+from maxpipe.pipeline.buffers import read
 from maxpipe.pipeline.carry import Buffers, Row, Table
-from maxpipe.pipeline.slots import LayerSlots, read
+from maxpipe.pipeline.slots import LayerSlots
 from maxpipe.pipeline.weights import LayerWeights
 from maxpipe.schedule.table import Schedule
 
