@@ -271,7 +271,11 @@ def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
     return None
 
 
-_LISTS = {list[int]: ("list of integers", "[2, 2]"), list[str]: ("list of names", "[]")}
+_LISTS = {
+    list[int]: ("list of integers", "[2, 2]"),
+    list[float]: ("list of numbers", "[1.5, 2]"),
+    list[str]: ("list of names", "[]"),
+}
 """In words, and an example."""
 
 

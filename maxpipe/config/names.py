@@ -375,9 +375,10 @@ def same_key(path: Sequence[str], keys: Collection[str]) -> Answer | None:
     for key in keys:
         if squashed(key) == full:
             return Answer(key)
-    for key in keys:
-        if squashed(key.rpartition(".")[2]) == tail:
-            return Answer(key)
+    if found := [key for key in keys if squashed(key.rpartition(".")[2]) == tail]:
+        if len(found) == 1 or found[0].count(".") == 1:
+            return Answer(found[0])
+        return Answer(action=f"Write it in full: {' or '.join(found)}.")  # of several families
     for part in (tail, squashed(path[0])):
         if part in _foreign_keys():
             return _foreign_keys()[part]

@@ -91,7 +91,7 @@ def _list_sections() -> str:
 def _explain_section(section: str) -> str:
     names = names_in(section)
     inner = [each.rpartition(".")[2] for each in SECTIONS if each.startswith(f"{section}.")]
-    width = max(map(len, [*names, *inner]))
+    width = max(map(len, [*names, *inner]), default=0)
     lines = [section, *_wrapped(field_docs()[section]), ""]
     for name in [*names, *inner]:
         key = f"{section}.{name}"

@@ -82,16 +82,20 @@ def as_is(raw: Raw) -> Raw:
     return raw
 
 
-def _read_ints(raw: Raw) -> list[int]:
-    if not isinstance(raw, list):
-        raise ValueError(raw)
-    return [_read_int(item) for item in raw]
+def _each(read: Callable[[Raw], Any]) -> Callable[[Raw], list[Any]]:
+    def read_list(raw: Raw) -> list[Any]:
+        if not isinstance(raw, list):
+            raise ValueError(raw)
+        return [read(item) for item in raw]
+
+    return read_list
 
 
 READERS: dict[Any, Callable[[Raw], Any]] = {
     int: _read_int,
     float: _read_float,
     bool: _read_bool,
-    list[int]: _read_ints,
+    list[int]: _each(_read_int),
+    list[float]: _each(_read_float),
 }
 """Parsers by type; they raise ValueError or OverflowError."""

@@ -1,10 +1,10 @@
 """The one description of a model, without jax: what everything else reads.
 
 A model is a row of layers between an embedding and its output heads. Each layer is of a *kind*, and
-a kind is a row of residual branches: `x + after(part(before(x)))`. A part (attention, an MLP,
-experts, a norm) declares its parameters, the names of its activations, its operations, and what its
-backward needs. Counting, initialisation, sharding, the predictions of `plan`, import and export
-read this; there is no second list of weights.
+a kind is a row of residual branches: `x + scale * after(part(before(x)))`. A part (attention, an
+MLP, experts, a norm) declares its parameters, the names of its activations, its operations, and
+what its backward needs. Counting, initialisation, sharding, the predictions of `plan`, import and
+export read this; there is no second list of weights.
 """
 
 from __future__ import annotations
@@ -195,20 +195,25 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Branch:
-    """`x + dropout(after(part(before(x))))`; `after` may be missing."""
+    """`x + scale * dropout(after(part(before(x))))`; either norm may be missing."""
 
     name: str
     part: Part
-    before: Part
+    before: Part | None
     after: Part | None = None
     dropout: float = 0.0
     """Fraction of the outputs that are set to zero in training."""
+    scale: float = 1.0
 
     @property
     def parts(self) -> Mapping[str, Part]:
         """Parts by the name under which their parameters are stored."""
-        found = {f"{self.name}_norm": self.before, self.name: self.part}
-        return found if self.after is None else found | {f"{self.name}_after_norm": self.after}
+        found = {
+            f"{self.name}_norm": self.before,
+            self.name: self.part,
+            f"{self.name}_after_norm": self.after,
+        }
+        return {name: part for name, part in found.items() if part is not None}
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: what is counted of it can be cached
@@ -315,8 +320,10 @@ class Ends:
     """The output projection. None: the embedding's table is used as well."""
     embed_scale: float = 1.0
     """Factor of the embedding, rounded to the compute type."""
+    logit_scale: float = 1.0
+    """Factor of the logits."""
     logit_cap: float = 0.0
-    """Logits become `cap * tanh(logits / cap)`. 0: as they are."""
+    """Scaled logits become `cap * tanh(logits / cap)`. 0: as they are."""
     ahead: Ahead | None = None
     frozen: frozenset[tuple[str, ...]] = frozenset()
     """Where parameters are stored that are not trained."""

@@ -39,8 +39,10 @@ class Network:
     """What each of the layers' losses counts in the objective, beside the cross entropy."""
     embed_scale: float = 1.0
     """Factor of what the embedding looks up."""
+    logit_scale: float = 1.0
+    """Factor of the logits."""
     logit_cap: float = 0.0
-    """Logits become `cap * tanh(logits / cap)`. 0: as they are."""
+    """Scaled logits become `cap * tanh(logits / cap)`. 0: as they are."""
     ahead: Ahead | None = None
     """Heads for tokens further ahead, which only training computes."""
 

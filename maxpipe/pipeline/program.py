@@ -74,7 +74,13 @@ class Program:
         self.head = self.head_weights.hold(head[None])
         last_stage = self.schedule.ring.last_stage
         network = self.network
-        self.loss_head = LossHead(network.norm, last_stage, network.vocab_size, network.logit_cap)
+        self.loss_head = LossHead(
+            network.norm,
+            last_stage,
+            network.vocab_size,
+            network.logit_scale,
+            network.logit_cap,
+        )
         self.ahead = None
         if network.ahead is not None and self.schedule.trains:
             mode, stacked = self.plan.gather_outside_ring, params["ahead"]

@@ -195,8 +195,10 @@ class LossHead(NamedTuple):
     """The stage on which the network ends."""
     vocab_size: int
     """Columns from here on are padding and get no probability."""
+    logit_scale: float = 1.0
+    """Factor of the logits."""
     logit_cap: float = 0.0
-    """Logits become `cap * tanh(logits / cap)`. 0: as they are."""
+    """Scaled logits become `cap * tanh(logits / cap)`. 0: as they are."""
 
     def loss(
         self,
@@ -300,14 +302,16 @@ class LossHead(NamedTuple):
         Float[Array, "B T v"],
         Float[Array, "B T"],
         Float[Array, "B T v"],
-        Float[Array, "B T v"] | None,
+        Float[Array, "B T v"] | float | None,
     ]:
-        """Loss, exp(logits - max), its sum over the vocabulary, one-hot targets, cap's slope."""
+        """Loss, exp(logits - max), its sum over the vocabulary, one-hot targets, logits' slope."""
         num_columns = head.shape[1]
         logits, slope = _product("btd,dv->btv", hidden, head), None
+        if self.logit_scale != 1.0:
+            logits, slope = logits * self.logit_scale, self.logit_scale
         if self.logit_cap:
             bent = jnp.tanh(logits / self.logit_cap)
-            logits, slope = self.logit_cap * bent, 1.0 - bent * bent
+            logits, slope = self.logit_cap * bent, (1.0 - bent * bent) * self.logit_scale
         column = index_on(STAGE) * num_columns + jnp.arange(num_columns)
         logits = jnp.where(column < self.vocab_size, logits, jnp.finfo(jnp.float32).min)
         largest = max_over(logits.max(axis=-1), STAGE)

@@ -440,6 +440,7 @@ def partition(
         jnp.dtype(model.compute_dtype),
         dict(decoder.model.losses),
         ends.embed_scale,
+        ends.logit_scale,
         ends.logit_cap,
         Ahead(decoder.ahead, dict(ends.losses)) if ends.ahead is not None else None,
     )

@@ -64,7 +64,12 @@ def test_files_merge_below_a_family(tmp_path: Path) -> None:
         ([*GEMMA, "model.gemma3.period=0"], "must be at least 1."),
         ([*GEMMA, "model.gemma3.window=2147483648"], "must be from 1 to 2147483647"),
         ([*GEMMA, "model.gemma3=3"], "model.gemma3 = 3\n  is a section"),
-        ([*GEMMA, "window=3"], "Write model.gemma3.window=3."),
+        ([*GEMMA, "window=3"], "Write it in full: model.mistral.window or model.gemma2.window or"),
+        ([*GEMMA, "period=3"], "Write model.gemma3.period=3."),
+        (
+            ["tiny", "train.steps=1", "model.family=phi3", "model.phi3.rope_stretch=3"],
+            "must be a list of numbers.",
+        ),
         (["tiny-moe", "train.steps=1", f"model.moe.num_dense_layers={10**15}"], "less than model."),
         ([*GEMMA, "model.gemma3.window=x"], "must be an integer."),
         (
@@ -102,11 +107,11 @@ def test_every_list_of_keys_has_those_of_all_families(capsys: pytest.CaptureFixt
     assert {"model.llama", "model.gemma3"} <= set(SECTIONS)
     assert "model.own" not in KEYS and "model.gemma3.window" in KEYS
     assert "rope_scaling" in render.explain("model.llama") and "gemma3" in render.explain("model")
-    assert "one of llama, gemma3" in render.explain("model.family")
+    assert "one of llama, mistral" in render.explain("model.family")
     assert "\n## model.gemma3\n" in render.markdown()
     for word, answer in (
         ("model.gemma3.w", "model.gemma3.window="),
-        ("model.family=g", "model.family=gemma3 "),
+        ("model.family=gemma3", "model.family=gemma3 "),
     ):
         assert main(["completion", "--words", "train", word]) == 0
         assert capsys.readouterr().out.splitlines() == [answer]

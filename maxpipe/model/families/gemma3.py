@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
-from maxpipe.errors import Finding
 from maxpipe.model.families import generic
 from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
-from maxpipe.model.spec import Branch, Family, Kind, Model, own_keys
+from maxpipe.model.spec import Family, Model, own_keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,14 +43,6 @@ def describe(config: ModelConfig) -> Model:
         window="window",
         head_norm=RMSNorm(config.head_size, epsilon, offset=1.0),
     )
-    branches = tuple(
-        Branch(name, part, norm, after=norm, dropout=config.dropout)
-        for name, part in (
-            ("attention", attention),
-            ("mlp", generic.gated_mlp(config, function="gelu")),
-        )
-    )
-    ends = generic.ends(config, norm, embed_scale=d**0.5)
     sees_all = [number % own.period == 0 for number in range(1, config.num_layers + 1)]
 
     def by_layer(of_global: float, of_local: float) -> tuple[float, ...]:
@@ -63,17 +53,9 @@ def describe(config: ModelConfig) -> Model:
         "rope_theta": by_layer(config.rope_theta, own.local_rope_theta),
         "rope_factor": by_layer(own.rope_scaling, 1.0),
     }
-    return Model({"layer": Kind(branches)}, ("layer",) * config.num_layers, ends, values)
-
-
-def _rules(config: ModelConfig) -> Iterator[Finding]:
-    if not config.tied_embeddings:
-        yield Finding(
-            "model.tied_embeddings",
-            "must be true with model.family=gemma3: its output projection is the embedding's "
-            "table.",
-            "Set model.tied_embeddings=true.",
-        )
+    return generic.alike(
+        config, attention, norm, after=True, function="gelu", values=values, embed_scale=d**0.5
+    )
 
 
 FAMILY = Family(
@@ -87,5 +69,5 @@ FAMILY = Family(
         Bound("rope_scaling", 1.0, 1, LARGEST, "wavelengths are stretched, 1 leaves them alone"),
         Bound("query_scale", 256.0, 0, LARGEST, "0 takes model.head_size"),
     ),
-    rules=_rules,
+    rules=generic.embeddings_are_tied,
 )

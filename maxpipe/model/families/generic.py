@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from maxpipe.config.schema import ModelConfig
+from maxpipe.errors import Finding
 from maxpipe.model.parts.attention import Attention, Rope
 from maxpipe.model.parts.mlp import GatedMLP
-from maxpipe.model.spec import Dims, Ends, Normal, Param, Part
+from maxpipe.model.parts.norm import RMSNorm
+from maxpipe.model.spec import Branch, Dims, Ends, Kind, Model, Normal, Param, Part
 
 
 def residual_gain(config: ModelConfig) -> float:
@@ -47,3 +51,50 @@ def ends(config: ModelConfig, norm: Part, **options: Any) -> Ends:
 
     head = None if config.tied_embeddings else table(width, vocab)
     return Ends(table(vocab, width), norm, head, **options)
+
+
+def alike(
+    config: ModelConfig,
+    mixing: Attention,
+    norm: RMSNorm,
+    *,
+    before: bool = True,
+    after: bool = False,
+    scale: float = 1.0,
+    function: Literal["silu", "gelu"] = "silu",
+    values: Mapping[str, tuple[float, ...]] | None = None,
+    **of_ends: Any,
+) -> Model:
+    """A model of one kind of layer: attention and a gated MLP, normed `before`, `after` or both.
+
+    `scale` is that of both branches, `of_ends` are further fields of `Ends`.
+    """
+    parts = {"attention": mixing, "mlp": gated_mlp(config, function=function)}
+    branches = tuple(
+        Branch(name, part, norm if before else None, norm if after else None, config.dropout, scale)
+        for name, part in parts.items()
+    )
+    layers = ("layer",) * config.num_layers
+    return Model({"layer": Kind(branches)}, layers, ends(config, norm, **of_ends), values or {})
+
+
+def yarn(theta: float, factor: float, original_tokens: int) -> Rope:
+    """Rotary positions of a context that is `factor` times as long (arXiv:2309.00071)."""
+    length = 0.1 * math.log(factor) + 1.0
+    return Rope(theta, factor, "yarn", original_tokens, length=length)
+
+
+def same_everywhere(config: ModelConfig, value: float) -> tuple[float, ...]:
+    """A per-layer value that does not differ by layer."""
+    return (value,) * config.num_layers
+
+
+def embeddings_are_tied(config: ModelConfig) -> Iterator[Finding]:
+    """The rule of families whose released models all share one table."""
+    if not config.tied_embeddings:
+        yield Finding(
+            "model.tied_embeddings",
+            f"must be true with model.family={config.family}: its output projection is the "
+            "embedding's table.",
+            "Set model.tied_embeddings=true.",
+        )

@@ -9,7 +9,7 @@ from maxpipe.config.schema import ModelConfig, was
 from maxpipe.model.families import generic
 from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
-from maxpipe.model.spec import Branch, Family, Kind, Model, own_keys
+from maxpipe.model.spec import Family, Model, own_keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,12 +28,7 @@ def describe(config: ModelConfig) -> Model:
     own = own_keys(config, LlamaConfig)
     norm = RMSNorm(config.d_model, config.norm_epsilon)
     rope = Rope(config.rope_theta, own.rope_scaling, "llama3", own.rope_original_tokens)
-    branches = (
-        Branch("attention", generic.attention(config, rope), norm, dropout=config.dropout),
-        Branch("mlp", generic.gated_mlp(config), norm, dropout=config.dropout),
-    )
-    layers = ("layer",) * config.num_layers
-    return Model({"layer": Kind(branches)}, layers, generic.ends(config, norm))
+    return generic.alike(config, generic.attention(config, rope), norm)
 
 
 FAMILY = Family(

@@ -7,12 +7,24 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.families import gemma3, llama, moe
+from maxpipe.model.families import (
+    gemma2,
+    gemma3,
+    granite,
+    llama,
+    mistral,
+    moe,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+)
 from maxpipe.model.frozen import freeze
 from maxpipe.model.spec import Ahead, Family, Model, Summary
 
 FAMILIES: Mapping[str, Family] = {
-    each.name: each for each in (llama.FAMILY, gemma3.FAMILY, moe.FAMILY)
+    each.FAMILY.name: each.FAMILY
+    for each in (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite, moe)
 }
 
 

@@ -21,6 +21,9 @@ from maxpipe.parallel.sharding import AxisRules, constrain
 # Llama 3.1: wavelengths above original/1 are fully stretched, below original/4 left alone.
 _LOW_FREQUENCY_FACTOR = 1.0
 _HIGH_FREQUENCY_FACTOR = 4.0
+# YaRN's beta: pairs that turn as often or more are left alone, those that turn once are stretched.
+_FAST_TURNS = 32.0
+_SLOW_TURNS = 1.0
 
 
 def rotary_frequencies(
@@ -30,28 +33,63 @@ def rotary_frequencies(
 
     Source: arXiv:2104.09864; `llama3` follows the released Llama 3.1 models.
     """
-    exponent = jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size
+    turned = rope.turned or head_size
+    exponent = jnp.arange(0, turned, 2, dtype=jnp.float32) / turned
     frequencies = context.number(rope.theta) ** -exponent
+    if rope.stretch:
+        frequencies /= jnp.asarray(rope.stretch, jnp.float32)
     if rope.factor == 1.0:
         return frequencies
     factor = context.number(rope.factor)
     if rope.scaling == "linear":
         return frequencies / factor
+    if rope.scaling == "yarn":
+        return _yarn(rope, frequencies, context)
     turns = rope.original_tokens * frequencies / (2 * math.pi)
     blend = (turns - _LOW_FREQUENCY_FACTOR) / (_HIGH_FREQUENCY_FACTOR - _LOW_FREQUENCY_FACTOR)
     blend = jnp.clip(blend, 0.0, 1.0)
     return frequencies * (blend + (1.0 - blend) / factor)
 
 
+def _yarn(
+    rope: attention.Rope, frequencies: Float[Array, " half"], context: Context
+) -> Float[Array, " half"]:
+    """Blended by a ramp over the pairs' numbers, which is linear in the logarithm of their turns.
+
+    The ramp begins and ends at whole numbers, as in released models (arXiv:2309.00071).
+    """
+    turned, theta = 2 * len(frequencies), context.number(rope.theta)
+
+    def pair(turns: float) -> Float[Array, ""]:
+        """Number of the pair, a fraction, that turns so often in the original context."""
+        wavelength = rope.original_tokens / (turns * 2 * math.pi)
+        return turned * math.log(wavelength) / (2 * jnp.log(theta))
+
+    low = jnp.maximum(jnp.floor(pair(_FAST_TURNS)), 0)
+    high = jnp.minimum(jnp.ceil(pair(_SLOW_TURNS)), turned - 1)
+    ramp = (jnp.arange(turned // 2) - low) / jnp.maximum(high - low, 1e-3)
+    stretched = jnp.clip(ramp, 0.0, 1.0)
+    return frequencies * (1.0 - stretched + stretched / context.number(rope.factor))
+
+
 def rotate(
-    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], frequencies: Float[Array, " half"]
+    x: Float[Array, "B T N H"],
+    positions: Int[Array, "B T"],
+    frequencies: Float[Array, " half"],
+    length: float = 1.0,
 ) -> Float[Array, "B T N H"]:
-    """Turns each pair (i, i + H/2) by its position's angle."""
+    """Turns each pair (i, i + half) by its position's angle; entries behind the pairs stay.
+
+    `length` is a factor of what turns.
+    """
     angles = positions[..., None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    if length != 1.0:
+        cos, sin = cos * length, sin * length
+    half = len(frequencies)
+    first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*turned, *([rest] if rest.size else [])], axis=-1).astype(x.dtype)
 
 
 class Attention(PartModule):
@@ -73,15 +111,13 @@ class Attention(PartModule):
         part, dtype, rules = self.part, x.dtype, self.rules
         segments, positions = context.inputs["segment_ids"], context.inputs["positions"]
         frequencies = rotary_frequencies(part.rope, part.head_size, context)
-        query = jnp.einsum("btd,dnh->btnh", x, self.query[...].astype(dtype))
-        key = jnp.einsum("bsd,dgh->bsgh", x, self.key[...].astype(dtype))
-        value = jnp.einsum("bsd,dgh->bsgh", x, self.value[...].astype(dtype))
+        query, key, value = (self._projected(name, x) for name in ("query", "key", "value"))
         if part.head_norm is not None:
             query = rms_normed(query, self.query_norm[...], part.head_norm)
             key = rms_normed(key, self.key_norm[...], part.head_norm)
         heads, kv_heads = (None, None, "heads", "head_size"), (None, None, "kv_heads", "head_size")
-        query = constrain(rotate(query, positions, frequencies), heads, rules)
-        key = constrain(rotate(key, positions, frequencies), kv_heads, rules)
+        query = constrain(rotate(query, positions, frequencies, part.rope.length), heads, rules)
+        key = constrain(rotate(key, positions, frequencies, part.rope.length), kv_heads, rules)
         value = constrain(value, kv_heads, rules)
         query = checkpoint_name(query, "query")
         key = checkpoint_name(key, "key")
@@ -105,4 +141,15 @@ class Attention(PartModule):
         mixed = BACKENDS[part.backend](query, key, value, mask)
         mixed = checkpoint_name(mixed, "context")
         out = jnp.einsum("btnh,nhd->btd", mixed, self.out[...].astype(dtype))
+        out = self._with_bias("out", out)
         return Output(checkpoint_name(out, "attention_out"), cache=cache)
+
+    def _projected(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
+        """Queries, keys or values, by their heads."""
+        weight = getattr(self, name)[...].astype(x.dtype)
+        return self._with_bias(name, jnp.einsum("btd,dnh->btnh", x, weight))
+
+    def _with_bias(self, name: str, x: Float[Array, "B T *dims"]) -> Float[Array, "B T *dims"]:
+        if name not in self.part.biased:
+            return x
+        return x + getattr(self, f"{name}_bias")[...].astype(x.dtype)

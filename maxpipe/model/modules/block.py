@@ -35,7 +35,7 @@ def norm_module(part: Part) -> Any:
 
 
 class Block(nnx.Module):
-    """A layer: `x + dropout(after(part(before(x))))` for each of its branches."""
+    """A layer: `x + scale * dropout(after(part(before(x))))` for each of its branches."""
 
     def __init__(self, kind: Kind, rules: AxisRules):
         for branch in kind.branches:
@@ -61,16 +61,19 @@ class Block(nnx.Module):
             change = found.x
             if keys is not None and branch.dropout:
                 change = dropout(change, branch.dropout, keys[:, number])
-            x = x + change
+            x = x + (change if branch.scale == 1.0 else change * branch.scale)
             losses |= found.losses
             statistics |= found.statistics
             cache = cache if found.cache is None else found.cache
         return Output(x, losses, statistics, cache)
 
     def _branch(self, branch: Branch, x: Array, context: Context) -> Output:
-        before, part, *after = (getattr(self, name) for name in branch.parts)
-        found = part(before(x), context)
-        return found._replace(x=after[0](found.x)) if after else found
+        found = Output(x)
+        for name, part in branch.parts.items():
+            module = getattr(self, name)
+            inner = part is branch.part
+            found = module(found.x, context) if inner else found._replace(x=module(found.x))
+        return found
 
 
 def dropout(x: Float[Array, "B T D"], rate: float, keys: Key[Array, " B"]) -> Float[Array, "B T D"]:

@@ -26,11 +26,14 @@ class RMSNorm(PartModule):
 
 
 def rms_normed(
-    x: Float[Array, "*dims D"], scale: Float[Array, " D"], part: norm.RMSNorm
-) -> Float[Array, "*dims D"]:
-    """Measured in float32. With an offset it is scaled there, too, as released models do."""
-    wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    x: Float[Array, "*dims"], scale: Float[Array, "*over"], part: norm.RMSNorm
+) -> Float[Array, "*dims"]:
+    """Over as many of the last dims as the scale has.
+
+    Measured in float32. With an offset it is scaled there, too, as released models do.
+    """
+    wide, over = x.astype(jnp.float32), tuple(range(-scale.ndim, 0))
+    mean_square = jnp.mean(jnp.square(wide), axis=over, keepdims=True)
     normed = wide * lax.rsqrt(mean_square + part.epsilon)
     if part.offset:
         return (normed * (part.offset + scale.astype(jnp.float32))).astype(x.dtype)

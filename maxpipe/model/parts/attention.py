@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from maxpipe.model.parts.norm import RMSNorm
-from maxpipe.model.spec import Dims, Held, Matmul, Normal, Number, Operation, Param, Part, Scores
+from maxpipe.model.spec import (
+    Constant,
+    Dims,
+    Held,
+    Matmul,
+    Normal,
+    Number,
+    Operation,
+    Param,
+    Part,
+    Scores,
+)
 
 CANNOT: Mapping[str, frozenset[str]] = {
     "xla": frozenset(),
     "cudnn": frozenset({"soft_cap", "sinks"}),
 }
 """For each backend (`model.attention`) the options of attention that it cannot compute."""
+
+
+Scaling = Literal["linear", "llama3", "yarn"]
 
 
 @dataclass(frozen=True)
@@ -23,10 +37,17 @@ class Rope:
     theta: Number
     factor: Number = 1.0
     """By which wavelengths are stretched."""
-    scaling: Literal["linear", "llama3"] = "linear"
-    """`linear` stretches all; `llama3` those that do not fit `original_tokens` four times."""
+    scaling: Scaling = "linear"
+    """`linear` stretches all; `llama3` those that do not fit `original_tokens` four times; `yarn`
+    (arXiv:2309.00071) those that do not fit 32 times, and what turns is made longer."""
     original_tokens: int = 0
     """Context length that the wavelengths were made for."""
+    turned: int = 0
+    """How many of a head's entries turn, the first ones. 0: all."""
+    stretch: tuple[float, ...] = ()
+    """By which each pair's wavelength is stretched besides (arXiv:2402.13753). Empty: by 1."""
+    length: float = 1.0
+    """Factor of what turns."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +70,10 @@ class Attention(Part):
     """Scores become `cap * tanh(scores / cap)`. 0: as they are."""
     head_norm: RMSNorm | None = None
     """Of each query and key, in front of the rotation."""
+    joint_norm: bool = False
+    """Whether it norms the heads of a token together, with a scale for each entry of each head."""
+    biased: tuple[str, ...] = ()
+    """Projections to which a bias is added."""
 
     @property
     def unsupported(self) -> frozenset[str]:
@@ -68,9 +93,14 @@ class Attention(Part):
             "value": Param((embed, kv_heads, size), into),
             "out": Param((heads, size, embed), Normal(out_of, self.out_gain)),
         }
+        for name in self.biased:
+            dims = (embed,) if name == "out" else found[name].dims[1:]
+            found[f"{name}_bias"] = Param(dims, Constant(0.0), decays=False)
         if self.head_norm is not None:
             scale = self.head_norm.params["scale"]
-            found |= {"query_norm": scale, "key_norm": scale}
+            for name, dims in (("query", self._query), ("key", self._key)):
+                one = replace(scale, dims=dims) if self.joint_norm else scale
+                found[f"{name}_norm"] = one
         return found
 
     @property
@@ -112,8 +142,8 @@ class Attention(Part):
         found = Held(narrow=narrow, wide=wide, pairs=(1.0, 1.0, 1.0))
         found += Held(narrow=keys) if self._fused else Held(blocks=keys)
         if self.head_norm is not None:
-            for heads in (self._query[:1], self._key[:1]):
-                found += self.head_norm.residuals_of(heads)
+            for dims in (self._query, self._key):
+                found += self.head_norm.residuals_of(*self._normed(dims))
         return found
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
@@ -123,10 +153,16 @@ class Attention(Part):
         found = Held(narrow=(width, (2.0, self._query), (2.0, self._key)))
         for dims in (self._query, self._key):
             if self.head_norm is not None:
-                found += self.head_norm.deferred_of(dims[:1], recomputed=recomputed)
+                found += self.head_norm.deferred_of(*self._normed(dims), recomputed=recomputed)
                 if recomputed:
                     found += Held(narrow=((1.0, dims),))  # its input
         return found
+
+    def _normed(self, dims: Dims) -> tuple[Dims, Dims]:
+        """Dims for each of which there is a norm, and those over which it norms."""
+        if self.joint_norm:
+            return (), dims
+        return dims[:1], ((self.head_size, "norm"),)
 
     @property
     def _fused(self) -> bool:

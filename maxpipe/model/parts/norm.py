@@ -39,26 +39,26 @@ class Norm(Part):
     @property
     def residuals(self) -> Held:
         """See `residuals_of`."""
-        return self.residuals_of(())
+        return self.residuals_of((), self._width)
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """See `deferred_of`."""
         del normed
-        return self.deferred_of((), recomputed=recomputed)
+        return self.deferred_of((), self._width, recomputed=recomputed)
 
-    def residuals_of(self, heads: Dims) -> Held:
+    def residuals_of(self, each: Dims, over: Dims) -> Held:
         """What is scaled; in float32 the input, twice the input, and two statistics.
 
-        `heads`: dims in front of the one over which it norms.
+        `over`: dims that are normed together, once for `each` of the dims in front of them.
         """
-        dims, scaled = (*heads, *self._width), self._scaled((*heads, *self._width))
-        return Held(wide=((2.0, dims), (2.0, heads))) + scaled
+        dims = (*each, *over)
+        return Held(wide=((2.0, dims), (2.0, each))) + self._scaled(dims)
 
-    def deferred_of(self, heads: Dims, *, recomputed: bool) -> Held:
+    def deferred_of(self, each: Dims, over: Dims, *, recomputed: bool) -> Held:
         """Its parameters; where nothing is recomputed what is scaled, and a cotangent of that."""
         if recomputed:
-            return Held(once=tuple(each.dims for each in self.params.values()))
-        dims = (*heads, *self._width)
+            return Held(once=(over,) * len(self.params))
+        dims = (*each, *over)
         return Held(narrow=((1.0, dims),)) + self._scaled(dims)
 
     def _scaled(self, dims: Dims) -> Held:

@@ -1,0 +1,64 @@
+"""Gemma 2 (arXiv:2408.00118): every other layer sees a window; scores and logits are capped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from maxpipe.config.bounds import LARGEST, Bound
+from maxpipe.config.schema import ModelConfig
+from maxpipe.model.families import generic
+from maxpipe.model.parts.attention import Rope
+from maxpipe.model.parts.norm import RMSNorm
+from maxpipe.model.spec import Family, Model, own_keys
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gemma2Config:
+    """Keys of Gemma 2 models only. The output projection is the embedding's table."""
+
+    window: int = 4096
+    """Tokens that a query of the first, third, ... layer sees, itself included; the other layers
+    see all."""
+    query_scale: float = 0.0
+    """Scores are divided by the root of this number. 0 takes `model.head_size`."""
+    score_cap: float = 50.0
+    """Scores become `cap * tanh(scores / cap)`. 0 leaves them as they are."""
+    logit_cap: float = 30.0
+    """The same of logits."""
+
+
+def describe(config: ModelConfig) -> Model:
+    """One kind of layer; the window differs by layer."""
+    own = own_keys(config, Gemma2Config)
+    attention = generic.attention(
+        config,
+        Rope(config.rope_theta),
+        scale=(own.query_scale or config.head_size) ** -0.5,
+        window="window",
+        soft_cap=own.score_cap,
+    )
+    windows = tuple(float(own.window * (1 - layer % 2)) for layer in range(config.num_layers))
+    return generic.alike(
+        config,
+        attention,
+        RMSNorm(config.d_model, config.norm_epsilon, offset=1.0),
+        after=True,
+        function="gelu",
+        values={"window": windows},
+        embed_scale=config.d_model**0.5,
+        logit_cap=own.logit_cap,
+    )
+
+
+FAMILY = Family(
+    "gemma2",
+    Gemma2Config,
+    describe,
+    bounds=(
+        Bound("window", 4096, 1, 2**31 - 1, "devices count tokens in int32"),
+        Bound("query_scale", 256.0, 0, LARGEST, "0 takes model.head_size"),
+        Bound("score_cap", 50.0, 0, LARGEST, "0 leaves scores as they are"),
+        Bound("logit_cap", 30.0, 0, LARGEST, "0 leaves logits as they are"),
+    ),
+    rules=generic.embeddings_are_tied,
+)

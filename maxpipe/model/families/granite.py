@@ -1,0 +1,53 @@
+"""Granite 3: Llama with factors of the embedding, scores, branches and logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from maxpipe.config.bounds import LARGEST, Bound
+from maxpipe.config.schema import ModelConfig
+from maxpipe.model.families import generic
+from maxpipe.model.parts.attention import Rope
+from maxpipe.model.parts.norm import RMSNorm
+from maxpipe.model.spec import Family, Model, own_keys
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraniteConfig:
+    """Keys of Granite models only."""
+
+    embed_scale: float = 1.0
+    """Factor of embeddings."""
+    score_scale: float = 0.0
+    """Factor of attention's scores. 0 takes `model.head_size ** -0.5`."""
+    branch_scale: float = 1.0
+    """Factor of what attention and MLP add to the residual stream."""
+    logit_divisor: float = 1.0
+    """Logits are divided by it."""
+
+
+def describe(config: ModelConfig) -> Model:
+    """One kind of layer."""
+    own = own_keys(config, GraniteConfig)
+    attention = generic.attention(config, Rope(config.rope_theta), scale=own.score_scale or None)
+    return generic.alike(
+        config,
+        attention,
+        RMSNorm(config.d_model, config.norm_epsilon),
+        scale=own.branch_scale,
+        embed_scale=own.embed_scale,
+        logit_scale=1.0 / own.logit_divisor,
+    )
+
+
+FAMILY = Family(
+    "granite",
+    GraniteConfig,
+    describe,
+    bounds=(
+        Bound("embed_scale", 12.0, 0, LARGEST, "embeddings of 0 train nothing", False),
+        Bound("score_scale", 0.0, 0, LARGEST, "0 takes model.head_size ** -0.5"),
+        Bound("branch_scale", 0.22, 0, LARGEST, "branches of 0 train nothing", False),
+        Bound("logit_divisor", 8.0, 0, LARGEST, "logits are divided by it", False),
+    ),
+)

@@ -1,0 +1,38 @@
+"""Mistral (arXiv:2310.06825): Llama whose first version sees a window of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from maxpipe.config.bounds import Bound
+from maxpipe.config.schema import ModelConfig
+from maxpipe.model.families import generic
+from maxpipe.model.parts.attention import Rope
+from maxpipe.model.parts.norm import RMSNorm
+from maxpipe.model.spec import Family, Model, own_keys
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MistralConfig:
+    """Keys of Mistral models only."""
+
+    window: int = 0
+    """Tokens that a query sees, itself included. 0: all, as from version 0.2 on."""
+
+
+def describe(config: ModelConfig) -> Model:
+    """One kind of layer."""
+    window = own_keys(config, MistralConfig).window
+    values = {"window": generic.same_everywhere(config, window)} if window else {}
+    attention = generic.attention(config, Rope(config.rope_theta), window="window" * bool(window))
+    return generic.alike(
+        config, attention, RMSNorm(config.d_model, config.norm_epsilon), values=values
+    )
+
+
+FAMILY = Family(
+    "mistral",
+    MistralConfig,
+    describe,
+    bounds=(Bound("window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 sees all"),),
+)

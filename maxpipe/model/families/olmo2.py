@@ -1,0 +1,26 @@
+"""OLMo 2 (arXiv:2501.00656): norms behind the branches only, and of all queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from maxpipe.config.schema import ModelConfig
+from maxpipe.model.families import generic
+from maxpipe.model.parts.attention import Rope
+from maxpipe.model.parts.norm import RMSNorm
+from maxpipe.model.spec import Family, Model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Olmo2Config:
+    """OLMo 2 models have no keys of their own."""
+
+
+def describe(config: ModelConfig) -> Model:
+    """One kind of layer."""
+    norm = RMSNorm(config.d_model, config.norm_epsilon)
+    attention = generic.attention(config, Rope(config.rope_theta), head_norm=norm, joint_norm=True)
+    return generic.alike(config, attention, norm, before=False, after=True)
+
+
+FAMILY = Family("olmo2", Olmo2Config, describe)

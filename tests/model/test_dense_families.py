@@ -1,0 +1,159 @@
+"""What sets the families of dense models apart, against formulas in numpy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.config.schema import ModelConfig
+from maxpipe.model.decoder import Decoder
+from maxpipe.model.families.gemma2 import Gemma2Config
+from maxpipe.model.families.granite import GraniteConfig
+from maxpipe.model.families.mistral import MistralConfig
+from maxpipe.model.families.registry import describe
+from maxpipe.model.modules.attention import rotary_frequencies, rotate
+from maxpipe.model.modules.norm import rms_normed
+from maxpipe.model.modules.part import Context
+from maxpipe.model.parts.attention import Attention, Rope
+from maxpipe.model.parts.norm import RMSNorm
+from tests.model.parts import RULES, assert_close
+
+CONFIG = ModelConfig(
+    num_layers=3,
+    d_model=24,
+    num_heads=6,
+    num_kv_heads=2,
+    head_size=10,
+    d_mlp=52,
+    vocab_size=77,
+    compute_dtype="float32",
+)
+NOWHERE = Context({}, jnp.int32(0))
+
+
+def frequencies(rope: Rope, size: int) -> np.ndarray:
+    return np.asarray(rotary_frequencies(rope, size, NOWHERE), np.float64)
+
+
+def test_yarn_leaves_fast_pairs_alone_and_stretches_slow_ones() -> None:
+    theta, factor, tokens, size = 500.0, 4.0, 64, 20
+    found = frequencies(Rope(theta, factor, "yarn", tokens), size)
+    plain = theta ** -(np.arange(0, size, 2) / size)
+
+    def pair(turns: float) -> float:
+        return size * math.log(tokens / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(pair(32.0)), 0), min(math.ceil(pair(1.0)), size - 1)
+    ramp = np.clip((np.arange(size // 2) - low) / (high - low), 0, 1)
+    assert 0 < low + 1 < high < size // 2  # all three parts of the ramp are there
+    np.testing.assert_allclose(found, plain * (1 - ramp) + plain / factor * ramp, rtol=1e-5)
+
+
+def test_each_pair_has_a_stretch_of_its_own() -> None:
+    plain, stretch = frequencies(Rope(500.0), 6), (1.5, 2.0, 7.0)
+    found = frequencies(Rope(500.0, stretch=stretch), 6)
+    np.testing.assert_allclose(found, plain / stretch, rtol=1e-6)
+
+
+def test_the_rest_of_a_head_does_not_turn() -> None:
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 10))
+    positions = jnp.arange(5)[None] + jnp.asarray([[0], [7]])
+    angles = rotary_frequencies(Rope(500.0, turned=6), 10, NOWHERE)
+    found = rotate(x, positions, angles, 1.25)
+    np.testing.assert_array_equal(found[..., 6:], x[..., 6:])
+    assert_close(found[..., :6], 1.25 * np.asarray(rotate(x[..., :6], positions, angles)))
+    assert np.abs(found[1, 1:, :, :6] - x[1, 1:, :, :6]).min() > 0
+
+
+def test_a_joint_norm_is_over_all_heads() -> None:
+    x = np.asarray(jax.random.normal(jax.random.key(1), (2, 5, 6, 10)), np.float64)
+    scale = np.asarray(jax.random.normal(jax.random.key(2), (6, 10)), np.float64)
+    found = rms_normed(jnp.asarray(x), jnp.asarray(scale), RMSNorm(60, 1e-3))
+    size = np.sqrt((x**2).mean((-2, -1), keepdims=True) + 1e-3)
+    assert_close(found, x / size * scale)
+
+
+def test_granite_scales_embeddings_scores_branches_and_logits() -> None:
+    """Each factor, moved into the weights that it multiplies, gives the same logits."""
+    own = GraniteConfig(embed_scale=3.0, score_scale=0.4, branch_scale=0.3, logit_divisor=1.6)
+    decoder = Decoder(replace(CONFIG, family="granite", own=own), RULES)
+    params = decoder.init(jax.random.key(3))
+    plain = Decoder(CONFIG, RULES)
+    layer = params["layers"]["layer"]
+    moved = params | {
+        "embedding": params["embedding"] * 3.0,
+        "head": params["head"] / 1.6,
+        "layers": {
+            "layer": layer
+            | {
+                "attention": layer["attention"]
+                | {
+                    "query": layer["attention"]["query"] * 0.4 * math.sqrt(10),
+                    "out": layer["attention"]["out"] * 0.3,
+                },
+                "mlp": layer["mlp"] | {"down": layer["mlp"]["down"] * 0.3},
+            }
+        },
+    }
+    assert_close(decoder.apply(params, batch()), plain.apply(moved, batch()))
+
+
+@pytest.mark.parametrize(
+    ("own", "family", "windows"),
+    [
+        (MistralConfig(window=4), "mistral", (4, 4, 4)),
+        (MistralConfig(), "mistral", ()),
+        (Gemma2Config(window=5), "gemma2", (5, 0, 5)),
+    ],
+)
+def test_windows_of_layers(own: Any, family: str, windows: tuple[int, ...]) -> None:
+    config = replace(CONFIG, family=family, own=own, tied_embeddings=True)
+    assert describe(config).values.get("window", ()) == windows
+
+
+def test_biases_are_added_and_do_not_decay() -> None:
+    decoder = Decoder(replace(CONFIG, family="qwen2"), RULES)
+    params = decoder.init(jax.random.key(4))
+    attention = params["layers"]["layer"]["attention"]
+    assert attention["query_bias"].shape == (3, 6, 10) and not attention["query_bias"].any()
+    decays = decoder.decays()["layers"]["layer"]["attention"]
+    assert [name for name, each in decays.items() if not each] == [
+        "query_bias",
+        "key_bias",
+        "value_bias",
+    ]
+    # A bias of the values alone goes through attention as it is: shares add up to 1.
+    bias = jax.random.normal(jax.random.key(5), (3, 2, 10))
+    part = decoder.model.kinds["layer"].parts["attention"]
+    assert isinstance(part, Attention)
+    shifted = attention | {"value_bias": bias}
+    for_heads = np.repeat(np.asarray(bias[0], np.float64), 3, axis=0)
+    wanted = np.einsum("nh,nhd->d", for_heads, np.asarray(attention["out"][0], np.float64))
+    x = jax.random.normal(jax.random.key(6), (2, 7, 24))
+    got = run_attention(decoder, shifted, x) - run_attention(decoder, attention, x)
+    assert_close(got, np.broadcast_to(wanted, got.shape))
+
+
+def run_attention(decoder: Decoder, stacked: Any, x: jax.Array) -> np.ndarray:
+    """Layer 0's change of x by attention alone: the MLP is turned off, the norm leaves x."""
+    params = decoder.init(jax.random.key(4))["layers"]["layer"]
+    one = jax.tree.map(lambda leaf: leaf[0], params | {"attention": stacked})
+    one["mlp"] = jax.tree.map(jnp.zeros_like, one["mlp"])
+    inputs = {name: leaf for name, leaf in batch().items() if name != "tokens"}
+    return np.asarray(decoder.layer("layer")(one, x, inputs, jnp.int32(0), None)[0] - x, np.float64)
+
+
+def batch() -> dict[str, jax.Array]:
+    tokens = jax.random.randint(jax.random.key(7), (2, 7), 0, 77)
+    return {
+        "tokens": tokens,
+        "segment_ids": jnp.ones((2, 7), jnp.int32),
+        "positions": jnp.tile(jnp.arange(7), (2, 1)),
+        "example_ids": jnp.arange(2),
+    }
