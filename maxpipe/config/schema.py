@@ -389,7 +389,8 @@ class RuntimeConfig:
     prediction of less than 1.2 times the memory only warns."""
     executable: str = ""
     """Folder with a train step that `maxpipe compile --save` compiled ahead of time. It must have
-    been made for this config, these devices and this version of jax."""
+    been made for this config, these devices and this version of jax. Several CPU devices cannot
+    load one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -164,10 +164,14 @@ def compile_step(loaded: Loaded, topology: Topology, save: Path | None = None) -
     """Compiles the train step of a config for a topology; `save` is a folder to keep it in.
 
     Raises:
-        ConfigError: the config does not fit the topology, this machine cannot describe it, or the
-            step needs more memory than a device has.
+        ConfigError: the config does not fit the topology, this machine cannot describe it, the
+            step needs more memory than a device has, or the devices could not load what is saved.
         StorageError: the program cannot be kept there.
     """
+    if save is not None:
+        count, where = topology.num_devices, "command line: --save"
+        action = "Leave out --save; of steps for CPUs only that of one device can be kept, cpu:1."
+        executable.check_devices(topology.platform, count, where, save, action)
     present = devices(topology)
     config = placed(loaded, topology)
     steps = build_steps(config, present)

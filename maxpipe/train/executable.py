@@ -90,19 +90,24 @@ def load(
                 f"was compiled for {name} = {its}, and this run has {mine}.",
                 f"Compile it again with `maxpipe compile ... --save`, or leave out {WHERE}.",
             )
-    if devices[0].platform == "cpu" and len(devices) > 1:
-        raise ConfigError.one(
-            WHERE,
-            folder,
-            f"cannot be used by {len(devices)} CPU devices: XLA loses the order in which the "
-            "devices of a loaded program meet.",
-            f"Leave out {WHERE}, or train on one CPU device.",
-        )
+    action = f"Leave out {WHERE}, or train on one CPU device."
+    check_devices(devices[0].platform, len(devices), WHERE, folder, action)
     if hashlib.sha256(payload).hexdigest() != digest:
         raise _damaged(folder)
     return serialize_executable.deserialize_and_load(
         payload, in_tree, out_tree, backend=devices[0].client, execution_devices=list(devices)
     )
+
+
+def check_devices(platform: str, count: int, where: str, folder: Path, action: str) -> None:
+    """Checks that this number of devices of a platform, as jax names it, can load programs.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if platform == "cpu" and count > 1:
+        rule = f"cannot be used by {count} CPU devices: XLA loses the order in which the devices "
+        raise ConfigError.one(where, folder, f"{rule}of a loaded program meet.", action)
 
 
 def _damaged(folder: Path) -> StorageError:

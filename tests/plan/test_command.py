@@ -78,6 +78,7 @@ def test_a_search_runs_what_it_found(
         ([*RUN, "--calibrate"], "not allowed with argument --topology"),
         (["plan", "configs/quickstart.yml"], "--topology --devices --calibrate is required"),
         (["plan", "configs/quickstart.yml", "--topology", "cpu:4"], "there are cpu:4, 4 devices"),
+        (["compile", *RUN[1:], "--save", "step"], "cannot be used by 8 CPU devices"),
     ],
 )
 def test_mistakes_are_explained(
