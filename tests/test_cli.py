@@ -289,7 +289,7 @@ def test_schedule_draws(args: str, start: str, capsys: Capture):
 
 def test_a_schedule_without_end_is_refused(capsys: Capture):
     assert main(["schedule", "1f1b", "--stages", "100000", "--microbatches", "4096"]) == 2
-    assert "at most 1,000,000" in capsys.readouterr().err
+    assert "at most 300,000" in capsys.readouterr().err
 
 
 def test_schedule_counts_costs(capsys: Capture):

@@ -49,18 +49,16 @@ def _schedule(options: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-_MOST_PIECES = 1_000_000
-"""Forwards: placing them takes some minutes."""
-
-
 def _check_size(sizes: dict[str, Any]) -> None:
+    from maxpipe.schedule.catalog import MOST_FORWARDS
+
     parts = [f"{name}={sizes[name]:,}" for name in ("stages", "repeats", "microbatches")]
     count = sizes["stages"] * sizes["repeats"] * sizes["microbatches"]
-    if count > _MOST_PIECES:
+    if count > MOST_FORWARDS:
         raise ConfigError.one(
             "command line",
             " ".join(parts),
-            f"has {count:,} forwards, and at most {_MOST_PIECES:,} are placed here.",
+            f"has {count:,} forwards, and at most {MOST_FORWARDS:,} are placed here.",
             "Make one of them smaller: the picture of a schedule repeats itself.",
         )
 

@@ -44,7 +44,7 @@ from maxpipe.config.keys import (
 from maxpipe.config.names import because, key_meant, list_meant, value_meant
 from maxpipe.config.schema import Config
 from maxpipe.config.training import check_training
-from maxpipe.config.values import READERS, as_is, refused, texts
+from maxpipe.config.values import READERS, TooLargeError, as_is, refused, texts
 from maxpipe.errors import ConfigError, Problem
 
 _MAX_PROBLEMS = 100
@@ -266,6 +266,8 @@ def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
             node[name][entry[0]] = value
         else:
             node[name] = value
+    except TooLargeError as error:
+        return assignment.problem(str(error), _type_problem(assignment, hint).action)
     except (ValueError, OverflowError):
         return _type_problem(assignment, hint)
     return None

@@ -12,15 +12,17 @@ from maxpipe.model.families.registry import describe
 from maxpipe.model.frozen import declared, suggestions, trained, without_match
 
 _KEY = "model.frozen"
+_MAX_FINDINGS = 8
 _MODEL_KEYS = tuple(key for key in KEYS if key.startswith("model."))
 
 
 @rule(*_MODEL_KEYS)
 def _frozen_parameters_exist(config: Config) -> Iterator[Finding]:
     patterns, model = config.model.frozen, describe(config.model)
-    for pattern in (wrong := without_match(model, patterns)):
+    wrong = without_match(model, patterns)
+    others = [each for each in patterns if each not in wrong]
+    for pattern in wrong[:_MAX_FINDINGS]:
         guess = did_you_mean(pattern, suggestions(model))
-        others = [each for each in patterns if each not in wrong]
         yield Finding(
             _KEY,
             f"holds {pattern!r}, which is the name of no parameter: {', '.join(declared(model))}.",

@@ -14,6 +14,7 @@ from maxpipe.schedule.catalog import (
     CIRCULAR,
     FILE_PREFIX,
     INTERLEAVED,
+    MOST_FORWARDS,
     SCHEDULES,
     repeats_rule,
 )
@@ -184,6 +185,23 @@ def _group_fills_the_ring(config: Config) -> Iterator[Finding]:
         f"must be 0, or lie between {known} and the microbatches ({microbatches}): a shorter "
         "group would stall the ring.",
         "Set pipeline.group=0 for the default, the number of stages.",
+    )
+
+
+@rule("pipeline.microbatches", "pipeline.repeats", *axis_keys("stage"))
+def _schedule_has_an_end(config: Config) -> Iterator[Finding]:
+    repeats, microbatches = config.pipeline.repeats, config.pipeline.microbatches
+    stages = axis_size(config.mesh, "stage") or 1
+    if (count := stages * repeats * microbatches) <= MOST_FORWARDS:
+        return
+    most = MOST_FORWARDS // (stages * repeats)
+    # One that divides the batch as this number does.
+    fewer = next((n for n in range(most, 0, -1) if microbatches % n == 0), 1)
+    yield Finding(
+        "pipeline.microbatches",
+        f"makes {count:,} forwards with stages ({stages}) x repeats ({repeats}), and at most "
+        f"{MOST_FORWARDS:,} are placed in a schedule.",
+        f"Set pipeline.microbatches={fewer}.",
     )
 
 

@@ -9,14 +9,13 @@ BYTES_VOCABULARY = 259
 """256 bytes, begin, end and pad."""
 
 _SHARE_LEFT = "1 would leave nothing"
+_INT32 = 2**31 - 1
 _RANGES = (
     Bound("run.seed", 0, 0, 2**32 - 1, "the random generator takes 32 bits"),
-    *(
-        Bound(f"model.{name}", 1, 1)
-        for name in ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_mlp")
-    ),
+    Bound("model.num_layers", 1, 1, 2048, "plans and cuts look at every layer"),
+    *(Bound(f"model.{name}", 1, 1) for name in ("d_model", "num_heads", "num_kv_heads", "d_mlp")),
     Bound("model.head_size", 2, 2),
-    Bound("model.vocab_size", BYTES_VOCABULARY, 2),
+    Bound("model.vocab_size", BYTES_VOCABULARY, 2, _INT32, "token ids are int32"),
     Bound("model.heads_ahead", 2, 0),
     Bound("model.ahead_loss_weight", 0.3, 0, LARGEST, "devices compute in float32"),
     Bound(
@@ -29,15 +28,21 @@ _RANGES = (
         for family in FAMILIES.values()
         for bound in family.bounds
     ),
-    Bound("mesh.cpu_devices", 1, 1),
+    Bound("mesh.cpu_devices", 1, 1, 4096, "each has threads and memory of its own"),
     Bound("pipeline.microbatches", 1, 1),
     Bound("pipeline.repeats", 1, 1),
     Bound("pipeline.group", 0, 0, why="0 means the number of stages"),
     Bound("pipeline.layers_outside", 0, 0),
     Bound("train.steps", 100, 0, why="0 takes the length from train.tokens"),
     Bound("train.tokens", 1000000, 0, why="0 takes the length from train.steps"),
-    Bound("train.batch_size", 8, 1),
-    Bound("train.sequence_length", 1024, 2, why="the last token of a sequence has no target"),
+    Bound("train.batch_size", 8, 1, 2**24, "a step lists its rows"),
+    Bound(
+        "train.sequence_length",
+        1024,
+        2,
+        _INT32,
+        "the last token has no target, and positions are int32",
+    ),
     Bound("optim.learning_rate", 3e-4, 1e-30, LARGEST, "devices compute in float32"),
     Bound("optim.warmup_steps", 0, 0),
     Bound("optim.decay_fraction", 0.2, 0, 1),
@@ -49,7 +54,7 @@ _RANGES = (
     Bound("optim.clip_norm", 1.0, 0, LARGEST, "0 turns clipping off; devices compute in float32"),
     Bound("data.validation_fraction", 0.05, 0, 0.5),
     Bound("data.prefetch_batches", 4, 1),
-    Bound("data.threads", 2, 1),
+    Bound("data.threads", 2, 1, 1024, "each is a thread of this process"),
     Bound("checkpoint.every", 1000, 0, why="0 saves the last step only"),
     Bound("checkpoint.keep", 3, 1, why="the newest checkpoint is never deleted"),
     Bound("guard.max_bad_steps", 5, 1),

@@ -39,18 +39,25 @@ def texts(raw: Raw) -> Iterator[str]:
             yield from texts(item)
 
 
+class TooLargeError(ValueError):
+    """An integer that cannot be taken as it is written; the message is the rule."""
+
+
 def _read_int(raw: Raw) -> int:
     text = _scalar(raw)
-    if re.fullmatch(r"[+-]?[0-9][0-9_]*", text):
-        value = int(text)
+    if digits := re.fullmatch(r"[+-]?0*([0-9]+(_[0-9]+)*)", text):
+        # Python refuses to read thousands of digits.
+        value = int(text) if len(digits[1]) < 100 else 2**63
     else:
         number = _read_float(raw)
         value = int(number)
-        # From 2**53 on, a float may not be the integer that was written.
-        if value != number or abs(value) >= 2**53:
+        if value != number:
             raise ValueError(text)
+        if 2**53 <= abs(value) < 2**63:
+            rule = "with a point or an exponent it is not exact from 2**53 on."
+            raise TooLargeError(f"must be an integer with all its digits: {rule}")
     if not -(2**63) <= value < 2**63:
-        raise ValueError(text)
+        raise TooLargeError("must be an integer of 64 bits, from -2**63 to 2**63 - 1.")
     return value
 
 

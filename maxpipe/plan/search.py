@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -243,7 +244,8 @@ def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:
 
 @cache
 def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(each for each in range(1, number + 1) if number % each == 0)
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return tuple(dict.fromkeys((*small, *(number // each for each in reversed(small)))))
 
 
 # Short tables in place of long ones.

@@ -23,6 +23,9 @@ FILE_PREFIX = "file:"
 ONE_FORWARD_ONE_BACKWARD, CIRCULAR, INTERLEAVED = "1f1b", "circular", "interleaved"
 """The schedules that messages and forecasts suggest: plain 1F1B, and those with free repeats."""
 
+MOST_FORWARDS = 300_000
+"""Of stages x repeats x microbatches: placing them takes about half a minute, and 1 GiB."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduleSpec:

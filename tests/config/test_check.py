@@ -116,6 +116,11 @@ BROKEN: list[tuple[str, str, str]] = [
     ),
     ("pipeline.group=9 pipeline.microbatches=8", "pipeline.group", "the microbatches (8)"),
     ("pipeline.microbatches=3", "train.batch_size", "pipeline.microbatches (3)"),
+    (
+        "pipeline.microbatches=100000 train.batch_size=200000 mesh.ici_stage=4",
+        "pipeline.microbatches",
+        "makes 400,000 forwards with stages (4) x repeats (1), and at most 300,000 are placed",
+    ),
     ("mesh.ici_data=16", "train.batch_size", "x data (16) x fsdp (1) = 16"),
     ("train.steps=0", "train.steps", "when train.tokens is 0"),
     *(

@@ -155,6 +155,19 @@ def test_what_is_no_integer(text: str):
     assert len(message) < 300
 
 
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (str(2**63), "of 64 bits, from -2**63 to 2**63 - 1."),
+        (f"-{'9' * 6000}", "of 64 bits, from -2**63 to 2**63 - 1."),
+        ("1e19", "of 64 bits, from -2**63 to 2**63 - 1."),
+        ("1e16", "with all its digits: with a point or an exponent it is not exact from 2**53 on."),
+    ],
+)
+def test_what_is_too_large_an_integer(text: str, rule: str):
+    assert f"must be an integer {rule}" in only_problem(*VALID, f"train.tokens={text}")
+
+
 @pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("3", 3.0), ("1_0.5", 10.5)])
 def test_numbers(text: str, value: float, write: Write):
     rate = load([*VALID, f"optim.learning_rate={text}"]).config.optim.learning_rate
