@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import Config
@@ -104,7 +104,7 @@ class Sizes:
         """Layers of each chunk."""
         pipeline, tokens = self.config.pipeline, self.config.train.sequence_length
         costs = layer_costs(self.model, tokens)[pipeline.layers_outside :]
-        return tuple(pipeline.cut) or balanced_cut(costs, self.stages * self.repeats)
+        return tuple(pipeline.cut) or _even_cut(costs, self.stages * self.repeats)
 
     @cached_property
     def chunks(self) -> tuple[Counter[str], ...]:
@@ -411,6 +411,10 @@ class Sizes:
             return found
 
         return {name: waiting(kind) for name, kind in self._kinds}
+
+
+# A search asks for the same cuts again and again.
+_even_cut = lru_cache(maxsize=256)(balanced_cut)
 
 
 def schedule_of(config: Config) -> Schedule:

@@ -25,6 +25,9 @@ def balanced_cut(
     ends = np.zeros(num_chunks)
     ends[0] += first
     ends[-1] += last
+    points = np.arange(len(total))
+    # Of the layers from one point to a later one; to any other point there is no chunk.
+    spans = np.where(points[:, None] > points, total[:, None] - total, np.inf)
 
     def best(limit: float) -> tuple[np.ndarray, np.ndarray]:
         """Of the first n layers in k chunks: the worst chunk, or the squares when limited."""
@@ -32,16 +35,14 @@ def balanced_cut(
         taken = np.zeros(value.shape, np.int32)
         value[0, 0] = 0.0
         for chunk in range(1, num_chunks + 1):
-            for end in range(chunk, len(total)):
-                cost = total[end] - total[chunk - 1 : end] + ends[chunk - 1]
-                before = value[chunk - 1, chunk - 1 : end]
-                if np.isinf(limit):
-                    found = np.maximum(before, cost)
-                else:
-                    found = np.where(cost <= limit * (1 + 1e-9), before + cost**2, np.inf)
-                # Of equals the last: the shortest last chunk, so the longer ones come first.
-                index = len(found) - 1 - int(np.argmin(found[::-1]))
-                value[chunk, end], taken[chunk, end] = found[index], end - (chunk - 1 + index)
+            before, cost = value[chunk - 1], spans + ends[chunk - 1]
+            if np.isinf(limit):
+                found = np.maximum(before, cost)
+            else:
+                found = np.where(cost <= limit * (1 + 1e-9), before + cost**2, np.inf)
+            # Of equals the last: the shortest last chunk, so the longer ones come first.
+            start = points[-1] - np.argmin(found[:, ::-1], axis=1)
+            value[chunk], taken[chunk] = found[points, start], points - start
         return value, taken
 
     limit = best(np.inf)[0][-1, -1]
