@@ -63,12 +63,6 @@ def forward_flops_per_token(model: Model, sequence_length: int) -> int:
     return round(2 * (layers + _head_weights(model)))
 
 
-def computed_flops_per_token(model: Model, sequence_length: int) -> int:
-    """The same of what is computed: all weights of a plain loop over experts, all scored pairs."""
-    layers = sum(layer_costs(model, sequence_length))
-    return round(layers + 2 * _head_weights(model))
-
-
 def train_flops_per_token(model: Model, sequence_length: int) -> int:
     """Forward and backward, nothing recomputed: what MFU counts (PaLM, arXiv:2204.02311).
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -120,14 +119,6 @@ class Profile:
     def flops(self) -> float:
         """Operations of all matmuls."""
         return sum(entry.flops * entry.count for entry in self.entries)
-
-    @property
-    def cycles_by_region(self) -> dict[str, float]:
-        """Largest first."""
-        total: Counter[str] = Counter()
-        for entry in self.entries:
-            total[entry.region] += entry.cycles  # type: ignore[assignment]
-        return dict(total.most_common())
 
     def largest(self, number: int) -> list[Entry]:
         """The entries with the most cycles over all executions."""

@@ -79,7 +79,8 @@ def test_counts_are_sums_over_layers(config: Config) -> None:
     assert count.active_params(model) == count.num_params(model) - wasted / 2
     pairs = 2 * 2 * 9 * config.model.num_heads * config.model.head_size * (32 - 16)
     needed = count.forward_flops_per_token(model, 32)
-    assert count.computed_flops_per_token(model, 32) == needed + wasted + pairs
+    head = 2 * count.size(model.ends.head or model.ends.embedding)
+    assert sum(count.layer_costs(model, 32)) + head == needed + wasted + pairs
 
 
 def test_a_window_makes_fewer_pairs_needed_and_none_fewer_computed(config: Config) -> None:
