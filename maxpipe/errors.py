@@ -39,6 +39,11 @@ class Problem:
         heading = heading.replace("\n", "\\n")  # a value may hold line breaks
         return f"{heading}\n  {self.rule}\n  {self.action}"
 
+    @property
+    def line(self) -> str:
+        """The same in one line, for a warning."""
+        return f"{self.where} = {self.given} {self.rule} {self.action}"
+
 
 class Finding(NamedTuple):
     """A broken rule: the key to blame, the rule with its numbers, and what to do."""

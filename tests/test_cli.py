@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
+import yaml
 
 import maxpipe
 from maxpipe.cli import main
@@ -285,6 +286,28 @@ def test_schedule_draws(args: str, start: str, capsys: Capture):
     out = capsys.readouterr().out
     assert out.startswith(start.replace("HAND", HANDWRITTEN))
     assert "\ntick " in out
+
+
+@pytest.mark.parametrize(
+    "command", ["config print", "schedule", "plan --topology cpu:1 --json", "launch slurm"]
+)
+def test_commands_warn_once_of_the_earlier_name_of_a_key(
+    command: str, capsys: Capture, tmp_path: Path
+):
+    file = tmp_path / "old.yml"
+    keys = "launch: {topology: 'cpu:1', workdir: /shared}\nmodel: {rope_scaling: 2}\n"
+    file.write_text(keys + "train: {steps: 1}\n")
+    name, *options = command.split()
+    if name in ("config", "launch"):
+        name, options = command, []
+    assert main([*name.split(), "tiny", str(file), *options]) == 0
+    out, err = capsys.readouterr()
+    warning = f"warning: {file}:2: model.rope_scaling = 2 is called model.llama.rope_scaling now."
+    assert err.count(warning) == err.count("warning: ") == 1 and "warning" not in out
+    if "--json" in options:
+        assert json.loads(out)["num_devices"] == 1
+    elif command == "config print":
+        assert yaml.safe_load(out)["model"]["llama"]["rope_scaling"] == 2
 
 
 def test_a_schedule_without_end_is_refused(capsys: Capture):

@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 
 from maxpipe.boundary import redact
-from maxpipe.commands.parser import Commands, add_inputs, subcommands
+from maxpipe.commands.parser import Commands, add_inputs, read_config, subcommands
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 
 _DOCS_FILE = Path("docs/config.md")
 
 
 def _config_print(options: argparse.Namespace) -> int:
-    from maxpipe.config import load, render
+    from maxpipe.config import render
 
-    loaded = redact.within(load.load(options.inputs))
+    loaded = redact.within(read_config(options.inputs))
     print(render.print_config(loaded, origin=options.origin), end="")
     return ExitCode.DONE
 

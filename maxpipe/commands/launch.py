@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxpipe.boundary.files import full
-from maxpipe.commands.parser import Commands, Parser, add_inputs, integer, subcommands
+from maxpipe.commands.parser import Commands, Parser, add_inputs, integer, read_config, subcommands
 from maxpipe.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -43,10 +43,9 @@ def _local(options: argparse.Namespace) -> int:
 
 
 def _cluster(options: argparse.Namespace) -> int:
-    from maxpipe.config.load import load
     from maxpipe.launch.preflight import located
 
-    loaded = load(options.inputs, to_train=True)
+    loaded = read_config(options.inputs, to_train=True)
     try:
         report, job, submission = _written(options, loaded)
     except ConfigError as error:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from maxpipe.boundary import redact
 from maxpipe.errors import ConfigError, StorageError
 
 INPUTS_HELP = (
@@ -89,6 +91,8 @@ _OUTPUTS = ("--write", "--output", "--out", "--save", "--file", "-o")
 """Other names for an option that writes a file; here each kind of file has its own."""
 
 if TYPE_CHECKING:
+    from maxpipe.config.load import Loaded
+
     Commands = argparse._SubParsersAction[Parser]
 else:  # it has no parameters at run time
     Commands = argparse._SubParsersAction
@@ -106,6 +110,20 @@ def add_inputs(parser: argparse.ArgumentParser, first: str = "", about: str = ""
     parser.add_argument(
         "inputs", nargs="*", metavar=f"{first}FILE|section.key=value", help=about + INPUTS_HELP
     )
+
+
+def read_config(inputs: Sequence[str], *, to_train: bool = False) -> Loaded:
+    """The config that arguments describe (`load`); its cautions are printed to stderr.
+
+    Raises:
+        ConfigError: with every mistake.
+    """
+    from maxpipe.config.load import load
+
+    loaded = load(inputs, to_train=to_train)
+    for each in loaded.cautions:
+        print(redact.shown(f"warning: {each.line}"), file=sys.stderr, flush=True)
+    return loaded
 
 
 RUN, CHECKPOINT, STEP = "RUN", "RUN[@STEP]", "RUN@STEP"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import full
-from maxpipe.commands.parser import Commands, add_inputs, count, write_file
+from maxpipe.commands.parser import Commands, add_inputs, count, read_config, write_file
 from maxpipe.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -27,10 +27,9 @@ def add(commands: Commands) -> None:
 
 
 def _compile(options: argparse.Namespace) -> int:
-    from maxpipe.config.load import load
     from maxpipe.plan import topology
 
-    loaded = load(options.inputs)
+    loaded = read_config(options.inputs)
     target = topology.parse(options.topology, options.slices or 1)
     topology.prepare(target)
     from maxpipe.plan.compile import compile_step
@@ -50,11 +49,10 @@ def _compile(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from maxpipe.config.load import load
     from maxpipe.plan import topology
 
     _check_options(options)
-    loaded = load(options.inputs)
+    loaded = read_config(options.inputs)
     if options.calibrate:
         return _calibrate(loaded)
     if options.devices is not None:

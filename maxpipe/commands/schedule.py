@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxpipe.commands.parser import Commands, add_inputs, integer, write_file
+from maxpipe.commands.parser import Commands, add_inputs, integer, read_config, write_file
 from maxpipe.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -155,10 +155,9 @@ def _check_alone(options: argparse.Namespace, names: list[str]) -> None:
 def _sizes_of_config(
     options: argparse.Namespace, inputs: list[str], names: list[str]
 ) -> tuple[list[str], dict[str, Any]]:
-    from maxpipe.config.load import load
     from maxpipe.config.rules import axis_size
 
-    config = load(inputs).config
+    config = read_config(inputs).config
     names = names or [config.pipeline.schedule]
     stages = axis_size(config.mesh, "stage") or options.stages
     if stages is None:

@@ -107,6 +107,8 @@ def evaluate_checkpoint(
     with _processes(chosen.loaded.config, phases) as stops:
         if jax.process_index():
             say = _silent
+        for each in chosen.loaded.cautions:
+            say(f"warning: {each.line}")
         config = _fitted(chosen, say)
         is_other = chosen.is_given(*_SOURCE)
         split = split or ("all" if is_other else "validation")

@@ -203,7 +203,7 @@ def set_up(
     console.banner(_facts(config, steps, datasets, length))
     if process == 0:
         for each in (*loaded.cautions, *cautions(config)):
-            console.warn(f"{each.where} = {each.given} {each.rule} {each.action}")
+            console.warn(each.line)
     _check_same_data(link, datasets)
     restore = partial(restore_or_init, loaded, steps, checkpoints, datasets, console)
     with phases.enter(RESTORE):
