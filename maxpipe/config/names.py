@@ -27,6 +27,15 @@ _SAME_KEY = {
     "model.tied_embeddings": "tie_word_embeddings tie_embeddings weight_tying share_embeddings",
     "model.heads_ahead": "num_nextn_predict_layers mtp_num_layers mtp_num_heads medusa_num_heads",
     "model.ahead_loss_weight": "mtp_loss_scaling_factor mtp_loss_weight mtp_loss_coef",
+    "model.moe.num_experts": "experts n_experts num_local_experts n_routed_experts "
+    "num_moe_experts moe_num_experts",
+    "model.moe.top_k": "num_experts_per_tok num_experts_per_token experts_per_token "
+    "num_selected_experts moe_top_k moe_router_topk",
+    "model.moe.num_dense_layers": "first_k_dense_replace n_dense_layers first_num_dense_layers",
+    "model.moe.d_expert": "moe_intermediate_size moe_ffn_hidden_size expert_dim moe_inter_dim",
+    "model.moe.balance_weight": "router_aux_loss_coef aux_loss_coef moe_aux_loss_coeff "
+    "aux_loss_alpha load_balance_loss_weight",
+    "model.moe.normalised_weights": "norm_topk_prob moe_normalize_expert_weights",
     "model.rope_theta": "rope_base rotary_base",
     "model.norm_epsilon": "rms_norm_eps norm_eps layer_norm_eps layernorm_epsilon",
     "model.dropout": "dropout_rate hidden_dropout residual_dropout resid_pdrop",
@@ -157,11 +166,13 @@ _NOT_SAME_KEY = {
         "TensorBoard files and metrics.jsonl are what a run writes.",
         "Leave it out; metrics.jsonl has every number as JSON, a line per record, for other tools.",
     ),
-    "experts n_experts num_local_experts moe num_experts_per_tok "
-    "num_experts_per_token n_routed_experts moe_intermediate_size": (
-        "layers with experts are those of some model families.",
-        "Set model.family to one that has them, and its own keys; "
-        "`maxpipe config explain model` lists all.",
+    "moe mixture_of_experts": (
+        "layers with experts are those of a model family.",
+        "Set model.family=moe; `maxpipe config explain model.moe` lists its keys.",
+    ),
+    "n_shared_experts num_shared_experts shared_expert_intermediate_size": (
+        "experts that every token passes are not supported yet.",
+        "Leave it out; `maxpipe config explain model.moe` lists the keys of experts.",
     ),
     "ep ep_size expert_parallel expert_parallel_size expert_model_parallel_size "
     "ici_expert_parallelism": (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.config import names
-from maxpipe.config.keys import KEYS
+from maxpipe.config.keys import KEYS, SECTIONS
 from maxpipe.config.load import load
 from maxpipe.config.rules import did_you_mean, squashed
 from maxpipe.errors import ConfigError
@@ -42,7 +42,17 @@ def said(*arguments: str) -> str:
         ("runtime.platform=gpu", "Set runtime.platform=cuda."),
         ("runtime.platform=CPU", "Set runtime.platform=cpu."),
         ("model.attention=flash", "Set model.attention=cudnn on an NVIDIA GPU"),
-        ("model.experts=8", "layers with experts are those of some model families."),
+        ("model.moe=true", "is a section"),
+        ("model.mixture_of_experts=true", "Set model.family=moe;"),
+        ("model.experts=8", "Did you mean model.moe.num_experts?"),
+        ("num_experts_per_tok=2", "Write model.moe.top_k=2."),
+        ("model.num_local_experts=8", "Did you mean model.moe.num_experts?"),
+        ("n_routed_experts=8", "Write model.moe.num_experts=8."),
+        ("moe_intermediate_size=64", "Write model.moe.d_expert=64."),
+        ("router_aux_loss_coef=0.1", "Write model.moe.balance_weight=0.1."),
+        ("model.moe.first_k_dense_replace=1", "Did you mean model.moe.num_dense_layers?"),
+        ("norm_topk_prob=true", "Write model.moe.normalised_weights=true."),
+        ("model.n_shared_experts=1", "experts that every token passes are not supported yet."),
         ("optim.name=muon", "AdamW is the only optimizer."),
         ("optim.muon=true", "AdamW is the only optimizer."),
         ("train.epochs=3", "Set train.steps or train.tokens"),
@@ -81,7 +91,8 @@ def test_every_key_that_is_named_exists_and_takes_the_value() -> None:
     sections = {key.partition(".")[0] for key in KEYS}
     checked = 0
     for key, value in named:
-        if key.partition(".")[0] not in sections or key in ("data.jsonl", "tokenizer.json"):
+        others = ("data.jsonl", "tokenizer.json", *SECTIONS)
+        if key.partition(".")[0] not in sections or key in others:
             continue
         checked += 1
         assert key in KEYS, key
