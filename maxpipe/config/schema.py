@@ -83,11 +83,11 @@ class ModelConfig:
     """Type of stored parameters and of the optimizer's state."""
     frozen: list[str] = field(default_factory=list, hash=False)  # a list has no hash
     """Parameters that are not trained: patterns over the names in checkpoints, such as `embedding`
-    or `layers.attention.*`. With several kinds of layers those names hold the kind: in a `moe` model
-    with dense layers `layers.experts.*` are whole layers of the kind `experts`, attention and norms
-    included, and `layers.experts.experts.*` the router and the experts in them alone. They keep
-    their values, and have neither gradients nor optimizer state. A run goes on with the same ones
-    frozen; `checkpoint.restore=weights` starts with others."""
+    or `layers.attention.*`. With several kinds of layers those names hold the kind: in a `moe`
+    model with dense layers `layers.experts.*` are whole layers of the kind `experts`, attention
+    and norms included, and `layers.experts.experts.*` the router and the experts in them alone.
+    They keep their values, and have neither gradients nor optimizer state. A run goes on with the
+    same ones frozen; `checkpoint.restore=weights` starts with others."""
     own: Any = None
     """The section of the family. None: its defaults."""
 

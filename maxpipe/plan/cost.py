@@ -7,6 +7,7 @@ allows. The figures of devices and links are those of `configs/hardware/`, or me
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -304,6 +305,7 @@ def cost(sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | No
     parts = {
         "layers": ideal,
         "bubble": work - ideal,
+        "outside": _outside(model, schedule),
         "head": float(loss.sum()) * model.head,
         "messages": float(exposed.sum()),
         "gathers": _gathers(model, schedule),
@@ -353,14 +355,24 @@ def _ideal(model: CostModel, schedule: Schedule) -> float:
     return sizes.microbatches * layers / sizes.stages * model.contention
 
 
+def _outside(model: CostModel, schedule: Schedule) -> float:
+    """Seconds of the layers outside the ring: all stages run them at once, a round at a time."""
+    rounds, layers = schedule.outside, model.sizes.outside
+    columns = (("F", rounds.forward), ("B", rounds.backward))
+    return model.contention * sum(
+        np.count_nonzero(column >= 0) * model.slots(action, layers) for action, column in columns
+    )
+
+
 def _gathers(model: CostModel, schedule: Schedule) -> float:
     sizes, mode = model.sizes, model.sizes.config.pipeline.weight_gather
     if mode == "iteration":
         return 0.0
     gather = attrgetter("gather")
+    outside = model.total(sizes.outside, gather)
     if mode == "step" or not schedule.visits.num_window:
-        return model.total(sizes.layer_slots, gather)
-    return len(schedule.visits.gather_tick) * model.total(sizes.per_chunk, gather)
+        return outside + model.total(sizes.layer_slots, gather)
+    return outside + len(schedule.visits.gather_tick) * model.total(sizes.per_chunk, gather)
 
 
 def _reductions(model: CostModel, schedule: Schedule) -> float:
@@ -371,8 +383,16 @@ def _reductions(model: CostModel, schedule: Schedule) -> float:
         layers = model.total(sizes.layer_slots, scatter)
     elif mode == "visit":
         layers = len(schedule.visits.reduce_tick) * model.total(sizes.per_chunk, scatter)
+    if mode != "iteration":
+        layers += model.total(sizes.outside, scatter)
+    layers += model.move("stage", _summed_over_stages(model))
     over_data = model.move("data", 2 * model.around("data") * 4.0 * sizes.trained.shard_elements)
     return layers + over_data
+
+
+def _summed_over_stages(model: CostModel) -> float:
+    """Bytes that a device sends to sum the gradients of the layers outside the ring."""
+    return 2 * model.around("stage") * 4.0 * model.sizes.trained.outside_elements()
 
 
 def _update(model: CostModel) -> float:
@@ -394,24 +414,26 @@ def traffic(model: CostModel, schedule: Schedule) -> dict[tuple[str, str], float
     """Bytes that a device sends in a step, by axis and link."""
     sizes, pipeline = model.sizes, model.sizes.config.pipeline
     gathered, scattered = attrgetter("gathered"), attrgetter("scattered")
-    each = sizes.microbatches / sizes.stages
+    each, all_layers = sizes.microbatches / sizes.stages, sizes.ring + sizes.outside
     if pipeline.weight_gather == "iteration":
         again = 3 if pipeline.remat == "chunk" else 2
-        sent = again * model.total(sizes.ring, gathered) + model.total(sizes.ring, scattered)
+        sent = again * model.total(all_layers, gathered) + model.total(all_layers, scattered)
         fsdp = each * sent
     elif pipeline.weight_gather == "visit" and schedule.visits.num_window:
         visits, chunk = schedule.visits, sizes.per_chunk
         fsdp = len(visits.gather_tick) * model.total(chunk, gathered)
         fsdp += len(visits.reduce_tick) * model.total(chunk, scattered)
+        fsdp += model.total(sizes.outside, gathered) + model.total(sizes.outside, scattered)
     else:
-        held = sizes.layer_slots
+        held = sizes.outside + Counter(sizes.layer_slots)
         fsdp = model.total(held, gathered) + model.total(held, scattered)
     ways = sum(1 for way in schedule.arrivals if way.step)
     message = model.size * sizes.activation
-    summed = model.total(sizes.ring, lambda layer: layer.num_sums * layer.summed)
+    summed = model.total(all_layers, lambda layer: layer.num_sums * layer.summed)
+    along = schedule.num_ticks * ways * message if sizes.stages > 1 else 0.0
     found: Mapping[str, float] = {
         "fsdp": fsdp,
-        "stage": schedule.num_ticks * ways * message if sizes.stages > 1 else 0.0,
+        "stage": along + _summed_over_stages(model),
         "tensor": each * (2 + model.recomputed) * summed,
         "data": 2 * model.around("data") * 4.0 * sizes.trained.shard_elements,
     }

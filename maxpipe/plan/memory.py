@@ -123,6 +123,22 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     return found
 
 
+def outside(sizes: Sizes, schedule: Schedule) -> float:
+    """Of all terms what the layers outside the ring take: state, gradients, whole weights, buffers.
+
+    What one layer's backward needs besides is not theirs alone, and left out.
+    """
+    once = sizes.config.pipeline.weight_gather != "iteration"
+    optimizer = optimizer_of(sizes.config.optim)
+    entries = optimizer.saved(sizes.outside_elements(), sizes.trained.outside_elements())
+    found = float(BYTES[sizes.config.model.param_dtype] * entries)
+    found += 4.0 * sizes.trained.outside_elements(whole=once)
+    if once:
+        size = BYTES[sizes.config.model.compute_dtype]
+        found += float(size * sizes.outside_elements(whole=True))
+    return found + buffers(sizes, schedule)["outside"]
+
+
 def _by_visit(sizes: Sizes, schedule: Schedule) -> bool:
     return sizes.config.pipeline.weight_gather == "visit" and schedule.visits.num_window > 0
 

@@ -17,7 +17,7 @@ from maxpipe.plan.learn import next_to_run
 from maxpipe.plan.search import Candidate
 from maxpipe.plan.topology import Topology
 
-COMPUTE = ("layers", "bubble", "head", "update", "ticks")
+COMPUTE = ("layers", "bubble", "outside", "head", "update", "ticks")
 """Parts of a forecast that the compiler's estimate of cycles replaces."""
 MEASURED_SECONDS = 10.0
 """Seconds for which a layout's steps run, at least three of them."""

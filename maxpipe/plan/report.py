@@ -9,6 +9,7 @@ from maxpipe.config.check import total_steps
 from maxpipe.hardware import GIB, Hardware
 from maxpipe.model.count import active_params, num_params, num_trained
 from maxpipe.plan.advice import TERMS, gib, verdict
+from maxpipe.plan.memory import outside
 from maxpipe.plan.search import SHOWN, Candidate, Search
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.train.optimizers import optimizer_of
@@ -112,6 +113,11 @@ def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "terms": dict(candidate.memory.largest),
         "host_bytes": candidate.memory.host,
         "stages": per_stage,
+        "outside": {
+            "layers": config.pipeline.layers_outside,
+            "bytes": outside(sizes, schedule),
+            "seconds": candidate.cost.parts.get("outside", 0.0),
+        },
         "ticks": schedule.num_ticks,
         "bubble": schedule.idle_fraction(),
         "traffic": [
@@ -162,6 +168,7 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
     lines += [
         "",
         f"stages: layers {layers}{more}; chunks in flight {depth}{more}",
+        *_outside(values),
         f"ticks: {values['ticks']}, of which a stage idles {values['bubble']:.1%}",
         "",
         f"step: {values['seconds']:.3g} s predicted, {values['tokens_per_second']:,.0f} tokens/s, "
@@ -181,6 +188,18 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def _outside(values: dict[str, Any]) -> list[str]:
+    """A line on the layers outside the ring, if there are any."""
+    found = values["outside"]
+    if not found["layers"]:
+        return []
+    return [
+        f"outside the ring, on every stage: the first {counted(found['layers'], 'layer')}, with "
+        f"{gib(found['bytes'])} ({found['bytes'] / values['total_bytes']:.1%}) of the memory and "
+        f"{found['seconds'] / values['seconds']:.1%} of the step"
+    ]
 
 
 def search_facts(

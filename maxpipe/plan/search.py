@@ -37,6 +37,17 @@ REMATS = ("none", "names", "full", "chunk")
 SHOWN = 10
 """Layouts that a search returns by default, and that are printed."""
 
+_LAYOUT = (
+    "schedule",
+    "repeats",
+    "group",
+    "microbatches",
+    "layers_outside",
+    "weight_gather",
+    "remat",
+)
+"""Keys of `pipeline` that define a layout."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -56,7 +67,7 @@ class Candidate:
             size = getattr(mesh, f"{link}_{axis}")
             if size > 1:
                 found[f"mesh.{link}_{axis}"] = size
-        for name in ("schedule", "repeats", "group", "microbatches", "weight_gather", "remat"):
+        for name in _LAYOUT:
             value = getattr(pipeline, name)
             if value not in (0, None):
                 found[f"pipeline.{name}"] = value

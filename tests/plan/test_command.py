@@ -25,6 +25,26 @@ def test_a_forecast_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> N
     assert values["layout"]["mesh.ici_stage"] == 4
 
 
+@pytest.mark.parametrize("gather", ["iteration", "visit", "step"])
+def test_layers_outside_the_ring_are_named(gather: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*RUN, "model.num_layers=11", f"pipeline.weight_gather={gather}"]
+    found = []
+    for outside in (0, 3):
+        assert main([*arguments, f"pipeline.layers_outside={outside}", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    without, values = found
+    assert without["outside"] == {"layers": 0, "bytes": 0, "seconds": 0}
+    assert sum(stage["layers"] for stage in values["stages"]) == 8
+    assert values["outside"]["layers"] == values["layout"]["pipeline.layers_outside"] == 3
+    # Of eight microbatches each of four stages runs two through three layers; in the ring each
+    # runs all through two.
+    share = values["outside"]["seconds"] / values["parts"]["layers"]
+    assert share == pytest.approx(3 / 8, rel=0.01)
+    assert 0 < values["outside"]["bytes"] < values["total_bytes"]
+    assert main([*arguments, "pipeline.layers_outside=3"]) == 0
+    assert "outside the ring, on every stage: the first 3 layers, with" in capsys.readouterr().out
+
+
 def test_a_search_writes_its_winner_and_draws_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
