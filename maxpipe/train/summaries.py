@@ -26,7 +26,8 @@ def summarised(
     for tag, summary in model.summaries.items():
         if summary.take == "mean":
             layers = sum(summary.of in model.kinds[kind].losses for kind in model.layers)
-            found[tag] = losses[summary.of] / layers
+            if layers:
+                found[tag] = losses[summary.of] / layers
             continue
         arrays = [each[summary.of] for each in statistics.values() if summary.of in each]
         largest = summary.take == "largest"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,11 +16,14 @@ from maxpipe.config.load import load
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import ConfigError
 from maxpipe.model import count
+from maxpipe.model.attention.interface import Cache
 from maxpipe.model.decoder import Decoder
 from maxpipe.model.families.moe import MoeConfig
 from maxpipe.model.families.registry import describe, summaries
 from maxpipe.model.modules.experts import Experts
 from maxpipe.model.parts import experts
+from maxpipe.model.parts.mlp import GatedMLP
+from maxpipe.model.spec import Matmul
 from maxpipe.train.summaries import summarised
 from tests.model.parts import RULES, assert_close, context, packed, with_values
 
@@ -176,6 +180,8 @@ def test_outputs_losses_and_statistics_are_those_of_their_formulas(
             "moe/balance_loss": per_token / num_layers,
             "moe/load_max": relative.max(),
             "moe/load_min": relative.min(),
+            "moe/router_z_loss": float(mean["router_z"]) / num_layers,
+            "moe/router_entropy": float(mean["entropy"]) / num_layers,
         }
     )
 
@@ -229,6 +235,99 @@ def test_equal_probabilities_go_to_the_first_experts() -> None:
     assert_close(found.x[1, 2], (first + second) / 2)
 
 
+def with_room(room: int, places: list[Any], counts: np.ndarray) -> np.ndarray:
+    """Whether each choice of each token `[tokens, k]` finds room, one after the other."""
+    found, used = np.zeros((len(places), len(places[0])), bool), {}
+    for choice in range(found.shape[1]):
+        for token in np.flatnonzero(counts):
+            expert = places[token][choice]
+            found[token, choice] = used.get(expert, 0) < room
+            used[expert] = used.get(expert, 0) + 1
+    return found
+
+
+@pytest.mark.parametrize("capacity", [0.4, 0.8, 9.0])
+def test_tokens_beyond_the_capacity_lose_the_expert(capacity: float) -> None:
+    module, w, _ = of_experts(capacity=capacity)
+    x = jax.random.normal(jax.random.key(2), (2, 9, 6))
+    segments = np.array([[1] * 5 + [2] * 4, [1] * 6 + [0] * 3])
+    here = context(segments, [range(9)] * 2)
+    mask = (segments > 0) & (np.arange(9) != 2)
+    here.inputs["loss_mask"] = jnp.asarray(mask, jnp.float32)  # type: ignore[index]
+    room = min(max(math.ceil(capacity * 9 * 2 / 4), 1), 9)
+    kept = np.zeros((2, 9, 4))
+    lost = 0.0
+    for row in range(2):
+        _, _, picked = routed(w, np.asarray(x[row], np.float64))
+        finds = with_room(room, picked, segments[row] > 0)
+        for token, best in enumerate(picked):
+            kept[row, token, best] = finds[token]
+        lost += ((~finds).mean(1) * mask[row]).sum()
+    assert (lost == 0) == (capacity == 9.0)
+
+    def plainly(x: jax.Array) -> jax.Array:
+        """All experts, weighted with zeros for what was lost."""
+        shares = jax.nn.softmax(x @ w["router"])
+        chosen = jax.nn.one_hot(jax.lax.top_k(shares, 2)[1], 4).sum(-2)
+        weights = shares * chosen / (shares * chosen).sum(-1, keepdims=True) * kept
+        gate, up = (jnp.einsum("btd,def->btef", x, w[name]) for name in ("gate", "up"))
+        return jnp.einsum("btef,efd,bte->btd", jax.nn.silu(gate) * up, w["down"], weights)
+
+    found = module(x, here)
+    counted = (segments > 0)[..., None]
+    assert_close(found.x * counted, plainly(x) * counted)
+    np.testing.assert_allclose(found.losses["dropped"], lost, rtol=1e-6)
+    towards = jax.random.normal(jax.random.key(3), x.shape) * counted
+    got, wanted = (
+        jax.grad(lambda x, f=f: (f(x) * towards).sum())(x)
+        for f in (lambda x: module(x, here).x, plainly)
+    )
+    assert_close(got, wanted)
+    # Nothing is lost where text is generated.
+    cache = Cache.empty((2, 9, 1, 2), jnp.dtype("float32"))
+    module_all, *_ = of_experts()
+    with_values(module_all, **w)
+    assert_close(module(x, replace(here, cache=cache)).x, module_all(x, here).x)
+
+
+def test_scores_of_their_own_shared_experts_and_the_router_s_losses() -> None:
+    shared = GatedMLP(6, 9, 1.0)
+    module, w, x = of_experts(
+        scores="sigmoid", weight_scale=2.5, normalised=False, shared=shared, z_weight=0.2
+    )
+    here = context([[1] * 5] * 2, [range(5)] * 2)
+    here.inputs["loss_mask"] = jnp.ones((2, 5))  # type: ignore[index]
+    found = module(x, here)
+    z = entropy = 0.0
+    for row in range(2):
+        for token in range(5):
+            wide = np.asarray(x[row, token], np.float64)
+            logits = wide @ w["router"]
+            scores = 1 / (1 + np.exp(-logits))
+            best = np.argsort(-scores)[:2]
+            each = [2.5 * scores[expert] * mlp(of_expert(w, expert), wide) for expert in best]
+            always = mlp((w[f"shared_{name}"] for name in ("gate", "up", "down")), wide)
+            assert_close(found.x[row, token], sum(each) + always)
+            z += np.log(np.exp(logits).sum()) ** 2
+            likely = scores / scores.sum()
+            entropy -= (likely * np.log(likely)).sum()
+    assert module.part.losses == {"balance": 0.1, "router_z": 0.2, "entropy": 0.0}
+    assert_close(found.losses["router_z"], z)
+    assert_close(found.losses["entropy"], entropy)
+
+
+def test_what_experts_with_room_compute_is_counted() -> None:
+    own = MoeConfig(num_experts=6, top_k=2, capacity_factor=1.5, num_shared_experts=2)
+    model = describe(replace(CONFIG, own=own))
+    part = model.kinds["experts"].parts["experts"]
+    assert isinstance(part, experts.Experts)
+    assert part.rows == 3.0 and (part.room(10), part.room(1), part.room(2)) == (5, 1, 1)
+    found = {each.param: each for each in part.operations if isinstance(each, Matmul)}
+    assert found["up"].needed == pytest.approx(1 / 3) and found["up"].computed == 0.5
+    assert part.params["shared_up"].shape == (18, 2 * 28)
+    assert part.activations["expert_up"] == ((3, "experts"), (28, "mlp"))
+
+
 def test_the_balance_loss_does_not_depend_on_the_cut_and_knows_its_range() -> None:
     module, _, x = of_experts()
     # All tokens to the same two experts: 4 / 2 for each token. Tokens without a target are out.
@@ -256,7 +355,7 @@ def test_the_balance_loss_does_not_depend_on_the_cut_and_knows_its_range() -> No
 def test_the_model_is_described_once() -> None:
     model = describe(CONFIG)
     assert model.layers == ("dense", "experts", "experts", "experts")
-    assert model.losses == {"balance": 0.3}
+    assert model.losses == {"balance": 0.3, "router_z": 0.0, "entropy": 0.0}
     listed = {tag for tag, _, families in summaries() if "moe" in families}
     assert set(model.summaries) == listed
     expert = 3 * 18 * 14

@@ -22,6 +22,16 @@ from tests.pipeline.test_executor import check_gradients, matrix
 
 GEMMA = Gemma3Config(window=3, period=3, rope_scaling=2.0, query_scale=7.0)
 MOE = MoeConfig(num_experts=5, num_dense_layers=2, d_expert=12, balance_weight=0.3)
+ROOM = MoeConfig(
+    num_experts=5,
+    num_dense_layers=2,
+    d_expert=12,
+    capacity_factor=0.8,
+    num_shared_experts=1,
+    scores="sigmoid",
+    weight_scale=1.5,
+    z_weight=0.1,
+)
 NO_DENSE = MoeConfig(num_experts=3, num_dense_layers=0, normalised_weights=False)
 MISTRAL = MistralConfig(window=3)
 QWEN2 = Qwen2Config(rope_scaling=4.0, rope_original_tokens=64)
@@ -36,10 +46,10 @@ CASES = [
     Case(4, 2, 8, own=GEMMA, tied=True, layers=9, schedule="zb_v", remat="none", dropout=0.3),
     Case(2, 3, 4, own=GEMMA, tied=True, layers=6, gather="visit", fsdp=2, idle="compute"),
     Case(2, 1, 2, own=GEMMA, tied=True, layers=5, gather="step", schedule="1f1b", data=2),
-    Case(2, 2, 3, own=MOE, layers=7, fsdp=2, tensor=2),
+    Case(2, 2, 3, own=ROOM, layers=7, fsdp=2, tensor=2),
     Case(4, 1, 9, own=MOE, layers=6, schedule="zb_h1", remat="names", data=2),
     Case(3, 2, 4, own=MOE, layers=9, outside=2, remat="chunk", idle="compute", dropout=0.3),
-    Case(4, 2, 8, own=MOE, layers=9, schedule="zb_v", remat="none", fsdp=2),
+    Case(4, 2, 8, own=ROOM, layers=9, schedule="zb_v", remat="none", fsdp=2),
     Case(2, 3, 4, own=MOE, layers=7, gather="visit", fsdp=2, idle="compute", tied=True),
     Case(2, 1, 5, own=MOE, layers=6, outside=3, gather="step", schedule="1f1b", remat="none"),
     Case(2, 2, 3, own=QWEN2, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
@@ -57,13 +67,14 @@ def test_a_family_in_the_engine_equals_its_plain_loop(case: Case) -> None:
 FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": GEMMA, "tied": True},
     {"own": MOE},
+    {"own": ROOM},
     *({"own": own} for own in (MISTRAL, QWEN2, QWEN3, PHI, Olmo2Config(), GRANITE)),
     {"own": GEMMA2, "tied": True},
 )
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("family", FAMILIES_IN_MATRIX, ids=lambda each: type(each["own"]).__name__)
+@pytest.mark.parametrize("family", FAMILIES_IN_MATRIX, ids=lambda each: str(each["own"])[:40])
 @pytest.mark.parametrize("number", range(0, len(matrix()), 53))
 def test_sample_of_the_matrix(number: int, family: dict[str, Any]) -> None:
     """Every schedule, gather, remat and idle mode; tensor 2, dropout, layers outside the ring.
@@ -72,9 +83,9 @@ def test_sample_of_the_matrix(number: int, family: dict[str, Any]) -> None:
     """
     case = matrix()[(number + FAMILIES_IN_MATRIX.index(family)) % len(matrix())]
     case = replace(case, **family)
-    if case.own is MOE:
-        dense = min(MOE.num_dense_layers, case.layers - 1)
-        case = replace(case, own=replace(MOE, num_dense_layers=dense))
+    if isinstance(case.own, MoeConfig):
+        dense = min(case.own.num_dense_layers, case.layers - 1)
+        case = replace(case, own=replace(case.own, num_dense_layers=dense))
     check_gradients(case)
 
 

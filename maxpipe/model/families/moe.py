@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
@@ -11,13 +12,14 @@ from maxpipe.errors import Finding
 from maxpipe.model.families import generic
 from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.experts import Experts
+from maxpipe.model.parts.mlp import GatedMLP
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Branch, Family, Kind, Model, own_keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeConfig:
-    """Keys of mixtures of experts only. All experts are computed for all tokens."""
+    """Keys of mixtures of experts only."""
 
     num_experts: int = 8
     """Experts of a layer."""
@@ -28,25 +30,45 @@ class MoeConfig:
     """Layers in front that have one MLP of width `model.d_mlp` instead of experts."""
     d_expert: int = 0
     """Hidden width of one expert. 0 takes `model.d_mlp`."""
+    num_shared_experts: int = 0
+    """Experts beside those, of the same width, that all tokens pass through."""
+    capacity_factor: float = 0.0
+    """Tokens of a sequence for which an expert has room, as a multiple of an even share: 1.25 is
+    common. The others lose this expert, second choices first; when text is generated none does. 0
+    computes all experts for all tokens: nothing is lost, and much is computed in vain."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What the router's logits become: probabilities that compete, or scores that do not."""
+    weight_scale: float = 1.0
+    """Factor of the weights of a token's experts."""
     balance_weight: float = 0.01
     """Coefficient of the balance loss, which is 1 when experts get equally many tokens of each
     sequence; the objective has it once for each layer with experts. 0 only records it."""
+    z_weight: float = 0.0
+    """Coefficient of the router's z-loss, the mean square of the logarithm of its partition
+    function: keeps logits small. 0 only records it."""
     normalised_weights: bool = True
-    """Divide the probabilities of a token's experts by their sum, so that its weights add up to
-    1."""
+    """Divide the scores of a token's experts by their sum, so that its weights add up to 1."""
 
 
 def describe(config: ModelConfig) -> Model:
     """Two kinds of layers, `dense` and `experts`; without dense layers one."""
     own = own_keys(config, MoeConfig)
     norm = RMSNorm(config.d_model, config.norm_epsilon)
+    width, gain = own.d_expert or config.d_mlp, generic.residual_gain(config)
     experts = Experts(
         config.d_model,
-        own.d_expert or config.d_mlp,
+        width,
         own.num_experts,
         own.top_k,
-        generic.residual_gain(config),
+        gain,
         own.balance_weight,
+        own.z_weight,
+        own.capacity_factor,
+        own.scores,
+        own.weight_scale,
+        GatedMLP(config.d_model, own.num_shared_experts * width, gain)
+        if own.num_shared_experts
+        else None,
         own.normalised_weights,
     )
     branches = {
@@ -89,6 +111,10 @@ FAMILY = Family(
         Bound("top_k", 2, 1),
         Bound("num_dense_layers", 1, 0),
         Bound("d_expert", 0, 0, why="0 takes model.d_mlp", axis="mlp"),
+        Bound("num_shared_experts", 0, 0),
+        Bound("capacity_factor", 1.25, 0, LARGEST, "0 drops no token"),
+        Bound("weight_scale", 1.0, 0, LARGEST, "experts with a weight of 0 train nothing", False),
+        Bound("z_weight", 0.001, 0, LARGEST, "0 only records the z-loss"),
         Bound("balance_weight", 0.01, 0, LARGEST, "0 only records the balance loss"),
     ),
     rules=_rules,

@@ -1,15 +1,16 @@
-"""A mixture of experts, each computed for every token."""
+"""A mixture of experts: every token through every expert, or through those that have room."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from maxpipe.model.modules.mlp import gated
 from maxpipe.model.modules.part import Context, Output, PartModule
@@ -17,59 +18,194 @@ from maxpipe.model.parts import experts
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 
+class Routes(NamedTuple):
+    """Where the tokens of each sequence go."""
+
+    logits: Float[Array, "B T E"]
+    """Float32."""
+    likely: Float[Array, "B T E"]
+    """Scores of all experts, float32, which add up to 1."""
+    places: Int[Array, "B T k"]
+    """Experts of each token, the best one first. Of equal scores the first counts as larger."""
+    chosen: Float[Array, "B T E"]
+    """1 for those, else 0."""
+    weights: Float[Array, "B T E"]
+    """What their outputs are multiplied with; 0 for the others."""
+
+
+class Slots(NamedTuple):
+    """Room of experts, and who has it."""
+
+    tokens: Int[Array, "B S"]
+    """The token in each slot, those of one expert side by side; T where there is none."""
+    slots: Int[Array, "B k T"]
+    """The slot of each choice of each token; S where there was no room."""
+
+
 class Experts(PartModule):
-    """The sum of a token's experts, weighted by the router's probabilities (arXiv:2401.04088)."""
+    """The sum of a token's experts, weighted by what the router makes of it (arXiv:2401.04088)."""
 
     router: nnx.Param
     gate: nnx.Param
     up: nnx.Param
     down: nnx.Param
+    shared_gate: nnx.Param
+    shared_up: nnx.Param
+    shared_down: nnx.Param
 
     def __init__(self, part: experts.Experts, rules: AxisRules):
         super().__init__(part)
         self.part, self.rules = part, rules
 
     def __call__(self, x: Float[Array, "B T D"], context: Context) -> Output:
-        """Returns losses and statistics where there is a `loss_mask`."""
-        part, dtype = self.part, x.dtype
-        shares, chosen = self._routed(x)
+        """Returns losses and statistics where there is a `loss_mask`.
+
+        No token is dropped in decoding: how many there are in a call says nothing about the model.
+        """
+        routes, lost = self._routed(x), None
+        if self.part.capacity and context.cache is None:
+            slots = self._slots(routes.places, context.inputs["segment_ids"])
+            out = self._with_room(x, routes, slots)
+            lost = (slots.slots == slots.tokens.shape[1]).mean(1)
+        else:
+            out = self._all(x, routes)
+        if self.part.shared is not None:
+            out += self._shared(x, self.part.shared.function)
+        mask = context.inputs.get("loss_mask")
+        return Output(out) if mask is None else Output(out, *_reported(routes, lost, mask))
+
+    def _routed(self, x: Float[Array, "B T D"]) -> Routes:
+        part, router = self.part, self.router[...].astype(x.dtype)
+        logits = jnp.einsum("btd,de->bte", x, router, preferred_element_type=jnp.float32)
+        shares = jax.nn.softmax(logits) if part.scores == "softmax" else jax.nn.sigmoid(logits)
+        _, places = lax.top_k(lax.stop_gradient(shares), part.per_token)
+        chosen = jax.nn.one_hot(places, part.num_experts, dtype=jnp.float32).sum(-2)
         weights = shares * chosen
         if part.normalised:
             weights /= weights.sum(-1, keepdims=True)
-        gate = jnp.einsum("btd,def->btef", x, self.gate[...].astype(dtype))
-        up = jnp.einsum("btd,def->btef", x, self.up[...].astype(dtype))
+        if part.weight_scale != 1.0:
+            weights *= part.weight_scale
+        likely = shares if part.scores == "softmax" else shares / shares.sum(-1, keepdims=True)
+        return Routes(logits, likely, places, chosen, weights)
+
+    def _all(self, x: Float[Array, "B T D"], routes: Routes) -> Float[Array, "B T D"]:
+        """Of all tokens through all experts."""
+        gate = jnp.einsum("btd,def->btef", x, self.gate[...].astype(x.dtype))
+        up = jnp.einsum("btd,def->btef", x, self.up[...].astype(x.dtype))
         gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
-        hidden = gated(gate, up, part.function) * weights.astype(dtype)[..., None]
+        hidden = gated(gate, up, self.part.function) * routes.weights.astype(x.dtype)[..., None]
         hidden = constrain(hidden, (None, None, "experts", "mlp"), self.rules)
-        out = jnp.einsum("btef,efd->btd", hidden, self.down[...].astype(dtype))
-        mask = context.inputs.get("loss_mask")
-        return Output(out) if mask is None else Output(out, *_balance(shares, chosen, mask))
+        return jnp.einsum("btef,efd->btd", hidden, self.down[...].astype(x.dtype))
 
-    def _routed(
-        self, x: Float[Array, "B T D"]
-    ) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"]]:
-        """Probability of each expert, float32, and 1 for those that a token is sent to, else 0.
+    def _with_room(
+        self, x: Float[Array, "B T D"], routes: Routes, slots: Slots
+    ) -> Float[Array, "B T D"]:
+        """Of tokens through the experts that have room for them."""
+        rows, _, width = x.shape
+        room = (rows, self.part.num_experts, -1)
+        inside = to_slots(x, slots).reshape(*room, width)
+        gate = jnp.einsum("becd,def->becf", inside, self.gate[...].astype(x.dtype))
+        up = jnp.einsum("becd,def->becf", inside, self.up[...].astype(x.dtype))
+        gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
+        weights = jnp.take_along_axis(
+            routes.weights.swapaxes(1, 2),
+            slots.tokens.reshape(room),
+            axis=2,
+            mode="fill",
+            fill_value=0,
+        )
+        hidden = gated(gate, up, self.part.function) * weights.astype(x.dtype)[..., None]
+        hidden = constrain(hidden, (None, "experts", None, "mlp"), self.rules)
+        out = jnp.einsum("becf,efd->becd", hidden, self.down[...].astype(x.dtype))
+        return to_tokens(out.reshape(rows, -1, width), slots)
 
-        Of equal probabilities those of the first experts count as larger.
+    def _shared(self, x: Float[Array, "B T D"], function: str) -> Float[Array, "B T D"]:
+        """Of the experts that all tokens pass through."""
+        gate = jnp.einsum("btd,df->btf", x, self.shared_gate[...].astype(x.dtype))
+        up = jnp.einsum("btd,df->btf", x, self.shared_up[...].astype(x.dtype))
+        hidden = gated(
+            checkpoint_name(gate, "shared_gate"), checkpoint_name(up, "shared_up"), function
+        )
+        hidden = constrain(hidden, (None, None, "mlp"), self.rules)
+        return jnp.einsum("btf,fd->btd", hidden, self.shared_down[...].astype(x.dtype))
+
+    def _slots(self, places: Int[Array, "B T k"], segments: Int[Array, "B T"]) -> Slots:
+        """First choices go before second ones, earlier tokens before later ones (arXiv:2006.16668).
+
+        Padding, of segment 0, takes no room.
         """
-        router = self.router[...].astype(x.dtype)
-        scores = jnp.einsum("btd,de->bte", x, router, preferred_element_type=jnp.float32)
-        shares = jax.nn.softmax(scores)
-        _, places = lax.top_k(lax.stop_gradient(shares), self.part.per_token)
-        return shares, jax.nn.one_hot(places, self.part.num_experts, dtype=jnp.float32).sum(-2)
+        rows, tokens, _ = places.shape
+        num_experts, room = self.part.num_experts, self.part.room(tokens)
+        experts = places.swapaxes(1, 2).reshape(rows, -1)  # all first choices, then all second ones
+        counts = jnp.tile(segments > 0, (1, self.part.per_token))
+        asks = jax.nn.one_hot(experts, num_experts, dtype=jnp.int32) * counts[..., None]
+        before = ((jnp.cumsum(asks, axis=1) - asks) * asks).sum(-1)
+        none = num_experts * room
+        slots = jnp.where(counts & (before < room), experts * room + before, none)
+        token = jnp.tile(jnp.arange(tokens), self.part.per_token)
+        row = jnp.arange(rows)[:, None]
+        taken = jnp.full((rows, none), tokens).at[row, slots].set(token, mode="drop")
+        return Slots(taken, slots.reshape(rows, -1, tokens))
+
+
+# A slot has one token, a token a slot for each of its choices: the transpose of each of the two
+# functions is the other one. So no gradient is scattered, which is slow on TPUs.
+
+
+@jax.custom_vjp
+def to_slots(x: Float[Array, "B T D"], slots: Slots) -> Float[Array, "B S D"]:
+    """Each slot's token, zeros in empty slots."""
+    return _rows_at(x, slots.tokens)
+
+
+@jax.custom_vjp
+def to_tokens(x: Float[Array, "B S D"], slots: Slots) -> Float[Array, "B T D"]:
+    """Each token's sum over its slots."""
+    found = [_rows_at(x, slots.slots[:, number]) for number in range(slots.slots.shape[1])]
+    return sum(found[1:], found[0])
+
+
+def _rows_at(x: Float[Array, "B n D"], index: Int[Array, "B m"]) -> Float[Array, "B m D"]:
+    """Rows of each sequence; zeros where there is none of that number."""
+    return jnp.take_along_axis(x, index[..., None], axis=1, mode="fill", fill_value=0)
+
+
+to_slots.defvjp(
+    lambda x, slots: (to_slots(x, slots), slots),
+    lambda slots, cotangent: (to_tokens(cotangent, slots), None),
+)
+to_tokens.defvjp(
+    lambda x, slots: (to_tokens(x, slots), slots),
+    lambda slots, cotangent: (to_slots(cotangent, slots), None),
+)
+
+
+def _reported(
+    routes: Routes, lost: Float[Array, "B T"] | None, mask: Float[Array, "B T"]
+) -> tuple[Mapping[str, Float[Array, ""]], Mapping[str, Float[Array, " E"]]]:
+    """(losses, statistics) of the target tokens; `lost` is the fraction of each token's choices."""
+    counts = mask.astype(jnp.float32)
+    balance, load = _balance(routes.likely, routes.chosen, counts[..., None])
+    likely = lax.stop_gradient(routes.likely)
+    entropy = -(likely * jnp.log(jnp.maximum(likely, 1e-30))).sum(-1)
+    z = jnp.square(jax.nn.logsumexp(routes.logits, axis=-1))
+    losses = {"balance": balance, "router_z": (z * counts).sum()}
+    losses["entropy"] = (entropy * counts).sum()
+    if lost is not None:
+        losses["dropped"] = (lost.astype(jnp.float32) * counts).sum()
+    return losses, {"load": load}
 
 
 def _balance(
-    shares: Float[Array, "B T E"], chosen: Float[Array, "B T E"], mask: Float[Array, "B T"]
-) -> tuple[Mapping[str, Float[Array, ""]], Mapping[str, Float[Array, " E"]]]:
-    """(losses, statistics) of the target tokens.
+    shares: Float[Array, "B T E"], chosen: Float[Array, "B T E"], counts: Float[Array, "B T 1"]
+) -> tuple[Float[Array, ""], Float[Array, " E"]]:
+    """The balance loss, and the tokens of each expert.
 
     The balance loss of arXiv:2101.03961 for each sequence by itself, so that it does not depend on
     how a batch is cut. With f the share of a sequence's tokens that an expert gets, and p its mean
     probability, it is `E / k * sum(f * p)` for each token; gradients flow through p.
     """
-    counts = mask.astype(jnp.float32)[..., None]
     used, likely = ((counts * each).sum(1) for each in (chosen, shares))
     # As many are used as tokens times k: divided by their mean they are E / k * f.
     relative = used / jnp.maximum(used.mean(-1, keepdims=True), 1e-9)
-    return {"balance": (relative * likely).sum()}, {"load": used.sum(0)}
+    return (relative * likely).sum(), used.sum(0)

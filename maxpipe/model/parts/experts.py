@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from maxpipe.model.parts.mlp import GatedMLP
 from maxpipe.model.spec import Dims, Held, Matmul, Normal, Operation, Param, Part, Summary
 
 
@@ -13,7 +15,8 @@ from maxpipe.model.spec import Dims, Held, Matmul, Normal, Operation, Param, Par
 class Experts(Part):
     """The weighted sum of each token's experts (arXiv:1701.06538, routed as arXiv:2401.04088).
 
-    All tokens pass through all experts, with a weight of 0 where they are not routed to.
+    Without a capacity all tokens pass through all experts, with a weight of 0 where they are not
+    routed to. With one each expert takes so many tokens of a sequence, and the others lose it.
     """
 
     d_model: int
@@ -26,6 +29,17 @@ class Experts(Part):
     """Of the output projections, which write to the residual stream."""
     balance_weight: float
     """Coefficient of the balance loss."""
+    z_weight: float = 0.0
+    """Coefficient of the router's z-loss (arXiv:2202.08906)."""
+    capacity: float = 0.0
+    """Tokens that an expert has room for, as a multiple of an even share. 0: for all."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What becomes of the router's logits: probabilities, or scores that do not compete
+    (arXiv:2412.19437)."""
+    weight_scale: float = 1.0
+    """Factor of the weights of experts."""
+    shared: GatedMLP | None = None
+    """Added for every token (arXiv:2401.06066)."""
     normalised: bool = True
     """Whether the probabilities of a token's experts are divided by their sum."""
     function: Literal["silu", "gelu"] = "silu"
@@ -39,6 +53,27 @@ class Experts(Part):
             "Balance loss, mean over layers with experts, without its coefficient. 1 when experts "
             "get equally many tokens of each sequence, the number of experts divided by those of a "
             "token when all go to the same ones.",
+        ),
+        "moe/router_z_loss": Summary(
+            "router_z",
+            "mean",
+            "",
+            "Square of the logarithm of the router's partition function, mean over layers with "
+            "experts and tokens, without its coefficient.",
+        ),
+        "moe/router_entropy": Summary(
+            "entropy",
+            "mean",
+            "nats",
+            "Entropy of a token's scores over the experts, mean over layers with experts. The "
+            "logarithm of their number when the router does not choose at all.",
+        ),
+        "moe/dropped": Summary(
+            "dropped",
+            "mean",
+            "",
+            "Fraction of the choices of tokens for which an expert had no room, mean over layers "
+            "with experts. With `model.moe.capacity_factor`.",
         ),
         "moe/load_max": Summary(
             "load",
@@ -64,23 +99,31 @@ class Experts(Part):
         """
         experts, embed = (self.num_experts, "experts"), (self.d_model, "embed")
         mlp = (self.d_mlp, "mlp")
-        return {
+        found = {
             "router": Param((embed, experts), Normal(self.d_model)),
             "gate": Param((embed, experts, mlp), Normal(self.d_model)),
             "up": Param((embed, experts, mlp), Normal(self.d_model)),
             "down": Param((experts, mlp, embed), Normal(self.d_mlp, self.out_gain)),
         }
+        return found | {f"shared_{name}": param for name, param in self._of_shared("params")}
 
     @property
     def activations(self) -> Mapping[str, Dims]:
         """Both inputs of the gates, of all experts."""
-        return {"expert_gate": self._hidden, "expert_up": self._hidden}
+        rows = (math.ceil(self.rows), "experts")
+        hidden = (rows, *self._hidden[1:])
+        found: dict[str, Dims] = {"expert_gate": hidden, "expert_up": hidden}
+        return found | {f"shared_{name}": dims for name, dims in self._of_shared("activations")}
 
     @property
     def operations(self) -> tuple[Operation, ...]:
         """The router, and the projections of all experts, of which a token needs its own."""
-        share = self.per_token / self.num_experts
-        return Matmul("router"), *(Matmul(name, share) for name in ("gate", "up", "down"))
+        needed, computed = self.per_token / self.num_experts, self.rows / self.num_experts
+        found = [Matmul("router")]
+        found += [Matmul(name, needed, computed) for name in ("gate", "up", "down")]
+        if self.shared is not None:
+            found += [Matmul(f"shared_{name}") for name in self.shared.params]
+        return tuple(found)
 
     @property
     def statistics(self) -> Mapping[str, Dims]:
@@ -89,18 +132,23 @@ class Experts(Part):
 
     @property
     def losses(self) -> Mapping[str, float]:
-        """How unequally the tokens of a sequence are spread over experts."""
-        return {"balance": self.balance_weight}
+        """How unequally a sequence's tokens are spread over experts, and how large logits are.
+
+        The others are for the record.
+        """
+        found = {"balance": self.balance_weight, "router_z": self.z_weight, "entropy": 0.0}
+        return found | ({"dropped": 0.0} if self.capacity else {})
 
     @property
     def traffic(self) -> Held:
         """Input and output; the gates' inputs, and what goes into the last matmul, twice."""
-        return Held(narrow=((2.0, self._width), (8.0, self._hidden)))
+        found = self._with_rows(8.0, width=2.0)
+        return found if self.shared is None else found + self.shared.traffic
 
     @property
     def working(self) -> Held:
         """The gates' inputs and outputs, weighted and not, and their gradients."""
-        return Held(narrow=((8.0, self._hidden),))
+        return self._with_rows(8.0)
 
     @property
     def residuals(self) -> Held:
@@ -110,22 +158,48 @@ class Experts(Part):
         balance loss keeps of each sequence is too small to count.
         """
         extra = float(self.normalised)
-        return Held(
-            narrow=((1.0, self._width), (4.0, self._hidden), (1.0, self._each)),
+        found = self._with_rows(4.0, width=1.0) + Held(
+            narrow=((1.0, self._each),),
             wide=((2.0 + extra, self._each), (3.0 + 2.0 * extra, ())),
         )
+        return found if self.shared is None else found + self.shared.residuals
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Inputs of all matmuls and cotangents of their outputs, those of the router in float32.
 
         Recomputed, what goes into the last matmul follows from the gates' output and the weights.
         """
-        del normed
-        scores = ((1.0, self._each),)
+        found = Held(wide=((1.0, self._each),))
         if recomputed:
-            narrow = ((1.0, self._width), (3.0, self._hidden), (1.0, self._each))
-            return Held(narrow=narrow, wide=scores)
-        return Held(narrow=((2.0, self._width), (3.0, self._hidden)), wide=scores)
+            found += self._with_rows(3.0, width=1.0) + Held(narrow=((1.0, self._each),))
+        else:
+            found += self._with_rows(3.0, width=2.0)
+        if self.shared is None:
+            return found
+        return found + self.shared.deferred(recomputed=recomputed, normed=normed)
+
+    @property
+    def rows(self) -> float:
+        """Experts that compute something for a token, on average, used or not."""
+        if not self.capacity:
+            return float(self.num_experts)
+        return min(self.capacity * self.per_token, float(self.num_experts))
+
+    def room(self, tokens: int) -> int:
+        """Tokens of a sequence for which an expert has room."""
+        each = tokens * self.per_token / self.num_experts
+        return min(max(math.ceil(self.capacity * each), 1), tokens)
+
+    def _with_rows(self, hidden: float, width: float = 0.0) -> Held:
+        """Copies of what all experts compute; of the width, and of that in rows of experts."""
+        share = self.rows / self.num_experts
+        found = Held(narrow=((hidden * share, self._hidden), (width, self._width)))
+        if self.capacity:
+            found += Held(narrow=((2.0 * share, (self._each[0], *self._width)),))
+        return found
+
+    def _of_shared(self, what: Literal["params", "activations"]) -> Iterable[tuple[str, Any]]:
+        return () if self.shared is None else getattr(self.shared, what).items()
 
     @property
     def _width(self) -> Dims:
