@@ -36,6 +36,11 @@ _SAME_KEY = {
     "model.moe.balance_weight": "router_aux_loss_coef aux_loss_coef moe_aux_loss_coeff "
     "aux_loss_alpha load_balance_loss_weight",
     "model.moe.normalised_weights": "norm_topk_prob moe_normalize_expert_weights",
+    "model.moe.num_shared_experts": "n_shared_experts shared_experts",
+    "model.moe.weight_scale": "routed_scaling_factor",
+    "model.moe.scores": "scoring_func moe_router_score_function",
+    "model.moe.z_weight": "router_z_loss_coef moe_z_loss_coeff",
+    "model.moe.capacity_factor": "moe_expert_capacity_factor expert_capacity_factor",
     "model.rope_theta": "rope_base rotary_base",
     "model.norm_epsilon": "rms_norm_eps norm_eps layer_norm_eps layernorm_epsilon",
     "model.dropout": "dropout_rate hidden_dropout residual_dropout resid_pdrop",
@@ -169,10 +174,6 @@ _NOT_SAME_KEY = {
     "moe mixture_of_experts": (
         "layers with experts are those of a model family.",
         "Set model.family=moe; `maxpipe config explain model.moe` lists its keys.",
-    ),
-    "n_shared_experts num_shared_experts shared_expert_intermediate_size": (
-        "experts that every token passes are not supported yet.",
-        "Leave it out; `maxpipe config explain model.moe` lists the keys of experts.",
     ),
     "ep ep_size expert_parallel expert_parallel_size expert_model_parallel_size "
     "ici_expert_parallelism": (

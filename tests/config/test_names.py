@@ -51,6 +51,7 @@ def said(*arguments: str) -> str:
         ("moe_intermediate_size=64", "Write model.moe.d_expert=64."),
         ("router_aux_loss_coef=0.1", "Write model.moe.balance_weight=0.1."),
         ("model.moe.first_k_dense_replace=1", "Did you mean model.moe.num_dense_layers?"),
+        ("n_shared_experts=2", "Write model.moe.num_shared_experts=2."),
         ("norm_topk_prob=true", "Write model.moe.normalised_weights=true."),
         ("model.n_shared_experts=1", "experts that every token passes are not supported yet."),
         ("optim.name=muon", "AdamW is the only optimizer."),

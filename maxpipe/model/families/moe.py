@@ -35,7 +35,7 @@ class MoeConfig:
     capacity_factor: float = 0.0
     """Tokens of a sequence for which an expert has room, as a multiple of an even share: 1.25 is
     common. The others lose this expert, second choices first; when text is generated none does. 0
-    computes all experts for all tokens: nothing is lost, and much is computed in vain."""
+    computes all experts for all tokens: nothing is lost, and much is computed that is not used."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """What the router's logits become: probabilities that compete, or scores that do not."""
     weight_scale: float = 1.0

@@ -16,7 +16,7 @@ class Experts(Part):
     """The weighted sum of each token's experts (arXiv:1701.06538, routed as arXiv:2401.04088).
 
     Without a capacity all tokens pass through all experts, with a weight of 0 where they are not
-    routed to. With one each expert takes so many tokens of a sequence, and the others lose it.
+    routed to. With one an expert has room for a number of tokens of a sequence; the others lose it.
     """
 
     d_model: int
