@@ -53,7 +53,6 @@ def said(*arguments: str) -> str:
         ("model.moe.first_k_dense_replace=1", "Did you mean model.moe.num_dense_layers?"),
         ("n_shared_experts=2", "Write model.moe.num_shared_experts=2."),
         ("norm_topk_prob=true", "Write model.moe.normalised_weights=true."),
-        ("model.n_shared_experts=1", "experts that every token passes are not supported yet."),
         ("optim.name=muon", "AdamW is the only optimizer."),
         ("optim.muon=true", "AdamW is the only optimizer."),
         ("train.epochs=3", "Set train.steps or train.tokens"),
