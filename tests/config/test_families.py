@@ -67,7 +67,7 @@ def test_files_merge_below_a_family(tmp_path: Path) -> None:
         ([*GEMMA, "window=3"], "Write it in full: model.mistral.window or model.gemma2.window or"),
         ([*GEMMA, "period=3"], "Write model.gemma3.period=3."),
         (
-            ["tiny", "train.steps=1", "model.family=phi3", "model.phi3.rope_stretch=3"],
+            ["tiny", "train.steps=1", "model.family=phi3", "model.phi3.rope_short=3"],
             "must be a list of numbers.",
         ),
         (["tiny-moe", "train.steps=1", f"model.moe.num_dense_layers={10**15}"], "less than model."),

@@ -59,6 +59,12 @@ def test_each_pair_has_a_stretch_of_its_own() -> None:
     plain, stretch = frequencies(Rope(500.0), 6), (1.5, 2.0, 7.0)
     found = frequencies(Rope(500.0, stretch=stretch), 6)
     np.testing.assert_allclose(found, plain / stretch, rtol=1e-6)
+    longer = (2.0, 3.0, 11.0)
+    rope = Rope(500.0, original_tokens=8, stretch=stretch, stretch_beyond=longer)
+    for tokens, factors in ((8, stretch), (9, longer)):
+        inputs = {"positions": jnp.zeros((2, tokens), jnp.int32)}
+        found = rotary_frequencies(rope, 6, Context(inputs, jnp.int32(0)))
+        np.testing.assert_allclose(found, plain / factors, rtol=1e-6)
 
 
 def test_the_rest_of_a_head_does_not_turn() -> None:

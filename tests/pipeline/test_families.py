@@ -37,7 +37,7 @@ MISTRAL = MistralConfig(window=3)
 QWEN2 = Qwen2Config(rope_scaling=4.0, rope_original_tokens=64)
 QWEN3 = Qwen3Config(rope_scaling=2.0)
 GEMMA2 = Gemma2Config(window=3, score_cap=2.0, logit_cap=1.5)
-PHI = Phi3Config(window=4, rope_size=2, rope_stretch=[1.7], rope_scaling=4.0)
+PHI = Phi3Config(window=4, rope_size=2, rope_short=[1.7], rope_long=[2.5], rope_scaling=4.0)
 GRANITE = GraniteConfig(embed_scale=3.0, score_scale=0.4, branch_scale=0.3, logit_divisor=1.6)
 CASES = [
     Case(2, 2, 3, own=GEMMA, tied=True, layers=7, fsdp=2, tensor=2),

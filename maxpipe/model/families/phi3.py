@@ -23,14 +23,17 @@ class Phi3Config:
     """Tokens that a query sees, itself included. 0: all."""
     rope_size: int = 0
     """Entries of a head that turn, the first ones. Even. 0: all."""
-    rope_stretch: list[float] = field(default_factory=list, hash=False)  # a list has no hash
-    """Factor of the wavelength of each pair (LongRoPE, arXiv:2402.13753): the short or the long
-    factors of a released model, as contexts are. Empty: 1."""
+    rope_short: list[float] = field(default_factory=list, hash=False)  # a list has no hash
+    """Factor of the wavelength of each pair (LongRoPE, arXiv:2402.13753) in sequences of at most
+    `model.phi3.rope_original_tokens`. Empty: 1."""
+    rope_long: list[float] = field(default_factory=list, hash=False)
+    """The same in longer sequences. When text is generated: in more room than that."""
     rope_scaling: float = 1.0
     """Longest context of such a model as a multiple of its original one: what turns is made longer
     by `sqrt(1 + log(rope_scaling) / log(rope_original_tokens))`."""
     rope_original_tokens: int = 4096
-    """Length of the original context. Read when `model.phi3.rope_scaling` is not 1."""
+    """Length of the original context. Read when `model.phi3.rope_scaling` is not 1, or there are
+    factors."""
 
 
 def describe(config: ModelConfig) -> Model:
@@ -39,8 +42,10 @@ def describe(config: ModelConfig) -> Model:
     gained = math.log(own.rope_scaling) / math.log(own.rope_original_tokens)
     rope = Rope(
         config.rope_theta,
+        original_tokens=own.rope_original_tokens,
         turned=own.rope_size,
-        stretch=tuple(own.rope_stretch),
+        stretch=tuple(own.rope_short),
+        stretch_beyond=tuple(own.rope_long),
         length=math.sqrt(1.0 + gained),
     )
     attention = generic.attention(config, rope, window="window" * bool(own.window))
@@ -60,19 +65,22 @@ def _rules(config: ModelConfig) -> Iterator[Finding]:
             "entries turn.",
             "Set model.phi3.rope_size=0 to turn all.",
         )
-    elif own.rope_stretch and len(own.rope_stretch) != size // 2:
+        return
+    if bool(own.rope_short) != bool(own.rope_long):
+        there, missing = ("short", "long") if own.rope_short else ("long", "short")
         yield Finding(
-            "model.phi3.rope_stretch",
-            f"has {len(own.rope_stretch)} factors, and {size} entries of a head turn: there is one "
-            "for each pair.",
-            f"Give {size // 2} factors, or model.phi3.rope_stretch=[].",
+            f"model.phi3.rope_{there}",
+            f"is there without model.phi3.rope_{missing}.",
+            f"Set both, or model.phi3.rope_{there}=[].",
         )
-    elif any(not 0 < each < math.inf for each in own.rope_stretch):
-        yield Finding(
-            "model.phi3.rope_stretch",
-            "has a factor that is not a positive number.",
-            "Give positive factors, or model.phi3.rope_stretch=[].",
-        )
+    for name, factors in (("rope_short", own.rope_short), ("rope_long", own.rope_long)):
+        if factors and (len(factors) != size // 2 or min(factors) <= 0):
+            yield Finding(
+                f"model.phi3.{name}",
+                f"must be {size // 2} positive factors, one for each pair of the {size} entries of "
+                f"a head that turn, and has {len(factors)}.",
+                f"Give {size // 2}, or set model.phi3.rope_short=[] and model.phi3.rope_long=[].",
+            )
 
 
 FAMILY = Family(

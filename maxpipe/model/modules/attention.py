@@ -36,8 +36,11 @@ def rotary_frequencies(
     turned = rope.turned or head_size
     exponent = jnp.arange(0, turned, 2, dtype=jnp.float32) / turned
     frequencies = context.number(rope.theta) ** -exponent
-    if rope.stretch:
-        frequencies /= jnp.asarray(rope.stretch, jnp.float32)
+    stretch = rope.stretch
+    if rope.stretch_beyond and _num_tokens(context) > rope.original_tokens:
+        stretch = rope.stretch_beyond
+    if stretch:
+        frequencies /= jnp.asarray(stretch, jnp.float32)
     if rope.factor == 1.0:
         return frequencies
     factor = context.number(rope.factor)
@@ -49,6 +52,12 @@ def rotary_frequencies(
     blend = (turns - _LOW_FREQUENCY_FACTOR) / (_HIGH_FREQUENCY_FACTOR - _LOW_FREQUENCY_FACTOR)
     blend = jnp.clip(blend, 0.0, 1.0)
     return frequencies * (blend + (1.0 - blend) / factor)
+
+
+def _num_tokens(context: Context) -> int:
+    """The most that a query can see: known before anything is computed, and the same for all."""
+    cache = context.cache
+    return (context.inputs["positions"] if cache is None else cache.key).shape[1]
 
 
 def _yarn(

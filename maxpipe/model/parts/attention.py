@@ -46,6 +46,8 @@ class Rope:
     """How many of a head's entries turn, the first ones. 0: all."""
     stretch: tuple[float, ...] = ()
     """By which each pair's wavelength is stretched besides (arXiv:2402.13753). Empty: by 1."""
+    stretch_beyond: tuple[float, ...] = ()
+    """The same in rows of more than `original_tokens`; when decoding, in caches of more."""
     length: float = 1.0
     """Factor of what turns."""
 
