@@ -6,7 +6,7 @@ each token; does not know documents, sequences or the model. Nothing is download
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -41,6 +41,11 @@ class Tokenizer(Protocol):
     @property
     def end_ids(self) -> tuple[int, ...]:
         """Ids that end a generated text, sorted: `end_id`, and the ends of a turn of a chat."""
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Ids of control tokens by how they are written."""
         ...
 
     @property
@@ -119,7 +124,11 @@ class ByteTokenizer(Controlled):
     """The 256 bytes of UTF-8 text, then begin, end and padding."""
 
     control = Control(
-        begin_id=256, end_id=257, pad_id=258, end_ids=(257,), special_ids=frozenset({256, 257, 258})
+        begin_id=256,
+        end_id=257,
+        pad_id=258,
+        end_ids=(257,),
+        special_tokens={"<begin>": 256, "<end>": 257, "<pad>": 258},
     )
     vocab_size = 259
 

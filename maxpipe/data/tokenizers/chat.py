@@ -1,8 +1,8 @@
 """Chat templates: from the messages of a conversation to the text that a model continues.
 
-A template is a program of whoever published the model. It runs in jinja2's sandbox, in a process
-of its own that has nothing but the messages, and that ends when it takes too long or too much
-memory: the sandbox alone bounds neither.
+A template is a program that comes with a model, from strangers. It runs in jinja2's sandbox, in a
+process of its own that has nothing but the messages, and that ends when it takes too long or too
+much memory: the sandbox alone bounds neither.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from maxpipe.boundary import files
@@ -41,15 +41,21 @@ _TEMPLATE_FILE = "chat_template.jinja"
 class Control:
     """The control tokens of a vocabulary: they stand for no text.
 
-    `end_ids`, sorted, end a generated text: `end_id`, and the ends of a turn of a chat.
+    `special_tokens` are all of them, by their text. `end_ids`, sorted, end a generated text:
+    `end_id`, and the ends of a turn of a chat.
     """
 
     begin_id: int
     end_id: int
     pad_id: int
     end_ids: tuple[int, ...]
-    special_ids: frozenset[int]
+    special_tokens: Mapping[str, int]
+    special_ids: frozenset[int] = field(init=False)
     chat: ChatTemplate | None = None
+
+    def __post_init__(self) -> None:
+        roles = (self.begin_id, self.end_id, self.pad_id)
+        object.__setattr__(self, "special_ids", frozenset([*self.special_tokens.values(), *roles]))
 
 
 class Controlled:
@@ -74,6 +80,10 @@ class Controlled:
         return self.control.end_ids
 
     @property
+    def special_tokens(self) -> Mapping[str, int]:
+        return self.control.special_tokens
+
+    @property
     def special_ids(self) -> frozenset[int]:
         return self.control.special_ids
 
@@ -84,7 +94,7 @@ class Controlled:
 
 def resolve(
     path: str,
-    special: Mapping[str, int],
+    special: dict[str, int],
     id_of: Callable[[str], int | None],
     vocab_size: int,
     known: Mapping[str, int] | None = None,
@@ -125,7 +135,8 @@ def resolve(
         end_id=end,
         pad_id=end if pad is None else pad,
         end_ids=tuple(sorted({end, *ends})),
-        special_ids=frozenset([*special.values(), *(i for i in roles.values() if i is not None)]),
+        special_tokens=special
+        | {texts[role]: i for role, i in roles.items() if role in texts and i is not None},
         chat=ChatTemplate(*template, texts) if template else None,
     )
 
