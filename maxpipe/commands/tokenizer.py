@@ -84,7 +84,7 @@ class _Progress:
         elif self._name and (now := time.monotonic()) >= self._next:
             self._next = now + _LINE_SECONDS
             line = f"{self._name}: {self._of}{now - self._start:.0f} s"
-            with contextlib.suppress(OSError):  # nobody reads it
+            with contextlib.suppress(OSError):  # stderr is closed
                 print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ _THREADS = 2
 _LONGEST_WORD_BYTES = 1 << 20
 
 Report = Callable[[str, int, int], object]
-"""Called with a task, what is done of it and its total; 0 as total if nobody knows."""
+"""Called with a task, what is done of it and its total; 0 as total if it is not known."""
 
 
 def open_corpus(paths: Sequence[str], field: str) -> list[Source]:

@@ -297,6 +297,15 @@ def test_ranks_that_are_wrong(text: str, rule: str, tmp_path: Path) -> None:
 
 def test_a_pattern_that_is_none() -> None:
     assert "must be a tiktoken file" in refused(replace(RANKS, split_pattern="(((a"))
+    for leaves_out in (r"\w+", r"\S+", "a"):
+        assert "must match every text" in refused(replace(RANKS, split_pattern=leaves_out))
+
+
+@pytest.mark.fault("H4")
+def test_a_pattern_that_takes_for_ever() -> None:
+    tokenizer = open_tokenizer(replace(RANKS, split_pattern=r"((x+)\2?)+(?!x)y|\s+|\S"))
+    with pytest.raises(ConfigError, match="must be a tokenizer that works on every text"):
+        tokenizer.encode("x" * 60)
 
 
 def test_ranks_need_a_pattern_and_an_end() -> None:

@@ -22,6 +22,9 @@ from maxpipe.data.tokenizers.tiktoken_presets import PRESETS
 from maxpipe.errors import ConfigError
 
 _THREADS = 2
+_ALL_SORTS = (
+    "".join(map(chr, range(0x250))) + "word  12345's\n\r\n\t naïve 語 かな 😀\u0301\u200d\u3000"
+)
 
 
 class TiktokenTokenizer(Controlled):
@@ -35,6 +38,13 @@ class TiktokenTokenizer(Controlled):
         pattern, special = _chosen(config, ranks)
         with explained(path, "tiktoken"):
             self._encoding = _encoding(pattern, ranks, special)
+            lost = self._encoding.decode(self._encoding.encode_ordinary(_ALL_SORTS)) != _ALL_SORTS
+        if lost:  # the library leaves out what the pattern does not match
+            rule = "must match every text: characters between its matches would be lost."
+            action = (
+                "Add |\\s+|\\S at its end, or take the pattern that the model was trained with."
+            )
+            raise ConfigError.one("tokenizer.split_pattern", pattern, rule, action)
         self.vocab_size = max([*ranks.values(), *special.values()]) + 1
         if self.vocab_size > MAX_IDS:
             rule = f"must have ids below {MAX_IDS}: it has {self.vocab_size - 1}."

@@ -56,8 +56,7 @@ _HARMONY_NAMED = (
 _HARMONY = _numbered(
     199998, *_HARMONY_NAMED, *(f"<|reserved_{number}|>" for number in range(200013, 201088))
 )
-del _HARMONY["<|reserved_200018|>"]
-_HARMONY["<|endofprompt|>"] = 200018
+_HARMONY["<|endofprompt|>"] = 200018  # a second name
 
 _LLAMA3_NAMED = (
     *("<|begin_of_text|>", "<|end_of_text|>"),
