@@ -28,6 +28,7 @@ from maxpipe.commands import (
     launch,
     plan,
     schedule,
+    tokenizer,
 )
 from maxpipe.commands.parser import Parser, add_inputs, subcommands
 from maxpipe.errors import ExitCode, MaxpipeError, out_of_memory
@@ -186,6 +187,7 @@ def _parser() -> Parser:
     eval.add(commands)
     goodput.add(commands)
     board.add(commands)
+    tokenizer.add(commands)
     doctor.add(commands)
     configs.add(commands)
     completion.add(commands, parser)

@@ -29,7 +29,7 @@ ROWS = (
     ("maxpipe.model.parts", "maxpipe.model.frozen"),
     ("maxpipe.model.families",),
     ("maxpipe.config",),
-    ("maxpipe.parallel", "maxpipe.processes", "maxpipe.model.count"),
+    ("maxpipe.parallel", "maxpipe.processes", "maxpipe.model.count", "maxpipe.data.tokenizers"),
     ("maxpipe.model.attention",),
     ("maxpipe.model.modules",),
     (

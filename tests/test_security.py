@@ -490,7 +490,7 @@ def test_files_that_are_read_whole_have_a_largest_size(tmp_path: Path):
 
 
 def test_what_is_too_large_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from maxpipe.data import tokenizer
+    from maxpipe.data.tokenizers import files as tokenizer
     from maxpipe.schedule import notation
 
     path = tmp_path / "a"

@@ -16,12 +16,13 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 import maxpipe.config.model_rules
-import maxpipe.config.pipeline_rules  # noqa: F401  both register their rules
+import maxpipe.config.pipeline_rules
+import maxpipe.config.tokenizer_rules  # noqa: F401  all three register their rules
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import scheme
 from maxpipe.config.keys import FAMILY, KEYS, family_section
 from maxpipe.config.names import list_meant
-from maxpipe.config.ranges import BOUNDS, BYTES_VOCABULARY, Bound
+from maxpipe.config.ranges import BOUNDS, Bound
 from maxpipe.config.rules import (
     RULES,
     axis_keys,
@@ -231,17 +232,6 @@ def _backend_computes_it(config: Config) -> Iterator[Finding]:
             f"has no {option.replace('_', ' ')}, which {key} = {shown(value_of(config, key))} "
             "asks for.",
             "Set model.attention=xla.",
-        )
-
-
-@rule("model.vocab_size", "tokenizer.kind")
-def _vocabulary_holds_bytes(config: Config) -> Iterator[Finding]:
-    if config.tokenizer.kind == "bytes" and config.model.vocab_size < BYTES_VOCABULARY:
-        yield Finding(
-            "model.vocab_size",
-            f"must be at least {BYTES_VOCABULARY} with tokenizer.kind=bytes: 256 bytes and "
-            "three control ids.",
-            f"Set model.vocab_size={BYTES_VOCABULARY}.",
         )
 
 
@@ -463,7 +453,7 @@ def _local_has_folder_and_period(config: Config) -> Iterator[Finding]:
         )
 
 
-# Data and tokenizer.
+# Data.
 
 
 @rule("data.source", "data.path")
@@ -494,16 +484,6 @@ def _validation_has_documents(config: Config) -> Iterator[Finding]:
             f"must be more than 0 when eval.batches is {config.eval.batches}: evaluation reads "
             "documents that training never sees.",
             "Set data.validation_fraction=0.05, or eval.batches=0.",
-        )
-
-
-@rule("tokenizer.kind", "tokenizer.path")
-def _tokenizer_has_a_path(config: Config) -> Iterator[Finding]:
-    if config.tokenizer.kind == "huggingface" and not config.tokenizer.path:
-        yield Finding(
-            "tokenizer.path",
-            "must name a tokenizer.json file with tokenizer.kind=huggingface.",
-            "Set tokenizer.path=tokenizer.json (your own), or tokenizer.kind=bytes.",
         )
 
 

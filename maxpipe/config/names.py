@@ -97,6 +97,7 @@ _SAME_KEY = {
     "data.threads": "num_workers workers dataloader_num_workers",
     "tokenizer.path": "tokenizer tokenizer_path tokenizer_name tokenizer_file tokenizer_model "
     "tokenizer_name_or_path",
+    "tokenizer.split_pattern": "pat_str",
     "checkpoint.every": "save_every save_steps save_interval save_freq checkpoint_period "
     "checkpoint_interval checkpointing_steps ckpt_every",
     "checkpoint.keep": "save_total_limit keep_last keep_last_n max_to_keep",
@@ -286,11 +287,13 @@ _VALUES = {
         ),
     },
     "tokenizer.kind": {
-        "hf tokenizers fast auto json": "huggingface",
+        "hf tokenizers fast json": "huggingface",
         "byte utf8 bytelevel char": "bytes",
-        "sentencepiece spm tiktoken bpe gpt2 llama wordpiece": (
-            "Set tokenizer.kind=huggingface and tokenizer.path to the model's tokenizer.json, "
-            "which most models come with; `save_pretrained` of a fast tokenizer writes one."
+        "spm sp unigram": "sentencepiece",
+        "openai ranks": "tiktoken",
+        "bpe gpt2 llama llama3 qwen cl100k o200k wordpiece": (
+            "Set tokenizer.kind=auto and tokenizer.path to the model's folder, or to its "
+            "tokenizer.json or tokenizer.model."
         ),
     },
     "optim.schedule": {

@@ -249,11 +249,26 @@ class DataConfig:
 class TokenizerConfig:
     """How text becomes token ids."""
 
-    kind: Literal["bytes", "huggingface"] = "bytes"
-    """`bytes`: the 256 bytes and three control ids, built in. `huggingface`: a `tokenizer.json`
-    file, read with the `tokenizers` package."""
+    kind: Literal["bytes", "auto", "huggingface", "sentencepiece", "tiktoken"] = "bytes"
+    """`bytes`: the 256 bytes and three control ids, built in. `huggingface`: a `tokenizer.json`.
+    `sentencepiece`: a `.model` file. `tiktoken`: a file of ranks, one `BASE64 RANK` a line. `auto`
+    finds out which of the three `tokenizer.path` is. All but `bytes` need
+    `pip install 'maxpipe[tokenizers]'`."""
     path: str = ""
-    """The `tokenizer.json` file of a `huggingface` tokenizer."""
+    """The file of the tokenizer, or a Hugging Face folder with one. `tokenizer_config.json`,
+    `special_tokens_map.json`, `generation_config.json` and `chat_template.jinja` beside it name
+    control tokens, the ends of generated text, and the chat template."""
+    preset: Literal[
+        "none", "gpt2", "p50k", "cl100k", "o200k", "o200k_harmony", "llama3", "qwen"
+    ] = "none"
+    """The published vocabulary that a `tiktoken` file holds: gives the pattern that splits text,
+    and control tokens with their ids. The file must have its number of ranks."""
+    split_pattern: str = ""
+    """Of a `tiktoken` file without a preset: the regular expression that splits text into words,
+    which tokens never cross."""
+    special_tokens: list[str] = field(default_factory=list)
+    """With `tokenizer.split_pattern`: control tokens. Their ids follow the largest rank, in this
+    order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,8 +35,8 @@ def check_training(
                 "bytes",
                 f"has {BYTES_VOCABULARY} ids, and model.vocab_size is {vocabulary}: a model with "
                 "such a vocabulary needs its tokenizer.",
-                "Set tokenizer.kind=huggingface and tokenizer.path=tokenizer.json (the model's "
-                f"own), or model.vocab_size={BYTES_VOCABULARY} to train on bytes.",
+                "Set tokenizer.kind=auto and tokenizer.path=tokenizer.json (the model's own, or "
+                f"its folder), or model.vocab_size={BYTES_VOCABULARY} to train on bytes.",
             )
         )
     if origins.get("data.source", DEFAULT) == DEFAULT:

@@ -101,11 +101,11 @@ def open_source(config: DataConfig, seed: int, moved: Moved | None = None) -> So
         case "corpus":
             return _open_corpus()
         case "text":
-            return FileSource("text", _find_files(config.path, ()))
+            return FileSource("text", find_files(config.path, ()))
         case "jsonl":
-            return JsonLinesSource(_find_files(config.path, (".jsonl",)), config.field, moved)
+            return JsonLinesSource(find_files(config.path, (".jsonl",)), config.field, moved)
         case "arrayrecord":
-            files = _find_files(config.path, (".array_record", ".arrayrecord"))
+            files = find_files(config.path, (".array_record", ".arrayrecord"))
             return ArrayRecordSource(files, config.field)
         case "tfds":
             return TfdsSource(config.path, config.tfds_dir, config.field)
@@ -400,7 +400,7 @@ def _open_corpus() -> FileSource:
     return FileSource("corpus", _describe(files, root), errors="replace")
 
 
-def _find_files(path: str, suffixes: tuple[str, ...]) -> list[File]:
+def find_files(path: str, suffixes: tuple[str, ...]) -> list[File]:
     """The files of a file, folder or glob pattern. `suffixes` narrows a folder, not a pattern."""
     if not path:
         raise ConfigError.one(

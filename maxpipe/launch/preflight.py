@@ -238,7 +238,7 @@ def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
     named = {
         "data.path": data.path if data.source in ("text", "jsonl", "arrayrecord") else "",
         "data.tfds_dir": data.tfds_dir if data.source == "tfds" else "",
-        "tokenizer.path": tokenizer.path if tokenizer.kind == "huggingface" else "",
+        "tokenizer.path": tokenizer.path if tokenizer.kind != "bytes" else "",
         "runtime.executable": config.runtime.executable,
     }
     folder, source = workdir / run_folder(config.run), config.checkpoint.restore_from

@@ -128,7 +128,33 @@ BROKEN: list[tuple[str, str, str]] = [
         for source in ("text", "jsonl", "arrayrecord", "tfds")
     ),
     ("data.validation_fraction=0", "data.validation_fraction", "when eval.batches is 8"),
-    ("tokenizer.kind=huggingface", "tokenizer.path", "tokenizer.json"),
+    *(
+        (f"tokenizer.kind={kind}", "tokenizer.path", f"with tokenizer.kind={kind}")
+        for kind in ("auto", "huggingface", "sentencepiece")
+    ),
+    ("tokenizer.path=tokenizer.json", "tokenizer.path", "the run would be trained on bytes"),
+    ("tokenizer.preset=llama3", "tokenizer.preset", "read with tokenizer.kind=tiktoken"),
+    (
+        "tokenizer.kind=tiktoken tokenizer.path=a",
+        "tokenizer.preset",
+        "how text is split: its file does not",
+    ),
+    (
+        "tokenizer.kind=auto tokenizer.path=a tokenizer.special_tokens=[a]",
+        "tokenizer.split_pattern",
+        "it says how text is split",
+    ),
+    (
+        "tokenizer.kind=auto tokenizer.path=a tokenizer.special_tokens=[a] tokenizer.preset=gpt2",
+        "tokenizer.special_tokens",
+        "is part of tokenizer.preset=gpt2",
+    ),
+    (
+        "tokenizer.kind=auto tokenizer.path=a tokenizer.special_tokens=[a,a] "
+        "tokenizer.split_pattern=x",
+        "tokenizer.special_tokens",
+        "each once",
+    ),
     (
         "runtime.num_processes=2 runtime.process_id=2 runtime.coordinator=a:1",
         "runtime.process_id",

@@ -1,0 +1,199 @@
+"""`maxpipe tokenizer`: learn a vocabulary from a corpus, and look at one."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import sys
+import time
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+from maxpipe.boundary import redact
+from maxpipe.boundary.files import full
+from maxpipe.commands.parser import Commands, count, subcommands
+from maxpipe.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from maxpipe.data.tokenizer import Tokenizer
+
+_LINE_SECONDS = 5.0
+_MOST_SHOWN = 40
+_SAMPLE = "The quick brown fox jumps over 12345 lazy dogs.\n    naïve 語 😀"
+
+
+def _train(options: argparse.Namespace) -> int:
+    from maxpipe.data import train_tokenizer
+    from maxpipe.data.tokenizer import open_tokenizer
+
+    size, smallest, largest = options.vocab_size, train_tokenizer.SMALLEST, train_tokenizer.LARGEST
+    if not smallest <= size <= largest:
+        rule = f"must be between {smallest}, the bytes and three control tokens, and {largest}."
+        raise ConfigError.one("command line: --vocab-size", size, rule, "Set --vocab-size 32768.")
+    folder = full(options.out, "command line: --out")
+    train_tokenizer.check_free(folder)
+    sources = train_tokenizer.open_corpus(options.files, options.field)
+    progress = _Progress()
+    try:
+        content = train_tokenizer.train(sources, options.kind, size, progress.report)
+    except KeyboardInterrupt:
+        # Nothing is written yet. Threads of a library that still work would abort Python's own end.
+        progress.close()
+        os._exit(ExitCode.INTERRUPTED)
+    finally:
+        progress.close()
+    train_tokenizer.write(folder, content)
+    from maxpipe.config.schema import TokenizerConfig
+
+    made = open_tokenizer(TokenizerConfig(kind="huggingface", path=str(folder)))
+    print(redact.shown(f"wrote {folder}: {made.vocab_size} ids"))
+    if made.vocab_size < size:
+        print(f"the corpus has no more than these; {size} were asked for")
+    where = shlex.quote(f"tokenizer.path={folder}")
+    shown = f"tokenizer.kind=huggingface {where} model.vocab_size={made.vocab_size}"
+    print(redact.shown(f"train with it: {shown}"))
+    return ExitCode.DONE
+
+
+class _Progress:
+    """A bar on a terminal, elsewhere lines a few seconds apart; both on standard error."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+        self._name = self._of = ""
+        self._next = time.monotonic() + _LINE_SECONDS
+        self._start = time.monotonic()
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._bar.start()
+
+    def report(self, task: str, done: int, total: int) -> None:
+        if task:
+            self._name, self._of = task, f"{done} of {total}, " if total else ""
+        if self._bar is not None:
+            if task and (self._task is None or task != self._bar.tasks[-1].description):
+                self._task = self._bar.add_task(task, total=total or None)
+            if task:
+                self._bar.update(self._task, completed=done)
+        elif self._name and (now := time.monotonic()) >= self._next:
+            self._next = now + _LINE_SECONDS
+            line = f"{self._name}: {self._of}{now - self._start:.0f} s"
+            with contextlib.suppress(OSError):  # stderr is closed
+                print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _show(options: argparse.Namespace) -> int:
+    from maxpipe.config.schema import TokenizerConfig
+    from maxpipe.data.tokenizer import open_tokenizer
+    from maxpipe.data.tokenizers.files import locate
+
+    config = TokenizerConfig(kind=options.kind, path=options.path, preset=options.preset)
+    kind, path = locate(config)
+    found = _facts(open_tokenizer(config), options.text)
+    found = {"kind": kind, "file": path, **found}
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return ExitCode.DONE
+    width = max(map(len, found))
+    for name, value in found.items():
+        print(redact.shown(f"{name.replace('_', ' '):<{width}}  {_line(value)}"))
+    return ExitCode.DONE
+
+
+def _facts(tokenizer: Tokenizer, text: str) -> dict[str, Any]:
+    names = {i: name for name, i in tokenizer.special_tokens.items()}
+
+    def named(i: int) -> str:
+        return f"{i} {names.get(i, '')}".rstrip()
+
+    ids = tokenizer.encode(text)
+    back = tokenizer.decode(ids)
+    return {
+        "ids": tokenizer.vocab_size,
+        "begin": named(tokenizer.begin_id),
+        "end": named(tokenizer.end_id),
+        "padding": named(tokenizer.pad_id),
+        "ends_of_generated_text": [named(i) for i in tokenizer.end_ids],
+        "control_tokens": [named(i) for i in sorted(tokenizer.special_ids)],
+        "chat_template": tokenizer.chat.path if tokenizer.chat else None,
+        "text": text,
+        "tokens": ids.tolist(),
+        "bytes_per_token": round(len(text.encode()) / max(1, len(ids)), 3),
+        "back": back,
+        "comes_back": back == text,
+        "fingerprint": tokenizer.fingerprint(),
+    }
+
+
+def _line(value: object) -> str:
+    if isinstance(value, list):
+        more = f" ... {len(value)} in all" if len(value) > _MOST_SHOWN else ""
+        return ", ".join(map(str, value[:_MOST_SHOWN])) + more
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    return repr(value) if isinstance(value, str) and not value.isprintable() else str(value)
+
+
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "tokenizer",
+        help="learn a tokenizer from your text, or look at one",
+        description="Learn a tokenizer from your own text, or look at one.",
+    )
+    actions = subcommands(parser)
+    train = actions.add_parser(
+        "train",
+        help="learn a vocabulary from text",
+        description="Learn a byte-level vocabulary from text, JSON lines or ArrayRecord, and\n"
+        "write it as a Hugging Face folder. The same files give the same tokenizer.",
+        epilog="example: maxpipe tokenizer train 'data/*.jsonl' --vocab-size 32768 --out mine\n"
+        "then:    maxpipe train my-run.yml tokenizer.kind=huggingface tokenizer.path=mine",
+    )
+    train.add_argument("files", nargs="+", metavar="FILE", help="file, folder or glob pattern")
+    train.add_argument("--vocab-size", type=count, required=True, metavar="N", help="ids at most")
+    train.add_argument("--out", required=True, metavar="DIR", help="folder to write; must be free")
+    train.add_argument("--kind", choices=("bpe", "unigram"), default="bpe", help="default bpe")
+    train.add_argument("--field", default="text", help="text field of JSON; default text")
+    train.set_defaults(command=_train)
+    show = actions.add_parser(
+        "show",
+        help="vocabulary, control tokens, and what becomes of a text",
+        description="Show a tokenizer's vocabulary, its control tokens, its chat template, and\n"
+        "what becomes of a text.",
+        epilog="example: maxpipe tokenizer show Llama-3.2-1B --text 'Hello, world'",
+    )
+    show.add_argument("path", metavar="PATH", help="file or Hugging Face folder")
+    show.add_argument(
+        "--kind",
+        choices=("auto", "huggingface", "sentencepiece", "tiktoken"),
+        default="auto",
+        help="as tokenizer.kind; default auto",
+    )
+    show.add_argument(
+        "--preset",
+        default="none",
+        metavar="NAME",
+        choices=_presets(),
+        help="as tokenizer.preset, for files of tiktoken ranks",
+    )
+    show.add_argument("--text", default=_SAMPLE, help="text to encode and decode")
+    show.add_argument("--json", action="store_true", help="print one JSON object")
+    show.set_defaults(command=_show)
+    parser.command_names = tuple(actions.choices)
+
+
+def _presets() -> tuple[str, ...]:
+    from maxpipe.config.schema import TokenizerConfig
+
+    return get_args(get_type_hints(TokenizerConfig)["preset"])

@@ -1,0 +1,152 @@
+"""The file of a tokenizer: which one is meant, of what kind it is, and its bounded reading."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from maxpipe.boundary import files
+from maxpipe.config.schema import TokenizerConfig
+from maxpipe.errors import ConfigError
+
+Kind = Literal["huggingface", "sentencepiece", "tiktoken"]
+
+PATH = "tokenizer.path"
+MAX_IDS = 1 << 26
+"""Arrays have an entry per id: one large number must not fill the memory."""
+
+_MAX_BYTES = 1 << 28  # eight times the largest published ones
+_HEAD_BYTES = 1 << 12
+_RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?(\n|\Z)")
+_JSON = "tokenizer.json"
+_NAMES = {
+    "huggingface": "a tokenizer.json file",
+    "sentencepiece": "a SentencePiece .model file",
+    "tiktoken": "a tiktoken file of ranks",
+}
+_ACTIONS = {
+    "huggingface": "Set tokenizer.path to the file that `save_pretrained` writes as "
+    "tokenizer.json, or to its folder.",
+    "sentencepiece": "Set tokenizer.path to the model's tokenizer.model, or download it again.",
+    "tiktoken": "Set tokenizer.path to a file with lines `BASE64 RANK`, or download it again.",
+}
+USED = "must be a tokenizer that works on every text"
+
+
+def locate(config: TokenizerConfig) -> tuple[Kind, str]:
+    """Kind and path of the file that `tokenizer.path` means, itself or inside a folder.
+
+    Raises:
+        ConfigError: there is no such file, a folder holds several, or `tokenizer.kind=auto`
+            cannot tell what it is.
+    """
+    path = os.path.expanduser(config.path)
+    if os.path.isdir(path):
+        return _in_folder(path, config.kind)
+    if config.kind != "bytes" and config.kind != "auto":
+        return config.kind, config.path
+    found = _kind_of(path)
+    if found is None:
+        rule = f"must be {', '.join(_NAMES.values())}, or a folder with one: it is none of them."
+        action = "Name another file, or say with tokenizer.kind what it is."
+        raise ConfigError.one(PATH, config.path, rule, action)
+    return found, config.path
+
+
+def _in_folder(folder: str, wanted: str) -> tuple[Kind, str]:
+    """The tokenizer of a folder. A `tokenizer.json` counts before what it was made from."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    candidates = [_JSON] if _JSON in names else []
+    if wanted in ("sentencepiece", "tiktoken") or not candidates:
+        candidates += [name for name in names if name.endswith((".model", ".tiktoken"))]
+    found: list[tuple[Kind, str]] = [
+        (kind, path)
+        for path in (os.path.join(folder, name) for name in candidates)
+        if (kind := _kind_of(path)) is not None and wanted in (kind, "auto")
+    ]
+    if len(found) == 1:
+        return found[0]
+    what = " or ".join(_NAMES.values()) if wanted == "auto" else _NAMES[wanted]
+    if found:
+        several = ", ".join(os.path.basename(path) for _, path in found)
+        action = f"Set tokenizer.path={found[0][1]}, or to another of them."
+        raise ConfigError.one(PATH, folder, f"must hold one tokenizer: it has {several}.", action)
+    rule = f"must be {what}, or a folder with one: this folder has none."
+    action = "Set tokenizer.path to the file, or tokenizer.kind=bytes, which needs none."
+    raise ConfigError.one(PATH, folder, rule, action)
+
+
+def _kind_of(path: str) -> Kind | None:
+    """What the file is by its first bytes; its name says little, `tokenizer.model` is any."""
+    try:
+        with open(files.opened(path), "rb") as stream:
+            head = stream.read(_HEAD_BYTES)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if head.lstrip()[:1] == b"{":
+        return "huggingface"
+    if _RANK_LINE.match(head):
+        return "tiktoken"
+    # The first field of the protobuf message, pieces.
+    return "sentencepiece" if head[:1] == b"\n" else None
+
+
+def read(path: str, kind: Kind, most: int | None = None) -> bytes:
+    """The content of a tokenizer's file.
+
+    Raises:
+        ConfigError: it cannot be read or is too large.
+    """
+    try:
+        return files.read(path, _MAX_BYTES if most is None else most)
+    except OSError as error:
+        raise _unreadable(path, error, _NAMES[kind]) from error
+
+
+def _unreadable(path: str, error: OSError, what: str = "the file of a tokenizer") -> ConfigError:
+    return ConfigError.one(
+        PATH,
+        path or '""',
+        f"must be {what}: {error.strerror}.",
+        "Set tokenizer.path to the file, or tokenizer.kind=bytes, which needs none.",
+    )
+
+
+def missing(kind: Kind, error: ImportError) -> ConfigError:
+    """The error for a package that is not installed."""
+    package = "tokenizers" if kind == "huggingface" else kind
+    return ConfigError.one(
+        "tokenizer.kind",
+        kind,
+        f"needs the package {package}: {error}.",
+        "Run: pip install 'maxpipe[tokenizers]'",
+    )
+
+
+@contextlib.contextmanager
+def explained(path: str, kind: Kind, rule: str = "") -> Iterator[None]:
+    """Turns any error of the library inside into a mistake in the file.
+
+    A panic in Rust code raises an exception that is no `Exception`.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        rule = rule or f"must be {_NAMES[kind]}"
+        text = f"{rule}: {_first_line(error)}."
+        raise ConfigError.one(PATH, path, text, _ACTIONS[kind]) from error
+
+
+def _first_line(error: BaseException) -> str:
+    line = (str(error).splitlines() or [""])[0].rstrip(".")
+    return line[:200] or type(error).__name__

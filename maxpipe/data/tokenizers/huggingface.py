@@ -1,0 +1,111 @@
+"""A `tokenizer.json` file, read with the `tokenizers` package."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from maxpipe.boundary.typed import parse
+from maxpipe.data.tokenizers.control import Controlled, resolve
+from maxpipe.data.tokenizers.files import MAX_IDS, USED, explained, missing, read
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class HuggingFaceTokenizer(Controlled):
+    """A `tokenizer.json` file with the settings in its folder."""
+
+    def __init__(self, path: str):
+        raw = read(path, "huggingface")
+        self._path = path
+        with explained(path, "huggingface"):
+            self._tokenizer = _parsed(raw)
+            self._set_up(raw, path)
+
+    def _set_up(self, raw: bytes, path: str) -> None:
+        # A file may carry settings of another use that would change or cut documents.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # Text that spells a control token stays text.
+        self._tokenizer.encode_special_tokens = True
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ValueError("it has no tokens")
+        self.vocab_size = max(vocabulary.values()) + 1
+        if self.vocab_size > MAX_IDS:
+            raise ValueError(f"it has an id of {self.vocab_size - 1}, at most {MAX_IDS} are used")
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {token.content: i for i, token in added.items() if token.special}
+        self.control = resolve(path, special, vocabulary.get, self.vocab_size)
+        spelled = {token.content: i for i, token in added.items()}
+        self.byte_lengths = self._byte_lengths(vocabulary, spelled)
+        control = f"{self.begin_id} {self.end_id} {self.pad_id}"
+        self._fingerprint = hashlib.sha256(raw + control.encode()).hexdigest()
+
+    def _byte_lengths(
+        self, vocabulary: Mapping[str, int], spelled: Mapping[str, int]
+    ) -> np.ndarray:
+        """`spelled` tokens stand for the text that they are written as."""
+        decoder = json.dumps(
+            parse(self._tokenizer.to_str(), dict[str, Any], most_depth=256).get("decoder")
+        )
+        # A byte-level vocabulary writes each byte of text as one character.
+        byte_level, joined = '"ByteLevel"' in decoder, '"WordPiece"' in decoder
+        lengths = np.zeros(self.vocab_size, np.int32)
+        for token, i in vocabulary.items():
+            if byte_level:
+                lengths[i] = len(token)
+            elif _BYTE_TOKEN.fullmatch(token):
+                lengths[i] = 1
+            else:
+                text = token.removeprefix("##") if joined else token.replace("\u2581", " ")
+                lengths[i] = len(text.encode())
+        for token, i in spelled.items():
+            lengths[i] = len(token.encode())
+        lengths[list(self.special_ids)] = 0
+        return lengths
+
+    def encode(self, text: str) -> np.ndarray:
+        with explained(self._path, "huggingface", USED):
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.asarray(ids, np.int32)
+
+    def encode_chat(self, text: str) -> np.ndarray:
+        with explained(self._path, "huggingface", USED):
+            ids = self._with_control.encode(text, add_special_tokens=False).ids
+        return np.asarray(ids, np.int32)
+
+    @functools.cached_property
+    def _with_control(self) -> Any:
+        """Another one that knows control tokens in text: the switch is no argument of a call."""
+        other = _parsed(self._tokenizer.to_str().encode())
+        other.encode_special_tokens = False
+        return other
+
+    def count(self, texts: Sequence[str]) -> Sequence[int]:
+        with explained(self._path, "huggingface", USED):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [len(encoding) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        # Control tokens are those of the settings, too, and not only what the file calls special.
+        kept = [i for i in map(int, ids) if i < self.vocab_size and i not in self.special_ids]
+        with explained(self._path, "huggingface", USED):
+            return self._tokenizer.decode(kept, skip_special_tokens=True)
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise missing("huggingface", error) from error
+    return tokenizers.Tokenizer.from_buffer(raw)

@@ -1,0 +1,157 @@
+"""A file of tiktoken's ranks, one `BASE64 RANK` a line, read with the `tiktoken` package.
+
+The package's own loader is not used: it downloads files. A rank file has neither the pattern that
+splits text into words nor control tokens; these are named by a preset, or by keys.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from maxpipe.config.schema import TokenizerConfig
+from maxpipe.data.tokenizers.control import Controlled, resolve
+from maxpipe.data.tokenizers.files import MAX_IDS, PATH, USED, explained, missing, read
+from maxpipe.data.tokenizers.tiktoken_presets import PRESETS
+from maxpipe.errors import ConfigError
+
+_THREADS = 2
+_ALL_SORTS = (
+    "".join(map(chr, range(0x250))) + "word  12345's\n\r\n\t naïve 語 かな 😀\u0301\u200d\u3000"
+)
+
+
+class TiktokenTokenizer(Controlled):
+    """The ranks of a byte-level BPE: a token's rank is its id, and says what is merged first."""
+
+    def __init__(self, config: TokenizerConfig):
+        path = self._path = config.path
+        raw = read(path, "tiktoken")
+        with explained(path, "tiktoken"):
+            ranks = parse_ranks(raw)
+        pattern, special = _chosen(config, ranks)
+        with explained(path, "tiktoken"):
+            self._encoding = _encoding(pattern, ranks, special)
+            lost = self._encoding.decode(self._encoding.encode_ordinary(_ALL_SORTS)) != _ALL_SORTS
+        if lost:  # the library leaves out what the pattern does not match
+            rule = "must match every text: characters between its matches would be lost."
+            action = (
+                "Add |\\s+|\\S at its end, or take the pattern that the model was trained with."
+            )
+            raise ConfigError.one("tokenizer.split_pattern", pattern, rule, action)
+        self.vocab_size = max([*ranks.values(), *special.values()]) + 1
+        if self.vocab_size > MAX_IDS:
+            rule = f"must have ids below {MAX_IDS}: it has {self.vocab_size - 1}."
+            raise ConfigError.one(PATH, path, rule, "Name another file.")
+        ids = {_text(token): i for token, i in ranks.items()} | special
+        self.control = resolve(path, special, ids.get, self.vocab_size)
+        self._stands_for_text = np.zeros(self.vocab_size, bool)
+        self.byte_lengths = np.zeros(self.vocab_size, np.int32)
+        for token, i in ranks.items():
+            self.byte_lengths[i] = len(token)
+        self._stands_for_text[list(ranks.values())] = True
+        hidden = list(self.special_ids)
+        self._stands_for_text[hidden] = False
+        self.byte_lengths[hidden] = 0
+        parts = json.dumps([pattern, special, self.begin_id, self.end_id, self.pad_id])
+        self._fingerprint = hashlib.sha256(raw + parts.encode()).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        with explained(self._path, "tiktoken", USED):
+            return np.asarray(self._encoding.encode_ordinary(text), np.int32)
+
+    def encode_chat(self, text: str) -> np.ndarray:
+        with explained(self._path, "tiktoken", USED):
+            return np.asarray(self._encoding.encode(text, allowed_special="all"), np.int32)
+
+    def count(self, texts: Sequence[str]) -> Sequence[int]:
+        with explained(self._path, "tiktoken", USED):
+            found = self._encoding.encode_ordinary_batch(list(texts), num_threads=_THREADS)
+        return [len(ids) for ids in found]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        # Between the ranks and the control tokens there may be ids that stand for nothing.
+        kept = [i for i in map(int, ids) if i < self.vocab_size and self._stands_for_text[i]]
+        with explained(self._path, "tiktoken", USED):
+            return self._encoding.decode(kept)
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+
+def parse_ranks(raw: bytes) -> dict[bytes, int]:
+    """Tokens and their ranks.
+
+    Raises:
+        ValueError: a line is not `BASE64 RANK`, a token or rank comes twice, a rank is missing
+            or one of the 256 bytes is: text with it could not be encoded.
+    """
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(raw.splitlines(), 1):
+        if not line:
+            continue
+        token, _, rank = line.partition(b" ")
+        if not rank.isdigit() or len(rank) > 9:
+            raise ValueError(f"line {number} must be a token in base64, a space and its rank")
+        try:
+            decoded = base64.b64decode(token, validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"line {number} has no base64: {error}") from error
+        if not decoded or decoded in ranks:
+            what = "comes twice" if decoded else "is empty"
+            raise ValueError(f"the token of line {number} {what}")
+        ranks[decoded] = int(rank)
+    if absent := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise ValueError(f"it has no rank for {len(absent)} of the 256 bytes; it may be cut off")
+    if len(set(ranks.values())) != len(ranks):
+        raise ValueError("two of its tokens have the same rank")
+    if (largest := max(ranks.values())) >= MAX_IDS:
+        raise ValueError(f"it has a rank of {largest}, at most {MAX_IDS} are used")
+    return ranks
+
+
+def _chosen(config: TokenizerConfig, ranks: dict[bytes, int]) -> tuple[str, dict[str, int]]:
+    """The pattern that splits text, and the control tokens' ids."""
+    if config.preset != "none":
+        preset = PRESETS[config.preset]
+        if len(ranks) != preset.ranks:
+            raise ConfigError.one(
+                PATH,
+                config.path,
+                f"must have {preset.ranks} ranks with tokenizer.preset={config.preset}: it has "
+                f"{len(ranks)}.",
+                "Name that vocabulary's file, or set tokenizer.preset=none and "
+                "tokenizer.split_pattern and tokenizer.special_tokens to this one's.",
+            )
+        return preset.pattern, dict(preset.special)
+    if not config.split_pattern:
+        fits = [name for name, preset in PRESETS.items() if preset.ranks == len(ranks)]
+        raise ConfigError.one(
+            "tokenizer.preset",
+            "none",
+            f"must say how text is split: {config.path} has {len(ranks)} ranks and no pattern.",
+            f"Set tokenizer.preset={' or '.join(fits or PRESETS)}"
+            + ("." if fits else ", or tokenizer.split_pattern and tokenizer.special_tokens."),
+        )
+    first = max(ranks.values()) + 1
+    return config.split_pattern, {t: first + n for n, t in enumerate(config.special_tokens)}
+
+
+def _text(token: bytes) -> str:
+    return token.decode("utf-8", "surrogateescape")
+
+
+def _encoding(pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> Any:
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise missing("tiktoken", error) from error
+    return tiktoken.Encoding(
+        "maxpipe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+    )

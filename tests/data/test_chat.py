@@ -1,0 +1,111 @@
+"""Chat templates: programs of strangers, bounded in what they reach, in time and in memory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxpipe.data.tokenizers import chat, render_chat
+from maxpipe.data.tokenizers.chat import ChatTemplate
+from maxpipe.errors import ConfigError
+
+MESSAGES = [{"role": "user", "content": "Hi <there> é"}]
+
+
+def render(template: str, tokens: dict[str, str] | None = None, prompt: bool = True) -> str:
+    made = ChatTemplate(template, "chat_template.jinja", tokens or {})
+    [text] = made.render([MESSAGES], add_generation_prompt=prompt)
+    return text
+
+
+def refused(template: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        render(template)
+    [problem] = error.value.problems
+    assert problem.where == "chat_template.jinja" and problem.action.endswith(".")
+    return problem.rule
+
+
+def test_names_that_templates_use() -> None:
+    """Blocks are trimmed, JSON is not escaped for HTML, and `generation` marks plain text."""
+    template = """{% for message in messages %}
+    {% generation %}
+{{ bos_token + message.content }}{{ message | tojson }}
+    {% endgeneration %}
+    {% if loop.first %}{% continue %}{% endif %}
+never
+{% endfor %}
+{% if add_generation_prompt %}{{ strftime_now('%%') }}>{% endif %}"""
+    line = '<s>Hi <there> é{"role": "user", "content": "Hi <there> é"}\n'
+    assert render(template, {"bos_token": "<s>"}) == f"{line}%>"
+    assert render(template, {"bos_token": "<s>"}, prompt=False) == line
+
+
+def test_conversations_are_rendered_together() -> None:
+    made = ChatTemplate("{{ messages | length }}", "a", {})
+    assert made.render([MESSAGES, [], MESSAGES * 3]) == ["1", "0", "3"]
+
+
+@pytest.mark.fault("H8")
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for", "unexpected 'end of template'"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.__class__.__base__.__subclasses__() }}", "unsafe"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "unsafe"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{{ messages[0].nothing.more }}", "has no attribute"),
+        ("{% for a in range(10**9) %}{% endfor %}", "Range too big"),
+    ],
+)
+def test_what_a_template_may_not(template: str, why: str) -> None:
+    assert why in refused(template)
+
+
+LOOP = "{% for a in range(9999) %}" * 4 + "{% endfor %}" * 4
+
+
+@pytest.mark.fault("H8")
+@pytest.mark.parametrize("template", [LOOP, "{{ 9 ** (9 ** 9) }}"])
+def test_a_template_that_never_ends(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "_CPU_SECONDS", 1)
+    assert "takes too long" in refused(template)
+
+
+@pytest.mark.fault("H8")
+@pytest.mark.parametrize(
+    "template", ["{{ 'a' * 10 ** 10 }}", "{{ '%09999999999d' % 1 }}", "{{ 'a' | center(10**10) }}"]
+)
+def test_a_template_that_fills_the_memory(template: str) -> None:
+    assert "takes too much memory" in refused(template)
+
+
+def test_a_template_that_writes_without_end() -> None:
+    assert "writes more than" in refused(f"{{{{ 'a' * {render_chat._MOST_CHARACTERS + 1} }}}}")
+
+
+def test_no_secrets_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should a template get out of the sandbox, the process has nothing to tell."""
+    monkeypatch.setenv("MY_SECRET", "of the user")
+    seen: list[dict[str, str]] = []
+    run = chat.subprocess.run
+
+    def watched(*args, **options):
+        seen.append(options["env"])
+        return run(*args, **options)
+
+    monkeypatch.setattr(chat.subprocess, "run", watched)
+    assert render("a") == "a" and [set(each) for each in seen] == [{"PYTHONPATH"}]
+
+
+def test_jinja_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jinja2.py").write_text("raise ImportError('not here')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ConfigError) as error:
+        render("a")
+    assert error.value.problems[0].action == "Run: pip install 'maxpipe[tokenizers]'"
