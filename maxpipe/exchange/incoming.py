@@ -18,8 +18,8 @@ from maxpipe.config.load import load, to_dict
 from maxpipe.config.paths import CONFIG_FILE
 from maxpipe.config.schema import CheckpointConfig, TokenizerConfig
 from maxpipe.data.tokenizer import open_tokenizer
-from maxpipe.errors import ConfigError
-from maxpipe.exchange.folders import TRAVELLING, appearing, travel
+from maxpipe.errors import ConfigError, StorageError
+from maxpipe.exchange.folders import TRAVELLING, appearing, travel, unwritable
 from maxpipe.exchange.sections import FILE
 from maxpipe.exchange.source import Source, num_params, opened
 from maxpipe.words import counted
@@ -82,7 +82,11 @@ def import_folder(folder: str, out: str, say: Say) -> None:
         # A disk that fails is reported at once: no run waits for it.
         with Checkpoints(here, CheckpointConfig(retries=0)) as checkpoints:
             state = partial(_state, source, np.dtype(saved.model.param_dtype))
-            checkpoints.save(0, state, to_dict(saved), data, last=True)
+            try:
+                checkpoints.save(0, state, to_dict(saved), data, last=True)
+            except StorageError as error:  # about a run, in a folder that goes away
+                reason = str(error).splitlines()[1].strip().rstrip(".")
+                raise unwritable(target, OSError(reason)) from error
         section = to_dict(saved)["model"]
         (here / CONFIG_FILE).write_text(_config(section, tokenizer, target), encoding="utf-8")
     say(f"wrote {target}")

@@ -97,10 +97,11 @@ class Mapped:
     """Shapes by their name, in network order."""
 
 
-def mapped(model: Model, table: HuggingFace) -> Mapped:
+def mapped(model: Model, table: HuggingFace, most: int | None = None) -> Mapped:
     """The parameters of a model, but for heads that predict further ahead: nobody else has these.
 
-    Heads of `Ahead` are used in training only.
+    Raises:
+        ValueError: it has more than `most` tensors.
     """
     rows = {row.ours: row for row in table.tensors}
     assert len(rows) == len(table.tensors), f"{table.architecture} maps a parameter twice"
@@ -113,6 +114,8 @@ def mapped(model: Model, table: HuggingFace) -> Mapped:
         for piece in _pieces(param, row, layer, place, sizes):
             pieces.setdefault(name, []).append(piece)
             found[piece.tensor] = (sizes[piece.tensor], *piece.shape[1:])
+            if most is not None and len(found) > most:
+                raise ValueError(f"it has more than {most} tensors")
     counts = {kind: model.layers.count(kind) for kind in model.kinds}
     shapes = {
         name: (counts[_kind_of(name, model)], *param.shape)

@@ -94,7 +94,7 @@ def export(
         names = _write_tensors(chosen, both, types, here, shard_bytes)
         kept = _kept(chosen.beside)
         most = next(name for name, short in TYPES.items() if short == _most(types))
-        text = to_json(table, said, kept, most, _defaults(chosen.config, say))
+        text = to_json(table, said, kept, most, _defaults(chosen.config, kept, say))
         (here / FILE).write_text(text, encoding="utf-8")
         copied: list[str] = []
         for folder in chosen.beside:
@@ -283,18 +283,21 @@ def _kept(folders: tuple[Path, ...]) -> dict[str, Any]:
     return {}
 
 
-def _defaults(config: Config, say: Say) -> dict[str, Any]:
-    """Where no config.json was imported: ids of the tokenizer, and the length of training."""
+def _defaults(config: Config, kept: Mapping[str, Any], say: Say) -> dict[str, Any]:
+    """What the imported config.json does not say, or where there was none.
+
+    Length of training, and ids of the tokenizer.
+    """
     length = {"max_position_embeddings": config.train.sequence_length}
+    if _END in kept:
+        return length
     try:
         tokenizer = open_tokenizer(config.tokenizer)
     except ConfigError as error:
-        say(f"config.json has no ids of control tokens: {error.problems[0].rule}")
-        ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        return {**length, **ids}
-    return {
-        **length,
-        "bos_token_id": tokenizer.begin_id,
-        "eos_token_id": tokenizer.end_id,
-        "pad_token_id": tokenizer.pad_id,
-    }
+        say(f"{FILE} has no ids of control tokens: {error.problems[0].rule}")
+        return {**length, **dict.fromkeys((_BEGIN, _END, _PAD))}
+    ids = {_BEGIN: tokenizer.begin_id, _END: tokenizer.end_id, _PAD: tokenizer.pad_id}
+    return {**length, **ids}
+
+
+_BEGIN, _END, _PAD = "bos_token_id", "eos_token_id", "pad_token_id"

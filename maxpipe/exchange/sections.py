@@ -20,6 +20,7 @@ from maxpipe.model.huggingface import HuggingFace, Kept, Ours, Unlike, Whole, wr
 
 FILE = "config.json"
 _MAX_BYTES = 1 << 24
+_MOST_LAYERS = 10_000
 _DTYPES = ("dtype", "torch_dtype")
 
 # Of every config.json of transformers; they say nothing about the logits of the model itself.
@@ -81,6 +82,9 @@ def described(folder: Path) -> Described:
     for name, value in ours.items():
         *outer, key = name.split(".")
         (section[family] if outer else section)[key] = value
+    if ours["num_layers"] > _MOST_LAYERS:
+        rule = f"must be at most {_MOST_LAYERS}: no model has more layers."
+        raise ConfigError.one(f"{path}: num_hidden_layers", ours["num_layers"], rule, _COPY)
     known = table.names() | _ABOUT_FILES
     kept = {
         row.theirs: content[row.theirs]

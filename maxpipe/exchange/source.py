@@ -37,6 +37,8 @@ HEAD, EMBEDDING = "lm_head.weight", "embedding"
 _MAX_INDEX_BYTES = 1 << 26
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _SHOWN = 5
+_LACKING = 1000
+"""More tensors than these are not looked for."""
 _VOCAB = "vocab"
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -184,12 +186,17 @@ def opened(folder: str, where: str = "command line: DIR") -> Source:
             "Download the model first, and give its folder.",
         )
     said = described(path)
-    model = mapped(describe(said.config), said.table)
+    present = _tensors(path)
+    try:
+        model = mapped(describe(said.config), said.table, len(present) + _LACKING)
+    except ValueError as error:
+        rule = f"has {counted(len(present), 'tensor')}, and its config.json says of far more."
+        raise _wrong(path, rule) from error
     names: dict[str, str] = {}
     files: dict[str, Reader] = {}
     others: list[str] = []
     patterns = said.table.unused + (said.whole.others if said.whole else ())
-    for name, reader in _tensors(path).items():
+    for name, reader in present.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             others.append(name)
             continue
