@@ -98,7 +98,7 @@ class Mapped:
 
 
 def mapped(model: Model, table: HuggingFace, most: int | None = None) -> Mapped:
-    """The parameters of a model, but for heads that predict further ahead: nobody else has these.
+    """The parameters of a model, but for heads that predict further ahead, which no table has.
 
     Raises:
         ValueError: it has more than `most` tensors.
@@ -198,7 +198,7 @@ def part_of(piece: Piece, region: tuple[range, ...]) -> tuple[Index, Index] | No
 
 
 def regions(shape: tuple[int, ...], rows: int) -> Iterator[tuple[slice, ...]]:
-    """The array in parts of so many along its first dim."""
+    """The array in parts of this many rows."""
     rest = [slice(0, size) for size in shape[1:]]
     for first in range(0, shape[0], rows):
         yield (slice(first, min(first + rows, shape[0])), *rest)

@@ -125,7 +125,7 @@ def encoded(tensors: Tensors, **changes: Any) -> bytes:
 
 
 def write(folder: Path, config: dict[str, Any], tensors: Tensors, files: int = 1) -> Path:
-    """A folder with the tensors in so many files."""
+    """A folder with the tensors in this many files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if files == 1:
