@@ -116,15 +116,17 @@ def said(folder: Path, content: object) -> dict[str, Any]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_the_shipped_models(name: str, tmp_path: Path) -> None:
     wanted = values(model(name))
-    wanted.pop("moe.balance_weight", None)  # a choice of training
+    for key in ("balance_weight", "z_weight", "capacity_factor"):  # choices of training
+        wanted.pop(f"moe.{key}", None)
     assert wanted.items() <= said(tmp_path / "x", PUBLISHED[name]).items()
 
 
 def test_all_shipped_models_come_back_from_their_config_json(tmp_path: Path) -> None:
     names = [name for name in shipped.configs() if name not in ("quickstart", "tiny-moe")]
-    assert len(names) > 9
-    for name in names:
-        config = model(name)
+    configs = {name: model(name) for name in names}
+    with_form = {n: each for n, each in configs.items() if FAMILIES[each.family].huggingface}
+    assert len(with_form) > 9
+    for name, config in with_form.items():
         table, written = table_for(config)
         text = to_json(table, written, {}, "bfloat16", {})
         found = said(tmp_path / "x", json.loads(text))
