@@ -128,7 +128,7 @@ def _with(name: str, array: np.ndarray) -> Callable[[Path, dict[str, Any], maker
     return write
 
 
-def _index(change: Callable[[dict[str, str]], object]):
+def _index(change: Callable[[dict[str, Any]], object]):
     def write(folder: Path, config: dict[str, Any], tensors: maker.Tensors) -> None:
         maker.write(folder, config, tensors, files=2)
         path = folder / "model.safetensors.index.json"
@@ -188,7 +188,7 @@ def test_a_folder_that_is_wrong_leaves_nothing(name: str, tmp_path: Path, capsys
 
 @pytest.mark.parametrize("key", ["num_local_experts", "hidden_size", "vocab_size"])
 def test_huge_sizes_are_held_against_the_files(key: str, tmp_path: Path, capsys: Capture) -> None:
-    config, tensors = maker.mixtral(**{key: 10**15})
+    config, tensors = maker.mixtral("F32", **{key: 10**15})
     folder = maker.write(tmp_path / "hf", config, tensors)
     assert main(["import", str(folder), "--out", str(tmp_path / "ckpt")]) == 2
     assert "config.json" in capsys.readouterr().err
