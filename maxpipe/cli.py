@@ -25,6 +25,7 @@ from maxpipe.commands import (
     doctor,
     eval,
     goodput,
+    huggingface,
     launch,
     plan,
     schedule,
@@ -185,6 +186,7 @@ def _parser() -> Parser:
     schedule.add(commands)
     checkpoints.add(commands)
     eval.add(commands)
+    huggingface.add(commands)
     goodput.add(commands)
     board.add(commands)
     tokenizer.add(commands)

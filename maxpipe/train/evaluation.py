@@ -276,7 +276,7 @@ def _documents(config: Config, split: Split, phases: Phases) -> tuple[Loader, To
 
 def _must_be_its_tokenizer(chosen: _Chosen, tokenizer: Tokenizer) -> None:
     saved = chosen.facts.data.get("fingerprint", {}).get("tokenizer")
-    if saved != tokenizer.fingerprint():
+    if saved not in (None, tokenizer.fingerprint()):  # imported weights may know of none
         raise ConfigError.one(
             "tokenizer",
             chosen.loaded.config.tokenizer.path or chosen.loaded.config.tokenizer.kind,
