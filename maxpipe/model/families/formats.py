@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from maxpipe.model.huggingface import Fixed, Kept, Key, Row, Tensor
+from dataclasses import dataclass
+
+from maxpipe.model.huggingface import Fixed, Kept, Key, Ours, Rotary, Row, Tensor, Theirs, Unlike
 
 
 def sizes(
@@ -49,6 +51,72 @@ KEPT = tuple(
 )
 """Keys that change no logits."""
 
+
+@dataclass(frozen=True)
+class OrNone:
+    """A number of theirs that null turns off, and 0 in ours."""
+
+    theirs: str
+    ours: str
+    default: float
+    """What transformers takes where config.json lacks the key."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One."""
+        return (self.theirs,)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """The number, 0 for null."""
+        return {self.ours: theirs.get(self.theirs, self.default) or 0}
+
+    def write(self, ours: Ours) -> Theirs:
+        """The number, null for 0."""
+        return {self.theirs: ours[self.ours] or None}
+
+
+FULL, WINDOWED = "full_attention", "sliding_attention"
+"""Types of layers in their words."""
+
+
+@dataclass(frozen=True)
+class LayerTypes:
+    """`layer_types`, which say again what follows from the family."""
+
+    types: tuple[str, ...]
+    """Of the first layers; those behind them have the same types in turn."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One."""
+        return ("layer_types",)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """Nothing of ours."""
+        said = theirs.get("layer_types")
+        if said is not None and said != (wanted := self._of(ours)):
+            names = " and ".join(map(repr, self.types))
+            rule = f"must name {len(wanted)} layers, {names}{' in turn' * (len(self.types) > 1)}."
+            raise Unlike("layer_types", said, rule)
+        return {}
+
+    def write(self, ours: Ours) -> Theirs:
+        """The type of each layer."""
+        return {"layer_types": self._of(ours)}
+
+    def _of(self, ours: Ours) -> list[str]:
+        count = ours["num_layers"]
+        return [self.types[number % len(self.types)] for number in range(count)]
+
+
+YARN = (
+    Fixed("attention_factor", (None,)),
+    Fixed("beta_fast", (32, 32.0), 32),
+    Fixed("beta_slow", (1, 1.0), 1),
+    Fixed("truncate", (True,), True),
+)
+"""What is beside factor and original length in YaRN's parameters."""
+
 ENDS = (
     Tensor("embedding", "model.embed_tokens.weight", "v d -> v d"),
     Tensor("final_norm.scale", "model.norm.weight", "d -> d"),
@@ -64,10 +132,32 @@ ATTENTION = (
     Tensor("attention.out", _LAYER + "self_attn.o_proj.weight", "n h d -> d (n h)"),
 )
 
+BIASES = tuple(
+    Tensor(f"attention.{ours}_bias", f"{_LAYER}self_attn.{theirs}_proj.bias", "n h -> (n h)")
+    for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"))
+)
+
+JOINT_NORMS = (
+    Tensor("attention.query_norm", _LAYER + "self_attn.q_norm.weight", "n h -> (n h)"),
+    Tensor("attention.key_norm", _LAYER + "self_attn.k_norm.weight", "n h -> (n h)"),
+)
+"""Of all heads together."""
+
 HEAD_NORMS = (
     Tensor("attention.query_norm", _LAYER + "self_attn.q_norm.weight", "h -> h"),
     Tensor("attention.key_norm", _LAYER + "self_attn.k_norm.weight", "h -> h"),
 )
+
+FUSED = (
+    Tensor("attention.query", _LAYER + "self_attn.qkv_proj.weight", "d n h -> (n h) d"),
+    Tensor("attention.key", _LAYER + "self_attn.qkv_proj.weight", "d n h -> (n h) d"),
+    Tensor("attention.value", _LAYER + "self_attn.qkv_proj.weight", "d n h -> (n h) d"),
+    ATTENTION[-1],
+    Tensor("mlp.gate", _LAYER + "mlp.gate_up_proj.weight", "d f -> f d"),
+    Tensor("mlp.up", _LAYER + "mlp.gate_up_proj.weight", "d f -> f d"),
+    Tensor("mlp.down", _LAYER + "mlp.down_proj.weight", "f d -> d f"),
+)
+"""Attention and MLP with their projections side by side."""
 
 MLP = (
     Tensor("mlp.gate", _LAYER + "mlp.gate_proj.weight", "d f -> f d"),
@@ -92,3 +182,46 @@ def norms(**names: str) -> tuple[Tensor, ...]:
     return tuple(
         Tensor(f"{part}.scale", f"{_LAYER}{name}.weight", "d -> d") for part, name in names.items()
     )
+
+
+NORMED = norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+"""Norms in front of attention and MLP."""
+
+SANDWICH = norms(
+    attention_norm="input_layernorm",
+    attention_after_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_after_norm="post_feedforward_layernorm",
+)
+"""Norms in front of both and behind them."""
+
+LLAMA = (
+    *ENDS,
+    *NORMED,
+    *ATTENTION,
+    *MLP,
+)
+"""All tensors of Llama, which other families have, too."""
+
+
+def yarn(family: str, theta: float = 10000.0) -> Row:
+    """Rotary positions that YaRN may stretch, by the keys of this family."""
+    factor = f"{family}.rope_scaling"
+    return Rotary(
+        "rope_theta",
+        theta,
+        {
+            "yarn": (
+                Key("factor", factor),
+                Key("original_max_position_embeddings", f"{family}.rope_original_tokens"),
+                *YARN,
+            )
+        },
+        unscaled={factor: 1.0},
+        chosen=lambda ours: "default" if ours[factor] == 1 else "yarn",
+    )
+
+
+def plain_rope(theta: float = 10000.0) -> Row:
+    """Rotary positions that nothing stretches."""
+    return Rotary("rope_theta", theta, {}, unscaled={})

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.families import generic
+from maxpipe.model.families import formats, generic
+from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key
 from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Family, Model, own_keys
@@ -50,6 +51,40 @@ def describe(config: ModelConfig) -> Model:
     )
 
 
+_HUGGINGFACE = HuggingFace(
+    "Gemma2ForCausalLM",
+    "gemma2",
+    keys=(
+        *formats.sizes(
+            layers=26,
+            width=2304,
+            heads=8,
+            kv_heads=4,
+            head_size=256,
+            mlp=9216,
+            vocab=256000,
+            tied=True,
+        ),
+        Key("sliding_window", "gemma2.window", 4096),
+        Key("query_pre_attn_scalar", "gemma2.query_scale", 256, "head_size", whole=True),
+        formats.OrNone("attn_logit_softcapping", "gemma2.score_cap", 50.0),
+        formats.OrNone("final_logit_softcapping", "gemma2.logit_cap", 30.0),
+        formats.plain_rope(),
+        formats.LayerTypes((formats.WINDOWED, formats.FULL)),
+        Fixed("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh"),
+        Kept("hidden_act"),
+        Fixed("attention_bias", (False,), False),
+        Fixed("use_bidirectional_attention", (None, False)),
+    ),
+    tensors=(
+        *formats.ENDS,
+        *formats.SANDWICH,
+        *formats.ATTENTION,
+        *formats.MLP,
+    ),
+)
+
+
 FAMILY = Family(
     "gemma2",
     Gemma2Config,
@@ -61,4 +96,5 @@ FAMILY = Family(
         Bound("logit_cap", 30.0, 0, LARGEST, "0 leaves logits as they are"),
     ),
     rules=generic.embeddings_are_tied,
+    huggingface=(_HUGGINGFACE,),
 )

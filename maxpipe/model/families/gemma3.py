@@ -99,7 +99,7 @@ class _Period:
         return {"layer_types": types, "sliding_window_pattern": period}
 
 
-_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+_GLOBAL, _LOCAL = formats.FULL, formats.WINDOWED
 
 
 def _layer_types(count: int, period: int) -> list[str]:
@@ -147,12 +147,7 @@ _HUGGINGFACE = HuggingFace(
     ),
     tensors=(
         *formats.ENDS,
-        *formats.norms(
-            attention_norm="input_layernorm",
-            attention_after_norm="post_attention_layernorm",
-            mlp_norm="pre_feedforward_layernorm",
-            mlp_after_norm="post_feedforward_layernorm",
-        ),
+        *formats.SANDWICH,
         *formats.ATTENTION,
         *formats.HEAD_NORMS,
         *formats.MLP,

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.families import generic
+from maxpipe.model.families import formats, generic
+from maxpipe.model.huggingface import Fixed, HuggingFace, Key, Ours, Theirs
 from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Family, Model, own_keys
@@ -40,6 +41,40 @@ def describe(config: ModelConfig) -> Model:
     )
 
 
+class _Scores:
+    """`attention_multiplier`, which they always have."""
+
+    names = ("attention_multiplier",)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """The factor."""
+        del ours
+        found = theirs.get("attention_multiplier")
+        return {"granite.score_scale": 1.0 if found is None else found}
+
+    def write(self, ours: Ours) -> Theirs:
+        """The factor, also where ours follows from the size of a head."""
+        return {"attention_multiplier": ours["granite.score_scale"] or ours["head_size"] ** -0.5}
+
+
+_HUGGINGFACE = HuggingFace(
+    "GraniteForCausalLM",
+    "granite",
+    keys=(
+        *formats.sizes(mlp=11008),
+        Key("embedding_multiplier", "granite.embed_scale", 1.0),
+        _Scores(),
+        Key("residual_multiplier", "granite.branch_scale", 1.0),
+        Key("logits_scaling", "granite.logit_divisor", 1.0),
+        formats.plain_rope(),
+        Fixed("hidden_act", ("silu",), "silu"),
+        Fixed("attention_bias", (False,), False),
+        Fixed("mlp_bias", (False,), False),
+    ),
+    tensors=formats.LLAMA,
+)
+
+
 FAMILY = Family(
     "granite",
     GraniteConfig,
@@ -50,4 +85,5 @@ FAMILY = Family(
         Bound("branch_scale", 0.22, 0, LARGEST, "branches of 0 train nothing", False),
         Bound("logit_divisor", 8.0, 0, LARGEST, "logits are divided by it", False),
     ),
+    huggingface=(_HUGGINGFACE,),
 )

@@ -55,12 +55,7 @@ _HUGGINGFACE = HuggingFace(
         Fixed("attention_bias", (False,), False),
         Fixed("mlp_bias", (False,), False),
     ),
-    tensors=(
-        *formats.ENDS,
-        *formats.norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm"),
-        *formats.ATTENTION,
-        *formats.MLP,
-    ),
+    tensors=formats.LLAMA,
 )
 
 FAMILY = Family(

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from maxpipe.config.bounds import Bound
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.families import generic
+from maxpipe.model.families import formats, generic
+from maxpipe.model.huggingface import Fixed, HuggingFace
 from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Family, Model, own_keys
@@ -30,9 +31,23 @@ def describe(config: ModelConfig) -> Model:
     )
 
 
+_HUGGINGFACE = HuggingFace(
+    "MistralForCausalLM",
+    "mistral",
+    keys=(
+        *formats.sizes(kv_heads=8, mlp=14336),
+        formats.OrNone("sliding_window", "mistral.window", 4096),
+        formats.plain_rope(),
+        Fixed("hidden_act", ("silu",), "silu"),
+    ),
+    tensors=formats.LLAMA,
+)
+
+
 FAMILY = Family(
     "mistral",
     MistralConfig,
     describe,
     bounds=(Bound("window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 sees all"),),
+    huggingface=(_HUGGINGFACE,),
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.families import generic
+from maxpipe.model.families import formats, generic
+from maxpipe.model.huggingface import Fixed, HuggingFace
 from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Family, Model
@@ -23,4 +24,26 @@ def describe(config: ModelConfig) -> Model:
     return generic.alike(config, attention, norm, before=False, after=True)
 
 
-FAMILY = Family("olmo2", Olmo2Config, describe)
+_HUGGINGFACE = HuggingFace(
+    "Olmo2ForCausalLM",
+    "olmo2",
+    keys=(
+        *formats.sizes(mlp=11008, vocab=50304, epsilon=1e-5),
+        formats.plain_rope(),
+        Fixed("hidden_act", ("silu",), "silu"),
+        Fixed("attention_bias", (False,), False),
+    ),
+    tensors=(
+        *formats.ENDS,
+        *formats.norms(
+            attention_after_norm="post_attention_layernorm",
+            mlp_after_norm="post_feedforward_layernorm",
+        ),
+        *formats.ATTENTION,
+        *formats.JOINT_NORMS,
+        *formats.MLP,
+    ),
+)
+
+
+FAMILY = Family("olmo2", Olmo2Config, describe, huggingface=(_HUGGINGFACE,))

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from maxpipe.config.bounds import Bound
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
-from maxpipe.model.families import generic
+from maxpipe.model.families import formats, generic
+from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Only
 from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Family, Model, own_keys
@@ -83,6 +84,28 @@ def _rules(config: ModelConfig) -> Iterator[Finding]:
             )
 
 
+_HUGGINGFACE = HuggingFace(
+    "Phi3ForCausalLM",
+    "phi3",
+    keys=(
+        *formats.sizes(width=3072, mlp=8192, vocab=32064, epsilon=1e-5),
+        formats.OrNone("sliding_window", "phi3.window", 0),
+        formats.plain_rope(),
+        Only("phi3.rope_size", 0),
+        Only("phi3.rope_short", []),
+        Only("phi3.rope_long", []),
+        Only("phi3.rope_scaling", 1.0),
+        Fixed("partial_rotary_factor", (1.0, 1), 1.0),
+        Kept("original_max_position_embeddings"),
+        Kept("embd_pdrop"),
+        Kept("resid_pdrop"),
+        Fixed("attention_bias", (False,), False),
+        Fixed("hidden_act", ("silu",), "silu"),
+    ),
+    tensors=(*formats.ENDS, *formats.NORMED, *formats.FUSED),
+)
+
+
 FAMILY = Family(
     "phi3",
     Phi3Config,
@@ -94,4 +117,5 @@ FAMILY = Family(
         Bound("rope_original_tokens", 4096, 2),
     ),
     rules=_rules,
+    huggingface=(_HUGGINGFACE,),
 )

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.families import generic
+from maxpipe.model.families import formats, generic
+from maxpipe.model.huggingface import Fixed, HuggingFace, Kept
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Family, Model, own_keys
 
@@ -30,6 +31,23 @@ def describe(config: ModelConfig) -> Model:
     return generic.alike(config, attention, RMSNorm(config.d_model, epsilon))
 
 
+_HUGGINGFACE = HuggingFace(
+    "Qwen3ForCausalLM",
+    "qwen3",
+    keys=(
+        *formats.sizes(kv_heads=32, head_size=128, mlp=22016, vocab=151936),
+        formats.yarn("qwen3"),
+        formats.LayerTypes((formats.FULL,)),
+        Fixed("use_sliding_window", (False,), False),
+        Kept("sliding_window"),
+        Kept("max_window_layers"),
+        Fixed("hidden_act", ("silu",), "silu"),
+        Fixed("attention_bias", (False,), False),
+    ),
+    tensors=(*formats.LLAMA, *formats.HEAD_NORMS),
+)
+
+
 FAMILY = Family(
     "qwen3",
     Qwen3Config,
@@ -38,4 +56,5 @@ FAMILY = Family(
         Bound("rope_scaling", 1.0, 1, LARGEST, "1 is the original context"),
         Bound("rope_original_tokens", 32768, 1),
     ),
+    huggingface=(_HUGGINGFACE,),
 )
