@@ -348,6 +348,7 @@ _COMMANDS = {
     "checkpoints": "checkpoint ckpt ckpts list ls runs prune verify diff",
     "goodput": "time report stats",
     "eval": "evaluate validate validation test evals",
+    "generate": "sample samples decode infer inference complete chat prompt",
     "env": "info versions version bugreport",
     "doctor": "check diagnose health lint",
     "compile": "aot hlo",

@@ -135,8 +135,7 @@ def size_of(prompts: Sequence[Prompt], limits: Limits, shards: int) -> Size:
     """The size of all batches."""
     rows = min(limits.batch_size, len(prompts))
     longest = max(len(prompt.ids) for prompt in prompts)
-    shortest = min(len(prompt.ids) for prompt in prompts)
-    more = min(limits.max_tokens, limits.room - shortest)
+    more = min(limits.max_tokens, limits.room)
     return Size(math.ceil(rows / shards) * shards, padded(longest), more)
 
 

@@ -1,6 +1,6 @@
-"""Weights to generate with: a model, its parameters on a mesh, and its tokenizer.
+"""Models to generate with: their tokenizer at once, and their parameters on a mesh when asked for.
 
-`from_checkpoint` takes them of a run. Whatever else gives `Weights` can be generated with.
+`open_checkpoint` opens one of a run. Whatever else is an `Opened` can be generated with.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.sharding import Mesh
@@ -34,44 +34,74 @@ _ANY_COUNT = 64 * math.lcm(*range(1, 17))
 """A batch that the rules of training allow on every mesh: generation has rows of its own."""
 
 
-@dataclass(frozen=True)
-class Weights:
-    """What generation needs of a model, from wherever it comes."""
+class Weights(NamedTuple):
+    """A model that is ready."""
 
-    name: str
     decoder: Decoder
     params: Any
     """In network order, layers stacked by kind, on the mesh."""
     mesh: Mesh
-    tokenizer: Tokenizer
-    room: int
-    """Tokens of a row that the model was trained on."""
 
 
-def from_checkpoint(address: Address, inputs: Sequence[str], say: Say) -> Weights:
-    """The parameters of a run's checkpoint, alone, on a mesh without stages.
+class Opened(Protocol):
+    """A model before its parameters are read: mistakes in prompts are found first."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def room(self) -> int:
+        """Tokens of a row that the model was trained on."""
+        ...
+
+    def load(self, say: Say) -> Weights:
+        """Starts the devices and reads the parameters; `say` is told of the progress."""
+        ...
+
+
+def open_checkpoint(address: Address, inputs: Sequence[str]) -> Opened:
+    """A checkpoint of a run, for its parameters alone, on a mesh without stages.
 
     `inputs` are files and overrides that change the checkpoint's own config: `mesh` for the
-    devices, `train.sequence_length` for the room. `say` is called with progress messages.
+    devices, `train.sequence_length` for the room.
 
     Raises:
-        ConfigError: there is no such checkpoint, or the config does not fit it or the devices.
+        ConfigError: there is no such checkpoint, or the config does not fit it or its tokenizer.
         StorageError: the checkpoint is damaged.
     """
     chosen = choose(address, inputs, _saved)
-    config = chosen.loaded.config
     _check_layout(chosen)
-    runtime.start(config.runtime, config.mesh.cpu_devices)
-    config = _fitted(chosen, say)
-    tokenizer = open_tokenizer(config.tokenizer)
+    tokenizer = open_tokenizer(chosen.loaded.config.tokenizer)
     chosen.must_have(tokenizer)
-    mesh = build_mesh(config.mesh)
-    steps = steps_of(config, mesh, tokenizer.byte_lengths)
-    say(f"restoring the parameters of {chosen.name}")
-    partition = steps.partition
-    params = partition.by_kind(chosen.params(steps))
-    room = config.train.sequence_length
-    return Weights(chosen.name, partition.decoder, params, mesh, tokenizer, room)
+    return _Checkpoint(chosen, tokenizer)
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """Of a run."""
+
+    chosen: Chosen
+    tokenizer: Tokenizer
+
+    @property
+    def room(self) -> int:
+        return self.chosen.loaded.config.train.sequence_length
+
+    def load(self, say: Say) -> Weights:
+        """Starts the devices and restores the parameters.
+
+        Raises:
+            ConfigError: the config does not fit the devices.
+            StorageError: the checkpoint is damaged.
+        """
+        config = self.chosen.loaded.config
+        runtime.start(config.runtime, config.mesh.cpu_devices)
+        config = _fitted(self.chosen, say)
+        mesh = build_mesh(config.mesh)
+        steps = steps_of(config, mesh, self.tokenizer.byte_lengths)
+        say(f"restoring the parameters of {self.chosen.name}")
+        params = steps.partition.by_kind(self.chosen.params(steps))
+        return Weights(steps.partition.decoder, params, mesh)
 
 
 def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
