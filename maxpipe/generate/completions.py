@@ -1,6 +1,4 @@
-"""Prompts in, text out: batches of rows, each until it ends. What a row becomes is reported as it
-comes.
-"""
+"""Prompts in, text out: batches of rows, each until it ends."""
 
 from __future__ import annotations
 

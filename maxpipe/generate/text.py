@@ -80,7 +80,7 @@ class Stops:
         return certain
 
     def rest(self) -> str:
-        """What waited in vain."""
+        """What waited, when no text follows."""
         waited, self._waiting = self._waiting, ""
         return waited
 

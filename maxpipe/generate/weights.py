@@ -55,7 +55,7 @@ class Opened(Protocol):
         ...
 
     def load(self, say: Say) -> Weights:
-        """Starts the devices and reads the parameters; `say` is told of the progress."""
+        """Starts the devices and reads the parameters; `say` is called with progress messages."""
         ...
 
 

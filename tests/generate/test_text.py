@@ -132,7 +132,7 @@ def test_text_ends_before_a_stop_string_within_a_character_stream() -> None:
     assert len(given) == len("漢字🎉".encode())
 
 
-def test_what_waited_in_vain_is_given_at_the_end() -> None:
+def test_what_waited_is_given_at_the_end() -> None:
     row = Writing(BYTES, [], ["stop"])
     assert [row.add(token) for token in b"a sto"] == ["a", " ", "", "", ""]
     assert row.end() == "sto" and row.text == "a sto"
