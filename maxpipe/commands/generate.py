@@ -33,11 +33,11 @@ def _generate(options: argparse.Namespace) -> int:
     from maxpipe.generate.decoding import Decoding
     from maxpipe.generate.sampling import Sampling
     from maxpipe.generate.weights import open_checkpoint
-    from maxpipe.train.chosen import interrupts
+    from maxpipe.train.chosen import deferred, interrupts
 
     names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
     sampling = Sampling(**{name: getattr(options, name) for name in names})
-    with interrupts() as asked:
+    with interrupts():
         opened = open_checkpoint(address, options.inputs)
         tokenizer, room = opened.tokenizer, opened.room
         limits = Limits(options.max_tokens, room, tuple(options.stop), options.batch_size)
@@ -48,7 +48,8 @@ def _generate(options: argparse.Namespace) -> int:
         def answer(prompts: list[Prompt]) -> None:
             printer = _Printer(options, tokenizer, is_alone=len(prompts) == 1)
             given = (decoding, params, tokenizer, prompts, limits)
-            complete(*given, write=printer.write, stream=printer.stream, stops=asked)
+            with deferred() as asked:
+                complete(*given, write=printer.write, stream=printer.stream, stops=asked)
 
         if options.interactive:
             _converse(lambda text, number: answer(encoded([text], tokenizer, room, number)))

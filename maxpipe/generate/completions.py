@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -114,12 +115,14 @@ def complete(
         waiting = iter(batch)
         pending = next(waiting, None)
         try:
-            for _ in _steps(decoding, params, tokenizer, batch, limits, size, stream):
-                while pending is not None and pending.finish is not None:
-                    done, pending = pending, next(waiting, None)
-                    write(done)
-                if stops():
-                    raise KeyboardInterrupt
+            rows = _steps(decoding, params, tokenizer, batch, limits, size, stream)
+            with contextlib.closing(rows):
+                for _ in rows:
+                    while pending is not None and pending.finish is not None:
+                        done, pending = pending, next(waiting, None)
+                        write(done)
+                    if stops():
+                        raise KeyboardInterrupt
         except KeyboardInterrupt:
             while pending is not None:
                 done, pending = pending, next(waiting, None)
@@ -145,29 +148,30 @@ def _steps(
     limits: Limits,
     size: Size,
     stream: Callable[[str], object],
-) -> Iterator[None]:
+) -> Generator[None]:
     """Extends the rows of a batch by a token at a time, until all are over."""
     prompts = [each.prompt.ids for each in batch]
     numbers = [each.prompt.number for each in batch]
-    for tokens, logprobs in decoding.run(params, prompts, numbers, size):
-        for row, each in enumerate(batch):
-            if each.finish is not None:
-                continue
-            if not math.isfinite(logprobs[row]):
-                raise NumbersError(
-                    f"prompt {each.prompt.number + 1}: token {len(each.tokens) + 1} has the "
-                    f"log-probability {logprobs[row]}\n"
-                    "  the model's parameters give numbers that are not finite.\n"
-                    "  Take an earlier step, or set model.compute_dtype=float32."
-                )
-            each.tokens.append(int(tokens[row]))
-            each.logprobs.append(float(logprobs[row]))
-            stream(each.writing.add(each.tokens[-1]))
-            if (why := _over(each, tokenizer, limits)) is not None:
-                _finish(each, why, stream)
-        yield
-        if all(each.finish is not None for each in batch):
-            return
+    with contextlib.closing(decoding.run(params, prompts, numbers, size)) as drawn:
+        for tokens, logprobs in drawn:
+            for row, each in enumerate(batch):
+                if each.finish is not None:
+                    continue
+                if not math.isfinite(logprobs[row]):
+                    raise NumbersError(
+                        f"prompt {each.prompt.number + 1}: token {len(each.tokens) + 1} has the "
+                        f"log-probability {logprobs[row]}\n"
+                        "  the model's parameters give numbers that are not finite.\n"
+                        "  Take an earlier step, or set model.compute_dtype=float32."
+                    )
+                each.tokens.append(int(tokens[row]))
+                each.logprobs.append(float(logprobs[row]))
+                stream(each.writing.add(each.tokens[-1]))
+                if (why := _over(each, tokenizer, limits)) is not None:
+                    _finish(each, why, stream)
+            yield
+            if all(each.finish is not None for each in batch):
+                return
 
 
 def _over(row: Completion, tokenizer: Tokenizer, limits: Limits) -> Finish | None:

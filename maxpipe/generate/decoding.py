@@ -8,7 +8,7 @@ tokens alike; it is compiled once for each of the two sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -107,7 +107,7 @@ class Decoding:
 
     def run(
         self, params: Tree, prompts: Sequence[Sequence[int]], numbers: Sequence[int], size: Size
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    ) -> Generator[tuple[np.ndarray, np.ndarray]]:
         """Tokens and log-probabilities `[B]` that follow, one of each row at a time.
 
         Args:
@@ -127,14 +127,15 @@ class Decoding:
                 piece = Rows(*(place(each[:, start : start + size.piece]) for each in rows))
                 kept, drawn = self._extend(params, kept, named, piece)
         assert drawn is not None
-        for left in reversed(range(size.more)):
-            # The next token is under way while this one is read.
-            following = None
-            if left:
-                with jax.set_mesh(self.mesh):
-                    kept, following = self._step(params, kept, named, drawn)
-            yield np.asarray(drawn.tokens), np.asarray(drawn.logprobs)
-            drawn = following if following is not None else drawn
+        try:
+            for left in reversed(range(size.more)):
+                before = drawn
+                if left:  # the next token is under way while this one is read
+                    with jax.set_mesh(self.mesh):
+                        kept, drawn = self._step(params, kept, named, drawn)
+                yield np.asarray(before.tokens), np.asarray(before.logprobs)
+        finally:
+            jax.block_until_ready(drawn)  # whoever stops may end Python next
 
     # The programs.
 

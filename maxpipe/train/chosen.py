@@ -124,3 +124,24 @@ def interrupts() -> Iterator[Callable[[], bool]]:
         yield lambda: asked
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[Callable[[], bool]]:
+    """Tells whether Ctrl-C came, which raises nothing inside but at the second time.
+
+    Python that ends while devices compute may crash: the caller waits for them first.
+    """
+    asked = False
+
+    def interrupt(number: int, frame: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,8 @@ def test_generate_gives_the_same_on_every_mesh(unbroken: Path, run: Run):
     assert len({each["text"] for each in lines_of(one)}) == 3
 
 
-def test_generate_streams_and_ends_at_the_first_interrupt(unbroken: Path, start: Start):
-    """What was printed stays."""
+def test_generate_ends_at_the_first_interrupt(unbroken: Path, start: Start):
+    """What was generated is printed, and no device computes when Python ends."""
     long = ("--max-tokens", 100_000, "train.sequence_length=110000")
     process = start("generate", unbroken, "--prompt", "the", *long)
     assert process.stdout is not None
@@ -87,6 +88,21 @@ def test_generate_streams_and_ends_at_the_first_interrupt(unbroken: Path, start:
     output += process.communicate(timeout=60)[0]
     assert process.returncode == 130 and "Traceback" not in output
     assert output.startswith("restoring") and output.endswith("\n")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("after", [0.0, 2.0, 4.0])
+def test_generate_keeps_rows_that_are_interrupted(unbroken: Path, start: Start, after: float):
+    prompts = ("--prompt", "the", "--prompt", "a", "--json")
+    long = ("--max-tokens", 100_000, "train.sequence_length=110000")
+    process = start("generate", unbroken, *prompts, *long)
+    wait_for(process, "restoring")
+    time.sleep(after)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    if after:  # else the parameters were not there yet
+        assert [each["finish_reason"] for each in lines_of(output)] == ["interrupted"] * 2
 
 
 def test_generate_asks_for_prompts(unbroken: Path):
