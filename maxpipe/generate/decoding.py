@@ -135,7 +135,7 @@ class Decoding:
                         kept, drawn = self._step(params, kept, named, drawn)
                 yield np.asarray(before.tokens), np.asarray(before.logprobs)
         finally:
-            jax.block_until_ready(drawn)  # whoever stops may end Python next
+            jax.block_until_ready(drawn)  # Python may end next
 
     # The programs.
 
