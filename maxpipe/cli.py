@@ -24,6 +24,7 @@ from maxpipe.commands import (
     configs,
     doctor,
     eval,
+    generate,
     goodput,
     launch,
     plan,
@@ -185,6 +186,7 @@ def _parser() -> Parser:
     schedule.add(commands)
     checkpoints.add(commands)
     eval.add(commands)
+    generate.add(commands)
     goodput.add(commands)
     board.add(commands)
     tokenizer.add(commands)
