@@ -13,7 +13,7 @@ PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq -c $
 BASE := $(VENV)/installed-$(LANE)
 DEV := $(VENV)/installed-dev-$(LANE)
 
-.PHONY: help quickstart test test-fast test-timing test-matrix test-faults test-wheel check docs bench clean
+.PHONY: help quickstart test test-fast test-timing test-matrix test-faults test-wheel test-oracle check docs bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -25,7 +25,7 @@ test: $(DEV)  ## run all tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-fast: $(DEV)  ## run the tests that take seconds
-	@$(BIN)/python -m pytest -m "not slow and not multihost and not matrix and not faults and not wheel and not timing" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not multihost and not matrix and not faults and not wheel and not timing and not oracle" $(PYTEST_ARGS)
 
 test-timing: $(DEV)  ## what compares times; leave the machine alone (a minute)
 	@$(BIN)/python -m pytest -m timing tests/plan
@@ -38,6 +38,10 @@ test-faults: $(DEV)  ## runs that are killed, hang and go on (half an hour)
 
 test-wheel: $(DEV)  ## install the wheel on every Python that is here, and train (minutes)
 	@$(BIN)/python -m pytest -m wheel tests/test_wheel.py $(WHEEL_ARGS)
+
+# Transformers and torch may live in an environment of their own: make ORACLE=.../bin/python ...
+test-oracle: $(DEV)  ## logits of Hugging Face folders against transformers, where it is installed
+	@ORACLE=$(ORACLE) $(BIN)/python -m pytest -m oracle tests/exchange
 
 check: $(DEV)  ## format, lint, types, and whether generated docs are up to date
 	@$(BIN)/ruff format --check --quiet --output-format concise . || \

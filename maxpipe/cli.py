@@ -26,6 +26,7 @@ from maxpipe.commands import (
     eval,
     generate,
     goodput,
+    huggingface,
     launch,
     plan,
     schedule,
@@ -187,6 +188,7 @@ def _parser() -> Parser:
     checkpoints.add(commands)
     eval.add(commands)
     generate.add(commands)
+    huggingface.add(commands)
     goodput.add(commands)
     board.add(commands)
     tokenizer.add(commands)

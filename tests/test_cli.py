@@ -91,7 +91,7 @@ def test_what_needs_no_device_is_fast(args: str, seconds: float):
     "command",
     [
         *("", "train", "launch gke", "config", "config print", "config docs", "schedule"),
-        *("goodput", "checkpoints prune", "doctor", "env"),
+        *("goodput", "checkpoints prune", "doctor", "env", "import", "export"),
     ],
 )
 def test_every_command_has_help(command: str, capsys: Capture):
@@ -144,6 +144,11 @@ def test_version(capsys: Capture):
         ("fit TINY", "Did you mean `maxpipe train`?"),
         ("serve TINY", "serves no models; `maxpipe generate RUN --interactive`"),
         ("sample TINY", "Did you mean `maxpipe generate`?"),
+        ("convert TINY", "Take `maxpipe import`"),
+        ("import nowhere", "the following arguments are required: --out"),
+        ("import nowhere --out x", "must be a folder on this machine"),
+        ("export nowhere x", "is no run"),
+        ("export nowhere x --format gguf", "invalid choice: 'gguf'"),
         ("train TINY --steps 5", "Write train.steps=5."),
         ("train --steps 5 TINY", "Write train.steps=5."),
         ("train TINY --learning-rate=1e-4", "Write optim.learning_rate=1e-4."),

@@ -85,6 +85,9 @@ def test_files_runs_and_steps(ask: Ask):
     assert ask("train", "checkpoint.restore_from=quick@b") == [
         "checkpoint.restore_from=quick@best "
     ]
+    assert ask("train", "checkpoint.restore_from=hf:ru") == ["checkpoint.restore_from=hf:runs/"]
+    assert ask("import", "ru") == ["runs/"] and ask("export", "qu") == ["quick "]
+    assert ask("export", "quick", "x", "--dtype", "b") == ["bfloat16 "]
 
 
 @pytest.mark.parametrize("word", ["~nobody/", "\0", "[", "x" * 5000, "=", ".", "@", "a=b=c", "--="])

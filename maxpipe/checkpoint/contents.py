@@ -125,18 +125,21 @@ def decoded(folder: epath.Path) -> dict[str, Sum]:
         return understood(lambda: dict(_decoded(folder, named(shapes(folder)), pool)))
 
 
-def _decoded(
-    folder: epath.Path, leaves: Mapping[str, Any], pool: ThreadPoolExecutor
-) -> Iterator[tuple[str, Sum]]:
+def stored(folder: epath.Path, name: str) -> Any:
+    """One array of a step as it is on disk, to be read in parts: `array[...].read().result()`."""
     base: Any = f"{folder / STATE}/"
     if not in_bucket(folder):
         base = {"driver": "file", "path": base}
+    kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    spec = {"driver": "zarr", "kvstore": kvstore}
+    return tensorstore.open(spec, open=True, read=True).result()
+
+
+def _decoded(
+    folder: epath.Path, leaves: Mapping[str, Any], pool: ThreadPoolExecutor
+) -> Iterator[tuple[str, Sum]]:
     for name in leaves:
-        spec = {
-            "driver": "zarr",
-            "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"},
-        }
-        array = tensorstore.open(spec, open=True, read=True).result()
+        array = stored(folder, name)
         found = Sum(str(array.dtype.numpy_dtype), tuple(array.shape))
 
         chunk: tuple[Any, ...] = array.chunk_layout.read_chunk.shape or ()  # a scalar has none

@@ -174,6 +174,9 @@ def _assignments(current: str) -> list[str]:
     if typing.get_origin(hint) is typing.Literal:
         return _beginning(current, (f"{key}={word} " for word in typing.get_args(hint)))
     if key == "checkpoint.restore_from":
+        if value.startswith("hf:"):
+            folders = _paths(value.removeprefix("hf:"), (), folders=True)
+            return [f"{key}=hf:{each}" for each in folders]
         return [f"{key}={each}" for each in _runs(value, with_step=True)]
     if key.rpartition(".")[2].endswith(("path", "dir", "executable")):
         return [f"{key}={each}" for each in _paths(value, ())]

@@ -202,9 +202,9 @@ _NOT_SAME_KEY = {
     ),
     "model_name model_name_or_path pretrained pretrained_model_name_or_path hf_model "
     "hf_checkpoint": (
-        "weights of other libraries cannot be read yet.",
-        "Name a model for the shape (`maxpipe configs list`); checkpoint.restore_from starts from "
-        "another run.",
+        "the model is described by its own keys, and its weights are a checkpoint.",
+        "Name a model for the shape (`maxpipe configs list`), and set "
+        "checkpoint.restore_from=hf:DIR to start from the weights in a Hugging Face folder.",
     ),
     "resume auto_resume resume_training continue overwrite_output_dir": (
         "a run whose folder has a checkpoint resumes by itself.",
@@ -362,7 +362,7 @@ _COMMANDS = {
 
 _NO_COMMAND = {
     "serve api": "maxpipe serves no models; `maxpipe generate RUN --interactive` asks for prompts.",
-    "export convert hf": "Checkpoints of other libraries are neither written nor read yet.",
+    "convert hf": "Take `maxpipe import` for a Hugging Face folder, `maxpipe export` to write one.",
     "sweep": "Start one run per setting, each with its own run.name.",
 }
 

@@ -305,11 +305,13 @@ class CheckpointConfig:
     restore_from: str = ""
     """Checkpoint of another run that starts this one: `RUN@STEP`, `RUN@newest`, `RUN@best` (the
     smallest `eval/loss`) or the path to its folder; `RUN` alone is the newest. `RUN` is a folder,
-    the name of one in `run.dir`, or `gs://BUCKET/PATH/NAME`. When this run has a checkpoint of its
-    own it goes on from that, and this is not read."""
+    the name of one in `run.dir`, or `gs://BUCKET/PATH/NAME`. `hf:DIR` starts with the weights of a
+    Hugging Face folder. When this run has a checkpoint of its own it goes on from that, and this is
+    not read."""
     restore: Literal["all", "weights"] = "all"
     """What is taken from `checkpoint.restore_from`: `all` goes on with parameters, optimizer state,
-    step and data position; `weights` begins at step 0 with its parameters only, on any data."""
+    step and data position; `weights` begins at step 0 with its parameters only, on any data, and
+    perhaps with more tokens. What holds weights alone gives no more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,6 +41,7 @@ from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import check_vocab, open_tokenizer
 from maxpipe.diagnosis import environment
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.exchange.source import folder_of, opened
 from maxpipe.model.count import num_params, num_trained
 from maxpipe.model.families.registry import describe
 from maxpipe.processes.hub import free_port
@@ -196,6 +197,10 @@ def source(config: Config) -> Iterator[Check]:
         if _steps(home(run_folder(config.run), config.checkpoint)):
             text = f"{given} is not read: the run has checkpoints of its own"
             yield Check(name, "ok", text)
+            return
+        if (folder := folder_of(given)) is not None:
+            model = opened(folder, "checkpoint.restore_from").described.table.architecture
+            yield Check(name, "ok", f"{folder}, {model}, weights of it")
             return
         found = parse(given, "checkpoint.restore_from", config.run.dir)
         steps = _steps(found.home)

@@ -19,6 +19,7 @@ from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.rules import value_of
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, Problem
+from maxpipe.exchange.source import folder_of
 from maxpipe.hardware import known
 from maxpipe.launch.hosts import KEY, Hosts, hosts_of
 from maxpipe.launch.restart import newest_step
@@ -250,7 +251,12 @@ def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
 
 
 def _run_of(source: str, runs: str, workdir: Path) -> str:
-    """Absolute path of the run that `checkpoint.restore_from` names; itself if there is none."""
+    """Absolute path of the run that `checkpoint.restore_from` names; itself if there is none.
+
+    Or of a Hugging Face folder.
+    """
+    if (folder := folder_of(source)) is not None:
+        return os.path.abspath(workdir / os.path.expanduser(folder))
     try:
         found = address.parse(source, "checkpoint.restore_from", runs, workdir)
     except ConfigError:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtim
 from maxpipe.config.bounds import Bound
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
+from maxpipe.model.huggingface import HuggingFace
 
 Dims = tuple[tuple[int, str], ...]
 """Sizes of an array's dims and their logical axes. Activations leave out batch and tokens."""
@@ -404,6 +405,9 @@ class Family:
     """What is wrong with a config of which each number is within its range."""
     reporting: tuple[type[Part], ...] = ()
     """Classes of its parts with `summaries`, for the list of all that runs write."""
+    huggingface: tuple[HuggingFace, ...] = ()
+    """Classes of transformers that compute the same. An export takes the first that can say what a
+    config says."""
 
 
 _Section = TypeVar("_Section")

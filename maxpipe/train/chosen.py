@@ -44,7 +44,7 @@ class Chosen:
     def must_have(self, tokenizer: Tokenizer) -> None:
         """Raises ConfigError unless it was trained with this tokenizer."""
         saved = self.facts.data.get("fingerprint", {}).get("tokenizer")
-        if saved != tokenizer.fingerprint():
+        if saved not in (None, tokenizer.fingerprint()):  # imported weights may know of none
             raise ConfigError.one(
                 "tokenizer",
                 self.loaded.config.tokenizer.path or self.loaded.config.tokenizer.kind,

@@ -18,6 +18,7 @@ from maxpipe.boundary import redact
 from maxpipe.boundary.files import records
 from maxpipe.boundary.typed import AnyFloat, checked
 from maxpipe.checkpoint.address import parse
+from maxpipe.checkpoint.damage import Damaged
 from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.manager import Checkpoints, Restored
 from maxpipe.checkpoint.selection import chosen, opened
@@ -38,9 +39,13 @@ from maxpipe.config.rules import shown
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, compare
 from maxpipe.errors import ConfigError, Problem, StorageError
+from maxpipe.exchange.incoming import WEIGHTS_ONLY, remarks
+from maxpipe.exchange.source import folder_of
+from maxpipe.exchange.source import opened as open_folder
 from maxpipe.model.families.registry import describe
 from maxpipe.model.frozen import trained
 from maxpipe.telemetry.console import Console
+from maxpipe.train import weights
 from maxpipe.train.guard import initial
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
@@ -112,6 +117,8 @@ def restore_or_init(
     config = loaded.config
 
     def accept(facts: Facts, *, own: bool = True) -> None:
+        if own and facts.data.get(WEIGHTS_ONLY):
+            raise _not_its_own(loaded)
         try:
             data = checked(facts.data, Position)
             model = facts.config["model"]
@@ -146,8 +153,11 @@ def restore_or_init(
         if config.checkpoint.restore_from:
             words += ": its own checkpoints come before checkpoint.restore_from"
     elif config.checkpoint.restore_from:
-        if config.checkpoint.restore == "weights":
-            return _with_weights(loaded, steps, datasets, console)
+        if (folder := folder_of(config.checkpoint.restore_from)) is not None:
+            return _with_folder(folder, loaded, steps, console)
+        other = _of_other(loaded)
+        if config.checkpoint.restore == "weights" or (other and other.data.get(WEIGHTS_ONLY)):
+            return _with_weights(loaded, steps, datasets, console, other)
         found = restore_other(loaded, steps.abstract_saved, partial(accept, own=False))
         words = f"starting from {config.checkpoint.restore_from} after step {found.step}"
     else:
@@ -158,28 +168,97 @@ def restore_or_init(
     return Start(state, words, found.facts.data["step"] - found.step, guarded)
 
 
-def _with_weights(loaded: Loaded, steps: Steps, datasets: Datasets, console: Console) -> Start:
-    """A new run, but for its parameters."""
+def _with_weights(
+    loaded: Loaded, steps: Steps, datasets: Datasets, console: Console, other: Facts | None
+) -> Start:
+    """A new run, but for its parameters, which are those of `other` as a rule."""
     config = loaded.config
+    wanted = steps.abstract_saved["params"]
+    said = other.config.get("model", {}).get("vocab_size") if other else None
+    size = said if isinstance(said, int) else config.model.vocab_size
+    grows = size < config.model.vocab_size
 
     def accept(facts: Facts) -> None:
-        check_model(facts.config["model"], to_dict(config)["model"], loaded.origins, _NEW_START)
+        _check_weights(facts.config["model"], loaded)
         before, now = (
-            each["tokenizer"] for each in (facts.data["fingerprint"], datasets.train.fingerprint())
+            each.get("tokenizer")
+            for each in (facts.data["fingerprint"], datasets.train.fingerprint())
         )
-        if before != now:
+        if before and before != now:
             console.warn(
                 f"tokenizer: was {before} when step {facts.step} was saved and is {now}: "
                 "the weights know other tokens by these ids"
             )
 
-    found = restore_other(loaded, {"params": steps.abstract_saved["params"]}, accept)
-    source = config.checkpoint.restore_from
-    words = (
-        f"starting a new run in {run_folder(config.run)} with the weights of {source}, "
-        f"step {found.step}"
+    abstract = weights.with_tokens(wanted, size) if grows else wanted
+    found = restore_other(loaded, {"params": abstract}, accept)
+    params = found.state["params"]
+    if grows:
+        console.note(weights.words(size, config.model.vocab_size))
+        params = weights.grown(params, wanted)
+    source = f"{config.checkpoint.restore_from}, step {found.step}"
+    if found.facts.data.get(WEIGHTS_ONLY):
+        source += ", which has nothing else"
+    text = f"starting a new run in {run_folder(config.run)} with the weights of {source}"
+    return Start(steps.with_weights(params), text)
+
+
+def _with_folder(folder: str, loaded: Loaded, steps: Steps, console: Console) -> Start:
+    """A new run with the parameters of a Hugging Face folder."""
+    config = loaded.config
+    source = open_folder(folder, where("checkpoint.restore_from", loaded.origins))
+    wanted, decided = to_dict(config)["model"], source.described.section
+    # config.json says nothing about other keys, such as dropout.
+    own = {
+        name: {**wanted.get(name, {}), **keys}
+        for name, keys in decided.items()
+        if isinstance(keys, dict)
+    }
+    _check_weights(wanted | decided | own, loaded)
+    for line in remarks(source):
+        console.note(line)
+    if (before := source.config.vocab_size) < config.model.vocab_size:
+        console.note(weights.words(before, config.model.vocab_size))
+    params = weights.of_folder(source, steps.abstract_saved["params"])
+    text = f"starting a new run in {run_folder(config.run)} with the weights of {source.folder}"
+    return Start(steps.with_weights(params), text)
+
+
+def _check_weights(saved: Mapping[str, Any], loaded: Loaded) -> None:
+    """Compares the `model` sections; the run may have more tokens.
+
+    Raises:
+        ConfigError: with every key that must be as it was saved.
+    """
+    wanted = to_dict(loaded.config)["model"]
+    key, before = "vocab_size", saved.get("vocab_size")
+    if isinstance(before, int) and before < wanted[key]:
+        wanted[key] = before
+    check_model(saved, wanted, loaded.origins, _NEW_START)
+
+
+def _of_other(loaded: Loaded) -> Facts | None:
+    """The facts of the checkpoint that `checkpoint.restore_from` names, if they can be read."""
+    config = loaded.config
+    key = where("checkpoint.restore_from", loaded.origins)
+    address = parse(config.checkpoint.restore_from, key, config.run.dir)
+    with opened(address) as other:
+        step = chosen(other, address)
+        try:
+            return other.durable.facts(step)
+        except (Damaged, OSError):  # what restores it says so, or takes the one before
+            return None
+
+
+def _not_its_own(loaded: Loaded) -> ConfigError:
+    """The run's folder is that of an import."""
+    folder = run_folder(loaded.config.run)
+    return ConfigError.one(
+        where("run.name", loaded.origins),
+        loaded.config.run.name,
+        f"names {folder}, which holds imported weights and no run.",
+        f"Set run.name to a new name, and checkpoint.restore_from={folder}.",
     )
-    return Start(steps.with_weights(found.state["params"]), words)
 
 
 def restore_other(loaded: Loaded, abstract: Any, accept: Callable[[Facts], None]) -> Restored:

@@ -6,7 +6,17 @@ from dataclasses import dataclass
 
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.families import generic
+from maxpipe.model.families import formats, generic
+from maxpipe.model.huggingface import (
+    Fixed,
+    HuggingFace,
+    Key,
+    Ours,
+    Rotary,
+    Theirs,
+    Unlike,
+    Whole,
+)
 from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Family, Model, own_keys
@@ -58,6 +68,112 @@ def describe(config: ModelConfig) -> Model:
     )
 
 
+class _Period:
+    """`layer_types`, and before that `sliding_window_pattern`, as `period`."""
+
+    names = ("layer_types", "sliding_window_pattern", "_sliding_window_pattern")
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """The period of which the list of types is made."""
+        types = theirs.get("layer_types")
+        if types is None:
+            pattern = theirs.get("sliding_window_pattern")
+            return {"gemma3.period": 6 if pattern is None else pattern}
+        count = ours["num_layers"]
+        if isinstance(types, list) and len(types) == count:
+            # Any period beyond the last layer says that none sees all tokens.
+            first = types.index(_GLOBAL) + 1 if _GLOBAL in types else max(count + 1, 6)
+            if types == _layer_types(count, first):
+                return {"gemma3.period": first}
+        raise Unlike(
+            "layer_types",
+            types,
+            f"must name {count} layers, of which each n-th is {_GLOBAL!r} and the others "
+            f"{_LOCAL!r}.",
+        )
+
+    def write(self, ours: Ours) -> Theirs:
+        """Both spellings."""
+        period = ours["gemma3.period"]
+        types = _layer_types(ours["num_layers"], period)
+        return {"layer_types": types, "sliding_window_pattern": period}
+
+
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+
+
+def _layer_types(count: int, period: int) -> list[str]:
+    return [_LOCAL if number % period else _GLOBAL for number in range(1, count + 1)]
+
+
+_HUGGINGFACE = HuggingFace(
+    "Gemma3ForCausalLM",
+    "gemma3_text",
+    keys=(
+        *formats.sizes(
+            layers=26,
+            width=2304,
+            heads=8,
+            kv_heads=4,
+            head_size=256,
+            mlp=9216,
+            vocab=262208,
+            tied=True,
+        ),
+        Key("sliding_window", "gemma3.window", 4096),
+        _Period(),
+        Key("query_pre_attn_scalar", "gemma3.query_scale", 256, "head_size", whole=True),
+        Rotary(
+            "rope_theta",
+            1e6,
+            {"linear": (Key("factor", "gemma3.rope_scaling"),)},
+            unscaled={"gemma3.rope_scaling": 1.0},
+            chosen=lambda ours: "default" if ours["gemma3.rope_scaling"] == 1 else "linear",
+            layers=_GLOBAL,
+        ),
+        Rotary(
+            "gemma3.local_rope_theta",
+            10000.0,
+            {},
+            unscaled={},
+            layers=_LOCAL,
+            older="rope_local_base_freq",
+        ),
+        Fixed("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh"),
+        Fixed("attention_bias", (False,), False),
+        Fixed("final_logit_softcapping", (None,)),
+        Fixed("attn_logit_softcapping", (None,)),
+        Fixed("use_bidirectional_attention", (False,), False),
+    ),
+    tensors=(
+        *formats.ENDS,
+        *formats.norms(
+            attention_norm="input_layernorm",
+            attention_after_norm="post_attention_layernorm",
+            mlp_norm="pre_feedforward_layernorm",
+            mlp_after_norm="post_feedforward_layernorm",
+        ),
+        *formats.ATTENTION,
+        *formats.HEAD_NORMS,
+        *formats.MLP,
+    ),
+    wholes=(
+        Whole(
+            "Gemma3ForConditionalGeneration",
+            "text_config",
+            prefixes=(
+                ("language_model.model.", "model."),
+                ("model.language_model.", "model."),
+                ("language_model.lm_head.", "lm_head."),
+            ),
+            others=(
+                *("vision_tower.*", "model.vision_tower.*"),
+                *("multi_modal_projector.*", "model.multi_modal_projector.*"),
+            ),
+        ),
+    ),
+)
+
 FAMILY = Family(
     "gemma3",
     Gemma3Config,
@@ -70,4 +186,5 @@ FAMILY = Family(
         Bound("query_scale", 256.0, 0, LARGEST, "0 takes model.head_size"),
     ),
     rules=generic.embeddings_are_tied,
+    huggingface=(_HUGGINGFACE,),
 )

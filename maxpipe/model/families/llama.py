@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig, was
-from maxpipe.model.families import generic
+from maxpipe.model.families import formats, generic
+from maxpipe.model.huggingface import Fixed, HuggingFace, Key, Rotary
 from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Family, Model, own_keys
@@ -31,6 +32,37 @@ def describe(config: ModelConfig) -> Model:
     return generic.alike(config, generic.attention(config, rope), norm)
 
 
+_LLAMA3 = (
+    Key("factor", "llama.rope_scaling"),
+    Key("original_max_position_embeddings", "llama.rope_original_tokens"),
+    Fixed("low_freq_factor", (1.0,)),
+    Fixed("high_freq_factor", (4.0,)),
+)
+
+_HUGGINGFACE = HuggingFace(
+    "LlamaForCausalLM",
+    "llama",
+    keys=(
+        *formats.sizes(mlp=11008),
+        Rotary(
+            "rope_theta",
+            10000.0,
+            {"llama3": _LLAMA3},
+            unscaled={"llama.rope_scaling": 1.0},
+            chosen=lambda ours: "default" if ours["llama.rope_scaling"] == 1 else "llama3",
+        ),
+        Fixed("hidden_act", ("silu",), "silu"),
+        Fixed("attention_bias", (False,), False),
+        Fixed("mlp_bias", (False,), False),
+    ),
+    tensors=(
+        *formats.ENDS,
+        *formats.norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm"),
+        *formats.ATTENTION,
+        *formats.MLP,
+    ),
+)
+
 FAMILY = Family(
     "llama",
     LlamaConfig,
@@ -39,4 +71,5 @@ FAMILY = Family(
         Bound("rope_scaling", 1.0, 1, LARGEST, "wavelengths are stretched, 1 leaves them alone"),
         Bound("rope_original_tokens", 8192, 1),
     ),
+    huggingface=(_HUGGINGFACE,),
 )

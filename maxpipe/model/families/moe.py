@@ -9,7 +9,8 @@ from typing import Literal
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
-from maxpipe.model.families import generic
+from maxpipe.model.families import formats, generic
+from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key, Only, Rotary
 from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.experts import Experts
 from maxpipe.model.parts.mlp import GatedMLP
@@ -102,6 +103,33 @@ def _rules(config: ModelConfig) -> Iterator[Finding]:
         )
 
 
+_MIXTRAL = HuggingFace(
+    "MixtralForCausalLM",
+    "mixtral",
+    keys=(
+        *formats.sizes(kv_heads=8, mlp=14336, epsilon=1e-5),
+        Key("intermediate_size", "moe.d_expert", 14336, stands_for="d_mlp"),
+        Key("num_local_experts", "moe.num_experts", 8),
+        Key("num_experts_per_tok", "moe.top_k", 2),
+        Only("moe.num_dense_layers", 0),
+        Only("moe.num_shared_experts", 0),
+        Only("moe.scores", "softmax"),
+        Only("moe.weight_scale", 1.0),
+        Only("moe.normalised_weights", True),
+        Rotary("rope_theta", 1e6, {}, unscaled={}),
+        Fixed("hidden_act", ("silu",), "silu"),
+        Fixed("sliding_window", (None,)),
+        # Training only, and of another definition than ours.
+        *map(Kept, ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")),
+    ),
+    tensors=(
+        *formats.ENDS,
+        *formats.norms(attention_norm="input_layernorm", experts_norm="post_attention_layernorm"),
+        *formats.ATTENTION,
+        *formats.experts("block_sparse_moe", router="gate", gate="w1", up="w3", down="w2"),
+    ),
+)
+
 FAMILY = Family(
     "moe",
     MoeConfig,
@@ -119,4 +147,5 @@ FAMILY = Family(
     ),
     rules=_rules,
     reporting=(Experts,),
+    huggingface=(_MIXTRAL,),
 )

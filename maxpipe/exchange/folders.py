@@ -1,0 +1,117 @@
+"""Folders that appear complete or not at all, and the files that travel with weights."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from maxpipe.boundary.files import full, read, scheme, write
+from maxpipe.errors import ConfigError, StorageError
+
+TRAVELLING = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+"""Files of tokenizers and of generation. No other name is copied."""
+
+_MAX_BYTES = 1 << 28
+_SUFFIX = ".partial"
+
+
+@contextlib.contextmanager
+def appearing(path: str, option: str) -> Iterator[Path]:
+    """A new folder beside `path`, which gets that name when all that is done has succeeded.
+
+    After an error or Ctrl-C it is removed; after a kill the next command for this path does that.
+
+    Raises:
+        ConfigError: there is something with that name.
+        StorageError: nothing can be written there.
+    """
+    given = full(path, option)
+    if not path.strip() or "\0" in path or scheme(path):
+        rule = "must be a folder on this machine that does not exist yet."
+        raise ConfigError.one(option, path or "''", rule, "Name one, such as ./model.")
+    where = given.absolute()
+    if os.path.lexists(where):
+        rule = "is there already, and nothing is overwritten."
+        raise ConfigError.one(option, path, rule, "Give another name, or delete it first.")
+    prefix = f".{where.name}."
+    try:
+        where.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(where.parent, prefix)
+        partial = Path(tempfile.mkdtemp(_SUFFIX, prefix, where.parent))
+    except OSError as error:
+        raise unwritable(where, error) from error
+    held = os.open(partial, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)  # of a process that lives
+        yield partial
+        umask = os.umask(0)
+        os.umask(umask)
+        partial.chmod(0o777 & ~umask)
+        os.fsync(held)
+        if os.path.lexists(where):
+            rule = "was made by somebody else meanwhile, and nothing is overwritten."
+            raise ConfigError.one(option, path, rule, "Give another name, or delete it first.")
+        partial.rename(where)
+    except OSError as error:
+        raise unwritable(where, error) from error
+    finally:
+        os.close(held)
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def unwritable(where: Path, error: OSError) -> StorageError:
+    """The error for a folder that cannot be written. Nothing of it is left."""
+    return StorageError.unwritable(
+        where, error, "Free space, or name a folder that can be written. Nothing was left behind."
+    )
+
+
+def _remove_leftovers(folder: Path, prefix: str) -> None:
+    """What killed processes have left."""
+    with os.scandir(folder) as entries:
+        left = [
+            each.path
+            for each in entries
+            if each.name.startswith(prefix)
+            and each.name.endswith(_SUFFIX)
+            and each.is_dir(follow_symlinks=False)
+        ]
+    for path in left:
+        with contextlib.suppress(OSError):
+            held = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(held)
+
+
+def travel(source: Path, target: Path, names: tuple[str, ...] = TRAVELLING) -> list[str]:
+    """Copies those of these files that are there; returns their names.
+
+    Raises:
+        ConfigError: one cannot be read.
+        OSError: one cannot be written.
+    """
+    copied = []
+    for name in names:
+        try:
+            content = read(source / name, _MAX_BYTES)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            rule = f"cannot be copied: {error.strerror or error}."
+            action = "Copy it again from where it came from, or move it away."
+            raise ConfigError.one(str(source / name), None, rule, action) from error
+        write(target / name, content)
+        copied.append(name)
+    return copied

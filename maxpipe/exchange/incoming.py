@@ -1,0 +1,172 @@
+"""From a Hugging Face folder to a checkpoint that holds weights alone."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypedDict
+
+import jax.numpy as jnp
+import numpy as np
+
+from maxpipe.boundary.files import full
+from maxpipe.checkpoint.manager import Checkpoints
+from maxpipe.config.documents import one_line
+from maxpipe.config.load import load, to_dict
+from maxpipe.config.paths import CONFIG_FILE
+from maxpipe.config.schema import CheckpointConfig, TokenizerConfig
+from maxpipe.data.tokenizer import open_tokenizer
+from maxpipe.errors import ConfigError, StorageError
+from maxpipe.exchange.folders import TRAVELLING, appearing, travel, unwritable
+from maxpipe.exchange.sections import FILE
+from maxpipe.exchange.source import Source, num_params, opened
+from maxpipe.words import counted
+
+Say = Callable[[str], None]
+
+FOLDER = "huggingface"
+"""Folder beside the checkpoint with config.json and the files that travel along."""
+
+WEIGHTS_ONLY, ORIGIN = "weights_only", "huggingface"
+"""Keys of a checkpoint's data position."""
+
+
+class Origin(TypedDict):
+    """What an export needs to give the same bits again."""
+
+    dtype: str
+    """As safetensors files call it: the type of most tensors."""
+    dtypes: dict[str, str]
+    """Of those with another one, by name."""
+
+
+def import_folder(folder: str, out: str, say: Say) -> None:
+    """Writes `<out>/checkpoints/0`, a config.yml that starts from it, and what travels along.
+
+    `say` is called with lines for the user.
+
+    Raises:
+        ConfigError: the folder cannot be used, or `out` is there.
+        StorageError: `out` cannot be written.
+    """
+    source = opened(folder)
+    for line in remarks(source):
+        say(line)
+    target = full(out, _OUT).absolute()
+    with appearing(out, _OUT) as here:
+        beside = here / FOLDER
+        beside.mkdir()
+        copied = travel(source.folder, beside, (FILE, *TRAVELLING))
+        tokenizer, fingerprint = _tokenizer(beside, target / FOLDER, copied, say)
+        saved = load(
+            [],
+            {
+                "train": {"steps": 1},
+                "model": source.described.section,
+                "tokenizer": tokenizer,
+            },
+            str(source.folder / FILE),
+        ).config
+        origin: Origin = {
+            "dtype": source.dtype,
+            "dtypes": {n: each for n, each in source.dtypes.items() if each != source.dtype},
+        }
+        data: dict[str, Any] = {
+            "step": 0,
+            "fingerprint": fingerprint,
+            WEIGHTS_ONLY: True,
+            ORIGIN: origin,
+        }
+        # A disk that fails is reported at once: no run waits for it.
+        with Checkpoints(here, CheckpointConfig(retries=0)) as checkpoints:
+            state = partial(_state, source, np.dtype(saved.model.param_dtype))
+            try:
+                checkpoints.save(0, state, to_dict(saved), data, last=True)
+            except StorageError as error:  # about a run, in a folder that goes away
+                reason = str(error).splitlines()[1].strip().rstrip(".")
+                raise unwritable(target, OSError(reason)) from error
+        section = to_dict(saved)["model"]
+        (here / CONFIG_FILE).write_text(_config(section, tokenizer, target), encoding="utf-8")
+    say(f"wrote {target}")
+    config = shlex.quote(str(target / CONFIG_FILE))
+    say(f"next: maxpipe train {config} data.source=... train.steps=...")
+
+
+_OUT = "command line: --out"
+
+
+def remarks(source: Source) -> list[str]:
+    """What a user should know of a folder that is used."""
+    table = source.described.table
+    types = ", ".join(sorted(set(source.dtypes.values())))
+    lines = [
+        f"{source.folder}: {table.architecture}, {num_params(source):,} parameters in {types}, "
+        f"{counted(source.num_files, 'file')}"
+    ]
+    if source.left_out:
+        names = ", ".join(source.left_out[:3])
+        more = f" and {len(source.left_out) - 3} more" if len(source.left_out) > 3 else ""
+        lines.append(f"left out, as this model does not use them: {names}{more}")
+    if unknown := source.described.unknown:
+        lines.append(
+            f"{FILE}: {table.architecture} has no keys {', '.join(map(repr, unknown[:8]))}; they "
+            "are not read"
+        )
+    return lines
+
+
+def _state(source: Source, dtype: np.dtype) -> dict[str, Any]:
+    """The parameters as a checkpoint holds them."""
+    tree: dict[str, Any] = {}
+    for name, shape in source.mapped.shapes.items():
+        *outer, last = name.split(".")
+        below = tree
+        for each in outer:
+            below = below.setdefault(each, {})
+        region = [slice(0, size) for size in shape]
+        below[last] = jnp.asarray(source.region(name, dtype, region))
+    return {"params": tree}
+
+
+def _tokenizer(
+    here: Path, later: Path, copied: list[str], say: Say
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The tokenizer's section, and its entry in a fingerprint of data."""
+    section = {"kind": "huggingface", "path": str(later / _TOKENIZER)}
+    if _TOKENIZER not in copied:
+        say(f"no {_TOKENIZER} in the folder: put it into {later}, or set tokenizer.path")
+        return section, {}
+    try:
+        config = TokenizerConfig(kind="huggingface", path=str(here / _TOKENIZER))
+        return section, {"tokenizer": open_tokenizer(config).fingerprint()}
+    except ConfigError as error:
+        say(f"the tokenizer was copied, and cannot be used yet: {error.problems[0].rule}")
+        return section, {}
+
+
+_TOKENIZER = "tokenizer.json"
+
+
+def _config(section: dict[str, Any], tokenizer: dict[str, str], target: Path) -> str:
+    """What `maxpipe train` needs besides data and its length."""
+    family = section["family"]
+    own = section.pop(family, {})
+    return "\n".join(
+        [
+            f"# A run that starts from the weights in {target}.",
+            "run:",
+            f"  name: {one_line(f'{target.name}-tuned')}",
+            "model:",
+            *(f"  {name}: {one_line(value)}" for name, value in section.items()),
+            *([f"  {family}:"] if own else []),
+            *(f"    {name}: {one_line(value)}" for name, value in own.items()),
+            "tokenizer:",
+            *(f"  {name}: {one_line(value)}" for name, value in tokenizer.items()),
+            "checkpoint:",
+            f"  restore_from: {one_line(str(target))}",
+            "  restore: weights",
+            "",
+        ]
+    )

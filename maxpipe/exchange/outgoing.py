@@ -1,0 +1,303 @@
+"""From a checkpoint to a Hugging Face folder.
+
+Files are made in full size first. Then each of our parameters is read once, in the parts in which
+it is stored, and the tensors that are in it are written to where they belong: never is more than
+one part in memory, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from etils import epath
+
+from maxpipe.boundary.files import full, read
+from maxpipe.boundary.typed import checked, parse
+from maxpipe.checkpoint import contents, digests, manifest
+from maxpipe.checkpoint.address import Address
+from maxpipe.checkpoint.damage import Damaged
+from maxpipe.checkpoint.folder import Facts, Folder
+from maxpipe.checkpoint.manager import open_run
+from maxpipe.checkpoint.restore import answering
+from maxpipe.checkpoint.selection import step_of
+from maxpipe.checkpoint.storage import FOLDER as CHECKPOINTS
+from maxpipe.checkpoint.storage import in_bucket
+from maxpipe.config.load import load
+from maxpipe.config.schema import Config
+from maxpipe.data.tokenizer import open_tokenizer
+from maxpipe.errors import ConfigError, StorageError
+from maxpipe.exchange.folders import TRAVELLING, appearing, travel
+from maxpipe.exchange.incoming import FOLDER, ORIGIN, Origin
+from maxpipe.exchange.mapping import Mapped, mapped, part_of, regions
+from maxpipe.exchange.safetensors import DTYPES, Writer
+from maxpipe.exchange.sections import FILE, table_for, to_json
+from maxpipe.exchange.source import INDEX, SINGLE
+from maxpipe.model.families.registry import describe
+from maxpipe.words import counted
+
+Say = Callable[[str], None]
+
+TYPES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""Values of `--dtype`, and what files call them."""
+
+SHARD_BYTES = 5 * 10**9
+"""Largest file, unless one tensor is larger: what transformers 4 takes."""
+
+_PARAMS = "params."
+_MAX_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A checkpoint, and its run's config."""
+
+    name: str
+    path: epath.Path
+    facts: Facts
+    config: Config
+    beside: tuple[Path, ...]
+    """Folders that may hold tokenizer and generation files, the first wins."""
+
+
+def export(
+    address: Address, out: str, dtype: str | None, say: Say, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes config.json, safetensors files, and the tokenizer's files if there are any.
+
+    `dtype` is one of `TYPES`; None gives the type in which the weights were imported, or that in
+    which they are stored.
+
+    Raises:
+        ConfigError: the model has no such form, or `out` is there.
+        StorageError: the checkpoint is damaged, or `out` cannot be written.
+    """
+    chosen = _choose(address)
+    model = chosen.config.model
+    table, said = table_for(model)
+    both = mapped(describe(model), table)
+    if model.heads_ahead:
+        say("left out: the heads that predict further ahead, which only training uses")
+    types = _types(chosen, both, dtype)
+    say(f"{chosen.name}: {table.architecture}, checking its files")
+    _check_files(chosen)
+    target = full(out, _OUT).absolute()
+    with appearing(out, _OUT) as here:
+        names = _write_tensors(chosen, both, types, here, shard_bytes)
+        kept = _kept(chosen.beside)
+        most = next(name for name, short in TYPES.items() if short == _most(types))
+        text = to_json(table, said, kept, most, _defaults(chosen.config, kept, say))
+        (here / FILE).write_text(text, encoding="utf-8")
+        copied: list[str] = []
+        for folder in chosen.beside:
+            left = tuple(name for name in TRAVELLING if name not in copied)
+            copied += travel(folder, here, left)
+    if not copied:
+        say("no tokenizer files: the run's tokenizer is built in, or is not on this machine")
+    say(f"wrote {target}: {counted(len(names), 'file')} of weights in {most}")
+
+
+_OUT = "command line: OUT"
+
+
+def _choose(address: Address) -> _Chosen:
+    folder = Folder(os.path.join(address.home, CHECKPOINTS))
+    if not folder.steps():
+        open_run(address.run_dir, address.where, address.parent)  # says so
+    step = step_of(folder, address)
+    path = folder / step
+    try:
+        with answering(path):
+            facts = folder.facts(step)
+        saved = {name: facts.config[name] for name in ("model", "tokenizer", "train")}
+    except (Damaged, KeyError) as damage:
+        raise _damaged(path, str(damage)) from damage
+    config = load([], saved, address.at(step)).config
+    beside = [] if in_bucket(address.run_dir) else [full(address.run_dir) / FOLDER]
+    if config.tokenizer.path:
+        given = full(config.tokenizer.path, "tokenizer.path")
+        beside.insert(0, given if given.is_dir() else given.parent)
+    present = tuple(each for each in dict.fromkeys(beside) if each.is_dir())
+    return _Chosen(address.at(step), path, facts, config, present)
+
+
+def _damaged(path: epath.Path, reason: str) -> StorageError:
+    return StorageError(
+        f"{path}: cannot be exported\n"
+        f"  {reason}.\n"
+        "  Take another step (`maxpipe checkpoints list RUN`), or bring the files of this one back."
+    )
+
+
+def _check_files(chosen: _Chosen) -> None:
+    """Every byte, where there is a manifest; what is decoded is compared below in any case."""
+    with answering(chosen.path):
+        if manifest.is_in(chosen.path) and (
+            wrong := manifest.faults(chosen.path, chosen.facts.step)
+        ):
+            raise _damaged(chosen.path, "; ".join(wrong[:3]))
+
+
+def _types(chosen: _Chosen, both: Mapped, dtype: str | None) -> dict[str, str]:
+    """Type of each tensor, as files call it."""
+    if dtype is not None:
+        return dict.fromkeys(both.tensors, TYPES[dtype])
+    stored = dict.fromkeys(both.tensors, TYPES[chosen.config.model.param_dtype])
+    if (said := chosen.facts.data.get(ORIGIN)) is None:
+        return stored
+    try:
+        origin = checked(said, Origin)
+        if not {origin["dtype"], *origin["dtypes"].values()} <= DTYPES.keys():
+            raise ValueError("it has an unknown type")
+    except ValueError as error:
+        raise _damaged(chosen.path, f"what it says of its import is wrong: {error}") from error
+    return {name: origin["dtypes"].get(name, origin["dtype"]) for name in both.tensors}
+
+
+def _most(types: Mapping[str, str]) -> str:
+    values = list(types.values())
+    return max(dict.fromkeys(values), key=values.count)
+
+
+def _files(
+    both: Mapped, types: Mapping[str, str], shard_bytes: int
+) -> dict[str, dict[str, tuple[np.dtype, tuple[int, ...]]]]:
+    """Tensors by file, in network order."""
+    groups: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
+    size = 0
+    for name, shape in both.tensors.items():
+        dtype = DTYPES[types[name]]
+        more = math.prod(shape) * dtype.itemsize
+        if groups[-1] and size + more > shard_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = (dtype, shape)
+        size += more
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    count = len(groups)
+    return {
+        f"model-{number:05}-of-{count:05}.safetensors": group
+        for number, group in enumerate(groups, 1)
+    }
+
+
+def _write_tensors(
+    chosen: _Chosen, both: Mapped, types: Mapping[str, str], here: Path, shard_bytes: int
+) -> list[str]:
+    """Writes all weights, and the index if they are in several files; returns the files' names."""
+    files = _files(both, types, shard_bytes)
+    place = {tensor: name for name, group in files.items() for tensor in group}
+    with contextlib.ExitStack() as stack:
+        writers = {
+            name: stack.enter_context(Writer(here / name, group)) for name, group in files.items()
+        }
+        expected = _recorded(chosen)
+        for name, shape in both.shapes.items():
+            _write_param(chosen, both, name, shape, expected, place, writers)
+    if len(files) > 1:
+        total = sum(
+            math.prod(shape) * dtype.itemsize
+            for group in files.values()
+            for dtype, shape in group.values()
+        )
+        index = {"metadata": {"total_size": total}, "weight_map": place}
+        (here / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return list(files)
+
+
+def _recorded(chosen: _Chosen) -> Mapping[str, digests.Sum]:
+    try:
+        with answering(chosen.path):
+            found = contents.recorded(chosen.path, chosen.facts.step)
+    except Damaged as damage:
+        raise _damaged(chosen.path, str(damage)) from damage
+    return found.arrays if found else {}
+
+
+def _write_param(
+    chosen: _Chosen,
+    both: Mapped,
+    name: str,
+    shape: tuple[int, ...],
+    expected: Mapping[str, digests.Sum],
+    place: Mapping[str, str],
+    writers: Mapping[str, Writer],
+) -> None:
+    """One of our parameters into the files of its tensors, and compared with what was saved."""
+    full_name = f"{_PARAMS}{name}"
+    try:
+        array: Any = contents.understood(lambda: contents.stored(chosen.path, full_name))
+        if tuple(array.shape) != shape:
+            raise Damaged(f"array {full_name} has another shape than its config says")
+        stacked = len(shape) > len(both.params[name].shape)
+        chunk: tuple[Any, ...] = array.chunk_layout.read_chunk.shape or shape
+        found = digests.Sum(str(array.dtype.numpy_dtype), shape)
+        for region in regions(shape, max(1, int(chunk[0])) if stacked else max(1, shape[0])):
+            values = contents.understood(lambda at=region: array[at].read().result())
+            found.add(values, tuple(each.start for each in region))
+            wanted = tuple(range(each.start, each.stop) for each in region)
+            for piece in both.pieces[name]:
+                if (parts := part_of(piece, wanted)) is not None:
+                    writer = writers[place[piece.tensor]]
+                    tensor = piece.form.to_theirs(values[parts[0]])
+                    writer.write(piece.tensor, _cast(tensor, writer, piece.tensor), piece.first)
+        wrong = digests.non_finite({full_name: found})
+        if full_name in expected:
+            before = {full_name: expected[full_name]}
+            wrong += digests.differences(before, {full_name: found})
+        if wrong:
+            raise Damaged("; ".join(wrong))
+    except Damaged as damage:
+        raise _damaged(chosen.path, str(damage)) from damage
+
+
+def _cast(values: np.ndarray, writer: Writer, name: str) -> np.ndarray:
+    dtype = writer.dtype(name)
+    with np.errstate(over="ignore"):
+        cast = values.astype(dtype)
+    if dtype.itemsize < values.dtype.itemsize and not np.isfinite(cast).all():
+        raise ConfigError.one(
+            "command line: --dtype",
+            str(dtype),
+            f"cannot hold {name}: its largest value is {np.abs(values).max():g}, and that of "
+            f"{dtype} is {float(ml_dtypes.finfo(dtype).max):g}.",
+            "Take --dtype bfloat16 or --dtype float32.",
+        )
+    return cast
+
+
+def _kept(folders: tuple[Path, ...]) -> dict[str, Any]:
+    """The imported config.json, of which some keys travel along."""
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError):
+            return parse(read(folder / FILE, _MAX_BYTES), dict[str, Any])
+    return {}
+
+
+def _defaults(config: Config, kept: Mapping[str, Any], say: Say) -> dict[str, Any]:
+    """What the imported config.json does not say, or where there was none.
+
+    Length of training, and ids of the tokenizer.
+    """
+    length = {"max_position_embeddings": config.train.sequence_length}
+    if _END in kept:
+        return length
+    try:
+        tokenizer = open_tokenizer(config.tokenizer)
+    except ConfigError as error:
+        say(f"{FILE} has no ids of control tokens: {error.problems[0].rule}")
+        return {**length, **dict.fromkeys((_BEGIN, _END, _PAD))}
+    ids = {_BEGIN: tokenizer.begin_id, _END: tokenizer.end_id, _PAD: tokenizer.pad_id}
+    return {**length, **ids}
+
+
+_BEGIN, _END, _PAD = "bos_token_id", "eos_token_id", "pad_token_id"

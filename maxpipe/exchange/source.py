@@ -1,0 +1,329 @@
+"""The weights of a Hugging Face folder: which file has a tensor, and regions of our parameters.
+
+Nothing is held in memory but headers: a region is put together from the tensors that it needs, read
+one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+
+from maxpipe.boundary.files import full, read
+from maxpipe.boundary.typed import parse
+from maxpipe.config.schema import ModelConfig
+from maxpipe.errors import ConfigError
+from maxpipe.exchange.mapping import Mapped, Piece, mapped, part_of
+from maxpipe.exchange.safetensors import DTYPES, Reader, shown
+from maxpipe.exchange.sections import FILE, Described, described
+from maxpipe.model.families.registry import describe
+from maxpipe.words import counted
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PREFIX = "hf:"
+"""In front of a folder in `checkpoint.restore_from`."""
+
+HEAD, EMBEDDING = "lm_head.weight", "embedding"
+
+_MAX_INDEX_BYTES = 1 << 26
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
+_SHOWN = 5
+_LACKING = 1000
+"""More tensors than these are not looked for."""
+_VOCAB = "vocab"
+_BLOCK_ELEMENTS = 1 << 22
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
+
+
+def folder_of(text: str) -> str | None:
+    """The folder of `hf:DIR`; None of another address."""
+    return text.removeprefix(PREFIX) if text.startswith(PREFIX) else None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder whose tensors are those of the model that its config.json describes."""
+
+    folder: Path
+    described: Described
+    config: ModelConfig
+    mapped: Mapped
+    left_out: tuple[str, ...]
+    """Names of tensors that are not the model's, and known not to be."""
+    _files: Mapping[str, Reader]
+    """By the table's name of a tensor."""
+    _names: Mapping[str, str]
+    """The same, the name in the file."""
+
+    @cached_property
+    def dtypes(self) -> Mapping[str, str]:
+        """Type of each tensor, by the table's name."""
+        return {name: self._entry(name).dtype for name in self.mapped.tensors}
+
+    @property
+    def dtype(self) -> str:
+        """The type of most."""
+        return Counter(self.dtypes.values()).most_common(1)[0][0]
+
+    @property
+    def num_files(self) -> int:
+        """Files that hold them."""
+        return len({reader.path for reader in self._files.values()})
+
+    def _entry(self, name: str):
+        return self._files[name].entries[self._names[name]]
+
+    def region(
+        self, name: str, dtype: np.dtype, region: Sequence[slice], vocab_size: int = 0
+    ) -> np.ndarray:
+        """That part of one of our parameters, layers stacked, in network order.
+
+        With a `vocab_size` larger than the folder's the new rows are the mean of its own.
+
+        Raises:
+            ConfigError: a file cannot be read, or a number is NaN or infinite.
+        """
+        sizes = list(self.mapped.shapes[name])
+        axes = self.mapped.params[name].axes
+        dim = axes.index(_VOCAB) if _VOCAB in axes and vocab_size else -1
+        old = sizes[dim]
+        if dim >= 0:
+            sizes[dim] = vocab_size
+        wanted = tuple(range(*each.indices(size)) for each, size in zip(region, sizes, strict=True))
+        found = np.empty([len(each) for each in wanted], dtype)
+        if dim >= 0 and wanted[dim].stop > old:
+            self._grow(name, found, wanted, dim, old)
+            wanted = tuple(
+                range(min(each.start, old), old) if at == dim else each
+                for at, each in enumerate(wanted)
+            )
+        inner = found[tuple(slice(0, len(each)) for each in wanted)]
+        for piece in self.mapped.pieces[name]:
+            if (parts := part_of(piece, wanted)) is not None and inner.size:
+                inside, taken = parts
+                inner[inside] = self._ours(piece)[taken]
+        return found
+
+    def _grow(
+        self, name: str, found: np.ndarray, wanted: tuple[range, ...], dim: int, old: int
+    ) -> None:
+        (piece,) = self.mapped.pieces[name]
+        mean = self._ours(piece).astype(np.float32).mean(dim, keepdims=True, dtype=np.float64)
+        mine = mean[
+            tuple(
+                slice(None) if at == dim else slice(each.start, each.stop)
+                for at, each in enumerate(wanted)
+            )
+        ]
+        new = [slice(None)] * found.ndim
+        new[dim] = slice(max(old - wanted[dim].start, 0), None)
+        found[tuple(new)] = mine.astype(found.dtype)
+
+    def _ours(self, piece: Piece) -> np.ndarray:
+        """The rows of a tensor in the order of our dims."""
+        tensor = self._files[piece.tensor].read(self._names[piece.tensor], piece.rows)
+        return piece.form.to_ours(self._finite(piece.tensor, tensor), piece.sizes)
+
+    def _finite(self, name: str, tensor: np.ndarray) -> np.ndarray:
+        if bad := tensor.size - int(np.count_nonzero(np.isfinite(tensor))):
+            raise ConfigError.one(
+                f"{self._files[name].path}: {self._names[name]}",
+                None,
+                f"holds {counted(bad, 'value')} that are NaN or infinite, with which nothing can "
+                "go on.",
+                "Copy the file again, or take the weights from before they went wrong.",
+            )
+        return tensor
+
+    def check_tied(self) -> None:
+        """That an output projection in the files is the embedding, if that is what it should be.
+
+        Raises:
+            ConfigError: it is another one.
+        """
+        if HEAD not in self._files or HEAD in self.mapped.tensors:
+            return
+        embedding = self.mapped.pieces[EMBEDDING][0].tensor
+        count, width = self.mapped.tensors[embedding]
+        step = max(1, _BLOCK_ELEMENTS // width)
+        for first in range(0, count, step):
+            rows = (first, min(first + step, count))
+            blocks = [self._files[name].read(self._names[name], rows) for name in (HEAD, embedding)]
+            if blocks[0].dtype == blocks[1].dtype and blocks[0].tobytes() == blocks[1].tobytes():
+                continue
+            raise ConfigError.one(
+                f"{self._files[HEAD].path}: {self._names[HEAD]}",
+                None,
+                "must be the embedding's table, bit for bit: config.json says that both are tied.",
+                f"Set tie_word_embeddings to false in {self.folder / FILE} if both are meant.",
+            )
+
+
+def opened(folder: str, where: str = "command line: DIR") -> Source:
+    """A folder, of which every header is checked. `where` names what gave it.
+
+    Raises:
+        ConfigError: it holds something else, or other tensors than its config.json says.
+    """
+    path = full(folder, where)
+    if not folder.strip() or "\0" in folder or not path.is_dir():
+        raise ConfigError.one(
+            where,
+            folder or "''",
+            "must be a folder on this machine with config.json and safetensors files.",
+            "Download the model first, and give its folder.",
+        )
+    said = described(path)
+    present = _tensors(path)
+    try:
+        model = mapped(describe(said.config), said.table, len(present) + _LACKING)
+    except ValueError as error:
+        rule = f"has {counted(len(present), 'tensor')}, and its config.json says of far more."
+        raise _wrong(path, rule) from error
+    names: dict[str, str] = {}
+    files: dict[str, Reader] = {}
+    others: list[str] = []
+    patterns = said.table.unused + (said.whole.others if said.whole else ())
+    for name, reader in present.items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            others.append(name)
+            continue
+        known = _in_table(name, said)
+        if known in names:
+            first = shown(names[known])
+            raise _wrong(path, f"has {first} and {shown(name)}, which are the same tensor.")
+        names[known], files[known] = name, reader
+    tied = HEAD not in model.tensors
+    _check_names(path, model.tensors, names, {HEAD} if tied else set())
+    wanted = dict(model.tensors)
+    if tied and HEAD in names:
+        wanted[HEAD] = model.tensors[model.pieces[EMBEDDING][0].tensor]
+    _check_entries(wanted, files, names)
+    source = Source(path, said, said.config, model, tuple(others), files, names)
+    source.check_tied()
+    return source
+
+
+def _in_table(name: str, said: Described) -> str:
+    for prefix, instead in said.whole.prefixes if said.whole else ():
+        if name.startswith(prefix):
+            return instead + name.removeprefix(prefix)
+    return name
+
+
+def _tensors(folder: Path) -> dict[str, Reader]:
+    """By its name in the files."""
+    if (folder / SINGLE).exists():
+        reader = Reader(folder / SINGLE)
+        return dict.fromkeys(reader.entries, reader)
+    path = folder / INDEX
+    try:
+        content = parse(read(path, _MAX_INDEX_BYTES), _Index)
+    except FileNotFoundError as error:
+        raise _no_files(folder) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        rule = f"must say which file has which tensor: {reason}."
+        raise ConfigError.one(str(path), None, rule, "Copy it again.") from error
+    listed = content["weight_map"]
+    for name in dict.fromkeys(listed.values()):
+        if not _FILE_NAME.fullmatch(name):
+            rule = "must name files of this folder only: NAME.safetensors."
+            action = "Do not use this folder: no tool writes such names."
+            raise ConfigError.one(str(path), shown(name), rule, action)
+        if not (folder / name).exists():
+            rule = f"names {name}, and {folder} has no such file."
+            raise ConfigError.one(str(path), None, rule, "Download the files that are missing.")
+    files = {name: Reader(folder / name) for name in dict.fromkeys(listed.values())}
+    found: dict[str, Reader] = {}
+    for name, reader in files.items():
+        for tensor in reader.entries:
+            if listed.get(tensor) != name:
+                there = f"in {listed[tensor]}" if tensor in listed else "nowhere"
+                rule = f"says that {shown(tensor)} is {there}, and {name} has it."
+                raise ConfigError.one(str(path), None, rule, "Copy the folder again, whole.")
+            found[tensor] = reader
+    if lacking := [name for name in listed if name not in found]:
+        rule = f"says that {listed[lacking[0]]} has {shown(lacking[0])}, and it does not."
+        raise ConfigError.one(str(path), None, rule, "Copy the folder again, whole.")
+    return found
+
+
+def _no_files(folder: Path) -> ConfigError:
+    pickled = sorted(
+        each.name for each in folder.iterdir() if each.suffix in (".bin", ".pt", ".pth")
+    )
+    rule = f"must hold {SINGLE}, or {INDEX} and the files that it names."
+    action = "Download the model's safetensors files."
+    if pickled:
+        rule += f" {pickled[0]} is pickled: reading it can run any code, so maxpipe does not."
+        action = (
+            "Convert it where you trust it: python -c 'from transformers import "
+            'AutoModelForCausalLM as M; M.from_pretrained("DIR").save_pretrained("NEW")\''
+        )
+    return ConfigError.one(str(folder), None, rule, action)
+
+
+def _wrong(folder: Path, rule: str) -> ConfigError:
+    return ConfigError.one(
+        str(folder),
+        None,
+        rule,
+        "Copy the folder again, whole; a config.json of another model does not fit these files.",
+    )
+
+
+def _check_names(
+    folder: Path, wanted: Iterable[str], found: Mapping[str, str], allowed: set[str]
+) -> None:
+    missing = [name for name in wanted if name not in found]
+    surplus = [found[name] for name in found if name not in {*wanted, *allowed}]
+    parts = [
+        f"{words} {counted(len(names), 'tensor')}: {_listed(names)}"
+        for words, names in (("lacks", missing), ("has more than its config.json says:", surplus))
+        if names
+    ]
+    if parts:
+        raise _wrong(folder, f"{'; it '.join(parts)}.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(shown, names[:_SHOWN])) + more
+
+
+def _check_entries(
+    wanted: Mapping[str, tuple[int, ...]], files: Mapping[str, Reader], names: Mapping[str, str]
+) -> None:
+    for name, shape in wanted.items():
+        reader, entry = files[name], files[name].entries[names[name]]
+        where = f"{reader.path}: {names[name]}"
+        if entry.dtype not in DTYPES:
+            rule = f"must be of type {' or '.join(DTYPES)}."
+            action = "Give weights that are not quantised."
+            raise ConfigError.one(where, entry.dtype, rule, action)
+        if entry.shape != shape:
+            rule = f"must have the shape {_shape(shape)} that config.json says."
+            action = "Copy the folder again: config.json and weights are of two models."
+            raise ConfigError.one(where, _shape(entry.shape), rule, action)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def num_params(source: Source) -> int:
+    """Parameters of the model, a tied table once."""
+    return sum(math.prod(shape) for shape in source.mapped.shapes.values())

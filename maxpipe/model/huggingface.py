@@ -1,0 +1,296 @@
+"""How a family of models is written in Hugging Face folders: tables, without jax.
+
+A family has one table of keys and one of tensors. Both are read in both directions: by an import
+from left to right, by an export from right to left. The code that reads them is `maxpipe.exchange`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Theirs = Mapping[str, Any]
+"""The content of config.json."""
+
+Ours = Mapping[str, Any]
+"""Values by key below `model`, such as `num_heads` and `llama.rope_scaling`."""
+
+
+class Unlike(ValueError):
+    """A value that the other side has nothing for: what was given where, and the rule."""
+
+    def __init__(self, key: str, given: Any, rule: str):
+        super().__init__(f"{key} = {given!r} {rule}")
+        self.key, self.given, self.rule = key, given, rule
+
+
+class Row(Protocol):
+    """A row of the table of keys."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Keys of config.json that it accounts for."""
+        ...
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """What config.json says in our keys; `ours` is what the rows before have found.
+
+        Raises:
+            Unlike: it says something that the family cannot compute.
+        """
+        ...
+
+    def write(self, ours: Ours) -> Theirs:
+        """The way back.
+
+        Raises:
+            Unlike: they cannot say it.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key on both sides."""
+
+    theirs: str
+    ours: str
+    default: Any = None
+    """What transformers takes where config.json lacks it, or a function of our values so far."""
+    stands_for: str = ""
+    """Another key of ours that a 0 of this one stands for."""
+    whole: bool = False
+    """Whether they have it as a whole number, and we do not."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One."""
+        return (self.theirs,)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """The value, or the default."""
+        found = theirs.get(self.theirs)
+        if found is None:
+            found = self.default(ours) if callable(self.default) else self.default
+        if found is None:
+            raise Unlike(self.theirs, None, "is missing, and has no default.")
+        if self.stands_for and found == ours[self.stands_for]:
+            found = 0
+        return {self.ours: found}
+
+    def write(self, ours: Ours) -> Theirs:
+        """The value."""
+        found = ours[self.ours]
+        if self.stands_for and not found:
+            found = ours[self.stands_for]
+        if self.whole and found != (found := int(found)):
+            raise Unlike(f"model.{self.ours}", ours[self.ours], "must be a whole number.")
+        return {self.theirs: found}
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A key of theirs with the only values that the family computes."""
+
+    theirs: str
+    values: tuple[Any, ...]
+    """The first is written."""
+    default: Any = None
+    """As `Key.default`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One."""
+        return (self.theirs,)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """Nothing of ours."""
+        found = theirs.get(self.theirs)
+        found = self.default if found is None else found
+        # 0 equals false, and 1 equals true.
+        if not any(
+            found == each and (type(found) is bool) == (type(each) is bool) for each in self.values
+        ):
+            allowed = " or ".join("null" if each is None else repr(each) for each in self.values)
+            raise Unlike(self.theirs, found, f"must be {allowed}: nothing else is computed.")
+        return {}
+
+    def write(self, ours: Ours) -> Theirs:
+        """The first value; for null nothing, as some keys mean something by being there."""
+        return {} if self.values[0] is None else {self.theirs: self.values[0]}
+
+
+@dataclass(frozen=True)
+class Only:
+    """A key of ours that they have none for, with the one value that they compute."""
+
+    ours: str
+    value: Any
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """The value."""
+        return {self.ours: self.value}
+
+    def write(self, ours: Ours) -> Theirs:
+        """Nothing of theirs."""
+        if ours[self.ours] != self.value:
+            raise Unlike(f"model.{self.ours}", ours[self.ours], f"must be {self.value!r}.")
+        return {}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A key that changes no logits: an export has it as the imported config.json had it."""
+
+    theirs: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One."""
+        return (self.theirs,)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """Nothing of ours."""
+        return {}
+
+    def write(self, ours: Ours) -> Theirs:
+        """Nothing: `maxpipe.exchange` copies it."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions: `rope_parameters`, and as written before `rope_theta`, `rope_scaling`."""
+
+    theta: str
+    """Our key."""
+    default: float
+    """Base that transformers takes where there is none."""
+    scalings: Mapping[str, tuple[Row, ...]]
+    """By `rope_type` the rows for what stands beside it."""
+    unscaled: Ours
+    """Our values where the type is `default`."""
+    chosen: Callable[[Ours], str] = lambda ours: "default"
+    """The `rope_type` of a model of ours."""
+    layers: str = ""
+    """Type of layers, where `rope_parameters` has entries by type."""
+    older: str = "rope_theta"
+    """Where the base was written before."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of both spellings."""
+        return (self.older, "rope_scaling", "rope_parameters")
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """Base and scaling, of either spelling."""
+        said = _object(theirs, "rope_parameters")
+        if self.layers:
+            said = _object(said, self.layers)
+        if self.scalings or not self.layers:
+            said = {**said, **_object(theirs, "rope_scaling")}
+        said = {name: value for name, value in said.items() if value is not None}
+        theta = said.get("rope_theta", theirs.get(self.older))
+        found = {self.theta: self.default if theta is None else theta}
+        kind = said.get("rope_type", said.get("type")) or "default"
+        if kind != "default" and (not isinstance(kind, str) or kind not in self.scalings):
+            known = " or ".join(repr(each) for each in ("default", *self.scalings))
+            raise Unlike("rope_type", kind, f"must be {known}.")
+        rows = self.scalings.get(kind, ())
+        known = {name for row in rows for name in row.names}
+        if more := sorted(said.keys() - known - {"rope_theta", "rope_type", "type"}):
+            raise Unlike(f"rope_parameters.{more[0]}", said[more[0]], f"is no key of {kind!r}.")
+        if not rows:
+            return found | dict(self.unscaled)
+        for row in rows:
+            found |= row.read(said, ours)
+        return found
+
+    def write(self, ours: Ours) -> Theirs:
+        """Both spellings: releases of readers know the one or the other."""
+        kind, scaling = self.chosen(ours), {}
+        if kind != "default":
+            for row in self.scalings[kind]:
+                scaling |= row.write(ours)
+            scaling = {"rope_type": kind, **scaling}
+        said = {"rope_theta": ours[self.theta], "rope_type": kind, **scaling}
+        written: dict[str, Any] = {self.older: ours[self.theta]}
+        if self.scalings:
+            written["rope_scaling"] = scaling or None
+        return written | {"rope_parameters": {self.layers: said} if self.layers else said}
+
+
+def _object(theirs: Theirs, key: str) -> Mapping[str, Any]:
+    found = theirs.get(key)
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise Unlike(key, found, "must be an object or null.")
+    return found
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter of ours, and the tensors of theirs that it is in.
+
+    Rows with the same name are parts of one tensor, one after the other along its first dim.
+    """
+
+    ours: str
+    """`PART.PARAM` of a layer, or the name in checkpoints of one outside layers."""
+    theirs: str
+    """Name with `{layer}`, the layer's number in the network, and perhaps `{expert}`."""
+    dims: str
+    """Our dims and theirs: `d n h -> (n h) d`. One that is missing on the right is `{expert}`."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A larger model that this one is a part of; only an import reads it."""
+
+    architecture: str
+    section: str
+    """Key of config.json with the part's config."""
+    prefixes: tuple[tuple[str, str], ...]
+    """Beginnings of tensor names, and what stands for them in the table."""
+    others: tuple[str, ...]
+    """Patterns of the names of its other parts' tensors."""
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """A class of transformers that computes what a family does."""
+
+    architecture: str
+    model_type: str
+    keys: tuple[Row, ...]
+    tensors: tuple[Tensor, ...]
+    unused: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    """Patterns of the names of tensors that some releases saved and none reads."""
+    wholes: tuple[Whole, ...] = ()
+
+    def names(self) -> frozenset[str]:
+        """Keys of config.json that the table accounts for."""
+        return frozenset(name for row in self.keys for name in row.names)
+
+
+def written(keys: Iterable[Row], ours: Ours) -> dict[str, Any]:
+    """config.json of our values.
+
+    Raises:
+        Unlike: they cannot say it.
+    """
+    found: dict[str, Any] = {}
+    for row in keys:
+        for name, value in row.write(ours).items():
+            before = found.get(name)
+            if isinstance(before, dict) and isinstance(value, dict):
+                value = {**before, **value}  # by type of layers
+            found[name] = value
+    return found

@@ -1,0 +1,166 @@
+"""Hugging Face folders, written without any of the code under test."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+TYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, MLP, VOCAB, EXPERTS = 3, 10, 4, 2, 6, 14, 263, 3
+
+Tensors = dict[str, np.ndarray]
+
+SIZES = {
+    "num_hidden_layers": LAYERS,
+    "hidden_size": WIDTH,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD,
+    "intermediate_size": MLP,
+    "vocab_size": VOCAB,
+    "eos_token_id": [7, 9],
+    "max_position_embeddings": 77,
+}
+
+
+def llama(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """config.json, and tensors drawn by their names."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES, **changes}
+    return config, _drawn(
+        {
+            **_ends(tied=bool(config.get("tie_word_embeddings"))),
+            **_layers(_ATTENTION, _MLP, ("input_layernorm", "post_attention_layernorm")),
+        },
+        dtype,
+    )
+
+
+def gemma3(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """The same of Gemma 3."""
+    config = {
+        **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", **SIZES},
+        **{"sliding_window": 5, "sliding_window_pattern": 2, **changes},
+    }
+    norms = ("input_layernorm", "post_attention_layernorm")
+    norms += ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+    heads = {"self_attn.q_norm": (HEAD,), "self_attn.k_norm": (HEAD,)}
+    return config, _drawn({**_ends(tied=True), **_layers(_ATTENTION | heads, _MLP, norms)}, dtype)
+
+
+def mixtral(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """The same of Mixtral."""
+    config = {
+        **{"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **SIZES},
+        **{"num_local_experts": EXPERTS, **changes},
+    }
+    experts = {
+        f"block_sparse_moe.experts.{number}.{name}": shape
+        for number in range(EXPERTS)
+        for name, shape in (("w1", (MLP, WIDTH)), ("w3", (MLP, WIDTH)), ("w2", (WIDTH, MLP)))
+    }
+    experts["block_sparse_moe.gate"] = (EXPERTS, WIDTH)
+    norms = ("input_layernorm", "post_attention_layernorm")
+    return config, _drawn({**_ends(tied=False), **_layers(_ATTENTION, experts, norms)}, dtype)
+
+
+_ATTENTION = {
+    "self_attn.q_proj": (HEADS * HEAD, WIDTH),
+    "self_attn.k_proj": (KV_HEADS * HEAD, WIDTH),
+    "self_attn.v_proj": (KV_HEADS * HEAD, WIDTH),
+    "self_attn.o_proj": (WIDTH, HEADS * HEAD),
+}
+_MLP = {
+    "mlp.gate_proj": (MLP, WIDTH),
+    "mlp.up_proj": (MLP, WIDTH),
+    "mlp.down_proj": (WIDTH, MLP),
+}
+
+
+def _ends(*, tied: bool) -> dict[str, tuple[int, ...]]:
+    found = {"model.embed_tokens.weight": (VOCAB, WIDTH), "model.norm.weight": (WIDTH,)}
+    return found if tied else {**found, "lm_head.weight": (VOCAB, WIDTH)}
+
+
+def _layers(
+    attention: dict[str, tuple[int, ...]],
+    mlp: dict[str, tuple[int, ...]],
+    norms: tuple[str, ...],
+) -> dict[str, tuple[int, ...]]:
+    inside = {**attention, **mlp, **dict.fromkeys(norms, (WIDTH,))}
+    return {
+        f"model.layers.{layer}.{name}.weight": shape
+        for layer in range(LAYERS)
+        for name, shape in inside.items()
+    }
+
+
+def _drawn(shapes: dict[str, tuple[int, ...]], dtype: str) -> Tensors:
+    return {
+        name: np.random.default_rng([*name.encode()]).normal(size=shape).astype(TYPES[dtype])
+        for name, shape in shapes.items()
+    }
+
+
+def encoded(tensors: Tensors, **changes: Any) -> bytes:
+    """A safetensors file; `changes` replace entries of its header."""
+    names = {np.dtype(kind): name for name, kind in TYPES.items()}
+    names |= {np.dtype(np.int8): "I8"}
+    header: dict[str, Any] = {}
+    data = b""
+    for name, array in tensors.items():
+        more = array.tobytes()
+        header[name] = {
+            "dtype": names[array.dtype],
+            "shape": [*array.shape],
+            "data_offsets": [len(data), len(data) + len(more)],
+        }
+        data += more
+    text = json.dumps(header | changes).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def write(folder: Path, config: dict[str, Any], tensors: Tensors, files: int = 1) -> Path:
+    """A folder with the tensors in this many files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if files == 1:
+        (folder / "model.safetensors").write_bytes(encoded(tensors))
+        return folder
+    place = {}
+    for number in range(files):
+        mine = dict([*tensors.items()][number::files])
+        name = f"model-{number + 1:05}-of-{files:05}.safetensors"
+        (folder / name).write_bytes(encoded(mine))
+        place |= dict.fromkeys(mine, name)
+    index = {"metadata": {"total_size": 1}, "weight_map": place}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def read(folder: Path) -> Tensors:
+    """The tensors of all files in a folder."""
+    found: Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        raw = path.read_bytes()
+        (length,) = struct.unpack("<Q", raw[:8])
+        header = json.loads(raw[8 : 8 + length])
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                data = raw[8 + length :][begin:end]
+                assert name not in found
+                found[name] = np.frombuffer(data, TYPES[entry["dtype"]]).reshape(entry["shape"])
+    return found
+
+
+def same_bits(found: Tensors, wanted: Tensors) -> None:
+    """Names, types, shapes and bytes are the same."""
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
+        assert found[name].tobytes() == array.tobytes(), name

@@ -1,0 +1,198 @@
+"""Logits of imported and of exported models are those of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.checkpoint.address import parse
+from maxpipe.checkpoint.manager import Checkpoints
+from maxpipe.exchange.incoming import import_folder
+from maxpipe.exchange.outgoing import export
+from maxpipe.exchange.source import opened
+
+pytestmark = [pytest.mark.oracle, pytest.mark.slow]
+
+SCRIPT = Path(__file__).with_name("oracle.py")
+PYTHON = os.environ.get("ORACLE") or sys.executable
+CASES = 3
+NUM_TOKENS = 23
+
+
+@cache
+def reason() -> str:
+    """Why there is no oracle; empty if there is one."""
+    code = "import torch, transformers"
+    run = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=False)
+    return run.stderr.strip().rpartition("\n")[2]
+
+
+def asked(action: str, jobs: list[dict[str, Any]], folder: Path) -> None:
+    listed = folder / f"{action}.json"
+    listed.write_text(json.dumps(jobs))
+    run = subprocess.run(
+        [PYTHON, SCRIPT, action, listed], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def sizes(draw: random.Random) -> dict[str, Any]:
+    """Odd and unequal."""
+    kv_heads = draw.choice((1, 2, 3))
+    heads = kv_heads * draw.choice((1, 2, 3))
+    return {
+        "vocab_size": draw.randrange(131, 391, 2),
+        "hidden_size": heads * draw.choice((6, 10, 14)),
+        "intermediate_size": draw.randrange(37, 93, 2),
+        "num_hidden_layers": draw.choice((3, 5, 7)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": draw.choice((4, 8, 12, 18)),
+        "rms_norm_eps": draw.choice((1e-6, 1e-5)),
+    }
+
+
+def llama(draw: random.Random) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": draw.choice((5000.0, 500000.0))}
+    if draw.random() < 0.7:
+        rope |= {"rope_type": "llama3", "factor": draw.choice((2.0, 8.0, 32.0))}
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope |= {"original_max_position_embeddings": draw.choice((8, 16))}
+    return {"rope_parameters": rope, "tie_word_embeddings": draw.random() < 0.5}
+
+
+def gemma3(draw: random.Random) -> dict[str, Any]:
+    full = {"rope_type": "default", "rope_theta": 1e6}
+    if draw.random() < 0.5:
+        full |= {"rope_type": "linear", "factor": draw.choice((2.0, 8.0))}
+    rope = {
+        "full_attention": full,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    return {
+        "rope_parameters": rope,
+        "sliding_window": draw.choice((3, 5, 9)),
+        "sliding_window_pattern": draw.choice((2, 3, 6)),
+        "query_pre_attn_scalar": draw.choice((7, 24, 256)),
+    }
+
+
+def mixtral(draw: random.Random) -> dict[str, Any]:
+    return {
+        "num_local_experts": draw.choice((3, 5)),
+        "num_experts_per_tok": draw.choice((1, 2, 3)),
+        "tie_word_embeddings": draw.random() < 0.3,
+    }
+
+
+CLASSES = {
+    "llama": (llama, "LlamaConfig", "LlamaForCausalLM"),
+    "gemma3": (gemma3, "Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "mixtral": (mixtral, "MixtralConfig", "MixtralForCausalLM"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Jobs by name; of each transformers has written the folder and its logits."""
+    if why := reason():
+        pytest.skip(f"no transformers in {PYTHON}: {why}")
+    base = tmp_path_factory.mktemp("oracle")
+    jobs = {}
+    for kind, (own, config_class, architecture) in CLASSES.items():
+        for number in range(CASES):
+            name = f"{kind}-{number}"
+            draw = random.Random(name)
+            config = sizes(draw) | own(draw)
+            dtype = ("float32", "bfloat16", "float16")[number % 3]
+            jobs[name] = {
+                "folder": str(base / name),
+                "config_class": config_class,
+                "architecture": architecture,
+                "config": config,
+                "seed": number,
+                "dtype": dtype,
+                "max_shard_size": "20KB" if number % 2 else "1GB",
+                "tokens": str(base / f"{name}-tokens.npy"),
+                "logits": str(base / f"{name}-logits.npy"),
+            }
+            ids = np.random.default_rng(number).integers(0, config["vocab_size"], (2, NUM_TOKENS))
+            np.save(jobs[name]["tokens"], ids)
+    asked("make", [*jobs.values()], base)
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def exported(folders: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory):
+    """By name the checkpoint, and the job with what transformers says of its export."""
+    base = tmp_path_factory.mktemp("exported")
+    jobs = {}
+    for name, job in folders.items():
+        import_folder(job["folder"], str(base / f"{name}-checkpoint"), print)
+        address = parse(str(base / f"{name}-checkpoint"))
+        export(address, str(base / name), None, print, shard_bytes=30000)
+        logits = str(base / f"{name}-logits.npy")
+        jobs[name] = {**job, "folder": str(base / name), "logits": logits}
+    asked("logits", [*jobs.values()], base)
+    return base, jobs
+
+
+NAMES = [f"{kind}-{number}" for kind in CLASSES for number in range(CASES)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_imported_logits_are_those_of_transformers(name: str, folders, exported) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from maxpipe.config.schema import MeshConfig
+    from maxpipe.model.decoder import Decoder
+    from maxpipe.parallel.sharding import AxisRules
+
+    job = folders[name]
+    config = dataclasses.replace(opened(job["folder"]).config, compute_dtype="float32")
+    with Checkpoints(exported[0] / f"{name}-checkpoint", write=False) as checkpoints:
+        params = checkpoints.restore(0).state["params"]
+    decoder = Decoder(config, AxisRules.from_config(MeshConfig()))
+    params["layers"] = {next(iter(decoder.model.kinds)): params["layers"]}
+    tokens = jnp.asarray(np.load(job["tokens"]), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(NUM_TOKENS), tokens.shape)
+    batch = {
+        "tokens": tokens,
+        "positions": positions,
+        "segment_ids": jnp.ones_like(tokens),
+        "example_ids": jnp.arange(2),
+    }
+    with jax.default_matmul_precision("highest"):
+        found = np.asarray(jax.jit(decoder.apply)(params, batch))
+    close(found, np.load(job["logits"]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exported_models_have_the_same_logits_in_transformers(name: str, folders, exported) -> None:
+    close(np.load(exported[1][name]["logits"]), np.load(folders[name]["logits"]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_bits_are_the_same_again(name: str, folders, exported) -> None:
+    before, after = opened(folders[name]["folder"]), opened(exported[1][name]["folder"])
+    assert before.dtypes == after.dtypes
+    assert before.described.section == after.described.section
+    for tensor in before.mapped.tensors:
+        bits = [each._files[tensor].read(each._names[tensor]) for each in (before, after)]
+        assert bits[0].tobytes() == bits[1].tobytes()
+
+
+def close(found: np.ndarray, wanted: np.ndarray) -> None:
+    assert found.shape == wanted.shape
+    assert np.abs(found - wanted).max() <= 1e-4 * np.abs(wanted).max()

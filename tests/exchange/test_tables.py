@@ -1,0 +1,249 @@
+"""config.json and `model`: both directions of one table, and the tensors of all parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.config import shipped
+from maxpipe.config.keys import flat
+from maxpipe.config.load import load
+from maxpipe.config.schema import ModelConfig
+from maxpipe.errors import ConfigError
+from maxpipe.exchange.mapping import count, form_of, mapped
+from maxpipe.exchange.sections import described, table_for, to_json, values
+from maxpipe.model.count import num_params
+from maxpipe.model.families.registry import FAMILIES, describe
+from tests.exchange import maker
+
+# As they are on the hub, but for keys that say nothing here.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama3-1b": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
+    },
+    "gemma3-4b": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {"hidden_size": 1152},
+    },
+    "gemma3-1b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262144,
+    },
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+}
+
+
+def model(name: str) -> ModelConfig:
+    return load(
+        [name, "train.steps=1", "tokenizer.kind=huggingface", "tokenizer.path=x"]
+    ).config.model
+
+
+def said(folder: Path, content: object) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(content))
+    return values(described(folder).config)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_the_shipped_models(name: str, tmp_path: Path) -> None:
+    wanted = values(model(name))
+    for key in ("balance_weight", "z_weight", "capacity_factor"):  # choices of training
+        wanted.pop(f"moe.{key}", None)
+    assert wanted.items() <= said(tmp_path / "x", PUBLISHED[name]).items()
+
+
+def test_all_shipped_models_come_back_from_their_config_json(tmp_path: Path) -> None:
+    names = [name for name in shipped.configs() if name not in ("quickstart", "tiny-moe")]
+    configs = {name: model(name) for name in names}
+    with_form = {n: each for n, each in configs.items() if FAMILIES[each.family].huggingface}
+    assert len(with_form) > 9
+    for name, config in with_form.items():
+        table, written = table_for(config)
+        text = to_json(table, written, {}, "bfloat16", {})
+        found = said(tmp_path / "x", json.loads(text))
+        wanted = values(config)
+        # What a config.json decides; all others are choices of training.
+        decided = {*flat({"model": described(tmp_path / "x").section})}
+        for key in (each.removeprefix("model.") for each in decided):
+            assert found[key] == wanted[key], (name, key)
+        both = mapped(describe(config), table)
+        assert count(both.tensors) == count(both.shapes) == num_params(describe(config)), name
+
+
+def test_every_parameter_of_a_family_has_a_row() -> None:
+    for family in FAMILIES.values():
+        for table in family.huggingface:
+            assert len({row.ours for row in table.tensors}) == len(table.tensors)
+            for row in table.tensors:
+                form = form_of(row.dims)
+                sizes = tuple(range(2, 2 + len(form.ours)))
+                kept = [s for name, s in zip(form.ours, sizes, strict=True) if name != form.named]
+                ours = np.arange(np.prod(kept)).reshape(kept)
+                theirs = form.to_theirs(ours)
+                assert theirs.shape == form.shape(sizes)
+                assert (form.to_ours(theirs, sizes) == ours).all()
+
+
+def test_dims_are_turned_as_the_table_says() -> None:
+    query = form_of("d n h -> (n h) d")
+    ours = np.arange(30).reshape(5, 3, 2)
+    assert (query.to_theirs(ours) == ours.reshape(5, 6).T).all()
+    experts = form_of("d expert f -> f d")
+    assert experts.named == "expert"
+    assert experts.shape((5, 7, 3)) == (3, 5)
+
+
+def test_both_spellings_of_rotary_positions_say_the_same(tmp_path: Path) -> None:
+    scaling = {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 64
+    old, _ = maker.llama(rope_theta=7000.0, rope_scaling={"type": "llama3", **scaling})
+    new, _ = maker.llama(rope_parameters={"rope_type": "llama3", "rope_theta": 7000.0, **scaling})
+    found = said(tmp_path / "old", old)
+    assert found == said(tmp_path / "new", new)
+    assert (found["rope_theta"], found["llama.rope_scaling"]) == (7000.0, 8.0)
+    assert found["llama.rope_original_tokens"] == 64
+
+
+def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
+    found = said(tmp_path / "llama", {"architectures": ["LlamaForCausalLM"]})
+    assert (found["num_kv_heads"], found["head_size"], found["d_mlp"]) == (32, 128, 11008)
+    assert (found["norm_epsilon"], found["rope_theta"]) == (1e-6, 1e4)
+    found = said(tmp_path / "gemma3", {"architectures": ["Gemma3ForCausalLM"]})
+    assert (found["vocab_size"], found["gemma3.window"], found["tied_embeddings"]) == (
+        262208,
+        4096,
+        True,
+    )
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no architecture": ({"architectures": None}, "architectures"),
+    "another architecture": ({"architectures": ["LLamaForCausalLM"]}, "LlamaForCausalLM?"),
+    "two architectures": ({"architectures": ["LlamaForCausalLM"] * 2}, "alone in a list"),
+    "architecture as a list": ({"architectures": [["x"]]}, "alone in a list"),
+    "biases": ({"attention_bias": True}, "attention_bias"),
+    "another activation": ({"hidden_act": "gelu"}, "hidden_act"),
+    "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    "another scaling": ({"rope_scaling": {"type": "yarn", "factor": 4}}, "'llama3'"),
+    "scaling as a list": ({"rope_scaling": []}, "must be an object"),
+    "scaling without factor": ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),
+    "more in a scaling": (
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor",
+    ),
+    "a text as a size": ({"num_attention_heads": "4"}, "must be a whole number"),
+    "a list as a size": ({"hidden_size": [1]}, "must be a whole number"),
+    "true as a size": ({"num_hidden_layers": True}, "must be a whole number"),
+    "half a layer": ({"num_hidden_layers": 2.5}, "must be a whole number"),
+    "no heads": ({"num_attention_heads": 0, "head_dim": None}, "num_heads"),
+    "negative": ({"vocab_size": -5}, "vocab_size"),
+    "many layers": ({"num_hidden_layers": 10**15}, "at most 10000"),
+    "odd head": ({"head_dim": 7}, "head_size"),
+    "groups": ({"num_key_value_heads": 3}, "num_kv_heads"),
+    "nothing": ({"rms_norm_eps": "1e-6\x1b"}, "must be a number"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_config_with_surprises_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, reason = BAD[name]
+    config, tensors = maker.llama()
+    folder = maker.write(tmp_path / "x", {**config, **changes}, tensors)
+    assert main(["import", str(folder), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"{folder / 'config.json'}") and reason in error
+    assert len(error.splitlines()) >= 3 and "\x1b" not in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{" * 9999, b"\xff", b'{"a": 1e999}', None])
+def test_what_is_no_config_is_refused(content: bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        described(tmp_path)
+
+
+def test_layers_of_gemma_must_have_a_period(tmp_path: Path) -> None:
+    local, whole = "sliding_attention", "full_attention"
+    config, _ = maker.gemma3(layer_types=[local, whole, local])
+    assert said(tmp_path / "x", config)["gemma3.period"] == 2
+    for types in ([whole, local, local], [local, whole], "x", [local, "chunked", local]):
+        with pytest.raises(ConfigError, match="layer_types"):
+            said(tmp_path / "x", {**config, "layer_types": types})
+
+
+def test_a_model_without_such_a_form_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"moe.num_dense_layers = 1"):
+        table_for(model("tiny-moe"))
