@@ -24,6 +24,7 @@ from maxpipe.commands import (
     configs,
     doctor,
     eval,
+    generate,
     goodput,
     huggingface,
     launch,
@@ -186,6 +187,7 @@ def _parser() -> Parser:
     schedule.add(commands)
     checkpoints.add(commands)
     eval.add(commands)
+    generate.add(commands)
     huggingface.add(commands)
     goodput.add(commands)
     board.add(commands)

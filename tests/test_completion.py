@@ -80,6 +80,8 @@ def test_files_runs_and_steps(ask: Ask):
     assert ask("checkpoints", "list", "quick@") == []  # takes a whole run
     assert ask("eval", "qu") == ["quick "] and ask("eval", "quick", "quick.") == ["quick.yml "]
     assert ask("eval", "--json", "qu") == ["quick "]
+    assert ask("generate", "quick@b") == ["quick@best "]
+    assert ask("generate", "--top-k", "5", "quick", "--prompts", "quick.t") == ["quick.txt "]
     assert ask("train", "checkpoint.restore_from=quick@b") == [
         "checkpoint.restore_from=quick@best "
     ]

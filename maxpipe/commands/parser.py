@@ -56,6 +56,7 @@ class Parser(argparse.ArgumentParser):
             name, _, value = option.partition("=")
             kind = f"--{Path(value).suffix.removeprefix('.')}"
             guess = "" if self._is_key(name) else did_you_mean(name, known)
+            guess = next((each for each in known if _plain(each) == _plain(name)), guess)
             guess = kind if name in _OUTPUTS and kind in known else guess
             if guess:
                 where, rule = f"command line: {name}", f"is not an option of `{self.prog}`."
@@ -85,6 +86,11 @@ class Parser(argparse.ArgumentParser):
             else:
                 parts.append(argument)
         return parts
+
+
+def _plain(option: str) -> str:
+    """The name without what some write and others leave out."""
+    return re.sub("[-_]", "", option).lower()
 
 
 _OUTPUTS = ("--write", "--output", "--out", "--save", "--file", "-o")

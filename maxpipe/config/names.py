@@ -351,6 +351,7 @@ _COMMANDS = {
     "checkpoints": "checkpoint ckpt ckpts list ls runs prune verify diff",
     "goodput": "time report stats",
     "eval": "evaluate validate validation test evals",
+    "generate": "sample samples decode infer inference complete chat prompt predict_text",
     "env": "info versions version bugreport",
     "doctor": "check diagnose health lint",
     "compile": "aot hlo",
@@ -360,9 +361,7 @@ _COMMANDS = {
 """A command to its names elsewhere."""
 
 _NO_COMMAND = {
-    "generate sample chat infer inference serve predict_text": (
-        "maxpipe trains; it generates no text and serves no models yet."
-    ),
+    "serve api": "maxpipe serves no models; `maxpipe generate RUN --interactive` asks for prompts.",
     "convert hf": "Take `maxpipe import` for a Hugging Face folder, `maxpipe export` to write one.",
     "sweep": "Start one run per setting, each with its own run.name.",
 }

@@ -272,26 +272,62 @@ class Decoder:
 
     # Decoding.
 
-    def empty_caches(self, rows: int, tokens: int) -> tuple[Cache | None, ...]:
-        """For each layer, room for the keys and values of `tokens` tokens in each row."""
-        return tuple(
-            _cache(self.model.kinds[kind], rows, tokens, self._dtype) for kind in self.model.layers
-        )
+    def empty_caches(self, rows: int, tokens: int) -> Params:
+        """By kind, room for what its layers keep of `tokens` tokens in each row, stacked."""
+        found: Params = {}
+        for name, kind in self.model.kinds.items():
+            one, count = _cache(kind, rows, tokens, self._dtype), self.model.layers.count(name)
+            found[name] = jax.tree.map(
+                lambda leaf, count=count: jnp.broadcast_to(leaf, (count, *leaf.shape)), one
+            )
+        return found
+
+    def cache_axes(self) -> Params:
+        """Logical axes of all that `empty_caches` has, without the stacking axis."""
+        return {
+            name: None if _attention(kind) is None else Cache.axes()
+            for name, kind in self.model.kinds.items()
+        }
 
     def extend(
-        self, params: Params, batch: Params, caches: tuple[Cache | None, ...]
-    ) -> tuple[Float[Array, "B T V"], tuple[Cache | None, ...]]:
-        """Logits of tokens that follow those in the caches, and the caches with them."""
-        x, found = self.embed(params["embedding"], batch["tokens"]), []
-        places = dict.fromkeys(self.model.kinds, 0)
-        for number, kind in enumerate(self.model.layers):
-            place, places[kind] = places[kind], places[kind] + 1
-            one = jax.tree.map(lambda leaf, at=place: leaf[at], params["layers"][kind])
-            context = Context(batch, jnp.asarray(number), self.model.values, caches[number])
-            output = self._layer(kind, one, x, context, None)
-            x = output.x
-            found.append(output.cache)
-        return self.logits(params, x), tuple(found)
+        self, params: Params, batch: Params, caches: Params, last: int = 0
+    ) -> tuple[Float[Array, "B t V"], Params]:
+        """Logits of tokens that follow those in the caches, and the caches with them.
+
+        `last` asks for the logits of that many tokens at the end of each row, 0 for all. The
+        program has one loop for each run of layers of one kind, however many these are.
+        """
+        x, caches = self.embed(params["embedding"], batch["tokens"]), dict(caches)
+        number, places = 0, dict.fromkeys(self.model.kinds, 0)
+        for kind, run in itertools.groupby(self.model.layers):
+            size = len(list(run))
+            # Layers and caches are read where they are: a part of a stack would be copied.
+            indices = (number + jnp.arange(size), places[kind] + jnp.arange(size))
+            body = partial(self._extended, kind, params["layers"][kind], batch)
+            (x, caches[kind]), _ = jax.lax.scan(body, (x, caches[kind]), indices)
+            number, places[kind] = number + size, places[kind] + size
+        return self.logits(params, x[:, -last:]), caches
+
+    def _extended(
+        self,
+        kind: str,
+        stack: Params,
+        batch: Params,
+        carried: tuple[Array, Any],
+        each: tuple[Array, Array],
+    ) -> tuple[tuple[Array, Any], None]:
+        """x and the kind's caches, after the layer that has this number and place in the stack."""
+        (x, caches), (number, place) = carried, each
+        one, cache = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), (stack, caches)
+        )
+        found = self._layer(kind, one, x, Context(batch, number, self.model.values, cache), None)
+        caches = jax.tree.map(
+            lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, place, 0),
+            caches,
+            found.cache,
+        )
+        return (found.x, caches), None
 
 
 def _targets(batch: Params) -> Float[Array, ""]:
@@ -314,11 +350,16 @@ def _nats(
     return -(picked * mask).sum()
 
 
+def _attention(kind: Kind) -> Attention | None:
+    """The part of a layer that keeps earlier tokens."""
+    return next((part for part in kind.parts.values() if isinstance(part, Attention)), None)
+
+
 def _cache(kind: Kind, rows: int, tokens: int, dtype: jnp.dtype) -> Cache | None:
-    for part in kind.parts.values():
-        if isinstance(part, Attention):
-            return Cache.empty((rows, tokens, part.num_kv_heads, part.head_size), dtype)
-    return None
+    """Of one layer."""
+    if (part := _attention(kind)) is None:
+        return None
+    return Cache.empty((rows, tokens, part.num_kv_heads, part.head_size), dtype)
 
 
 def _split(build: Callable[[], nnx.Module]) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -109,12 +110,17 @@ def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> 
     """Ask for the table's placement on the automatic axes; a no-op without such axes.
 
     Inside the pipeline's per-device program the manual axes are already fixed, so only the
-    automatic ones (tensor, context, expert) are named.
+    automatic ones (tensor, context, expert) are named. In a program that is automatic throughout,
+    dims without a name stay as they are: rows are split over the batch axes there.
     """
     mesh = jax.sharding.get_abstract_mesh()
     automatic = {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}
     if not automatic:
         return x
     spec = rules.spec(logical)
-    dims = [_entry([axis for axis in _axes_of(entry) if axis in automatic]) for entry in spec]
+    dims: list[Any] = [
+        _entry([axis for axis in _axes_of(entry) if axis in automatic]) for entry in spec
+    ]
+    if not automatic.isdisjoint(BATCH_AXES):
+        dims = [PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in dims]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*dims))

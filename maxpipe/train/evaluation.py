@@ -9,43 +9,33 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import jax
 
 from maxpipe.boundary.files import full
 from maxpipe.checkpoint.address import Address
-from maxpipe.checkpoint.damage import Damaged
-from maxpipe.checkpoint.folder import Facts, Folder
-from maxpipe.checkpoint.manager import Checkpoints, open_run
-from maxpipe.checkpoint.selection import step_of
-from maxpipe.checkpoint.storage import FOLDER, first_line, run_folder
-from maxpipe.config.check import DEFAULT, check
-from maxpipe.config.load import Loaded, load, to_dict
+from maxpipe.checkpoint.storage import run_folder
+from maxpipe.config.check import check
 from maxpipe.config.schema import Config, MeshConfig, PipelineConfig
 from maxpipe.data.loader import Loader, Split, build_once_through, compare
 from maxpipe.data.tokenizer import Tokenizer
-from maxpipe.errors import ConfigError, NumbersError, Preempted, StorageError
+from maxpipe.errors import ConfigError, NumbersError, Preempted
 from maxpipe.parallel.mesh import build_mesh, describe
 from maxpipe.processes import runtime
 from maxpipe.processes.phases import COMPILE, DATA_SET_UP, EVAL, RESTORE, Phases
 from maxpipe.train.build import batches, steps_of
+from maxpipe.train.chosen import Chosen, choose, interrupts
 from maxpipe.train.evaluate import Totals, evaluate
-from maxpipe.train.resume import check_model
 from maxpipe.train.run import fit_to_devices, shared_facts
-from maxpipe.train.step import Steps
 from maxpipe.words import counted
 
 Say = Callable[[str], None]
 
 # Settings of the run that do not change the loss of its parameters.
 _LEFT_OUT = ("checkpoint", "guard", "launch", "log")
-_OF_ITS_PROCESSES = ("num_processes", "process_id", "coordinator", "executable")
 _SOURCE = ("data.source", "data.path", "data.tfds_dir", "data.field")
 _ORDER = ("order_version", "source", "documents", "source_digest", "seed", "validation_fraction")
 """Entries of a fingerprint that decide which documents are for validation."""
@@ -69,23 +59,6 @@ class Report(TypedDict):
     mesh: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """A checkpoint and its own config, changed by what the user gave."""
-
-    name: str
-    home: str
-    facts: Facts
-    loaded: Loaded
-
-    def is_given(self, *prefixes: str) -> bool:
-        """Whether the user gave a key that begins so."""
-        return any(
-            key.startswith(prefixes) and origin not in (DEFAULT, self.name)
-            for key, origin in self.loaded.origins.items()
-        )
-
-
 def evaluate_checkpoint(
     address: Address, inputs: Sequence[str], split: Split | None, say: Say
 ) -> Report | None:
@@ -102,7 +75,7 @@ def evaluate_checkpoint(
         NumbersError: the loss is not finite.
         Preempted: the processes were asked to stop.
     """
-    chosen = _choose(address, inputs)
+    chosen = choose(address, inputs, _saved)
     phases = Phases()
     with _processes(chosen.loaded.config, phases) as stops:
         if jax.process_index():
@@ -115,13 +88,13 @@ def evaluate_checkpoint(
         with phases.enter(DATA_SET_UP):
             loader, tokenizer = _documents(config, split, phases)
         with contextlib.closing(loader):
-            _must_be_its_tokenizer(chosen, tokenizer)
+            chosen.must_have(tokenizer)
             if not is_other:
                 _tell_other_documents(chosen, loader, say)
             steps = steps_of(config, build_mesh(config.mesh), tokenizer.byte_lengths)
             with phases.enter(RESTORE):
                 say(f"restoring the parameters of {chosen.name}")
-                params = _restore(chosen, config, steps)
+                params = steps.stack_params(chosen.params(steps))
             with phases.enter(COMPILE):
                 say("compiling")
                 step = steps.compile_eval(config.eval.batch_size)
@@ -144,39 +117,16 @@ def evaluate_checkpoint(
     return None if jax.process_index() else found
 
 
-def _choose(address: Address, inputs: Sequence[str]) -> _Chosen:
-    """Opens the checkpoint before any device is used: its config says which."""
-    home = address.home
-    folder = Folder(os.path.join(home, FOLDER))
-    if not folder.steps():
-        open_run(address.run_dir, address.where, address.parent)  # says so
-    step = step_of(folder, address)
-    try:
-        facts = folder.facts(step)
-    except Damaged as damage:
-        others = [str(each) for each in folder.steps() if each != step]
-        other = f"Take {address.at(int(others[-1]))}, or bring" if others else "Bring"
-        raise StorageError(
-            f"{folder / step}: cannot be evaluated\n  {damage}.\n  {other} its files back."
-        ) from damage
-    except OSError as error:
-        raise StorageError(
-            f"{folder / step}: cannot be reached\n"
-            f"  {first_line(error)}.\n"
-            "  Try again when the storage answers."
-        ) from error
-    saved = {section: keys for section, keys in facts.config.items() if section not in _LEFT_OUT}
-    if isinstance(own := saved.get("runtime"), Mapping):
-        saved["runtime"] = {key: own[key] for key in own if key not in _OF_ITS_PROCESSES}
-    name = address.at(step)
-    return _Chosen(name, home, facts, load(inputs, saved, name))
+def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a checkpoint's config says how it is evaluated."""
+    return {section: keys for section, keys in config.items() if section not in _LEFT_OUT}
 
 
 @contextlib.contextmanager
 def _processes(config: Config, phases: Phases) -> Iterator[Callable[[], bool]]:
     """Devices, and other processes if there are any; tells whether all were asked to stop."""
     if config.runtime.num_processes == 1:
-        with _interrupts() as asked:
+        with interrupts() as asked:
             runtime.start(config.runtime, config.mesh.cpu_devices)
             yield asked
     else:
@@ -187,28 +137,11 @@ def _processes(config: Config, phases: Phases) -> Iterator[Callable[[], bool]]:
             yield link.stops_here
 
 
-@contextlib.contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Tells whether Ctrl-C came: where C++ calls Python, the exception is lost."""
-    asked = False
-
-    def interrupt(number: int, frame: Any) -> None:
-        nonlocal asked
-        asked = True
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield lambda: asked
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def _silent(text: str) -> None:
     """Progress messages of processes other than the first are dropped."""
 
 
-def _fitted(chosen: _Chosen, say: Say) -> Config:
+def _fitted(chosen: Chosen, say: Say) -> Config:
     """The config with a mesh that the devices here allow: the run's own, or fsdp over all."""
     try:
         return fit_to_devices(chosen.loaded).config
@@ -274,19 +207,7 @@ def _documents(config: Config, split: Split, phases: Phases) -> tuple[Loader, To
     )
 
 
-def _must_be_its_tokenizer(chosen: _Chosen, tokenizer: Tokenizer) -> None:
-    saved = chosen.facts.data.get("fingerprint", {}).get("tokenizer")
-    if saved not in (None, tokenizer.fingerprint()):  # imported weights may know of none
-        raise ConfigError.one(
-            "tokenizer",
-            chosen.loaded.config.tokenizer.path or chosen.loaded.config.tokenizer.kind,
-            f"must be the one that {chosen.name} was trained with: it was {saved}, and this is "
-            f"{tokenizer.fingerprint()}.",
-            "Set tokenizer.kind and tokenizer.path to that of the run.",
-        )
-
-
-def _tell_other_documents(chosen: _Chosen, loader: Loader, say: Say) -> None:
+def _tell_other_documents(chosen: Chosen, loader: Loader, say: Say) -> None:
     saved = chosen.facts.data.get("fingerprint", {})
     for name, before, now in compare(saved, loader.fingerprint()):
         if name in _ORDER:
@@ -294,17 +215,6 @@ def _tell_other_documents(chosen: _Chosen, loader: Loader, say: Say) -> None:
                 f"warning: data: {name} was {before!r} when step {chosen.facts.step} was saved and "
                 f"is {now!r}: documents of the training may be among those for validation"
             )
-
-
-def _restore(chosen: _Chosen, config: Config, steps: Steps) -> Any:
-    def accept(facts: Facts) -> None:
-        wanted = to_dict(config)["model"]
-        check_model(facts.config["model"], wanted, chosen.loaded.origins, "leave it out")
-
-    wanted = {"params": steps.abstract_saved["params"]}
-    with Checkpoints(chosen.home, write=False) as checkpoints:
-        found = checkpoints.restore(chosen.facts.step, wanted, accept)
-    return steps.stack_params(found.state["params"])
 
 
 def _reported(source: Iterator[Any], count: int, phases: Phases, say: Say) -> Iterator[Any]:
@@ -320,7 +230,7 @@ def _reported(source: Iterator[Any], count: int, phases: Phases, say: Say) -> It
 
 
 def _report(
-    chosen: _Chosen, totals: Totals, loader: Loader, split: Split, count: int, mesh: str
+    chosen: Chosen, totals: Totals, loader: Loader, split: Split, count: int, mesh: str
 ) -> Report:
     metrics = totals.metrics
     loss = metrics["eval/loss"]

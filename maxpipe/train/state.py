@@ -130,9 +130,11 @@ class Partition:
         """
         return layers if len(self.layout.stacks) > 1 else layers[next(iter(self.layout.stacks))]
 
-    def _by_kind(self, layers: Tree) -> Tree:
-        """The way back."""
-        return layers if len(self.layout.stacks) > 1 else {next(iter(self.layout.stacks)): layers}
+    def by_kind(self, saved: Tree) -> Tree:
+        """What checkpoints hold -> the same with the layers of each kind by its name."""
+        if "layers" not in saved or len(self.layout.stacks) > 1:
+            return saved
+        return saved | {"layers": {next(iter(self.layout.stacks)): saved["layers"]}}
 
     @cached_property
     def decayed(self) -> Tree:
@@ -196,9 +198,7 @@ class Partition:
 
     def from_saved(self, saved: Tree) -> Tree:
         """The way back."""
-        if "layers" not in saved:
-            return self.stack(saved)
-        return self.stack(saved | {"layers": self._by_kind(saved["layers"])})
+        return self.stack(self.by_kind(saved))
 
     def _pad_vocabulary(self, params: Tree) -> Tree:
         shape = self.mesh.shape

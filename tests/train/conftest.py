@@ -92,6 +92,15 @@ def run(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., str]:
 
 
 @pytest.fixture(scope="session")
+def unbroken(tiny: Path, run: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that went through; its output is in `output.txt`. Not to be changed."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    output = run("train", tiny, f"run.dir={folder}")
+    (folder / "run" / "output.txt").write_text(output)
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library that spoils calls; see `storage_faults.c`."""
     if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:

@@ -125,3 +125,20 @@ def forget_after(folder: Path, step: int) -> None:
     for each in (folder / "checkpoints").iterdir():
         if int(each.name) > step:
             shutil.rmtree(each)
+
+
+def state_of(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Size and time of change of everything below a folder, and of the folder itself."""
+    found = [folder, *folder.rglob("*")]
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in found}
+
+
+# Messages.
+
+
+def is_explained(output: str) -> None:
+    """An error in four parts, last in the output: where and what, rule, action."""
+    assert "Traceback" not in output and "this is a bug" not in output
+    *_, where, rule, action = output.rstrip("\n").splitlines()
+    assert not where.startswith(" ")
+    assert rule.startswith("  ") and action.startswith("  ") and action.endswith(".")

@@ -23,31 +23,16 @@ from tests.train.runs import (
     Start,
     events,
     forget_after,
+    is_explained,
     losses,
     records,
     saved_digest,
+    state_of,
     wait_for,
 )
 
 STEPS = 24
 TOLD = ("start", "checkpoint", "preempted", "done")
-
-
-def is_explained(output: str) -> None:
-    """An error in four parts, last in the output: where and what, rule, action."""
-    assert "Traceback" not in output and "this is a bug" not in output
-    *_, where, rule, action = output.rstrip("\n").splitlines()
-    assert not where.startswith(" ")
-    assert rule.startswith("  ") and action.startswith("  ") and action.endswith(".")
-
-
-@pytest.fixture(scope="module")
-def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that went through; its output is in `output.txt`. Not to be changed."""
-    folder = tmp_path_factory.mktemp("unbroken")
-    output = run("train", tiny, f"run.dir={folder}")
-    (folder / "run" / "output.txt").write_text(output)
-    return folder / "run"
 
 
 @pytest.fixture
@@ -286,12 +271,6 @@ def test_weights_only_are_a_new_start(unbroken: Path, tiny: Path, run: Run, tmp_
 
 
 # --- evaluating --------------------------------------------------------------------------
-
-
-def state_of(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Size and time of change of everything below a folder, and of the folder itself."""
-    found = [folder, *folder.rglob("*")]
-    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in found}
 
 
 def test_eval_gives_what_the_run_has_logged(unbroken: Path, run: Run):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -91,6 +91,12 @@ class Cache(NamedTuple):
         places = jnp.full(shape[:2], _EMPTY, jnp.int32)
         none = jnp.zeros(shape, dtype)
         return cls(none, none, places, places, jnp.zeros((), jnp.int32))
+
+    @classmethod
+    def axes(cls) -> Any:
+        """Logical axes of each array."""
+        kept, places = ("batch", None, "kv_heads", "head_size"), ("batch", None)
+        return cls._make((kept, kept, places, places, ()))
 
     def extended(
         self,

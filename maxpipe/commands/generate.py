@@ -1,0 +1,267 @@
+"""`maxpipe generate`: text from a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from maxpipe.boundary import files
+from maxpipe.boundary.typed import parse as parse_json
+from maxpipe.commands.parser import Commands, add_address, add_inputs, count, integer, number
+from maxpipe.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from maxpipe.data.tokenizer import Tokenizer
+    from maxpipe.generate.completions import Completion, Prompt
+
+_MAX_PROMPT_BYTES = 1 << 24
+"""Of a line that is typed."""
+_MAX_FILE_BYTES = 1 << 28
+_STDIN = "-"
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from maxpipe.checkpoint.address import parse
+
+    address = parse(options.checkpoint)
+    _check(options)
+    texts = _prompts(options)
+    from maxpipe.generate.completions import Limits, complete, encoded
+    from maxpipe.generate.decoding import Decoding
+    from maxpipe.generate.sampling import Sampling
+    from maxpipe.generate.weights import open_checkpoint
+    from maxpipe.train.chosen import deferred, interrupts
+
+    names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+    sampling = Sampling(**{name: getattr(options, name) for name in names})
+    with interrupts():
+        opened = open_checkpoint(address, options.inputs)
+        tokenizer, room = opened.tokenizer, opened.room
+        limits = Limits(options.max_tokens, room, tuple(options.stop), options.batch_size)
+        prompts = encoded(texts, tokenizer, room)
+        decoder, params, mesh = opened.load(_say)
+        decoding = Decoding(decoder, mesh, sampling, options.seed)
+
+        def answer(prompts: list[Prompt]) -> None:
+            printer = _Printer(options, tokenizer, is_alone=len(prompts) == 1)
+            given = (decoding, params, tokenizer, prompts, limits)
+            with deferred() as asked:
+                complete(*given, write=printer.write, stream=printer.stream, stops=asked)
+
+        if options.interactive:
+            _converse(lambda text, number: answer(encoded([text], tokenizer, room, number)))
+        else:
+            answer(prompts)
+    return ExitCode.DONE
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# Prompts.
+
+
+def _prompts(options: argparse.Namespace) -> list[str]:
+    if options.prompts is None:
+        return options.prompt or []
+    where = f"command line: --prompts {options.prompts}"
+    try:
+        if options.prompts == _STDIN:
+            raw = sys.stdin.buffer.read(_MAX_FILE_BYTES)
+        else:
+            raw = files.read(options.prompts, _MAX_FILE_BYTES)
+    except OSError as error:
+        raise ConfigError.one(
+            where,
+            None,
+            f"must be a file that can be read: {error.strerror or error}.",
+            "Name a text file with a prompt a line, or JSON lines with `prompt` in each.",
+        ) from error
+    lines = [(place, line) for place, line in enumerate(raw.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise ConfigError.one(
+            where, None, "holds no prompt: each line that is not blank is one.", "Write some."
+        )
+    is_json = options.prompts.endswith((".jsonl", ".json", ".ndjson"))
+    return [_prompt(line, f"{where}, line {place}", is_json) for place, line in lines]
+
+
+def _prompt(line: bytes, where: str, is_json: bool) -> str:
+    try:
+        if not is_json:
+            return line.decode()
+        found = parse_json(line, dict[str, Any]).get("prompt")
+        if isinstance(found, str):
+            return found
+        raise ValueError("it has no text `prompt`")
+    except ValueError as error:  # that of an encoding, too
+        rule = "must be an object with a text `prompt`" if is_json else "must be UTF-8"
+        raise ConfigError.one(
+            where, None, f"{rule}: {error}.", "Correct the line, or take it out."
+        ) from error
+
+
+def _converse(answer: Callable[[str, int], None]) -> None:
+    """A prompt a line, until the input ends. What is wrong with one does not end it."""
+    number, asks = 0, sys.stdin.isatty()
+    while True:
+        if asks:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.buffer.readline(_MAX_PROMPT_BYTES)
+        if not line:
+            break
+        if not line.strip():
+            continue
+        try:
+            answer(_prompt(line.rstrip(b"\r\n"), f"prompt {number + 1}", False), number)
+        except ConfigError as error:
+            _say(str(error))
+        number += 1
+    if asks:
+        _say("")
+
+
+# Output.
+
+
+class _Printer:
+    """Writes completions to standard output: text, or JSON lines."""
+
+    def __init__(self, options: argparse.Namespace, tokenizer: Tokenizer, *, is_alone: bool):
+        self._json, self._logprobs = options.json, options.logprobs
+        self._streams = is_alone and not options.json
+        self._tokenizer = tokenizer
+
+    def stream(self, text: str) -> None:
+        if self._streams and text:
+            _put(_shown(text))
+
+    def write(self, done: Completion) -> None:
+        if self._json:
+            _put(json.dumps(self._record(done)) + "\n")
+            return
+        parts = [] if self._streams else [f"--- {done.prompt.number + 1}: {done.prompt.text}\n"]
+        parts += [] if self._streams else [done.text]
+        parts.append("\n")
+        if self._logprobs:
+            parts += [
+                f"{logprob:10.4f} {token:8d}  {self._tokenizer.decode([token])!r}\n"
+                for token, logprob in zip(done.tokens, done.logprobs, strict=True)
+            ]
+        _put(_shown("".join(parts)))
+
+    def _record(self, done: Completion) -> dict[str, Any]:
+        found = {"prompt": done.prompt.text, "text": done.text, "tokens": done.tokens}
+        if self._logprobs:
+            found["logprobs"] = done.logprobs
+        return found | {"finish_reason": done.finish}
+
+
+def _put(text: str) -> None:
+    """Writes at once: a reader may wait for it, and an interrupt must not lose it."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _shown(text: str) -> str:
+    """The text as standard output can show it: a terminal obeys control characters."""
+    if sys.stdout.isatty():
+        text = "".join(each for each in text if each.isprintable() or each in "\n\t")
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+# Arguments.
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What no type of an argument says.
+
+    Raises:
+        ConfigError: with the first mistake.
+    """
+    allowed = {
+        "temperature": (options.temperature >= 0, "at least 0", "0 for the most likely token"),
+        "top_k": (options.top_k >= 0, "at least 0", "0 for all tokens"),
+        "top_p": (0 < options.top_p <= 1, "above 0 and at most 1", "1 for all tokens"),
+        "min_p": (0 <= options.min_p <= 1, "from 0 to 1", "0 for all tokens"),
+        "repetition_penalty": (options.repetition_penalty > 0, "above 0", "1 for no penalty"),
+        "seed": (0 <= options.seed < 1 << 32, "from 0 to 4294967295", "0"),
+    }
+    for name, (is_right, rule, action) in allowed.items():
+        value = getattr(options, name)
+        option = f"--{name.replace('_', '-')}"
+        if not is_right or value == float("inf"):
+            raise ConfigError.one(
+                f"command line: {option}", value, f"must be {rule}.", f"Give {option} {action}."
+            )
+    if options.temperature == 0:
+        unread = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        for name, off in unread.items():
+            if getattr(options, name) != off:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError.one(
+                    f"command line: {option}",
+                    getattr(options, name),
+                    "has no effect with --temperature 0, which takes the most likely token.",
+                    f"Leave one of them out: `{option}` or `--temperature 0`.",
+                )
+    if "" in options.stop:
+        raise ConfigError.one(
+            "command line: --stop", '""', "must not be empty: every text has it.", "Leave it out."
+        )
+
+
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "generate",
+        help="text that a checkpoint makes of prompts",
+        description="Print what a checkpoint makes of prompts. One prompt's text comes as it is\n"
+        "made; of several, each when it and those before it are done. The config is the one that\n"
+        "the checkpoint was saved with, without its mesh and pipeline: give mesh.* for devices,\n"
+        "and train.sequence_length for rows longer than in training. Nothing is written, and the\n"
+        "run may be training meanwhile.",
+        epilog="examples:\n  maxpipe generate quickstart --prompt 'To be, or' --temperature 0.8\n"
+        "  maxpipe generate quickstart@best --prompts prompts.txt --json --max-tokens 64\n"
+        "  maxpipe generate quickstart --interactive --top-p 0.9 --stop '.'\n"
+        "  maxpipe generate quickstart --prompt Once mesh.cpu_devices=2 mesh.ici_tensor=2",
+    )
+    add_address(parser)
+    add_inputs(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", action="append", metavar="TEXT", help="may be given again")
+    source.add_argument(
+        "--prompts", metavar="FILE", help="a prompt a line; *.jsonl: `prompt` of each; - for stdin"
+    )
+    source.add_argument("--interactive", action="store_true", help="ask for one after the other")
+    parser.add_argument(
+        "--max-tokens", type=count, default=128, metavar="N", help="at most, of each (128)"
+    )
+    parser.add_argument(
+        "--temperature", type=number, default=1.0, metavar="X", help="0 takes the likeliest (1)"
+    )
+    parser.add_argument("--top-k", type=integer, default=0, metavar="K", help="of the likeliest K")
+    parser.add_argument(
+        "--top-p", type=number, default=1.0, metavar="P", help="of the likeliest, together P likely"
+    )
+    parser.add_argument(
+        "--min-p", type=number, default=0.0, metavar="P", help="of those P times the likeliest"
+    )
+    parser.add_argument(
+        "--repetition-penalty", type=number, default=1.0, metavar="X", help="above 1: less often"
+    )
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be repeated"
+    )
+    parser.add_argument("--seed", type=integer, default=0, metavar="N", help="of the draws (0)")
+    parser.add_argument(
+        "--batch-size", type=count, default=16, metavar="N", help="prompts side by side (16)"
+    )
+    parser.add_argument("--logprobs", action="store_true", help="of each token, in nats")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.set_defaults(command=_generate)

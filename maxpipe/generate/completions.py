@@ -1,0 +1,191 @@
+"""Prompts in, text out: batches of rows, each until it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.errors import ConfigError, NumbersError
+from maxpipe.generate.decoding import Decoding, Size, padded
+from maxpipe.generate.text import Writing
+
+Finish = Literal["end", "stop", "length", "room", "interrupted"]
+"""Why a row is over: the end token, a stop string, `--max-tokens`, the tokens that the model was
+trained to see, Ctrl-C."""
+
+
+class Prompt(NamedTuple):
+    """A text to go on with."""
+
+    number: int
+    """Among all prompts, from 0."""
+    text: str
+    ids: list[int]
+    """With the begin token."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far rows go."""
+
+    max_tokens: int
+    room: int
+    """Tokens of a row, its prompt included."""
+    stops: tuple[str, ...] = ()
+    batch_size: int = 16
+
+
+@dataclass
+class Completion:
+    """What a prompt became. Tokens have the end token; the text has no stop string."""
+
+    prompt: Prompt
+    writing: Writing
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """In nats, of each token."""
+    finish: Finish | None = None
+
+    @property
+    def text(self) -> str:
+        """What is certain so far."""
+        return self.writing.text
+
+
+def encoded(texts: Sequence[str], tokenizer: Tokenizer, room: int, first: int = 0) -> list[Prompt]:
+    """The prompts' tokens, as documents begin in training.
+
+    Raises:
+        ConfigError: a prompt leaves no room for a token, or is not text.
+    """
+    found = []
+    for number, text in enumerate(texts, first):
+        try:
+            ids = [tokenizer.begin_id, *tokenizer.encode(text).tolist()]
+        except UnicodeEncodeError as error:
+            raise ConfigError.one(
+                f"prompt {number + 1}",
+                ascii(text[:40]),
+                "must be UTF-8.",
+                "Convert it, with `iconv -t UTF-8` perhaps.",
+            ) from error
+        if len(ids) >= room:
+            raise ConfigError.one(
+                f"prompt {number + 1}",
+                repr(text[:40]) + ("..." if len(text) > 40 else ""),
+                f"has {len(ids)} tokens with the begin token, and must leave room for one more: "
+                f"the model was trained on {room} (train.sequence_length).",
+                f"Shorten it, or set train.sequence_length={2 * len(ids)} to go beyond that.",
+            )
+        found.append(Prompt(number, text, ids))
+    return found
+
+
+def complete(
+    decoding: Decoding,
+    params: Any,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    limits: Limits,
+    *,
+    write: Callable[[Completion], object],
+    stream: Callable[[str], object] = lambda text: None,
+    stops: Callable[[], bool] = lambda: False,
+) -> None:
+    """Completes the prompts in batches, all of one size.
+
+    `write` is called with each completion, in the order of the prompts, as soon as it and those
+    before it are over; `stream` with new text of any row. At an interrupt, or when `stops` says so,
+    rows under way are written as they are.
+
+    Raises:
+        NumbersError: the model gives numbers that are not finite.
+        KeyboardInterrupt: after the rows under way were written.
+    """
+    size = size_of(prompts, limits, decoding.shards)
+    for first in range(0, len(prompts), size.rows):
+        batch = [
+            Completion(prompt, Writing(tokenizer, prompt.ids, limits.stops))
+            for prompt in prompts[first : first + size.rows]
+        ]
+        waiting = iter(batch)
+        pending = next(waiting, None)
+        try:
+            rows = _steps(decoding, params, tokenizer, batch, limits, size, stream)
+            with contextlib.closing(rows):
+                for _ in rows:
+                    while pending is not None and pending.finish is not None:
+                        done, pending = pending, next(waiting, None)
+                        write(done)
+                    if stops():
+                        raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            while pending is not None:
+                done, pending = pending, next(waiting, None)
+                if done.finish is None:
+                    _finish(done, "interrupted", stream)
+                write(done)
+            raise
+
+
+def size_of(prompts: Sequence[Prompt], limits: Limits, shards: int) -> Size:
+    """The size of all batches."""
+    rows = min(limits.batch_size, len(prompts))
+    longest = max(len(prompt.ids) for prompt in prompts)
+    more = min(limits.max_tokens, limits.room)
+    return Size(math.ceil(rows / shards) * shards, padded(longest), more)
+
+
+def _steps(
+    decoding: Decoding,
+    params: Any,
+    tokenizer: Tokenizer,
+    batch: Sequence[Completion],
+    limits: Limits,
+    size: Size,
+    stream: Callable[[str], object],
+) -> Generator[None]:
+    """Extends the rows of a batch by a token at a time, until all are over."""
+    prompts = [each.prompt.ids for each in batch]
+    numbers = [each.prompt.number for each in batch]
+    with contextlib.closing(decoding.run(params, prompts, numbers, size)) as drawn:
+        for tokens, logprobs in drawn:
+            for row, each in enumerate(batch):
+                if each.finish is not None:
+                    continue
+                if not math.isfinite(logprobs[row]):
+                    raise NumbersError(
+                        f"prompt {each.prompt.number + 1}: token {len(each.tokens) + 1} has the "
+                        f"log-probability {logprobs[row]}\n"
+                        "  the model's parameters give numbers that are not finite.\n"
+                        "  Take an earlier step, or set model.compute_dtype=float32."
+                    )
+                each.tokens.append(int(tokens[row]))
+                each.logprobs.append(float(logprobs[row]))
+                stream(each.writing.add(each.tokens[-1]))
+                if (why := _over(each, tokenizer, limits)) is not None:
+                    _finish(each, why, stream)
+            yield
+            if all(each.finish is not None for each in batch):
+                return
+
+
+def _over(row: Completion, tokenizer: Tokenizer, limits: Limits) -> Finish | None:
+    if row.tokens[-1] == tokenizer.end_id:
+        return "end"
+    if row.writing.stopped:
+        return "stop"
+    if len(row.tokens) >= limits.max_tokens:
+        return "length"
+    if len(row.prompt.ids) + len(row.tokens) >= limits.room:
+        return "room"
+    return None
+
+
+def _finish(row: Completion, why: Finish, stream: Callable[[str], object]) -> None:
+    stream(row.writing.end())
+    row.finish = "stop" if row.writing.stopped else why

@@ -1,0 +1,201 @@
+"""Rows of tokens that go on: prompts in pieces of one size, then one token of each row at a time.
+
+Prompts are padded on the left, so that all rows end in one place of the cache and each is extended
+there. Padding is a segment of its own, which no token sees. One function computes pieces and single
+tokens alike; it is compiled once for each of the two sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Bool, Float, Int
+
+from maxpipe.generate.sampling import Sampling, row_keys, sample
+from maxpipe.model.decoder import Decoder
+from maxpipe.parallel.mesh import BATCH_AXES
+from maxpipe.parallel.sharding import BATCH_SPEC
+
+Tree = Any
+
+_LARGEST_PIECE = 512
+"""Tokens of a prompt that are computed at once: scores are this times the cache's room."""
+_SMALLEST_PIECE = 16
+_PADDING, _TEXT = 0, 1
+"""Segments."""
+
+
+class Kept(NamedTuple):
+    """What the next token needs of all before it."""
+
+    caches: Tree
+    seen: Bool[Array, "B V"] | None
+    """Tokens of each row, where a repetition penalty asks for them."""
+
+
+class Drawn(NamedTuple):
+    """The newest token of each row."""
+
+    tokens: Int[Array, " B"]
+    logprobs: Float[Array, " B"]
+    positions: Int[Array, " B"]
+
+
+class Rows(NamedTuple):
+    """Prompts side by side, int32 `[B, T]`."""
+
+    tokens: np.ndarray
+    segment_ids: np.ndarray
+    positions: np.ndarray
+
+
+class Size(NamedTuple):
+    """Sizes that a batch is compiled for."""
+
+    rows: int
+    prompt: int
+    """Tokens of the longest prompt, with padding."""
+    more: int
+    """Tokens that may follow."""
+
+    @property
+    def piece(self) -> int:
+        """Tokens of prompts that are computed at once."""
+        return min(self.prompt, _LARGEST_PIECE)
+
+
+def padded(longest: int) -> int:
+    """The size of prompts for a longest one: a power of two, or a multiple of the largest piece."""
+    if longest > _LARGEST_PIECE:
+        return -(-longest // _LARGEST_PIECE) * _LARGEST_PIECE
+    return max(_SMALLEST_PIECE, 1 << (longest - 1).bit_length())
+
+
+def side_by_side(prompts: Sequence[Sequence[int]], rows: int, width: int) -> Rows:
+    """The prompts at the right end of their rows; rows without a prompt are padding."""
+    found = Rows(*(np.zeros((rows, width), np.int32) for _ in Rows._fields))
+    for row, prompt in enumerate(prompts):
+        start = width - len(prompt)
+        found.tokens[row, start:] = prompt
+        found.segment_ids[row, start:] = _TEXT
+        found.positions[row, start:] = np.arange(len(prompt))
+    return found
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A model's rows on a mesh without stages: rows over the batch axes, heads over tensor."""
+
+    decoder: Decoder
+    mesh: Mesh
+    sampling: Sampling
+    seed: int
+
+    @property
+    def shards(self) -> int:
+        """What the number of rows is a multiple of."""
+        return math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+
+    def run(
+        self, params: Tree, prompts: Sequence[Sequence[int]], numbers: Sequence[int], size: Size
+    ) -> Generator[tuple[np.ndarray, np.ndarray]]:
+        """Tokens and log-probabilities `[B]` that follow, one of each row at a time.
+
+        Args:
+            params: in network order, layers stacked by kind.
+            prompts: ids of each row, at least one.
+            numbers: of the rows: with the seed and a token's position they are its randomness.
+            size: of the batch, which has at least as many rows and tokens.
+        """
+        with jax.set_mesh(self.mesh):
+            place = partial(jax.device_put, device=NamedSharding(self.mesh, BATCH_SPEC))
+            rows = side_by_side(prompts, size.rows, size.prompt)
+            given = np.zeros(size.rows, np.int32)
+            given[: len(numbers)] = numbers
+            named, kept = place(given), self._empty(size)
+            drawn = None
+            for start in range(0, size.prompt, size.piece):
+                piece = Rows(*(place(each[:, start : start + size.piece]) for each in rows))
+                kept, drawn = self._extend(params, kept, named, piece)
+        assert drawn is not None
+        try:
+            for left in reversed(range(size.more)):
+                before = drawn
+                if left:  # the next token is under way while this one is read
+                    with jax.set_mesh(self.mesh):
+                        kept, drawn = self._step(params, kept, named, drawn)
+                yield np.asarray(before.tokens), np.asarray(before.logprobs)
+        finally:
+            jax.block_until_ready(drawn)  # Python may end next
+
+    # The programs.
+
+    @cached_property
+    def _step(self) -> Any:
+        """(parameters, kept, row numbers, drawn) -> (kept, drawn), by one token."""
+        return jax.jit(self._next, donate_argnums=1, out_shardings=self._shardings)
+
+    @cached_property
+    def _extend(self) -> Any:
+        """(parameters, kept, row numbers, piece) -> (kept, drawn behind the piece)."""
+        return jax.jit(self._advance, donate_argnums=1, out_shardings=self._shardings)
+
+    def _empty(self, size: Size) -> Kept:
+        """Room for the batch, on the mesh."""
+        shape = (size.rows, self.decoder.config.vocab_size)
+
+        def build() -> Kept:
+            caches = self.decoder.empty_caches(size.rows, size.prompt + size.more)
+            return Kept(caches, jnp.zeros(shape, bool) if self._penalises else None)
+
+        return jax.jit(build, out_shardings=self._shardings[0])()
+
+    @cached_property
+    def _shardings(self) -> Any:
+        """Of what is kept, and of what is drawn."""
+
+        def sharding(axes: tuple[str | None, ...]) -> NamedSharding:
+            return NamedSharding(self.mesh, self.decoder.rules.spec((None, *axes), "the cache"))
+
+        caches = jax.tree.map(sharding, self.decoder.cache_axes(), is_leaf=_is_axes)
+        rows: Any = NamedSharding(self.mesh, BATCH_SPEC)
+        return Kept(caches, rows if self._penalises else None), Drawn(rows, rows, rows)
+
+    @property
+    def _penalises(self) -> bool:
+        return self.sampling.repetition_penalty != 1.0
+
+    def _next(
+        self, params: Tree, kept: Kept, numbers: Int[Array, " B"], drawn: Drawn
+    ) -> tuple[Kept, Drawn]:
+        tokens, positions = drawn.tokens[:, None], drawn.positions[:, None]
+        piece: Any = Rows._make((tokens, jnp.full_like(tokens, _TEXT), positions))
+        return self._advance(params, kept, numbers, piece)
+
+    def _advance(
+        self, params: Tree, kept: Kept, numbers: Int[Array, " B"], piece: Any
+    ) -> tuple[Kept, Drawn]:
+        logits, caches = self.decoder.extend(params, piece._asdict(), kept.caches, last=1)
+        # Whole rows of the vocabulary: what is drawn does not depend on how it is split.
+        logits = jax.lax.with_sharding_constraint(logits[:, -1], PartitionSpec(BATCH_AXES, None))
+        seen = kept.seen
+        if seen is not None:
+            each = jnp.arange(seen.shape[0])[:, None]
+            seen = seen.at[each, piece.tokens].max(piece.segment_ids == _TEXT)
+        positions = piece.positions[:, -1] + 1
+        keys = row_keys(self.seed, numbers, positions)
+        choice = sample(logits, seen, keys, self.sampling)
+        return Kept(caches, seen), Drawn(choice.tokens, choice.logprobs, positions)
+
+
+def _is_axes(node: object) -> bool:
+    return type(node) is tuple

@@ -1,0 +1,159 @@
+"""Models to generate with: their tokenizer at once, and their parameters on a mesh when asked for.
+
+`open_checkpoint` opens one of a run. Whatever else is an `Opened` can be generated with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from maxpipe.checkpoint.address import Address
+from maxpipe.config.check import check
+from maxpipe.config.schema import Config, MeshConfig
+from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
+from maxpipe.errors import ConfigError
+from maxpipe.model.decoder import Decoder
+from maxpipe.parallel.mesh import build_mesh, describe
+from maxpipe.processes import runtime
+from maxpipe.train.build import steps_of
+from maxpipe.train.chosen import Chosen, choose
+from maxpipe.train.run import fit_to_devices
+from maxpipe.words import counted
+
+Say = Callable[[str], None]
+
+_TAKEN = ("run", "model", "tokenizer", "runtime")
+_ANY_COUNT = 64 * math.lcm(*range(1, 17))
+"""A batch that the rules of training allow on every mesh: generation has rows of its own."""
+
+
+class Weights(NamedTuple):
+    """A model that is ready."""
+
+    decoder: Decoder
+    params: Any
+    """In network order, layers stacked by kind, on the mesh."""
+    mesh: Mesh
+
+
+class Opened(Protocol):
+    """A model before its parameters are read: mistakes in prompts are found first."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def room(self) -> int:
+        """Tokens of a row that the model was trained on."""
+        ...
+
+    def load(self, say: Say) -> Weights:
+        """Starts the devices and reads the parameters; `say` is called with progress messages."""
+        ...
+
+
+def open_checkpoint(address: Address, inputs: Sequence[str]) -> Opened:
+    """A checkpoint of a run, for its parameters alone, on a mesh without stages.
+
+    `inputs` are files and overrides that change the checkpoint's own config: `mesh` for the
+    devices, `train.sequence_length` for the room.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or the config does not fit it or its tokenizer.
+        StorageError: the checkpoint is damaged.
+    """
+    chosen = choose(address, inputs, _saved)
+    _check_layout(chosen)
+    tokenizer = open_tokenizer(chosen.loaded.config.tokenizer)
+    chosen.must_have(tokenizer)
+    return _Checkpoint(chosen, tokenizer)
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """Of a run."""
+
+    chosen: Chosen
+    tokenizer: Tokenizer
+
+    @property
+    def room(self) -> int:
+        return self.chosen.loaded.config.train.sequence_length
+
+    def load(self, say: Say) -> Weights:
+        """Starts the devices and restores the parameters.
+
+        Raises:
+            ConfigError: the config does not fit the devices.
+            StorageError: the checkpoint is damaged.
+        """
+        config = self.chosen.loaded.config
+        runtime.start(config.runtime, config.mesh.cpu_devices)
+        config = _fitted(self.chosen, say)
+        mesh = build_mesh(config.mesh)
+        steps = steps_of(config, mesh, self.tokenizer.byte_lengths)
+        say(f"restoring the parameters of {self.chosen.name}")
+        params = steps.partition.by_kind(self.chosen.params(steps))
+        return Weights(steps.partition.decoder, params, mesh)
+
+
+def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a checkpoint's config counts here: mesh and pipeline were for training."""
+    train = {
+        "steps": 1,
+        "batch_size": _ANY_COUNT,
+        "sequence_length": config["train"]["sequence_length"],
+    }
+    rules = config.get("mesh", {}).get("axis_rules", {})
+    taken = {name: config[name] for name in _TAKEN if name in config}
+    return taken | {"train": train, "mesh": {"axis_rules": rules}}
+
+
+def _check_layout(chosen: Chosen) -> None:
+    config = chosen.loaded.config
+    for key in ("ici_stage", "dcn_stage"):
+        if (size := getattr(config.mesh, key)) != 1:
+            raise ConfigError.one(
+                f"mesh.{key}",
+                size,
+                "must be 1: tokens are generated without stages.",
+                f"Set mesh.{key}=1, and mesh.ici_tensor or mesh.ici_data for the devices.",
+            )
+    if config.runtime.num_processes != 1:
+        raise ConfigError.one(
+            "runtime.num_processes",
+            config.runtime.num_processes,
+            "must be 1: one process generates, on all devices of its machine.",
+            "Leave it out.",
+        )
+
+
+def _fitted(chosen: Chosen, say: Say) -> Config:
+    """The config with the user's mesh, or with all devices here on one axis."""
+    if chosen.is_given("mesh.") or jax.device_count() == 1:
+        return fit_to_devices(chosen.loaded).config
+    config, count = chosen.loaded.config, jax.device_count()
+    rules = config.mesh.axis_rules
+    whole = rules | {"kv_heads": []}
+    for mesh in (
+        MeshConfig(ici_tensor=count, axis_rules=rules),
+        MeshConfig(ici_tensor=count, axis_rules=whole),
+        MeshConfig(ici_fsdp=count, axis_rules=rules),
+    ):
+        fitted = dataclasses.replace(config, mesh=mesh)
+        if not check(fitted, chosen.loaded.origins):
+            say(f"generating on {counted(count, 'device')}: {describe(build_mesh(mesh))}")
+            return fitted
+    raise ConfigError.one(
+        "mesh",
+        f"{counted(count, 'device')}",
+        "does not follow from the model: neither tensor nor fsdp divides its sizes.",
+        f"Set mesh.ici_data={count}, or sizes of axes that multiply to {count}.",
+    )

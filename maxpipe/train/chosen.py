@@ -1,0 +1,147 @@
+"""A checkpoint that a user named, opened for its parameters alone; nothing is written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from maxpipe.checkpoint.address import Address
+from maxpipe.checkpoint.damage import Damaged
+from maxpipe.checkpoint.folder import Facts, Folder
+from maxpipe.checkpoint.manager import Checkpoints, open_run
+from maxpipe.checkpoint.selection import step_of
+from maxpipe.checkpoint.storage import FOLDER, first_line
+from maxpipe.config.check import DEFAULT
+from maxpipe.config.load import Loaded, load, to_dict
+from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.errors import ConfigError, StorageError
+from maxpipe.train.resume import check_model
+from maxpipe.train.step import Steps
+
+_OF_ITS_PROCESSES = ("num_processes", "process_id", "coordinator", "executable")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A checkpoint and its own config, changed by what the user gave."""
+
+    name: str
+    home: str
+    facts: Facts
+    loaded: Loaded
+
+    def is_given(self, *prefixes: str) -> bool:
+        """Whether the user gave a key that begins so."""
+        return any(
+            key.startswith(prefixes) and origin not in (DEFAULT, self.name)
+            for key, origin in self.loaded.origins.items()
+        )
+
+    def must_have(self, tokenizer: Tokenizer) -> None:
+        """Raises ConfigError unless it was trained with this tokenizer."""
+        saved = self.facts.data.get("fingerprint", {}).get("tokenizer")
+        if saved not in (None, tokenizer.fingerprint()):  # imported weights may know of none
+            raise ConfigError.one(
+                "tokenizer",
+                self.loaded.config.tokenizer.path or self.loaded.config.tokenizer.kind,
+                f"must be the one that {self.name} was trained with: it was {saved}, and this is "
+                f"{tokenizer.fingerprint()}.",
+                "Set tokenizer.kind and tokenizer.path to that of the run.",
+            )
+
+    def params(self, steps: Steps) -> Any:
+        """Its parameters in the form that a checkpoint holds, on the mesh of the steps.
+
+        Raises:
+            ConfigError: they are of another model than the config.
+            StorageError: they are damaged.
+        """
+
+        def accept(facts: Facts) -> None:
+            wanted = to_dict(self.loaded.config)["model"]
+            check_model(facts.config["model"], wanted, self.loaded.origins, "leave it out")
+
+        wanted = {"params": steps.abstract_saved["params"]}
+        with Checkpoints(self.home, write=False) as checkpoints:
+            return checkpoints.restore(self.facts.step, wanted, accept).state["params"]
+
+
+def choose(
+    address: Address,
+    inputs: Sequence[str],
+    saved_of: Callable[[Mapping[str, Any]], dict[str, Any]],
+) -> Chosen:
+    """Opens the checkpoint before any device is used: its config says which.
+
+    `saved_of` takes of its config what counts now; `inputs` are files and overrides that change it.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or the inputs do not fit it.
+        StorageError: it is damaged, or cannot be reached.
+    """
+    home = address.home
+    folder = Folder(os.path.join(home, FOLDER))
+    if not folder.steps():
+        open_run(address.run_dir, address.where, address.parent)  # says so
+    step = step_of(folder, address)
+    try:
+        facts = folder.facts(step)
+    except Damaged as damage:
+        others = [str(each) for each in folder.steps() if each != step]
+        other = f"Take {address.at(int(others[-1]))}, or bring" if others else "Bring"
+        raise StorageError(
+            f"{folder / step}: cannot be used\n  {damage}.\n  {other} its files back."
+        ) from damage
+    except OSError as error:
+        raise StorageError(
+            f"{folder / step}: cannot be reached\n"
+            f"  {first_line(error)}.\n"
+            "  Try again when the storage answers."
+        ) from error
+    saved = saved_of(facts.config)
+    if isinstance(own := saved.get("runtime"), Mapping):
+        saved["runtime"] = {key: own[key] for key in own if key not in _OF_ITS_PROCESSES}
+    name = address.at(step)
+    return Chosen(name, home, facts, load(inputs, saved, name))
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Tells whether Ctrl-C came: where C++ calls Python, the exception is lost."""
+    asked = False
+
+    def interrupt(number: int, frame: Any) -> None:
+        nonlocal asked
+        asked = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[Callable[[], bool]]:
+    """Tells whether Ctrl-C came, which raises nothing inside but at the second time.
+
+    Python that ends while devices compute may crash: the caller waits for them first.
+    """
+    asked = False
+
+    def interrupt(number: int, frame: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)

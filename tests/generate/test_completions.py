@@ -1,0 +1,111 @@
+"""Prompts to texts: when rows are over, their order, and what interrupts keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from maxpipe.data.tokenizer import ByteTokenizer
+from maxpipe.errors import ConfigError, NumbersError
+from maxpipe.generate.completions import Completion, Limits, complete, encoded
+from maxpipe.generate.decoding import Decoding, Size
+
+BYTES = ByteTokenizer()
+
+
+class Script:
+    """Rows that follow what is written for them, whatever the model."""
+
+    shards = 2
+
+    def __init__(self, *texts: bytes, logprob: float = -0.5):
+        self.texts, self.logprob = texts, logprob
+        self.sizes: list[Size] = []
+        self.steps = 0
+
+    def run(
+        self, params: Any, prompts: Sequence[Sequence[int]], numbers: Sequence[int], size: Size
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        self.sizes.append(size)
+        for step in range(size.more):
+            self.steps += 1
+            rows = [[*self.texts[number], BYTES.end_id] for number in numbers]
+            tokens = [row[step] if step < len(row) else BYTES.pad_id for row in rows]
+            tokens += [BYTES.pad_id] * (size.rows - len(tokens))
+            yield np.asarray(tokens), np.full(size.rows, self.logprob)
+
+
+def completed(
+    script: Script, texts: Sequence[str], limits: Limits, **options: Any
+) -> tuple[list[Completion], str]:
+    """What was written, and what was streamed of all rows."""
+    written: list[Completion] = []
+    streamed: list[str] = []
+    prompts = encoded(texts, BYTES, limits.room)
+    given = (cast(Decoding, script), None, BYTES, prompts, limits)
+    try:
+        complete(*given, write=written.append, stream=streamed.append, **options)
+    except KeyboardInterrupt:
+        written.append(cast(Completion, SimpleNamespace(finish="raised")))
+    return written, "".join(streamed)
+
+
+def test_why_rows_are_over() -> None:
+    script = Script(b"short", b"up to here. More", b"too long for that", b"no room is left")
+    limits = Limits(max_tokens=14, room=18, stops=("here",))
+    found, _ = completed(script, ["a", "b", "c", "12345678"], limits)
+    assert [each.finish for each in found] == ["end", "stop", "length", "room"]
+    assert [each.text for each in found] == ["short", "up to ", "too long for t", "no room i"]
+    assert found[0].tokens == [*b"short", BYTES.end_id] and found[1].tokens == list(b"up to here")
+    assert found[2].logprobs == [-0.5] * 14
+    assert script.steps == 14  # nothing is computed when all rows are over
+
+
+def test_batches_have_one_size_and_prompts_their_order() -> None:
+    script = Script(b"0 0 0", b"1", b"2 2", b"3", b"4")
+    found, streamed = completed(script, ["x" * 20, "a", "b", "c", "d"], Limits(9, 99, (), 3))
+    assert [each.text for each in found] == ["0 0 0", "1", "2 2", "3", "4"]
+    assert script.sizes == [Size(4, 32, 9)] * 2  # two shards, and 21 tokens in the longest
+    assert sorted(streamed) == sorted("0 0 0" + "1" + "2 2" + "3" + "4")
+
+
+def test_a_row_is_written_as_soon_as_those_before_it_are() -> None:
+    script = Script(b"abc", b"d", b"efghij")
+    steps: list[int] = []
+    prompts = encoded(["", "", ""], BYTES, 99)
+    given = (cast(Decoding, script), None, BYTES, prompts, Limits(20, 99))
+    complete(*given, write=lambda done: steps.append(script.steps))
+    assert steps == [4, 4, 7]
+
+
+def test_an_interrupt_keeps_what_there_is() -> None:
+    script = Script(b"ab", "cdefg é".encode(), b"hijklmn")
+    asked = iter([False] * 6 + [True])
+    found, _ = completed(script, ["", "", ""], Limits(20, 99), stops=lambda: next(asked))
+    assert [each.finish for each in found] == ["end", "interrupted", "interrupted", "raised"]
+    assert [each.text for each in found[:3]] == ["ab", "cdefg \ufffd", "hijklmn"]
+    assert script.steps == 7
+
+
+def test_numbers_that_are_not_finite_end_it() -> None:
+    with pytest.raises(NumbersError, match="prompt 1: token 1 has the log-probability nan"):
+        completed(Script(b"a", logprob=float("nan")), ["x"], Limits(5, 99))
+
+
+def test_a_prompt_must_leave_room() -> None:
+    assert encoded(["abc"], BYTES, 5, 7)[0].ids == [BYTES.begin_id, *b"abc"]
+    with pytest.raises(ConfigError) as caught:
+        encoded(["ok", "abcd"], BYTES, 5)
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.given) == ("prompt 2", "'abcd'")
+    assert "has 5 tokens with the begin token" in problem.rule and "5 (train" in problem.rule
+    assert problem.action.endswith("set train.sequence_length=10 to go beyond that.")
+
+
+def test_a_prompt_must_be_text() -> None:
+    with pytest.raises(ConfigError, match="must be UTF-8"):
+        encoded(["\udcff"], BYTES, 99)

@@ -1,0 +1,138 @@
+"""Streams of text: characters over several tokens, and stop strings over several pieces."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxpipe.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from maxpipe.generate.text import Characters, Stops, Writing
+
+TEXT = "Zwölf 漢字 🎉\n𝄞 né"
+BYTES = ByteTokenizer()
+
+
+def pieces(tokenizer: Tokenizer, ids: Any, prompt: tuple[int, ...] = ()) -> tuple[list[str], str]:
+    """Text by token, and the rest."""
+    stream = Characters(tokenizer, prompt)
+    return [stream.add(int(token)) for token in ids], stream.rest()
+
+
+def test_characters_wait_until_they_are_complete() -> None:
+    found, rest = pieces(BYTES, TEXT.encode())
+    assert "".join(found) == TEXT and rest == "" and "\ufffd" not in "".join(found)
+    assert [piece for piece in found if piece] == list(TEXT)
+
+
+def test_an_incomplete_character_is_replaced_at_the_end_only() -> None:
+    found, rest = pieces(BYTES, "a🎉".encode()[:-1])
+    assert found == ["a", "", "", ""] and rest == "\ufffd"
+
+
+def test_bytes_that_never_become_a_character_do_not_hold_up_the_rest() -> None:
+    found, rest = pieces(BYTES, b"\xff" * 9 + b"ok")
+    assert "".join(found) == "\ufffd" * 9 + "ok" and rest == ""
+    assert "".join(found[:9]) == "\ufffd" * 6  # three may still be one character
+
+
+def test_control_tokens_have_no_text() -> None:
+    found, rest = pieces(BYTES, [BYTES.begin_id, 97, BYTES.pad_id, 98, BYTES.end_id])
+    assert found == ["", "a", "", "b", ""] and rest == ""
+
+
+@pytest.fixture
+def spaced(tmp_path: Path) -> HuggingFaceTokenizer:
+    """Words with their space in front, which the decoder strips from the first, and bytes."""
+    words = ["<unk>", "</s>", "▁one", "▁two", *(f"<0x{byte:02X}>" for byte in range(256))]
+    steps = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ]
+    model = {
+        "type": "BPE",
+        "vocab": {word: i for i, word in enumerate(words)},
+        "merges": [],
+        "unk_token": "<unk>",
+        "byte_fallback": True,
+    }
+    end = {"id": 1, "content": "</s>", "special": True, "single_word": False}
+    end |= {"lstrip": False, "rstrip": False, "normalized": False}
+    whole = {"version": "1.0", "added_tokens": [end], "model": model}
+    whole |= {"decoder": {"type": "Sequence", "decoders": steps}}
+    whole |= dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer"))
+    whole |= {"post_processor": None}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    return HuggingFaceTokenizer(str(tmp_path / "tokenizer.json"))
+
+
+def test_spaces_between_prompt_and_text_stay(spaced: HuggingFaceTokenizer) -> None:
+    one, two, first = 2, 3, 4
+    found, _ = pieces(spaced, [two, one, two, two, one, two], (one,))
+    assert "".join(found) == " two one two two one two"
+    ids = [one, *(first + byte for byte in "漢é".encode()), two]
+    found, rest = pieces(spaced, ids, (one,))
+    assert "".join(found) == " one漢é two" and rest == ""
+    assert found[1:3] == ["", ""] and found[3] == "漢"
+    whole = [first + byte for byte in "漢字é".encode()]
+    for cut in (3, 6):  # the prompt ends in bytes
+        found, _ = pieces(spaced, whole[cut:], tuple(whole[:cut]))
+        assert "".join(found) == "漢字é"[cut // 3 :]
+    found, _ = pieces(spaced, [two, 1, two], (one,))
+    assert "".join(found) == " two two"
+
+
+def stopped(text: str, stops: list[str], cuts: tuple[int, ...]) -> tuple[str, bool]:
+    """All that comes of the text in pieces that end at the cuts."""
+    reader, found = Stops(stops), ""
+    for start, end in itertools.pairwise((0, *cuts, len(text))):
+        found += reader.add(text[start:end])
+        if reader.found:
+            return found, True
+    return found + reader.rest(), False
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "wanted"),
+    [
+        ("abcabd!x", ["abd"], ("abc", True)),
+        ("aaab!", ["aab"], ("a", True)),
+        ("one. Two", ["Two", "e."], ("on", True)),
+        ("xEND", ["EN", "xEND"], ("", True)),
+        ("no stop he", ["here"], ("no stop he", False)),
+    ],
+)
+def test_stop_strings_are_found_however_the_text_is_cut(
+    text: str, stops: list[str], wanted: tuple[str, bool]
+) -> None:
+    for count in range(len(text)):
+        for cuts in itertools.combinations(range(1, len(text)), count):
+            found = stopped(text, stops, cuts)
+            # A shorter stop string may be complete before a longer one that begins earlier.
+            if "EN" in stops:
+                assert found in (("x", True), wanted)
+            else:
+                assert found == wanted
+
+
+def test_text_ends_before_a_stop_string_within_a_character_stream() -> None:
+    row = Writing(BYTES, [], ["字🎉"])
+    ids = "漢字🎉 more".encode()
+    given = []
+    for token in ids:
+        given.append(row.add(token))
+        if row.stopped:
+            break
+    assert "".join(given) == row.text == "漢" and row.end() == ""
+    assert len(given) == len("漢字🎉".encode())
+
+
+def test_what_waited_is_given_at_the_end() -> None:
+    row = Writing(BYTES, [], ["stop"])
+    assert [row.add(token) for token in b"a sto"] == ["a", " ", "", "", ""]
+    assert row.end() == "sto" and row.text == "a sto"

@@ -1,0 +1,170 @@
+"""`maxpipe generate` on a run that was trained in four stages, as its user sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxpipe.checkpoint.lock import RunLock
+from maxpipe.cli import main
+from maxpipe.config.load import load
+from maxpipe.model.decoder import Decoder
+from maxpipe.parallel.sharding import AxisRules
+from tests.conftest import FAST_COMPILE
+from tests.train.conftest import ROOT
+from tests.train.runs import SAME, Run, Start, is_explained, saved, state_of, wait_for
+
+
+def lines_of(output: str) -> list[dict[str, Any]]:
+    """The JSON lines of a command's output."""
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def best_tokens(folder: Path, prompt: bytes, count: int) -> tuple[list[int], list[float]]:
+    """The best tokens behind a prompt, each by a forward pass over all before it."""
+    import jax
+    import jax.numpy as jnp
+
+    config = load([str(folder / "config.yml")]).config
+    decoder = Decoder(config.model, AxisRules.from_config(config.mesh))
+    params = dict(saved(folder).state["params"])
+    params["layers"] = {"layer": params["layers"]}
+    row, nats, apply = [256, *prompt], [], jax.jit(decoder.apply)
+    room = len(row) + count
+    for _ in range(count):
+        held = jnp.asarray([row + [0] * (room - len(row))])
+        batch = {"tokens": held, "segment_ids": jnp.ones_like(held)}
+        scores = apply(params, batch | {"positions": jnp.arange(room)[None]})[0, len(row) - 1]
+        row.append(int(scores.argmax()))
+        nats.append(float(jax.nn.log_softmax(scores).max()))
+    return row[-count:], nats
+
+
+def test_generate_follows_the_checkpoint(unbroken: Path, run: Run, tmp_path: Path):
+    """Prompts of unlike lengths, on one device, from a run that was trained in four stages."""
+    prompts = [b"the", b"a", b"no hid"]
+    (tmp_path / "prompts.txt").write_bytes(b"\n\n".join(prompts) + b"\n")
+    before = state_of(unbroken.parent)
+    given = ("--prompts", tmp_path / "prompts.txt", "--max-tokens", 7, "--temperature", 0)
+    with RunLock(unbroken):
+        output = run("generate", unbroken, *given, "--json", "--logprobs")
+    assert set(before) == set(state_of(unbroken.parent))
+    found = lines_of(output)
+    assert [each["prompt"].encode() for each in found] == prompts
+    for each, prompt in zip(found, prompts, strict=True):
+        wanted, nats = best_tokens(unbroken, prompt, 7)
+        assert each["tokens"] == wanted and each["finish_reason"] == "length"
+        assert each["text"] == bytes(wanted).decode()
+        assert each["logprobs"] == pytest.approx(nats, rel=SAME)
+
+
+@pytest.mark.faults
+def test_generate_gives_the_same_on_every_mesh(unbroken: Path, run: Run):
+    """One by one, and side by side over data and tensor."""
+    prompts = ("--prompt", "sand", "--prompt", "", "--prompt=-- the")
+    options = (*prompts, "--seed", 3, "--top-k", 20, "--max-tokens", 9, "--json")
+    one = run("generate", f"{unbroken}@12", *options, "--batch-size", 1)
+    mesh = ("mesh.cpu_devices=4", "mesh.ici_data=2", "mesh.ici_tensor=2")
+    whole = "mesh.axis_rules={kv_heads: []}"
+    assert lines_of(one) == lines_of(run("generate", f"{unbroken}@12", *options, *mesh, whole))
+    assert len({each["text"] for each in lines_of(one)}) == 3
+
+
+def test_generate_ends_at_the_first_interrupt(unbroken: Path, start: Start):
+    """What was generated is printed, and no device computes when Python ends."""
+    long = ("--max-tokens", 100_000, "train.sequence_length=110000")
+    process = start("generate", unbroken, "--prompt", "the", *long)
+    assert process.stdout is not None
+    output = wait_for(process, "restoring")[-1] + process.stdout.read(3)
+    process.send_signal(signal.SIGINT)
+    output += process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and "Traceback" not in output
+    assert output.startswith("restoring") and output.endswith("\n")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("after", [0.0, 2.0, 4.0])
+def test_generate_keeps_rows_that_are_interrupted(unbroken: Path, start: Start, after: float):
+    prompts = ("--prompt", "the", "--prompt", "a", "--json")
+    long = ("--max-tokens", 100_000, "train.sequence_length=110000")
+    process = start("generate", unbroken, *prompts, *long)
+    wait_for(process, "restoring")
+    time.sleep(after)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    if after:  # else the parameters were not there yet
+        assert [each["finish_reason"] for each in lines_of(output)] == ["interrupted"] * 2
+
+
+def test_generate_asks_for_prompts(unbroken: Path):
+    """A prompt a line; a mistake in one does not end it, nor a reader that has seen enough."""
+    command = [sys.executable, "-m", "maxpipe", "generate", str(unbroken), "--interactive"]
+    given = b"the\n\xff\n\n" + b"x" * 16 + b"\nand\n"
+    environment = os.environ | FAST_COMPILE | {"PYTHONPATH": str(ROOT)}
+    options = ["--json", "--max-tokens", "3", "--stop", "e"]
+    ran = subprocess.run([*command, *options], input=given, capture_output=True, env=environment)
+    errors = ran.stderr.decode()
+    assert ran.returncode == 0, errors
+    assert [each["prompt"] for each in lines_of(ran.stdout.decode())] == ["the", "and"]
+    assert "prompt 2\n  must be UTF-8" in errors and "prompt 3 = 'xxxxxxxxxxxxxxxx'" in errors
+    process = subprocess.Popen(
+        [*command, "--max-tokens", "2"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    errors = process.communicate(b"the\nand\n", timeout=60)[1].decode()
+    assert process.returncode == 0 and "Traceback" not in errors
+
+
+GENERATE_MISTAKES = {
+    "{}@13 --prompt x": "must be one of the saved steps: 4, 8, 12, 16, 20, 24.",
+    "{}/none --prompt x": "none",
+    "{}": "one of the arguments --prompt --prompts --interactive is required",
+    "{} --prompt x --prompts y": "not allowed with argument",
+    "{} --prompts EMPTY": "holds no prompt",
+    "{} --prompts nowhere": "must be a file that can be read: No such file or directory.",
+    "{} --prompts .": "must be a file that can be read: Is a directory.",
+    "{} --prompts LINES": "LINES.jsonl, line 2\n  must be an object with a text `prompt`",
+    "{} --prompt 0123456789abcdef": "has 17 tokens with the begin token, and must leave room",
+    "{} --prompt x --temperature -1": "--temperature = -1.0\n  must be at least 0.",
+    "{} --prompt x --temperature nan": "must be at least 0.",
+    "{} --prompt x --temperature 0 --top-p 0.9": "has no effect with --temperature 0",
+    "{} --prompt x --top-p 0": "must be above 0 and at most 1.",
+    "{} --prompt x --min-p 1.5": "must be from 0 to 1.",
+    "{} --prompt x --repetition-penalty 0": "must be above 0.",
+    "{} --prompt x --max-tokens 0": "0 is not at least 1",
+    "{} --prompt x --seed -1": "must be from 0 to 4294967295.",
+    "{} --prompt x --stop=": "must not be empty",
+    "{} --prompt x --topk 3": "Write --top-k 3.",
+    "{} --prompt x mesh.ici_stage=4 mesh.cpu_devices=4": "must be 1: tokens are generated without",
+    "{} --prompt x runtime.num_processes=0": "must be 1: one process generates",
+    "{} --prompt x tokenizer.kind=huggingface tokenizer.path=gone.json": "gone.json",
+}
+
+
+@pytest.mark.parametrize("arguments", GENERATE_MISTAKES)
+def test_generate_explains_mistakes(
+    arguments: str, unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "EMPTY").write_text("\n \n")
+    (tmp_path / "LINES.jsonl").write_text('{"prompt": "x"}\n{"prompt": 3}\n')
+    given = [word.format(unbroken) for word in arguments.split()]
+    named = {"EMPTY": str(tmp_path / "EMPTY"), "LINES": str(tmp_path / "LINES.jsonl")}
+    assert main(["generate", *(named.get(word, word) for word in given)]) == 2
+    output = capsys.readouterr().err
+    is_explained(output)
+    assert GENERATE_MISTAKES[arguments] in output
