@@ -95,10 +95,72 @@ def mixtral(draw: random.Random) -> dict[str, Any]:
     }
 
 
+def default_rope(draw: random.Random) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": draw.choice((5000.0, 500000.0))}
+
+
+def yarn(draw: random.Random) -> dict[str, Any]:
+    stretched = {"rope_type": "yarn", "factor": draw.choice((2.0, 4.0))}
+    stretched |= {"original_max_position_embeddings": draw.choice((64, 256))}
+    return default_rope(draw) | (stretched if draw.random() < 0.6 else {})
+
+
+def even(config: dict[str, Any]) -> dict[str, Any]:
+    """For classes whose heads share the width: an even part of it."""
+    return {"hidden_size": 8 * config["num_attention_heads"]}
+
+
+def mistral(draw: random.Random) -> dict[str, Any]:
+    return {"rope_parameters": default_rope(draw), "sliding_window": draw.choice((None, 5, 9))}
+
+
+def qwen2(draw: random.Random) -> dict[str, Any]:
+    return {"rope_parameters": yarn(draw), "tie_word_embeddings": draw.random() < 0.5}
+
+
+qwen3 = qwen2
+
+
+def gemma2(draw: random.Random) -> dict[str, Any]:
+    return {
+        "rope_parameters": default_rope(draw),
+        "sliding_window": draw.choice((3, 5, 9)),
+        "query_pre_attn_scalar": draw.choice((7, 24)),
+        "attn_logit_softcapping": draw.choice((None, 3.0)),
+        "final_logit_softcapping": draw.choice((None, 2.0)),
+    }
+
+
+def plain(draw: random.Random) -> dict[str, Any]:
+    return {"rope_parameters": default_rope(draw), "tie_word_embeddings": draw.random() < 0.5}
+
+
+def granite(draw: random.Random) -> dict[str, Any]:
+    return plain(draw) | {
+        "embedding_multiplier": draw.choice((1.0, 12.0)),
+        "attention_multiplier": draw.choice((0.015625, 0.4)),
+        "residual_multiplier": draw.choice((1.0, 0.22)),
+        "logits_scaling": draw.choice((1.0, 8.0)),
+    }
+
+
+def phi3(draw: random.Random) -> dict[str, Any]:
+    ids = {"pad_token_id": 0, "eos_token_id": 1}  # its defaults are beyond these vocabularies
+    return plain(draw) | ids | {"sliding_window": draw.choice((None, 5))}
+
+
+HEADS_SHARE_THE_WIDTH = {"qwen2", "olmo2", "granite", "phi3"}
 CLASSES = {
     "llama": (llama, "LlamaConfig", "LlamaForCausalLM"),
     "gemma3": (gemma3, "Gemma3TextConfig", "Gemma3ForCausalLM"),
     "mixtral": (mixtral, "MixtralConfig", "MixtralForCausalLM"),
+    "mistral": (mistral, "MistralConfig", "MistralForCausalLM"),
+    "qwen2": (qwen2, "Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": (qwen3, "Qwen3Config", "Qwen3ForCausalLM"),
+    "gemma2": (gemma2, "Gemma2Config", "Gemma2ForCausalLM"),
+    "olmo2": (plain, "Olmo2Config", "Olmo2ForCausalLM"),
+    "granite": (granite, "GraniteConfig", "GraniteForCausalLM"),
+    "phi3": (phi3, "Phi3Config", "Phi3ForCausalLM"),
 }
 
 
@@ -114,6 +176,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             name = f"{kind}-{number}"
             draw = random.Random(name)
             config = sizes(draw) | own(draw)
+            if kind in HEADS_SHARE_THE_WIDTH:
+                config |= even(config)
+                del config["head_dim"]
             dtype = ("float32", "bfloat16", "float16")[number % 3]
             jobs[name] = {
                 "folder": str(base / name),

@@ -10,7 +10,7 @@ from maxpipe.config.bounds import Bound
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
 from maxpipe.model.families import formats, generic
-from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Only
+from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Only, Rotary
 from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Family, Model, own_keys
@@ -84,18 +84,20 @@ def _rules(config: ModelConfig) -> Iterator[Finding]:
             )
 
 
+_ALL_TURN = Fixed("partial_rotary_factor", (1.0, 1), 1.0)
+
 _HUGGINGFACE = HuggingFace(
     "Phi3ForCausalLM",
     "phi3",
     keys=(
         *formats.sizes(width=3072, mlp=8192, vocab=32064, epsilon=1e-5),
         formats.OrNone("sliding_window", "phi3.window", 0),
-        formats.plain_rope(),
+        Rotary("rope_theta", 10000.0, {"default": (_ALL_TURN,)}, unscaled={}),
         Only("phi3.rope_size", 0),
         Only("phi3.rope_short", []),
         Only("phi3.rope_long", []),
         Only("phi3.rope_scaling", 1.0),
-        Fixed("partial_rotary_factor", (1.0, 1), 1.0),
+        _ALL_TURN,
         Kept("original_max_position_embeddings"),
         Kept("embd_pdrop"),
         Kept("resid_pdrop"),
