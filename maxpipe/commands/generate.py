@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.boundary import files
@@ -25,20 +26,28 @@ _STDIN = "-"
 
 def _generate(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint.address import parse
+    from maxpipe.exchange.sections import FILE as CONFIG
+    from maxpipe.exchange.source import folder_of
 
-    address = parse(options.checkpoint)
+    folder = folder_of(options.checkpoint)
+    if folder is None and Path(options.checkpoint, CONFIG).is_file():  # that of a run is YAML
+        folder = options.checkpoint
+    address = parse(options.checkpoint) if folder is None else None
     _check(options)
     texts = _prompts(options)
     from maxpipe.generate.completions import Limits, complete, encoded
     from maxpipe.generate.decoding import Decoding
     from maxpipe.generate.sampling import Sampling
-    from maxpipe.generate.weights import open_checkpoint
+    from maxpipe.generate.weights import open_checkpoint, open_folder
     from maxpipe.train.chosen import deferred, interrupts
 
     names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
     sampling = Sampling(**{name: getattr(options, name) for name in names})
     with interrupts():
-        opened = open_checkpoint(address, options.inputs)
+        if address is None:
+            opened = open_folder(folder or "", options.inputs)
+        else:
+            opened = open_checkpoint(address, options.inputs)
         tokenizer, room = opened.tokenizer, opened.room
         limits = Limits(options.max_tokens, room, tuple(options.stop), options.batch_size)
         prompts = encoded(texts, tokenizer, room)
@@ -231,7 +240,7 @@ def add(commands: Commands) -> None:
         "  maxpipe generate quickstart --interactive --top-p 0.9 --stop '.'\n"
         "  maxpipe generate quickstart --prompt Once mesh.cpu_devices=2 mesh.ici_tensor=2",
     )
-    add_address(parser)
+    add_address(parser, about="a run, RUN@STEP, RUN@best, or a Hugging Face folder")
     add_inputs(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", metavar="TEXT", help="may be given again")

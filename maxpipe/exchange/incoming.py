@@ -134,19 +134,20 @@ def _tokenizer(
     here: Path, later: Path, copied: list[str], say: Say
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The tokenizer's section, and its entry in a fingerprint of data."""
-    section = {"kind": "huggingface", "path": str(later / _TOKENIZER)}
-    if _TOKENIZER not in copied:
-        say(f"no {_TOKENIZER} in the folder: put it into {later}, or set tokenizer.path")
+    section = {"kind": "auto", "path": str(later)}
+    if not {*copied} & _TOKENIZERS:
+        names = " or ".join(sorted(_TOKENIZERS))
+        say(f"no {names} in the folder: put one into {later}, or set tokenizer.path")
         return section, {}
     try:
-        config = TokenizerConfig(kind="huggingface", path=str(here / _TOKENIZER))
+        config = TokenizerConfig(kind="auto", path=str(here))
         return section, {"tokenizer": open_tokenizer(config).fingerprint()}
     except ConfigError as error:
         say(f"the tokenizer was copied, and cannot be used yet: {error.problems[0].rule}")
         return section, {}
 
 
-_TOKENIZER = "tokenizer.json"
+_TOKENIZERS = frozenset({"tokenizer.json", "tokenizer.model"})
 
 
 def _config(section: dict[str, Any], tokenizer: dict[str, str], target: Path) -> str:

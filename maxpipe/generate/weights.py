@@ -1,6 +1,7 @@
 """Models to generate with: their tokenizer at once, and their parameters on a mesh when asked for.
 
-`open_checkpoint` opens one of a run. Whatever else is an `Opened` can be generated with.
+`open_checkpoint` opens one of a run, `open_folder` one of a Hugging Face folder. Whatever else is
+an `Opened` can be generated with.
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ from jax.sharding import Mesh
 
 from maxpipe.checkpoint.address import Address
 from maxpipe.config.check import check
+from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.config.schema import Config, MeshConfig
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
+from maxpipe.exchange.source import opened
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.mesh import build_mesh, describe
 from maxpipe.processes import runtime
 from maxpipe.train.build import steps_of
-from maxpipe.train.chosen import Chosen, choose
+from maxpipe.train.chosen import choose, is_given
+from maxpipe.train.resume import check_model
 from maxpipe.train.run import fit_to_devices
+from maxpipe.train.step import Steps
+from maxpipe.train.weights import of_folder
 from maxpipe.words import counted
 
 Say = Callable[[str], None]
@@ -70,37 +76,67 @@ def open_checkpoint(address: Address, inputs: Sequence[str]) -> Opened:
         StorageError: the checkpoint is damaged.
     """
     chosen = choose(address, inputs, _saved)
-    _check_layout(chosen)
+    _check_layout(chosen.loaded.config)
     tokenizer = open_tokenizer(chosen.loaded.config.tokenizer)
     chosen.must_have(tokenizer)
-    return _Checkpoint(chosen, tokenizer)
+    return _Model(chosen.name, chosen.loaded, tokenizer, chosen.params)
+
+
+def open_folder(folder: str, inputs: Sequence[str]) -> Opened:
+    """A Hugging Face folder; `inputs` as for `open_checkpoint`.
+
+    Raises:
+        ConfigError: the folder cannot be used, or the inputs do not fit its model or tokenizer.
+    """
+    source = opened(folder)
+    section, most = source.described.section, source.described.kept.get("max_position_embeddings")
+    room = most if isinstance(most, int) and 1 <= most < 2**31 else 2048
+    stored = "bfloat16" if source.dtype == "BF16" else "float32"
+    model = {"param_dtype": stored, **section}
+    known = {
+        "model": model,
+        "tokenizer": {"kind": "auto", "path": str(source.folder)},
+        "train": {"steps": 1, "batch_size": _ANY_COUNT, "sequence_length": room},
+    }
+    name = str(source.folder)
+    loaded = load(inputs, known, name)
+    _check_layout(loaded.config)
+    check_model(model, to_dict(loaded.config)["model"], loaded.origins, "leave it out")
+
+    def params(steps: Steps) -> Any:
+        return of_folder(source, steps.abstract_saved["params"])
+
+    return _Model(name, loaded, open_tokenizer(loaded.config.tokenizer), params)
 
 
 @dataclass(frozen=True)
-class _Checkpoint:
-    """Of a run."""
+class _Model:
+    """One with a config."""
 
-    chosen: Chosen
+    name: str
+    loaded: Loaded
     tokenizer: Tokenizer
+    params: Callable[[Steps], Any]
+    """In the form of checkpoints."""
 
     @property
     def room(self) -> int:
-        return self.chosen.loaded.config.train.sequence_length
+        return self.loaded.config.train.sequence_length
 
     def load(self, say: Say) -> Weights:
-        """Starts the devices and restores the parameters.
+        """Starts the devices and reads the parameters.
 
         Raises:
             ConfigError: the config does not fit the devices.
             StorageError: the checkpoint is damaged.
         """
-        config = self.chosen.loaded.config
+        config = self.loaded.config
         runtime.start(config.runtime, config.mesh.cpu_devices)
-        config = _fitted(self.chosen, say)
+        config = _fitted(self.loaded, self.name, say)
         mesh = build_mesh(config.mesh)
         steps = steps_of(config, mesh, self.tokenizer.byte_lengths)
-        say(f"restoring the parameters of {self.chosen.name}")
-        params = steps.partition.by_kind(self.chosen.params(steps))
+        say(f"restoring the parameters of {self.name}")
+        params = steps.partition.by_kind(self.params(steps))
         return Weights(steps.partition.decoder, params, mesh)
 
 
@@ -116,8 +152,7 @@ def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
     return taken | {"train": train, "mesh": {"axis_rules": rules}}
 
 
-def _check_layout(chosen: Chosen) -> None:
-    config = chosen.loaded.config
+def _check_layout(config: Config) -> None:
     for key in ("ici_stage", "dcn_stage"):
         if (size := getattr(config.mesh, key)) != 1:
             raise ConfigError.one(
@@ -135,11 +170,11 @@ def _check_layout(chosen: Chosen) -> None:
         )
 
 
-def _fitted(chosen: Chosen, say: Say) -> Config:
+def _fitted(loaded: Loaded, name: str, say: Say) -> Config:
     """The config with the user's mesh, or with all devices here on one axis."""
-    if chosen.is_given("mesh.") or jax.device_count() == 1:
-        return fit_to_devices(chosen.loaded).config
-    config, count = chosen.loaded.config, jax.device_count()
+    if is_given(loaded, name, "mesh.") or jax.device_count() == 1:
+        return fit_to_devices(loaded).config
+    config, count = loaded.config, jax.device_count()
     rules = config.mesh.axis_rules
     whole = rules | {"kv_heads": []}
     for mesh in (
@@ -148,7 +183,7 @@ def _fitted(chosen: Chosen, say: Say) -> Config:
         MeshConfig(ici_fsdp=count, axis_rules=rules),
     ):
         fitted = dataclasses.replace(config, mesh=mesh)
-        if not check(fitted, chosen.loaded.origins):
+        if not check(fitted, loaded.origins):
             say(f"generating on {counted(count, 'device')}: {describe(build_mesh(mesh))}")
             return fitted
     raise ConfigError.one(

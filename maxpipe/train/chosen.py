@@ -36,10 +36,7 @@ class Chosen:
 
     def is_given(self, *prefixes: str) -> bool:
         """Whether the user gave a key that begins so."""
-        return any(
-            key.startswith(prefixes) and origin not in (DEFAULT, self.name)
-            for key, origin in self.loaded.origins.items()
-        )
+        return is_given(self.loaded, self.name, *prefixes)
 
     def must_have(self, tokenizer: Tokenizer) -> None:
         """Raises ConfigError unless it was trained with this tokenizer."""
@@ -68,6 +65,14 @@ class Chosen:
         wanted = {"params": steps.abstract_saved["params"]}
         with Checkpoints(self.home, write=False) as checkpoints:
             return checkpoints.restore(self.facts.step, wanted, accept).state["params"]
+
+
+def is_given(loaded: Loaded, name: str, *prefixes: str) -> bool:
+    """Whether the user gave a key that begins so; `name` is that of the checkpoint's config."""
+    return any(
+        key.startswith(prefixes) and origin not in (DEFAULT, name)
+        for key, origin in loaded.origins.items()
+    )
 
 
 def choose(

@@ -15,6 +15,7 @@ from maxpipe.cli import main
 from maxpipe.config.load import Loaded, load
 from maxpipe.errors import ConfigError
 from maxpipe.parallel.mesh import build_mesh
+from maxpipe.processes import runtime
 from maxpipe.train.build import steps_of
 from maxpipe.train.resume import Start, restore_or_init
 from tests.exchange import maker
@@ -115,3 +116,20 @@ def test_keys_that_a_folder_does_not_decide_are_free(weights: Path, tmp_path: Pa
     source = f"checkpoint.restore_from=hf:{weights / 'hf'}"
     start, _, _ = started(weights, tmp_path, source, "model.moe.balance_weight=0.5")
     assert "the weights of" in start.words
+
+
+def test_text_of_a_folder_is_that_of_its_import(
+    weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "start", lambda *_: None)  # the devices of the tests
+    asked = ["--prompt", "ab", "--temperature", "0", "--max-tokens", "9", "--json"]
+    asked += ["tokenizer.kind=bytes", "tokenizer.path=", "mesh.ici_data=8"]
+    answers = []
+    for model in (f"hf:{weights / 'hf'}", str(weights / "hf"), str(weights / "ckpt")):
+        assert main(["generate", model, *asked, "model.compute_dtype=float32"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert len({*answers}) == 1 and '"prompt": "ab"' in answers[0]
+    assert main(["generate", f"hf:{weights / 'none'}", *asked]) == 2
+    assert "must be a folder on this machine" in capsys.readouterr().err
+    assert main(["generate", str(weights / "hf"), *asked, "model.num_layers=2"]) == 2
+    assert "the value of the checkpoint's model" in capsys.readouterr().err
