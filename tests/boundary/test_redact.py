@@ -171,7 +171,7 @@ def test_error_messages(capsys: Capture):
 
 
 def test_tracebacks(capsys: Capture, monkeypatch: pytest.MonkeyPatch):
-    def broken(_):
+    def broken(*_: object, **__: object):
         secret = f"cannot reach https://me:{TOKEN}@host/x"
         raise ZeroDivisionError(secret)
 

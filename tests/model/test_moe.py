@@ -376,7 +376,7 @@ def test_the_model_is_described_once() -> None:
         ("model.moe.num_experts=0", "must be at least 1."),
         ("model.moe.balance_weight=-1", "0 only records the balance loss"),
         ("model.num_experts=4", "Did you mean model.moe.num_experts?"),
-        ("model.n_routed_experts=4", "layers with experts are those of some model families"),
+        ("model.n_routed_experts=4", "Did you mean model.moe.num_experts?"),
         ("model.moe.window=3", "is not a key of model.moe"),
         ("mesh.ici_tensor=4 mesh.cpu_devices=4 model.moe.d_expert=90", "multiple of the tensor"),
     ],

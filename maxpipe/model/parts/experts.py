@@ -154,13 +154,14 @@ class Experts(Part):
     def residuals(self) -> Held:
         """Inputs of all matmuls and of the gates; the weights of experts.
 
-        In float32 the probabilities, which of them are taken, and sums over experts. What the
-        balance loss keeps of each sequence is too small to count.
+        In float32 the probabilities, those of the z-loss, which of them are taken, and sums over
+        experts. What the balance loss keeps of each sequence is too small to count.
         """
         extra = float(self.normalised)
         found = self._with_rows(4.0, width=1.0) + Held(
             narrow=((1.0, self._each),),
-            wide=((2.0 + extra, self._each), (3.0 + 2.0 * extra, ())),
+            wide=((3.0 + extra, self._each), (5.0 + 2.0 * extra, ())),
+            flags=((1.0, ()),),
         )
         return found if self.shared is None else found + self.shared.residuals
 
