@@ -565,20 +565,24 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     [
         ["goodput", "~nobody-here/run"],
         ["checkpoints", "list", "~nobody-here/run"],
-        ["train", "configs/quickstart.yml", "run.dir=~nobody-here/runs"],
-        ["train", "configs/quickstart.yml", "checkpoint.dir=~nobody-here/runs"],
+        ["train", "quickstart", "run.dir=~nobody-here/runs"],
+        ["train", "quickstart", "checkpoint.dir=~nobody-here/runs"],
         [
             "train",
-            "configs/quickstart.yml",
+            "quickstart",
             "checkpoint.local_dir=~nobody-here",
             "checkpoint.local_every=9",
         ],
-        ["train", "configs/quickstart.yml", "checkpoint.restore_from=~nobody-here/run"],
+        ["train", "quickstart", "checkpoint.restore_from=~nobody-here/run"],
     ],
 )
 def test_home_folder_that_does_not_exist(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where no run has ended
     assert main(arguments) == 2
     err = capsys.readouterr().err
     assert "must begin with a home folder that is known here" in err
