@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.boundary import files
@@ -30,7 +30,8 @@ def _generate(options: argparse.Namespace) -> int:
     from maxpipe.exchange.source import folder_of
 
     folder = folder_of(options.checkpoint)
-    if folder is None and Path(options.checkpoint, CONFIG).is_file():  # that of a run is YAML
+    config = os.path.join(options.checkpoint, CONFIG)  # that of a run is YAML
+    if folder is None and os.path.isfile(config):
         folder = options.checkpoint
     address = parse(options.checkpoint) if folder is None else None
     _check(options)

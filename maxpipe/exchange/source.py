@@ -7,6 +7,7 @@ one after the other.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -178,7 +179,7 @@ def opened(folder: str, where: str = "command line: DIR") -> Source:
         ConfigError: it holds something else, or other tensors than its config.json says.
     """
     path = full(folder, where)
-    if not folder.strip() or "\0" in folder or not path.is_dir():
+    if not folder.strip() or "\0" in folder or not os.path.isdir(path):
         raise ConfigError.one(
             where,
             folder or "''",

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
-from maxpipe.model.modules.mlp import gated
+from maxpipe.model.modules.mlp import gated, gated_mlp
 from maxpipe.model.modules.part import Context, Output, PartModule
 from maxpipe.model.parts import experts
 from maxpipe.parallel.sharding import AxisRules, constrain
@@ -70,7 +70,7 @@ class Experts(PartModule):
         else:
             out = self._all(x, routes)
         if self.part.shared is not None:
-            out += self._shared(x, self.part.shared.function)
+            out += gated_mlp(x, self, self.part.shared.function, self.rules, "shared_")
         mask = context.inputs.get("loss_mask")
         return Output(out) if mask is None else Output(out, *_reported(routes, lost, mask))
 
@@ -118,16 +118,6 @@ class Experts(PartModule):
         hidden = constrain(hidden, (None, "experts", None, "mlp"), self.rules)
         out = jnp.einsum("becf,efd->becd", hidden, self.down[...].astype(x.dtype))
         return to_tokens(out.reshape(rows, -1, width), slots)
-
-    def _shared(self, x: Float[Array, "B T D"], function: str) -> Float[Array, "B T D"]:
-        """Of the experts that all tokens pass through."""
-        gate = jnp.einsum("btd,df->btf", x, self.shared_gate[...].astype(x.dtype))
-        up = jnp.einsum("btd,df->btf", x, self.shared_up[...].astype(x.dtype))
-        hidden = gated(
-            checkpoint_name(gate, "shared_gate"), checkpoint_name(up, "shared_up"), function
-        )
-        hidden = constrain(hidden, (None, None, "mlp"), self.rules)
-        return jnp.einsum("btf,fd->btd", hidden, self.shared_down[...].astype(x.dtype))
 
     def _slots(self, places: Int[Array, "B T k"], segments: Int[Array, "B T"]) -> Slots:
         """First choices go before second ones, earlier tokens before later ones (arXiv:2006.16668).

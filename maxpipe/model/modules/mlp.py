@@ -52,6 +52,19 @@ def _gated_backward(
 _written.defvjp(_gated_forward, _gated_backward)
 
 
+def gated_mlp(
+    x: Float[Array, "B T D"], module: PartModule, function: str, rules: AxisRules, prefix: str = ""
+) -> Float[Array, "B T D"]:
+    """`(f(x W_gate) * (x W_up)) W_down` with the parameters of `module` that begin so."""
+    gate, up, down = (
+        getattr(module, f"{prefix}{name}")[...].astype(x.dtype) for name in ("gate", "up", "down")
+    )
+    gate, up = jnp.einsum("btd,df->btf", x, gate), jnp.einsum("btd,df->btf", x, up)
+    gate, up = checkpoint_name(gate, f"{prefix}gate"), checkpoint_name(up, f"{prefix}up")
+    hidden = constrain(gated(gate, up, function), (None, None, "mlp"), rules)
+    return jnp.einsum("btf,fd->btd", hidden, down)
+
+
 class GatedMLP(PartModule):
     """SwiGLU or GEGLU (arXiv:2002.05202)."""
 
@@ -65,9 +78,4 @@ class GatedMLP(PartModule):
 
     def __call__(self, x: Float[Array, "B T D"], context: Context) -> Output:
         """`[B, T, D] -> [B, T, D]`."""
-        gate = jnp.einsum("btd,df->btf", x, self.gate[...].astype(x.dtype))
-        up = jnp.einsum("btd,df->btf", x, self.up[...].astype(x.dtype))
-        gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-        hidden = gated(gate, up, self.part.function)
-        hidden = constrain(hidden, (None, None, "mlp"), self.rules)
-        return Output(jnp.einsum("btf,fd->btd", hidden, self.down[...].astype(x.dtype)))
+        return Output(gated_mlp(x, self, self.part.function, self.rules))
