@@ -20,13 +20,11 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.attention.interface import Cache
 from maxpipe.model.families.registry import describe
 from maxpipe.model.initial import initial
-from maxpipe.model.modules.block import Block, norm_module
+from maxpipe.model.modules.block import Block, cache_axes, empty_cache, norm_module
 from maxpipe.model.modules.part import Context, Output
-from maxpipe.model.parts.attention import Attention
-from maxpipe.model.spec import Kind, Model, Param
+from maxpipe.model.spec import Model, Param
 from maxpipe.parallel.sharding import AxisRules
 
 _STREAMS = {"embedding": 1, "head": 2, "ahead": 3}
@@ -276,7 +274,8 @@ class Decoder:
         """By kind, room for what its layers keep of `tokens` tokens in each row, stacked."""
         found: Params = {}
         for name, kind in self.model.kinds.items():
-            one, count = _cache(kind, rows, tokens, self._dtype), self.model.layers.count(name)
+            one = empty_cache(kind, rows, tokens, self._dtype)
+            count = self.model.layers.count(name)
             found[name] = jax.tree.map(
                 lambda leaf, count=count: jnp.broadcast_to(leaf, (count, *leaf.shape)), one
             )
@@ -284,10 +283,7 @@ class Decoder:
 
     def cache_axes(self) -> Params:
         """Logical axes of all that `empty_caches` has, without the stacking axis."""
-        return {
-            name: None if _attention(kind) is None else Cache.axes()
-            for name, kind in self.model.kinds.items()
-        }
+        return {name: cache_axes(kind) for name, kind in self.model.kinds.items()}
 
     def extend(
         self, params: Params, batch: Params, caches: Params, last: int = 0
@@ -348,18 +344,6 @@ def _nats(
     scores = jax.nn.log_softmax(logits)
     picked = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
     return -(picked * mask).sum()
-
-
-def _attention(kind: Kind) -> Attention | None:
-    """The part of a layer that keeps earlier tokens."""
-    return next((part for part in kind.parts.values() if isinstance(part, Attention)), None)
-
-
-def _cache(kind: Kind, rows: int, tokens: int, dtype: jnp.dtype) -> Cache | None:
-    """Of one layer."""
-    if (part := _attention(kind)) is None:
-        return None
-    return Cache.empty((rows, tokens, part.num_kv_heads, part.head_size), dtype)
 
 
 def _split(build: Callable[[], nnx.Module]) -> tuple[Any, Any]:

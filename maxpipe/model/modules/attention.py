@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
 from maxpipe.model.attention.backends import BACKENDS
-from maxpipe.model.attention.interface import Mask
+from maxpipe.model.attention.interface import Cache, Mask
 from maxpipe.model.modules.norm import rms_normed
 from maxpipe.model.modules.part import Context, Output, PartModule
 from maxpipe.model.parts import attention
@@ -152,6 +153,17 @@ class Attention(PartModule):
         out = jnp.einsum("btnh,nhd->btd", mixed, self.out[...].astype(dtype))
         out = self._with_bias("out", out)
         return Output(checkpoint_name(out, "attention_out"), cache=cache)
+
+    @staticmethod
+    def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
+        """Rotated keys, and values, of each key/value head."""
+        return Cache.empty((rows, tokens, part.num_kv_heads, part.head_size), dtype)
+
+    @staticmethod
+    def cache_axes(part: Any) -> Any:
+        """As of `Cache`."""
+        del part
+        return Cache.axes()
 
     def _projected(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         """Queries, keys or values, by their heads."""

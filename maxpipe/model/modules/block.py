@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -32,6 +32,21 @@ _MODULES: Mapping[type, Any] = {
 def norm_module(part: Part) -> Any:
     """The module of a norm: x -> x."""
     return _NORMS[type(part)](part)
+
+
+def empty_cache(kind: Kind, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
+    """Of the one part of a layer that keeps something of earlier tokens; None without one."""
+    return _first(lambda module, part: module.empty_cache(part, rows, tokens, dtype), kind)
+
+
+def cache_axes(kind: Kind) -> Any:
+    """Logical axes of each array in it."""
+    return _first(lambda module, part: module.cache_axes(part), kind)
+
+
+def _first(find: Callable[[Any, Part], Any], kind: Kind) -> Any:
+    found = (find(_MODULES[type(branch.part)], branch.part) for branch in kind.branches)
+    return next((each for each in found if each is not None), None)
 
 
 class Block(nnx.Module):

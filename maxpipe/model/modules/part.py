@@ -11,7 +11,6 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from maxpipe.model.attention.interface import Cache
 from maxpipe.model.spec import Number, Part
 
 
@@ -26,8 +25,9 @@ class Context:
     """The layer's number in the network."""
     values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Numbers in which layers differ, for each layer."""
-    cache: Cache | None = None
-    """Of earlier tokens, when decoding."""
+    cache: Any = None
+    """Of earlier tokens, when decoding: what its one part that keeps some has made of
+    `empty_cache`."""
 
     def number(self, number: Number) -> float | Float[Array, ""]:
         """The number, or this layer's where layers differ."""
@@ -48,7 +48,7 @@ class Output(NamedTuple):
     """Float32 sums over target tokens."""
     statistics: Mapping[str, Array] = {}
     """Sums over tokens; nothing is differentiated through them."""
-    cache: Cache | None = None
+    cache: Any = None
     """With this step's tokens, when decoding."""
 
 
@@ -58,3 +58,13 @@ class PartModule(nnx.Module):
     def __init__(self, part: Part):
         for name, param in part.params.items():
             setattr(self, name, nnx.Param(jnp.zeros(param.shape), axes=param.axes))
+
+    @staticmethod
+    def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
+        """Room for what a layer keeps of `tokens` tokens in each row; None if it keeps nothing."""
+        del part, rows, tokens, dtype
+
+    @staticmethod
+    def cache_axes(part: Any) -> Any:
+        """Logical axes of each array in `empty_cache`."""
+        del part

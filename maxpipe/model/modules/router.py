@@ -1,0 +1,75 @@
+"""Which experts each token goes to, and what a run writes of that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from maxpipe.model.parts import experts
+
+
+class Routes(NamedTuple):
+    """Where the tokens of each sequence go."""
+
+    logits: Float[Array, "B T E"]
+    """Float32."""
+    likely: Float[Array, "B T E"]
+    """Scores of all experts, float32, which add up to 1."""
+    places: Int[Array, "B T k"]
+    """Experts of each token, the best one first. Of equal scores the first counts as larger."""
+    chosen: Float[Array, "B T E"]
+    """1 for those, else 0."""
+    weights: Float[Array, "B T E"]
+    """What their outputs are multiplied with; 0 for the others."""
+
+
+def routed(x: Float[Array, "B T D"], router: Float[Array, "D E"], part: experts.Experts) -> Routes:
+    """The experts of each token, and the weights of their outputs."""
+    router = router.astype(x.dtype)
+    logits = jnp.einsum("btd,de->bte", x, router, preferred_element_type=jnp.float32)
+    shares = jax.nn.softmax(logits) if part.scores == "softmax" else jax.nn.sigmoid(logits)
+    _, places = lax.top_k(lax.stop_gradient(shares), part.per_token)
+    chosen = jax.nn.one_hot(places, part.num_experts, dtype=jnp.float32).sum(-2)
+    weights = shares * chosen
+    if part.normalised:
+        weights /= weights.sum(-1, keepdims=True)
+    if part.weight_scale != 1.0:
+        weights *= part.weight_scale
+    likely = shares if part.scores == "softmax" else shares / shares.sum(-1, keepdims=True)
+    return Routes(logits, likely, places, chosen, weights)
+
+
+def reported(
+    routes: Routes, lost: Float[Array, "B T"] | None, mask: Float[Array, "B T"]
+) -> tuple[Mapping[str, Float[Array, ""]], Mapping[str, Float[Array, " E"]]]:
+    """(losses, statistics) of the target tokens; `lost` is the fraction of each token's choices."""
+    counts = mask.astype(jnp.float32)
+    balance, load = _balance(routes.likely, routes.chosen, counts[..., None])
+    likely = lax.stop_gradient(routes.likely)
+    entropy = -(likely * jnp.log(jnp.maximum(likely, 1e-30))).sum(-1)
+    z = jnp.square(jax.nn.logsumexp(routes.logits, axis=-1))
+    losses = {"balance": balance, "router_z": (z * counts).sum()}
+    losses["entropy"] = (entropy * counts).sum()
+    if lost is not None:
+        losses["dropped"] = (lost.astype(jnp.float32) * counts).sum()
+    return losses, {"load": load}
+
+
+def _balance(
+    shares: Float[Array, "B T E"], chosen: Float[Array, "B T E"], counts: Float[Array, "B T 1"]
+) -> tuple[Float[Array, ""], Float[Array, " E"]]:
+    """The balance loss, and the tokens of each expert.
+
+    The balance loss of arXiv:2101.03961 for each sequence by itself, so that it does not depend on
+    how a batch is cut. With f the share of a sequence's tokens that an expert gets, and p its mean
+    probability, it is `E / k * sum(f * p)` for each token; gradients flow through p.
+    """
+    used, likely = ((counts * each).sum(1) for each in (chosen, shares))
+    # As many are used as tokens times k: divided by their mean they are E / k * f.
+    relative = used / jnp.maximum(used.mean(-1, keepdims=True), 1e-9)
+    return (relative * likely).sum(), used.sum(0)
