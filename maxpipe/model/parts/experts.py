@@ -73,7 +73,7 @@ class Experts(Part):
             "mean",
             "",
             "Fraction of the choices of tokens for which an expert had no room, mean over layers "
-            "with experts. With `model.moe.capacity_factor`.",
+            "with experts. With a `capacity_factor`.",
         ),
         "moe/load_max": Summary(
             "load",
