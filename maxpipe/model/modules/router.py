@@ -28,10 +28,18 @@ class Routes(NamedTuple):
     """What their outputs are multiplied with; 0 for the others."""
 
 
-def routed(x: Float[Array, "B T D"], router: Float[Array, "D E"], part: experts.Experts) -> Routes:
+def routed(
+    x: Float[Array, "B T D"],
+    router: Float[Array, "D E"],
+    part: experts.Experts,
+    *,
+    logit_bias: Float[Array, " E"] | None = None,
+) -> Routes:
     """The experts of each token, and the weights of their outputs."""
     router = router.astype(x.dtype)
     logits = jnp.einsum("btd,de->bte", x, router, preferred_element_type=jnp.float32)
+    if logit_bias is not None:
+        logits += logit_bias.astype(jnp.float32)
     shares = jax.nn.softmax(logits) if part.scores == "softmax" else jax.nn.sigmoid(logits)
     _, places = lax.top_k(lax.stop_gradient(shares), part.per_token)
     chosen = jax.nn.one_hot(places, part.num_experts, dtype=jnp.float32).sum(-2)
