@@ -10,10 +10,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax.sharding import Mesh
 
 from maxpipe.checkpoint.address import Address
 from maxpipe.config.check import check
@@ -22,13 +22,22 @@ from maxpipe.config.schema import Config, MeshConfig
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 from maxpipe.exchange.source import opened
+from maxpipe.generate.sampling import Sampling
 from maxpipe.model.decoder import Decoder
-from maxpipe.parallel.mesh import build_mesh, describe
+from maxpipe.parallel.mesh import STAGE, build_mesh, describe
 from maxpipe.processes import runtime
 from maxpipe.train.build import steps_of
 from maxpipe.train.chosen import choose, is_given
+from maxpipe.train.decoders import (
+    AnyDecoding,
+    decoding_of,
+    for_decoding,
+    prepared,
+    prepared_shardings,
+)
 from maxpipe.train.resume import check_model
 from maxpipe.train.run import fit_to_devices
+from maxpipe.train.state import Partition
 from maxpipe.train.step import Steps
 from maxpipe.train.weights import of_folder
 from maxpipe.words import counted
@@ -43,10 +52,13 @@ _ANY_COUNT = 16 * math.lcm(*range(1, 17))
 class Weights(NamedTuple):
     """A model that is ready."""
 
-    decoder: Decoder
+    parts: Partition
     params: Any
-    """In network order, layers stacked by kind, on the mesh."""
-    mesh: Mesh
+    """On the mesh, as decoding takes them."""
+
+    def decoding(self, sampling: Sampling, seed: int) -> AnyDecoding:
+        """What generates with them."""
+        return decoding_of(self.parts, sampling, seed)
 
 
 class Opened(Protocol):
@@ -76,7 +88,7 @@ def open_checkpoint(address: Address, inputs: Sequence[str]) -> Opened:
         StorageError: the checkpoint is damaged.
     """
     chosen = choose(address, inputs, _saved)
-    _check_layout(chosen.loaded.config)
+    _check_processes(chosen.loaded.config)
     tokenizer = open_tokenizer(chosen.loaded.config.tokenizer)
     chosen.must_have(tokenizer)
     return _Model(chosen.name, chosen.loaded, tokenizer, chosen.params)
@@ -100,7 +112,7 @@ def open_folder(folder: str, inputs: Sequence[str]) -> Opened:
     }
     name = str(source.folder)
     loaded = load(inputs, known, name)
-    _check_layout(loaded.config)
+    _check_processes(loaded.config)
     check_model(model, to_dict(loaded.config)["model"], loaded.origins, "leave it out")
 
     def params(steps: Steps) -> Any:
@@ -136,8 +148,24 @@ class _Model:
         mesh = build_mesh(config.mesh)
         steps = steps_of(config, mesh, self.tokenizer.byte_lengths)
         say(f"restoring the parameters of {self.name}")
+        parts = for_decoding(steps.partition)
         params = steps.partition.by_kind(self.params(steps))
-        return Weights(steps.partition.decoder, params, mesh)
+        if mesh.shape[STAGE] == 1:
+            return Weights(parts, _by_layer(parts.decoder, params))
+        stack = jax.jit(partial(prepared, parts), out_shardings=prepared_shardings(parts))
+        return Weights(parts, stack(params))
+
+
+def _by_layer(decoder: Decoder, params: Any) -> Any:
+    """`Decoder.by_layer`, a stack at a time: each is freed when its layers are by themselves."""
+    copied = jax.jit(list)
+
+    def split(leaf: jax.Array) -> list[jax.Array]:
+        each = jax.block_until_ready(copied(leaf))
+        leaf.delete()
+        return each
+
+    return decoder.by_layer(params, split)
 
 
 def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,15 +180,7 @@ def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
     return taken | {"train": train, "mesh": {"axis_rules": rules}}
 
 
-def _check_layout(config: Config) -> None:
-    for key in ("ici_stage", "dcn_stage"):
-        if (size := getattr(config.mesh, key)) != 1:
-            raise ConfigError.one(
-                f"mesh.{key}",
-                size,
-                "must be 1: tokens are generated without stages.",
-                f"Set mesh.{key}=1, and mesh.ici_tensor or mesh.ici_data for the devices.",
-            )
+def _check_processes(config: Config) -> None:
     if config.runtime.num_processes != 1:
         raise ConfigError.one(
             "runtime.num_processes",

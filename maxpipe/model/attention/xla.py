@@ -33,7 +33,8 @@ def attend(
         # The first block is the square that `is_causal` is made for.
         square = by_place and start == 0
         seen = mask.seen(start, stop, keys, causal=mask.causal and not square)
-        if mask.soft_cap or mask.sinks is not None:
+        # Behind a cache jax's function puts keys and values in another order first.
+        if mask.soft_cap or mask.sinks is not None or not mask.in_row:
             if square:
                 seen &= jnp.tri(stop, dtype=bool)
             parts.append(_mixed(*part, seen, mask))
@@ -54,8 +55,13 @@ def _mixed(
 ) -> Float[Array, "B t N H"]:
     """With a soft cap (arXiv:2408.00118) or sinks (arXiv:2309.17453), which jax's has not."""
     rows, tokens, heads, size = query.shape
-    grouped = query.reshape(rows, tokens, key.shape[2], -1, size)
-    scores = jnp.einsum("btgnh,bsgh->bgnts", grouped, key, preferred_element_type=jnp.float32)
+    groups, num_keys = key.shape[2], key.shape[1]
+    # Heads in front, as caches have them: one matmul of plain matrices for each.
+    grouped = query.reshape(rows, tokens, groups, -1, size).transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(rows, groups, -1, size)
+    key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+    scores = jnp.einsum("bgxh,bgsh->bgxs", grouped, key, preferred_element_type=jnp.float32)
+    scores = scores.reshape(rows, groups, -1, tokens, num_keys)
     scores *= size**-0.5 if mask.scale is None else mask.scale
     if mask.soft_cap:
         scores = mask.soft_cap * jnp.tanh(scores / mask.soft_cap)
@@ -64,6 +70,8 @@ def _mixed(
         sinks = mask.sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
         sinks = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, sinks], axis=-1)
-    shares = jax.nn.softmax(scores, axis=-1)[..., : key.shape[1]].astype(value.dtype)
-    mixed = jnp.einsum("bgnts,bsgh->btgnh", shares, value)
-    return mixed.reshape(rows, tokens, heads, size)
+    shares = jax.nn.softmax(scores, axis=-1)[..., :num_keys].astype(value.dtype)
+    shares = shares.reshape(rows, groups, -1, num_keys)
+    mixed = jnp.einsum("bgxs,bgsh->bgxh", shares, value)
+    mixed = mixed.reshape(rows, groups, -1, tokens, value.shape[-1]).transpose(0, 3, 1, 2, 4)
+    return mixed.reshape(rows, tokens, heads, value.shape[-1])
