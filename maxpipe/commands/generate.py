@@ -8,10 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from maxpipe.boundary import files
-from maxpipe.boundary.typed import parse as parse_json
 from maxpipe.commands.parser import Commands, add_address, add_inputs, count, integer, number
 from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.generate.prompts import MAX_BYTES, one, parsed, read
 
 if TYPE_CHECKING:
     from maxpipe.data.tokenizer import Tokenizer
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 _MAX_PROMPT_BYTES = 1 << 24
 """Of a line that is typed."""
-_MAX_FILE_BYTES = 1 << 28
 _STDIN = "-"
 
 
@@ -30,7 +28,6 @@ def _generate(options: argparse.Namespace) -> int:
     _check(options)
     texts = _prompts(options)
     from maxpipe.generate.completions import Limits, complete, encoded
-    from maxpipe.generate.decoding import Decoding
     from maxpipe.generate.sampling import Sampling
     from maxpipe.generate.weights import open_model
     from maxpipe.train.chosen import deferred, interrupts
@@ -42,8 +39,8 @@ def _generate(options: argparse.Namespace) -> int:
         tokenizer, room = opened.tokenizer, opened.room
         limits = Limits(options.max_tokens, room, tuple(options.stop), options.batch_size)
         prompts = encoded(texts, tokenizer, room)
-        decoder, params, mesh = opened.load(_say)
-        decoding = Decoding(decoder, mesh, sampling, options.seed)
+        weights = opened.load(_say)
+        decoding, params = weights.decoding(sampling, options.seed), weights.params
 
         def answer(prompts: list[Prompt]) -> None:
             printer = _Printer(options, tokenizer, is_alone=len(prompts) == 1)
@@ -69,40 +66,9 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     if options.prompts is None:
         return options.prompt or []
     where = f"command line: --prompts {options.prompts}"
-    try:
-        if options.prompts == _STDIN:
-            raw = sys.stdin.buffer.read(_MAX_FILE_BYTES)
-        else:
-            raw = files.read(options.prompts, _MAX_FILE_BYTES)
-    except OSError as error:
-        raise ConfigError.one(
-            where,
-            None,
-            f"must be a file that can be read: {error.strerror or error}.",
-            "Name a text file with a prompt a line, or JSON lines with `prompt` in each.",
-        ) from error
-    lines = [(place, line) for place, line in enumerate(raw.splitlines(), 1) if line.strip()]
-    if not lines:
-        raise ConfigError.one(
-            where, None, "holds no prompt: each line that is not blank is one.", "Write some."
-        )
-    is_json = options.prompts.endswith((".jsonl", ".json", ".ndjson"))
-    return [_prompt(line, f"{where}, line {place}", is_json) for place, line in lines]
-
-
-def _prompt(line: bytes, where: str, is_json: bool) -> str:
-    try:
-        if not is_json:
-            return line.decode()
-        found = parse_json(line, dict[str, Any]).get("prompt")
-        if isinstance(found, str):
-            return found
-        raise ValueError("it has no text `prompt`")
-    except ValueError as error:  # that of an encoding, too
-        rule = "must be an object with a text `prompt`" if is_json else "must be UTF-8"
-        raise ConfigError.one(
-            where, None, f"{rule}: {error}.", "Correct the line, or take it out."
-        ) from error
+    if options.prompts == _STDIN:
+        return parsed(sys.stdin.buffer.read(MAX_BYTES), where)
+    return read(options.prompts, where)
 
 
 def _converse(answer: Callable[[str, int], None]) -> None:
@@ -117,7 +83,7 @@ def _converse(answer: Callable[[str, int], None]) -> None:
         if not line.strip():
             continue
         try:
-            answer(_prompt(line.rstrip(b"\r\n"), f"prompt {number + 1}", False), number)
+            answer(one(line.rstrip(b"\r\n"), f"prompt {number + 1}"), number)
         except ConfigError as error:
             _say(str(error))
         number += 1

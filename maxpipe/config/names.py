@@ -113,6 +113,8 @@ _SAME_KEY = {
     "checkpoint.restore_from": "resume_from_checkpoint init_from load_path load_from "
     "restore_path finetune_from",
     "eval.every": "eval_interval eval_steps eval_every val_check_interval validate_every",
+    "eval.sample_every": "sample_interval sample_steps generate_every generate_steps",
+    "eval.sample_prompts": "sample_prompt generation_prompts",
     "eval.batches": "eval_iters eval_batches limit_val_batches",
     "log.every": "log_every logging_steps log_interval log_freq log_steps report_every",
     "log.tensorboard": "use_tensorboard tb enable_tensorboard",

@@ -6,11 +6,13 @@ import contextlib
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
 
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, NumbersError
-from maxpipe.generate.decoding import Decoding, Size, padded
+from maxpipe.generate.decoding import Size, padded
 from maxpipe.generate.text import Writing
 
 Finish = Literal["end", "stop", "length", "room", "interrupted"]
@@ -56,6 +58,21 @@ class Completion:
         return self.writing.text
 
 
+class Extends(Protocol):
+    """What extends rows: `Decoding`, or with stages `StagedDecoding`."""
+
+    @property
+    def shards(self) -> int:
+        """What the number of rows is a multiple of."""
+        ...
+
+    def run(
+        self, params: Any, prompts: Sequence[Sequence[int]], numbers: Sequence[int], size: Size
+    ) -> Generator[tuple[np.ndarray, np.ndarray]]:
+        """Tokens and log-probabilities `[B]` that follow, one of each row at a time."""
+        ...
+
+
 def encoded(texts: Sequence[str], tokenizer: Tokenizer, room: int, first: int = 0) -> list[Prompt]:
     """The prompts' tokens, as documents begin in training.
 
@@ -86,7 +103,7 @@ def encoded(texts: Sequence[str], tokenizer: Tokenizer, room: int, first: int = 
 
 
 def complete(
-    decoding: Decoding,
+    decoding: Extends,
     params: Any,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
@@ -141,7 +158,7 @@ def size_of(prompts: Sequence[Prompt], limits: Limits, shards: int) -> Size:
 
 
 def _steps(
-    decoding: Decoding,
+    decoding: Extends,
     params: Any,
     tokenizer: Tokenizer,
     batch: Sequence[Completion],

@@ -30,7 +30,7 @@ Tree = Any
 _LARGEST_PIECE = 512
 """Tokens of a prompt that are computed at once: scores are this times the cache's room."""
 _SMALLEST_PIECE = 16
-_PADDING, _TEXT = 0, 1
+_PADDING, TEXT = 0, 1
 """Segments."""
 
 
@@ -53,9 +53,9 @@ class Drawn(NamedTuple):
 class Rows(NamedTuple):
     """Prompts side by side, int32 `[B, T]`."""
 
-    tokens: np.ndarray
-    segment_ids: np.ndarray
-    positions: np.ndarray
+    tokens: Any
+    segment_ids: Any
+    positions: Any
 
 
 class Size(NamedTuple):
@@ -86,9 +86,14 @@ def side_by_side(prompts: Sequence[Sequence[int]], rows: int, width: int) -> Row
     for row, prompt in enumerate(prompts):
         start = width - len(prompt)
         found.tokens[row, start:] = prompt
-        found.segment_ids[row, start:] = _TEXT
+        found.segment_ids[row, start:] = TEXT
         found.positions[row, start:] = np.arange(len(prompt))
     return found
+
+
+def placed(array: np.ndarray, sharding: NamedSharding) -> Array:
+    """The array, which every process has, on the devices."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 @dataclass(frozen=True)
@@ -111,13 +116,13 @@ class Decoding:
         """Tokens and log-probabilities `[B]` that follow, one of each row at a time.
 
         Args:
-            params: in network order, layers stacked by kind.
+            params: in network order, as `Decoder.by_layer` has them.
             prompts: ids of each row, at least one.
             numbers: of the rows: with the seed and a token's position they are its randomness.
             size: of the batch, which has at least as many rows and tokens.
         """
         with jax.set_mesh(self.mesh):
-            place = partial(jax.device_put, device=NamedSharding(self.mesh, BATCH_SPEC))
+            place = partial(placed, sharding=NamedSharding(self.mesh, BATCH_SPEC))
             rows = side_by_side(prompts, size.rows, size.prompt)
             given = np.zeros(size.rows, np.int32)
             given[: len(numbers)] = numbers
@@ -149,26 +154,29 @@ class Decoding:
         """(parameters, kept, row numbers, piece) -> (kept, drawn behind the piece)."""
         return jax.jit(self._advance, donate_argnums=1, out_shardings=self._shardings)
 
-    def _empty(self, size: Size) -> Kept:
-        """Room for the batch, on the mesh."""
-        shape = (size.rows, self.decoder.config.vocab_size)
+    @cached_property
+    def _empty(self) -> Any:
+        """(size) -> room for the batch, on the mesh."""
 
-        def build() -> Kept:
+        def build(size: Size) -> Kept:
             caches = self.decoder.empty_caches(size.rows, size.prompt + size.more)
+            shape = (size.rows, self.decoder.config.vocab_size)
             return Kept(caches, jnp.zeros(shape, bool) if self._penalises else None)
 
-        return jax.jit(build, out_shardings=self._shardings[0])()
+        return jax.jit(build, static_argnums=0, out_shardings=self._shardings[0])
 
     @cached_property
     def _shardings(self) -> Any:
         """Of what is kept, and of what is drawn."""
 
         def sharding(axes: tuple[str | None, ...]) -> NamedSharding:
-            return NamedSharding(self.mesh, self.decoder.rules.spec((None, *axes), "the cache"))
+            return NamedSharding(self.mesh, self.decoder.rules.spec(axes, "the cache"))
 
-        caches = jax.tree.map(sharding, self.decoder.cache_axes(), is_leaf=_is_axes)
+        axes = [self.decoder.cache_axes(kind) for kind in self.decoder.model.layers]
+        caches = jax.tree.map(sharding, axes, is_leaf=is_axes)
         rows: Any = NamedSharding(self.mesh, BATCH_SPEC)
-        return Kept(caches, rows if self._penalises else None), Drawn(rows, rows, rows)
+        whole: Any = NamedSharding(self.mesh, PartitionSpec())  # each process reads all of it
+        return Kept(caches, rows if self._penalises else None), Drawn(whole, whole, rows)
 
     @property
     def _penalises(self) -> bool:
@@ -178,7 +186,7 @@ class Decoding:
         self, params: Tree, kept: Kept, numbers: Int[Array, " B"], drawn: Drawn
     ) -> tuple[Kept, Drawn]:
         tokens, positions = drawn.tokens[:, None], drawn.positions[:, None]
-        piece: Any = Rows._make((tokens, jnp.full_like(tokens, _TEXT), positions))
+        piece: Any = Rows._make((tokens, jnp.full_like(tokens, TEXT), positions))
         return self._advance(params, kept, numbers, piece)
 
     def _advance(
@@ -190,12 +198,13 @@ class Decoding:
         seen = kept.seen
         if seen is not None:
             each = jnp.arange(seen.shape[0])[:, None]
-            seen = seen.at[each, piece.tokens].max(piece.segment_ids == _TEXT)
+            seen = seen.at[each, piece.tokens].max(piece.segment_ids == TEXT)
         positions = piece.positions[:, -1] + 1
         keys = row_keys(self.seed, numbers, positions)
         choice = sample(logits, seen, keys, self.sampling)
         return Kept(caches, seen), Drawn(choice.tokens, choice.logprobs, positions)
 
 
-def _is_axes(node: object) -> bool:
+def is_axes(node: object) -> bool:
+    """Whether it is the logical axes of one array."""
     return type(node) is tuple

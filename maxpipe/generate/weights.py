@@ -10,11 +10,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax.sharding import Mesh
 
 from maxpipe.checkpoint.address import Address
 from maxpipe.config.check import check
@@ -22,12 +22,21 @@ from maxpipe.config.load import Loaded
 from maxpipe.config.schema import Config, MeshConfig
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
+from maxpipe.generate.sampling import Sampling
 from maxpipe.model.decoder import Decoder
-from maxpipe.parallel.mesh import build_mesh, describe
+from maxpipe.parallel.mesh import STAGE, build_mesh, describe
 from maxpipe.processes import runtime
 from maxpipe.train.build import steps_of
 from maxpipe.train.chosen import choose, is_given
+from maxpipe.train.decoders import (
+    AnyDecoding,
+    decoding_of,
+    for_decoding,
+    prepared,
+    prepared_shardings,
+)
 from maxpipe.train.run import fit_to_devices
+from maxpipe.train.state import Partition
 from maxpipe.train.step import Steps
 from maxpipe.words import counted
 
@@ -41,10 +50,13 @@ _ANY_COUNT = 16 * math.lcm(*range(1, 17))
 class Weights(NamedTuple):
     """A model that is ready."""
 
-    decoder: Decoder
+    parts: Partition
     params: Any
-    """In network order, layers stacked by kind, on the mesh."""
-    mesh: Mesh
+    """On the mesh, as decoding takes them."""
+
+    def decoding(self, sampling: Sampling, seed: int) -> AnyDecoding:
+        """What generates with them."""
+        return decoding_of(self.parts, sampling, seed)
 
 
 class Opened(Protocol):
@@ -66,18 +78,21 @@ class Opened(Protocol):
         ...
 
 
-def open_model(named: Address | Path, inputs: Sequence[str]) -> Opened:
-    """A checkpoint or a Hugging Face folder, for its parameters alone, on a mesh without stages.
+def open_model(named: Address | Path, inputs: Sequence[str], *, staged: bool = True) -> Opened:
+    """A checkpoint or a Hugging Face folder, for its parameters alone.
 
     `inputs` are files and overrides that change its own config: `mesh` for the devices,
     `train.sequence_length` for the room, which is the folder's `max_position_embeddings`.
+    `staged` says whether a mesh may have stages.
 
     Raises:
         ConfigError: there is no such model, or the inputs do not fit it or its tokenizer.
         StorageError: the checkpoint is damaged.
     """
     chosen = choose(named, inputs, _saved)
-    _check_layout(chosen.loaded.config)
+    _check_processes(chosen.loaded.config)
+    if not staged:
+        _check_stages(chosen.loaded.config)
     tokenizer = open_tokenizer(chosen.loaded.config.tokenizer)
     chosen.must_have(tokenizer)
     return _Model(chosen.name, chosen.loaded, tokenizer, chosen.params)
@@ -110,8 +125,24 @@ class _Model:
         mesh = build_mesh(config.mesh)
         steps = steps_of(config, mesh, self.tokenizer.byte_lengths)
         say(f"restoring the parameters of {self.name}")
+        parts = for_decoding(steps.partition)
         params = steps.partition.by_kind(self.params(steps))
-        return Weights(steps.partition.decoder, params, mesh)
+        if mesh.shape[STAGE] == 1:
+            return Weights(parts, _by_layer(parts.decoder, params))
+        stack = jax.jit(partial(prepared, parts), out_shardings=prepared_shardings(parts))
+        return Weights(parts, stack(params))
+
+
+def _by_layer(decoder: Decoder, params: Any) -> Any:
+    """`Decoder.by_layer`, a stack at a time: each is freed when its layers are by themselves."""
+    copied = jax.jit(list)
+
+    def split(leaf: jax.Array) -> list[jax.Array]:
+        each = jax.block_until_ready(copied(leaf))
+        leaf.delete()
+        return each
+
+    return decoder.by_layer(params, split)
 
 
 def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,15 +157,7 @@ def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
     return taken | {"train": train, "mesh": {"axis_rules": rules}}
 
 
-def _check_layout(config: Config) -> None:
-    for key in ("ici_stage", "dcn_stage"):
-        if (size := getattr(config.mesh, key)) != 1:
-            raise ConfigError.one(
-                f"mesh.{key}",
-                size,
-                "must be 1: tokens are generated without stages.",
-                f"Set mesh.{key}=1, and mesh.ici_tensor or mesh.ici_data for the devices.",
-            )
+def _check_processes(config: Config) -> None:
     if config.runtime.num_processes != 1:
         raise ConfigError.one(
             "runtime.num_processes",
@@ -142,6 +165,17 @@ def _check_layout(config: Config) -> None:
             "must be 1: one process generates, on all devices of its machine.",
             "Leave it out.",
         )
+
+
+def _check_stages(config: Config) -> None:
+    for key in ("ici_stage", "dcn_stage"):
+        if (size := getattr(config.mesh, key)) != 1:
+            raise ConfigError.one(
+                f"mesh.{key}",
+                size,
+                "must be 1: likelihoods are computed without stages.",
+                f"Set mesh.{key}=1, and mesh.ici_tensor or mesh.ici_data for the devices.",
+            )
 
 
 def _fitted(loaded: Loaded, name: str, say: Say) -> Config:

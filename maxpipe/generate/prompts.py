@@ -1,0 +1,58 @@
+"""Prompts in files: a line each, or a JSON object a line. No jax."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from maxpipe.boundary import files
+from maxpipe.boundary.typed import parse
+from maxpipe.errors import ConfigError
+
+MAX_BYTES = 1 << 28
+"""Of a file."""
+_JSON = (".jsonl", ".json", ".ndjson")
+
+
+def read(path: str | Path, where: str) -> list[str]:
+    """The prompts in a file; `where` names it in errors.
+
+    Raises:
+        ConfigError: it cannot be read, or holds none, or a line is not a prompt.
+    """
+    try:
+        raw = files.read(path, MAX_BYTES)
+    except OSError as error:
+        raise ConfigError.one(
+            where,
+            None,
+            f"must be a file that can be read: {error.strerror or error}.",
+            "Name a text file with a prompt a line, or JSON lines with `prompt` in each.",
+        ) from error
+    return parsed(raw, where, is_json=str(path).endswith(_JSON))
+
+
+def parsed(raw: bytes, where: str, *, is_json: bool = False) -> list[str]:
+    """The prompts in the content of a file; see `read`."""
+    lines = [(place, line) for place, line in enumerate(raw.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise ConfigError.one(
+            where, None, "holds no prompt: each line that is not blank is one.", "Write some."
+        )
+    return [one(line, f"{where}, line {place}", is_json=is_json) for place, line in lines]
+
+
+def one(line: bytes, where: str, *, is_json: bool = False) -> str:
+    """The prompt in a line; see `read`."""
+    try:
+        if not is_json:
+            return line.decode()
+        found = parse(line, dict[str, Any]).get("prompt")
+        if isinstance(found, str):
+            return found
+        raise ValueError("it has no text `prompt`")
+    except ValueError as error:  # that of an encoding, too
+        rule = "must be an object with a text `prompt`" if is_json else "must be UTF-8"
+        raise ConfigError.one(
+            where, None, f"{rule}: {error}.", "Correct the line, or take it out."
+        ) from error
