@@ -91,8 +91,7 @@ def open_folder(folder: str, inputs: Sequence[str]) -> Opened:
     source = opened(folder)
     section, most = source.described.section, source.described.kept.get("max_position_embeddings")
     room = most if isinstance(most, int) and 1 <= most < 2**31 else 2048
-    stored = "bfloat16" if source.dtype == "BF16" else "float32"
-    model = {"param_dtype": stored, **section}
+    model = {"param_dtype": source.param_dtype, **section}
     known = {
         "model": model,
         "tokenizer": {"kind": "auto", "path": str(source.folder)},
@@ -101,7 +100,8 @@ def open_folder(folder: str, inputs: Sequence[str]) -> Opened:
     name = str(source.folder)
     loaded = load(inputs, known, name)
     _check_layout(loaded.config)
-    check_model(model, to_dict(loaded.config)["model"], loaded.origins, "leave it out")
+    wanted = to_dict(loaded.config)["model"]
+    check_model(model, wanted, loaded.origins, "leave it out", weights_alone=True)
 
     def params(steps: Steps) -> Any:
         return of_folder(source, steps.abstract_saved["params"])

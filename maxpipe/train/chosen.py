@@ -59,8 +59,9 @@ class Chosen:
         """
 
         def accept(facts: Facts) -> None:
-            wanted = to_dict(self.loaded.config)["model"]
-            check_model(facts.config["model"], wanted, self.loaded.origins, "leave it out")
+            wanted, origins = to_dict(self.loaded.config)["model"], self.loaded.origins
+            saved = facts.config["model"]
+            check_model(saved, wanted, origins, "leave it out", weights_alone=True)
 
         wanted = {"params": steps.abstract_saved["params"]}
         with Checkpoints(self.home, write=False) as checkpoints:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint.address import parse
-from maxpipe.checkpoint.manager import Checkpoints
+from maxpipe.checkpoint.folder import Folder
 from maxpipe.cli import main
-from maxpipe.exchange import source
+from maxpipe.exchange import incoming, source
 from maxpipe.exchange.outgoing import export
 from maxpipe.exchange.source import opened
 from tests.exchange import maker
@@ -60,7 +61,12 @@ def test_what_was_imported_is_exported_again(
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("gemma3", "F16"), ("mixtral", "F32")])
-def test_other_families_and_types(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_other_families_and_types(
+    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Parts of layers, and blocks of parts, as only large models have them.
+    monkeypatch.setattr(incoming, "_SLAB_BYTES", 400)
+    monkeypatch.setattr(source, "_BLOCK_ELEMENTS", 30)
     config, tensors = MAKERS[kind](dtype)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)
     maker.write(tmp_path / "hf", config, tensors, files=2)
@@ -241,9 +247,19 @@ def test_a_full_disk_leaves_nothing(
     monkeypatch.setattr(os, "posix_fallocate", full)
     assert main(["export", str(imported / "ckpt"), str(tmp_path / "out")]) == 74
     assert "No space left" in capsys.readouterr().err
-    monkeypatch.setattr(Checkpoints, "save", full)
-    assert main(["import", str(imported / "hf"), "--out", str(tmp_path / "ckpt")]) == 74
-    assert "No space left" in capsys.readouterr().err
+    importing = ["import", str(imported / "hf"), "--out", str(tmp_path / "ckpt")]
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "free_bytes", lambda _: 4321)
+        assert main(importing) == 74
+    assert "4,321 are free" in capsys.readouterr().err
+    # It fills up while the weights are being written.
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        assert main(importing) == 74
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large" in capsys.readouterr().err
     assert not os.listdir(tmp_path)
 
 
@@ -267,7 +283,8 @@ def test_a_damaged_checkpoint_is_not_exported(
 
     copy = tmp_path / "copy"
     shutil.copytree(imported / "ckpt", copy)
-    largest = max(copy.rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
+    arrays = (path for path in (copy / "checkpoints" / "0" / "state").rglob("*") if path.is_file())
+    largest = max(arrays, key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
