@@ -263,7 +263,7 @@ def _write_param(
                     writer = writers[place[piece.tensor]]
                     first, _ = piece.rows(taken[piece.lead_kept])
                     cast = _cast(tensor, writer, piece.tensor)
-                    writer.write(piece.tensor, cast, first)
+                    writer.write(piece.tensor, cast, first, *piece.lane)
                     written.add(cast.nbytes)
 
         slabs.each(put, slabs.regions(shape, readable(both, name, chunk)))

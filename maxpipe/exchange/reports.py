@@ -15,7 +15,7 @@ _MEGABYTE = 10**6
 
 
 def unreported(task: str, done: int, total: int) -> None:
-    """Nobody looks."""
+    """Shows nothing."""
 
 
 class Bytes:
@@ -27,7 +27,7 @@ class Bytes:
         self.add(0)
 
     def add(self, count: int) -> None:
-        """So many more are done."""
+        """Adds what was done."""
         with self._lock:
             self._done += count
             self._report(self._task, self._done // _MEGABYTE, -(-self._total // _MEGABYTE))
