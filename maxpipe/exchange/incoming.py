@@ -20,7 +20,7 @@ from maxpipe.config.paths import CONFIG_FILE
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.errors import ConfigError
-from maxpipe.exchange.folders import TRAVELLING, appearing, travel, unwritable
+from maxpipe.exchange.folders import TRAVELLING, appearing, travel, unwritable, vocabularies
 from maxpipe.exchange.mapping import slab
 from maxpipe.exchange.reports import Bytes, Report, Say, unreported
 from maxpipe.exchange.sections import FILE
@@ -148,8 +148,8 @@ def _tokenizer(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The tokenizer's section, and its entry in a fingerprint of data."""
     section = {"kind": "auto", "path": str(later)}
-    if not {*copied} & _TOKENIZERS:
-        names = " or ".join(sorted(_TOKENIZERS))
+    if _TOKENIZER not in copied and not vocabularies(here):
+        names = f"{_TOKENIZER} or tokenizer.model"
         say(f"no {names} in the folder: put one into {later}, or set tokenizer.path")
         return section, {}
     try:
@@ -160,7 +160,7 @@ def _tokenizer(
         return section, {}
 
 
-_TOKENIZERS = frozenset({"tokenizer.json", "tokenizer.model"})
+_TOKENIZER = "tokenizer.json"
 
 
 def _config(section: dict[str, Any], tokenizer: dict[str, str], target: Path) -> str:

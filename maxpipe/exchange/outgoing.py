@@ -37,7 +37,7 @@ from maxpipe.config.schema import Config
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.exchange import reorder
-from maxpipe.exchange.folders import TRAVELLING, appearing, travel
+from maxpipe.exchange.folders import appearing, travel
 from maxpipe.exchange.incoming import FOLDER, ORIGIN, Origin
 from maxpipe.exchange.mapping import Mapped, mapped, part_of, readable
 from maxpipe.exchange.reports import Bytes, Report, Say, unreported
@@ -107,8 +107,7 @@ def export(
         (here / FILE).write_text(text, encoding="utf-8")
         copied: list[str] = []
         for folder in chosen.beside:
-            left = tuple(name for name in TRAVELLING if name not in copied)
-            copied += travel(folder, here, left)
+            copied += travel(folder, here)
     if not copied:
         say("no tokenizer files: the run's tokenizer is built in, or is not on this machine")
     say(f"wrote {target}: {counted(len(names), 'file')} of weights in {most}")

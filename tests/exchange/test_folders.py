@@ -24,6 +24,9 @@ from tests.exchange import maker
 
 Capture = pytest.CaptureFixture[str]
 
+TRAVELLING = {"tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
+TRAVELLING |= {"qwen.tiktoken", "tiktoken.model"}
+
 MAKERS = {"gemma3": maker.gemma3, "mixtral": maker.mixtral, "gpt_oss": maker.gpt_oss}
 
 
@@ -33,8 +36,9 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("imported")
     config, tensors = maker.llama(bos_token_id=3)
     maker.write(base / "hf", config, tensors, files=3)
-    for name in ("tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+    for name in TRAVELLING:
         (base / "hf" / name).write_text(f'{{"of": "{name}"}}')
+    (base / "hf" / ".hidden.model").write_text("no tokenizer")
     (base / "hf" / "modeling_llama.py").write_text("raise SystemExit")
     assert main(["import", str(base / "hf"), "--out", str(base / "ckpt")]) == 0
     return base
@@ -50,9 +54,8 @@ def test_what_was_imported_is_exported_again(
     wanted = json.loads((imported / "hf" / "config.json").read_text())
     assert wanted.items() <= config.items()
     assert config["dtype"] == config["torch_dtype"] == "bfloat16"
-    travelling = {"tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
-    assert {*os.listdir(out)} == travelling | {"config.json", "model.safetensors"}
-    for name in travelling:
+    assert {*os.listdir(out)} == TRAVELLING | {"config.json", "model.safetensors"}
+    for name in TRAVELLING:
         assert (out / name).read_bytes() == (imported / "hf" / name).read_bytes()
     assert os.stat(out).st_mode & 0o777 == os.stat(imported / "ckpt").st_mode & 0o777 != 0o700
     # The same command twice.
