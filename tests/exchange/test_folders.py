@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import random
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.folder import Folder
 from maxpipe.cli import main
+from maxpipe.errors import ConfigError
 from maxpipe.exchange import incoming, source
 from maxpipe.exchange.outgoing import export
 from maxpipe.exchange.source import opened
@@ -317,3 +319,22 @@ def test_what_a_type_cannot_hold_is_refused(tmp_path: Path, capsys: Capture) -> 
     assert main(command) == 2
     assert NORM in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00002-of-00003.safetensors"])
+def test_bytes_that_are_others_are_refused_or_make_no_difference(name: str, tmp_path: Path) -> None:
+    folder = maker.write(tmp_path / "hf", *maker.llama("F32"), files=3)
+    good = (folder / name).read_bytes()
+    end = len(good) if name == "config.json" else 8 + int.from_bytes(good[:8], "little")
+    draw, refused = random.Random(name), 0
+    for _ in range(60):
+        content = bytearray(good)
+        for _ in range(draw.choice((1, 3, 20))):
+            content[draw.randrange(end)] = draw.randrange(256)
+        (folder / name).write_bytes(content)
+        try:
+            opened(str(folder))
+        except ConfigError as error:
+            assert str(folder) in str(error) and len(str(error).splitlines()) % 3 == 0
+            refused += 1
+    assert refused > 50
