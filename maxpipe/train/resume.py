@@ -64,6 +64,9 @@ _FREE_MODEL_KEYS = frozenset(
     {"model.dropout", "model.attention", "model.compute_dtype", "model.ahead_loss_weight", _FROZEN}
 )
 
+# That of the optimizer's state, too, which weights alone have none of: they are cast.
+_TYPE = "model.param_dtype"
+
 # Settings that may change of a finished run: how often it is saved and evaluated, its name, its
 # machine, and the key that gives its length.
 _FREE_WHEN_DONE = frozenset({"checkpoint", "eval"})
@@ -234,7 +237,7 @@ def _check_weights(saved: Mapping[str, Any], loaded: Loaded) -> None:
     key, before = "vocab_size", saved.get("vocab_size")
     if isinstance(before, int) and before < wanted[key]:
         wanted[key] = before
-    check_model(saved, wanted, loaded.origins, _NEW_START)
+    check_model(saved, wanted, loaded.origins, _NEW_START, weights_alone=True)
 
 
 def _of_other(loaded: Loaded) -> Facts | None:
@@ -330,15 +333,18 @@ def check_model(
     wanted: Mapping[str, Any],
     origins: Mapping[str, str],
     otherwise: str = "run.name to a new name",
+    *,
+    weights_alone: bool = False,
 ) -> None:
     """Compares the `model` sections of a checkpoint and of a config.
 
-    `otherwise` is the other action for the user.
+    `otherwise` is the other action for the user. With `weights_alone` they may be of another type.
 
     Raises:
         ConfigError: with every key that must be as it was saved.
     """
     then, now = _as_known(saved), flat({"model": wanted})
+    free = _FREE_MODEL_KEYS | ({_TYPE} if weights_alone else set())
     problems = [
         Problem(
             where(key, origins),
@@ -347,7 +353,7 @@ def check_model(
             f"Set {key}={shown(then[key])}, or {otherwise}.",
         )
         for key in sorted(then)
-        if key not in _FREE_MODEL_KEYS and then[key] != now.get(key)
+        if key not in free and then[key] != now.get(key)
     ]
     if problems:
         raise ConfigError(problems)

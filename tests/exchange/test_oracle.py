@@ -233,36 +233,44 @@ CLASSES = {
 }
 
 
+def job_of(kind: str, number: int, base: Path, **changes: Any) -> dict[str, Any]:
+    """A model to make; `changes` are keys of its config.json."""
+    own, config_class, architecture = CLASSES[kind]
+    name = f"{kind}-{number}"
+    draw = random.Random(name)
+    config = sizes(draw) | own(draw)
+    if kind in HEADS_SHARE_THE_WIDTH:
+        config |= even(config)
+    if kind in (*HEADS_SHARE_THE_WIDTH, "deepseek_v2", "deepseek_v3"):
+        del config["head_dim"]
+    config |= changes
+    job = {
+        "folder": str(base / name),
+        "config_class": config_class,
+        "architecture": architecture,
+        "config": config,
+        "seed": number,
+        "dtype": ("float32", "bfloat16", "float16")[number % 3],
+        "max_shard_size": "20KB" if number % 2 else "1GB",
+        "tokens": str(base / f"{name}-tokens.npy"),
+        "logits": str(base / f"{name}-logits.npy"),
+    }
+    ids = np.random.default_rng(number).integers(0, config["vocab_size"], (2, NUM_TOKENS))
+    np.save(job["tokens"], ids)
+    return job
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Jobs by name; of each transformers has written the folder and its logits."""
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     base = tmp_path_factory.mktemp("oracle")
-    jobs = {}
-    for kind, (own, config_class, architecture) in CLASSES.items():
-        for number in range(CASES):
-            name = f"{kind}-{number}"
-            draw = random.Random(name)
-            config = sizes(draw) | own(draw)
-            if kind in HEADS_SHARE_THE_WIDTH:
-                config |= even(config)
-            if kind in (*HEADS_SHARE_THE_WIDTH, "deepseek_v2", "deepseek_v3"):
-                del config["head_dim"]
-            dtype = ("float32", "bfloat16", "float16")[number % 3]
-            jobs[name] = {
-                "folder": str(base / name),
-                "config_class": config_class,
-                "architecture": architecture,
-                "config": config,
-                "seed": number,
-                "dtype": dtype,
-                "max_shard_size": "20KB" if number % 2 else "1GB",
-                "tokens": str(base / f"{name}-tokens.npy"),
-                "logits": str(base / f"{name}-logits.npy"),
-            }
-            ids = np.random.default_rng(number).integers(0, config["vocab_size"], (2, NUM_TOKENS))
-            np.save(jobs[name]["tokens"], ids)
+    jobs = {
+        f"{kind}-{number}": job_of(kind, number, base)
+        for kind in CLASSES
+        for number in range(CASES)
+    }
     asked("make", [*jobs.values()], base)
     return jobs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from maxpipe.config.keys import flat
 from maxpipe.config.load import load
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import ConfigError
-from maxpipe.exchange.mapping import count, form_of, mapped
+from maxpipe.exchange.mapping import count, form_of, mapped, readable, slab
 from maxpipe.exchange.sections import described, table_for, to_json, values
 from maxpipe.model.count import num_params
 from maxpipe.model.families.registry import FAMILIES, describe
@@ -297,6 +298,22 @@ def test_all_shipped_models_come_back_from_their_config_json(tmp_path: Path) -> 
             assert found[key] == wanted[key], (name, key)
         both = mapped(describe(config), table)
         assert count(both.tensors) == count(both.shapes) == num_params(describe(config)), name
+
+
+@pytest.mark.parametrize("most", [1, 700, 3 * 10**6, 10**12])
+def test_slabs_are_small_parts_of_whole_rows(most: int) -> None:
+    for name in ("llama3-8b", "phi4", "mixtral-8x7b"):
+        config = model(name)
+        both = mapped(describe(config), table_for(config)[0])
+        for param, shape in both.shapes.items():
+            found, piece = slab(both, param, most), both.pieces[param][0]
+            row = math.prod(piece.shape) // piece.sizes[piece.lead]
+            assert math.prod(found) <= max(most, row), (name, param)
+            if most == 10**12:
+                assert found == shape
+            assert all(1 <= part <= size for part, size in zip(found, shape, strict=True))
+            # Of as many rows as that allows, and each chunk is read once by an export.
+            assert readable(both, param, found) == found
 
 
 def test_every_parameter_of_a_family_has_a_row() -> None:
