@@ -32,6 +32,7 @@ class Experts(PartModule):
     """The sum of a token's experts, weighted by what the router makes of it (arXiv:2401.04088)."""
 
     router: nnx.Param
+    router_bias: nnx.Param
     gate: nnx.Param
     up: nnx.Param
     down: nnx.Param
@@ -52,9 +53,12 @@ class Experts(PartModule):
 
         No token is dropped in decoding: how many there are in a call says nothing about the model.
         """
-        logit_bias = self.logit_bias[...] if self.part.biased else None
-        routes, lost = routed(x, self.router[...], self.part, logit_bias=logit_bias), None
-        if self.part.capacity and context.cache is None:
+        part = self.part
+        bias = None if part.balance_rate is None else self.router_bias[...]
+        logit_bias = self.logit_bias[...] if part.biased else None
+        routes = routed(x, self.router[...], part, bias, logit_bias)
+        lost = None
+        if part.capacity and context.cache is None:
             slots = self._slots(routes.places, context.inputs["segment_ids"])
             out = self._with_room(x, routes, slots)
             lost = (slots.slots == slots.tokens.shape[1]).mean(1)

@@ -5,10 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from maxpipe.model.parts.mlp import Gate, GatedMLP
-from maxpipe.model.spec import Constant, Dims, Held, Matmul, Normal, Operation, Param, Part, Summary
+from maxpipe.model.spec import (
+    Constant,
+    Dims,
+    Follows,
+    Held,
+    Matmul,
+    Normal,
+    Operation,
+    Param,
+    Part,
+    Summary,
+)
+
+
+class Groups(NamedTuple):
+    """Experts in groups of one size; a token goes to experts of few groups (arXiv:2405.04434)."""
+
+    num_groups: int
+    per_token: int
+    """Groups that a token is sent to."""
+    by: Literal["max", "top2"]
+    """What a group's score is: its largest score, or the sum of its two largest."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +67,11 @@ class Experts(Part):
     """Of the gates."""
     biased: bool = False
     """Whether biases are added to the router's logits and to all projections."""
+    groups: Groups | None = None
+    """None: a token may go to any experts."""
+    balance_rate: float | None = None
+    """By how much each step moves an expert's bias towards equal loads (arXiv:2408.15664). Biases
+    are added to scores where experts are chosen, and not where they are weighted. None: none."""
 
     summaries: ClassVar[Mapping[str, Summary]] = {
         "moe/balance_loss": Summary(
@@ -111,7 +137,16 @@ class Experts(Part):
             dims = {"logit": (experts,), "gate": (experts, mlp), "up": (experts, mlp)}
             for name, each in (dims | {"down": (experts, embed)}).items():
                 found[f"{name}_bias"] = Param(each, Constant(0.0), decays=False)
+        if self.balance_rate is not None:
+            bias = Param((experts,), Constant(0.0), decays=False, trainable=False, exact=True)
+            found["router_bias"] = bias
         return found | {f"shared_{name}": param for name, param in self._of_shared("params")}
+
+    @property
+    def follows(self) -> Mapping[str, Follows]:
+        """The bias goes down where an expert gets more tokens than the mean, else up."""
+        rate = self.balance_rate
+        return {"router_bias": Follows("load", rate)} if rate else {}
 
     @property
     def activations(self) -> Mapping[str, Dims]:
