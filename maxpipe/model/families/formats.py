@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from maxpipe.model.huggingface import Fixed, Kept, Key, Ours, Rotary, Row, Tensor, Theirs, Unlike
+from maxpipe.model.huggingface import Kept, Key, Ours, Rotary, Row, Tensor, Theirs, Unlike
 
 
 def sizes(
@@ -143,13 +143,6 @@ class LayerTypes:
         return [self.types[number % len(self.types)] for number in range(count)]
 
 
-YARN = (
-    Fixed("attention_factor", (None,)),
-    Fixed("beta_fast", (32, 32.0), 32),
-    Fixed("beta_slow", (1, 1.0), 1),
-)
-"""What is beside factor and original length in YaRN's parameters."""
-
 ENDS = (
     Tensor("embedding", "model.embed_tokens.weight", "v d -> v d"),
     Tensor("final_norm.scale", "model.norm.weight", "d -> d"),
@@ -254,35 +247,6 @@ LLAMA = (
     *MLP,
 )
 """All tensors of Llama, which other families have, too."""
-
-
-def yarn(
-    family: str,
-    theta: float = 10000.0,
-    *,
-    whole: bool = True,
-    absent: Theirs | None = None,
-) -> Row:
-    """Rotary positions that YaRN may stretch, by the keys of this family.
-
-    `absent` is what transformers takes where config.json says nothing of rotary positions.
-    """
-    factor = f"{family}.rope_scaling"
-    return Rotary(
-        "rope_theta",
-        theta,
-        {
-            "yarn": (
-                Key("factor", factor),
-                Key("original_max_position_embeddings", f"{family}.rope_original_tokens"),
-                *YARN,
-                Fixed("truncate", (whole,), True),
-            )
-        },
-        unscaled={factor: 1.0},
-        chosen=lambda ours: "default" if ours[factor] == 1 else "yarn",
-        absent=absent or {},
-    )
 
 
 def plain_rope(theta: float = 10000.0) -> Row:

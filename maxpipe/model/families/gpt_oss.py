@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,7 +11,8 @@ from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
 from maxpipe.model.families import formats, generic, mixtures
 from maxpipe.model.families.mixtures import MixtureConfig
-from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key
+from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key, Rotary
+from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.experts import Experts
 from maxpipe.model.parts.mlp import ClampedSilu
 from maxpipe.model.spec import Family, Model, own_keys
@@ -39,7 +41,7 @@ def describe(config: ModelConfig) -> Model:
     own = own_keys(config, GptOssConfig)
     attention = generic.attention(
         config,
-        generic.yarn(config.rope_theta, own.rope_scaling, own.rope_original_tokens, whole=False),
+        _rope(config, own),
         window="window",
         biased=("query", "key", "value", "out"),
         sinks=True,
@@ -50,10 +52,24 @@ def describe(config: ModelConfig) -> Model:
     return mixtures.model(config, attention, experts, values={"window": windows})
 
 
+def _rope(config: ModelConfig, own: GptOssConfig) -> Rope:
+    factor, tokens = own.rope_scaling, own.rope_original_tokens
+    length = 0.1 * math.log(factor) + 1.0
+    return Rope(config.rope_theta, factor, "yarn", tokens, length=length, whole=False)
+
+
 def _rules(config: ModelConfig) -> Iterator[Finding]:
     return mixtures.rules(config, own_keys(config, GptOssConfig))
 
 
+_YARN = (
+    Key("factor", "gpt_oss.rope_scaling"),
+    Key("original_max_position_embeddings", "gpt_oss.rope_original_tokens"),
+    Fixed("attention_factor", (None,)),
+    Fixed("beta_fast", (32.0, 32), 32),
+    Fixed("beta_slow", (1.0, 1), 1),
+    Fixed("truncate", (False,), True),
+)
 _ABSENT = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -81,7 +97,14 @@ _HUGGINGFACE = HuggingFace(
         Key("sliding_window", "gpt_oss.window", 128),
         Key("swiglu_alpha", "gpt_oss.gate_slope", 1.702),
         Key("swiglu_limit", "gpt_oss.gate_limit", 7.0),
-        formats.yarn("gpt_oss", 150000.0, whole=False, absent=_ABSENT),
+        Rotary(
+            "rope_theta",
+            150000.0,
+            {"yarn": _YARN},
+            unscaled={"gpt_oss.rope_scaling": 1.0},
+            chosen=lambda ours: "default" if ours["gpt_oss.rope_scaling"] == 1 else "yarn",
+            absent=_ABSENT,
+        ),
         formats.LayerTypes((formats.WINDOWED, formats.FULL)),
         Kept("initial_context_length"),
         Fixed("hidden_act", ("silu",), "silu"),
