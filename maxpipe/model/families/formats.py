@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from maxpipe.model.huggingface import Kept, Key, Ours, Rotary, Row, Tensor, Theirs, Unlike
+from maxpipe.model.huggingface import Fixed, Kept, Key, Ours, Rotary, Row, Tensor, Theirs, Unlike
 
 
 def sizes(
@@ -142,6 +142,15 @@ class LayerTypes:
         count = ours["num_layers"]
         return [self.types[number % len(self.types)] for number in range(count)]
 
+
+RAMP = (
+    Fixed("beta_fast", (32, 32.0), 32),
+    Fixed("beta_slow", (1, 1.0), 1),
+)
+"""Where YaRN begins and ends to stretch."""
+
+YARN = (Fixed("attention_factor", (None,)), *RAMP)
+"""What is beside factor and original length in YaRN's parameters."""
 
 ENDS = (
     Tensor("embedding", "model.embed_tokens.weight", "v d -> v d"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -75,6 +76,15 @@ def alike(
     )
     layers = ("layer",) * config.num_layers
     return Model({"layer": Kind(branches)}, layers, ends(config, norm, **of_ends), values or {})
+
+
+def yarn(theta: float, factor: float, original_tokens: int, **options: Any) -> Rope:
+    """Rotary positions of a context that is `factor` times as long (arXiv:2309.00071).
+
+    `options` are further fields of `Rope`.
+    """
+    length = 0.1 * math.log(factor) + 1.0
+    return Rope(theta, factor, "yarn", original_tokens, length=length, **options)
 
 
 def same_everywhere(config: ModelConfig, value: float) -> tuple[float, ...]:

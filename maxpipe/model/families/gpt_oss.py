@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ from maxpipe.errors import Finding
 from maxpipe.model.families import formats, generic, mixtures
 from maxpipe.model.families.mixtures import MixtureConfig
 from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key, Rotary
-from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.experts import Experts
 from maxpipe.model.parts.mlp import ClampedSilu
 from maxpipe.model.spec import Family, Model, own_keys
@@ -41,7 +39,7 @@ def describe(config: ModelConfig) -> Model:
     own = own_keys(config, GptOssConfig)
     attention = generic.attention(
         config,
-        _rope(config, own),
+        generic.yarn(config.rope_theta, own.rope_scaling, own.rope_original_tokens, whole=False),
         window="window",
         biased=("query", "key", "value", "out"),
         sinks=True,
@@ -52,12 +50,6 @@ def describe(config: ModelConfig) -> Model:
     return mixtures.model(config, attention, experts, values={"window": windows})
 
 
-def _rope(config: ModelConfig, own: GptOssConfig) -> Rope:
-    factor, tokens = own.rope_scaling, own.rope_original_tokens
-    length = 0.1 * math.log(factor) + 1.0
-    return Rope(config.rope_theta, factor, "yarn", tokens, length=length, whole=False)
-
-
 def _rules(config: ModelConfig) -> Iterator[Finding]:
     return mixtures.rules(config, own_keys(config, GptOssConfig))
 
@@ -65,9 +57,7 @@ def _rules(config: ModelConfig) -> Iterator[Finding]:
 _YARN = (
     Key("factor", "gpt_oss.rope_scaling"),
     Key("original_max_position_embeddings", "gpt_oss.rope_original_tokens"),
-    Fixed("attention_factor", (None,)),
-    Fixed("beta_fast", (32.0, 32), 32),
-    Fixed("beta_slow", (1.0, 1), 1),
+    *formats.YARN,
     Fixed("truncate", (False,), True),
 )
 _ABSENT = {

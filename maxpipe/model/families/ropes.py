@@ -13,6 +13,7 @@ from typing import Literal
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
+from maxpipe.model.families import formats
 from maxpipe.model.huggingface import Fixed, Key, Only, Ours, Rotary, Row, Theirs, Unlike
 from maxpipe.model.parts.attention import Rope
 
@@ -211,6 +212,9 @@ class Longest:
         }
 
 
+_WHOLE = Fixed("truncate", (True,), True)
+
+
 def row(family: str, longest: int) -> Row:
     """Rotary positions by the keys of a family that has all of them.
 
@@ -231,7 +235,14 @@ def row(family: str, longest: int) -> Row:
             Fixed("low_freq_factor", (1.0, 1)),
             Fixed("high_freq_factor", (4.0, 4)),
         ),
-        "yarn": (Key("factor", factor), _Original(original), _Length(factor, length), *YARN, *none),
+        "yarn": (
+            Key("factor", factor),
+            _Original(original),
+            _Length(factor, length),
+            *formats.RAMP,
+            _WHOLE,
+            *none,
+        ),
         "longrope": (
             Key("short_factor", short),
             Key("long_factor", long),
@@ -254,11 +265,3 @@ def row(family: str, longest: int) -> Row:
             "longrope": (Longest(factor, original),),
         },
     )
-
-
-YARN = (
-    Fixed("beta_fast", (32, 32.0), 32),
-    Fixed("beta_slow", (1, 1.0), 1),
-    Fixed("truncate", (True,), True),
-)
-"""What else may be in YaRN's parameters."""

@@ -56,9 +56,8 @@ class Experts(PartModule):
         part = self.part
         bias = None if part.balance_rate is None else self.router_bias[...]
         logit_bias = self.logit_bias[...] if part.biased else None
-        routes = routed(x, self.router[...], part, bias, logit_bias)
-        lost = None
-        if part.capacity and context.cache is None:
+        routes, lost = routed(x, self.router[...], part, bias, logit_bias), None
+        if self.part.capacity and context.cache is None:
             slots = self._slots(routes.places, context.inputs["segment_ids"])
             out = self._with_room(x, routes, slots)
             lost = (slots.slots == slots.tokens.shape[1]).mean(1)

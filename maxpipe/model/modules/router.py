@@ -37,8 +37,8 @@ def routed(
 ) -> Routes:
     """The experts of each token, and the weights of their outputs.
 
-    Experts are chosen by scores and `bias`, and weighted by scores alone (arXiv:2408.15664);
-    `logit_bias` is part of the scores.
+    Experts are chosen by scores and `bias`, and weighted by scores alone (arXiv:2408.15664).
+    `logit_bias` counts for both.
     """
     router = router.astype(x.dtype)
     logits = jnp.einsum("btd,de->bte", x, router, preferred_element_type=jnp.float32)

@@ -65,13 +65,13 @@ class Experts(Part):
     """Whether the probabilities of a token's experts are divided by their sum."""
     function: Gate = "silu"
     """Of the gates."""
-    biased: bool = False
-    """Whether biases are added to the router's logits and to all projections."""
     groups: Groups | None = None
     """None: a token may go to any experts."""
     balance_rate: float | None = None
     """By how much each step moves an expert's bias towards equal loads (arXiv:2408.15664). Biases
     are added to scores where experts are chosen, and not where they are weighted. None: none."""
+    biased: bool = False
+    """Whether biases are added to the router's logits and to all projections."""
 
     summaries: ClassVar[Mapping[str, Summary]] = {
         "moe/balance_loss": Summary(
@@ -133,13 +133,13 @@ class Experts(Part):
             "up": Param((embed, experts, mlp), Normal(self.d_model)),
             "down": Param((experts, mlp, embed), Normal(self.d_mlp, self.out_gain)),
         }
+        if self.balance_rate is not None:
+            bias = Param((experts,), Constant(0.0), decays=False, trainable=False, exact=True)
+            found["router_bias"] = bias
         if self.biased:
             dims = {"logit": (experts,), "gate": (experts, mlp), "up": (experts, mlp)}
             for name, each in (dims | {"down": (experts, embed)}).items():
                 found[f"{name}_bias"] = Param(each, Constant(0.0), decays=False)
-        if self.balance_rate is not None:
-            bias = Param((experts,), Constant(0.0), decays=False, trainable=False, exact=True)
-            found["router_bias"] = bias
         return found | {f"shared_{name}": param for name, param in self._of_shared("params")}
 
     @property
