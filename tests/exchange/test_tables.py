@@ -350,6 +350,34 @@ def test_both_spellings_of_rotary_positions_say_the_same(tmp_path: Path) -> None
     assert found["llama.rope_original_tokens"] == 64
 
 
+def test_a_scaling_without_a_length_has_that_of_the_longest_context(tmp_path: Path) -> None:
+    for kind in ("yarn", "dynamic"):
+        config, _ = maker.llama(rope_scaling={"type": kind, "factor": 4})
+        found = said(tmp_path / "x", config)
+        assert (found["llama.rope_type"], found["llama.rope_original_tokens"]) == (kind, 77)
+
+
+def test_phi_has_factors_of_pairs_and_entries_that_stay(tmp_path: Path) -> None:
+    """As config.json of Phi-3 mini 128k and of Phi-4 mini have them."""
+    factors = {"short_factor": [1, 1.25, 1.5], "long_factor": [1.5, 4, 16]}
+    config = {
+        **maker.SIZES,
+        **{"architectures": ["Phi3ForCausalLM"], "hidden_size": 32, "head_dim": None},
+        **{"max_position_embeddings": 131072, "original_max_position_embeddings": 4096},
+        **{"partial_rotary_factor": 0.75, "rope_scaling": {"type": "su", **factors}},
+    }
+    found = said(tmp_path / "x", config)
+    assert (found["phi3.rope_size"], found["phi3.rope_scaling"]) == (6, 32.0)
+    assert found["phi3.rope_long"] == [1.5, 4.0, 16.0]
+    table, written = table_for(described(tmp_path / "x").config)
+    # Releases before 5 of transformers refuse any other key in it.
+    assert written["rope_scaling"] == {"type": "longrope", **factors}
+    assert written["max_position_embeddings"] == 131072
+    assert written["original_max_position_embeddings"] == 4096
+    text = to_json(table, written, {}, "bfloat16", {"max_position_embeddings": 77})
+    assert said(tmp_path / "x", json.loads(text)) == found
+
+
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     found = said(tmp_path / "llama", {"architectures": ["LlamaForCausalLM"]})
     assert (found["num_kv_heads"], found["head_size"], found["d_mlp"]) == (32, 128, 11008)
@@ -401,7 +429,25 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "biases": ({"attention_bias": True}, "attention_bias"),
     "another activation": ({"hidden_act": "gelu"}, "hidden_act"),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    "another scaling": ({"rope_scaling": {"type": "yarn", "factor": 4}}, "'llama3'"),
+    "another scaling": ({"rope_scaling": {"type": "axial", "factor": 4}}, "'llama3'"),
+    "a ramp of another size": (
+        {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 16}},
+        "beta_fast",
+    ),
+    "few factors": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2, 2, 2]}},
+        "rope_short",
+    ),
+    "factors that are texts": (
+        {"rope_scaling": {"type": "longrope", "short_factor": "x", "long_factor": ["y"]}},
+        "rope_short",
+    ),
+    "a factor less than 1": ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling"),
+    "a factor of text": ({"rope_scaling": {"type": "dynamic", "factor": "2"}}, "must be a number"),
+    "a length of text": (
+        {"rope_scaling": {"type": "yarn", "factor": 4, "mscale": "2", "mscale_all_dim": 1}},
+        "rope_scaling",
+    ),
     "scaling as a list": ({"rope_scaling": []}, "must be an object"),
     "scaling without factor": ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),
     "more in a scaling": (

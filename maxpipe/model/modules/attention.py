@@ -36,13 +36,16 @@ def rotary_frequencies(
     """
     turned = rope.turned or head_size
     exponent = jnp.arange(0, turned, 2, dtype=jnp.float32) / turned
-    frequencies = context.number(rope.theta) ** -exponent
+    theta = context.number(rope.theta)
+    if rope.scaling == "dynamic" and rope.factor != 1.0:
+        theta *= _growth(rope, turned, context)
+    frequencies = theta**-exponent
     stretch = rope.stretch
     if rope.stretch_beyond and _num_tokens(context) > rope.original_tokens:
         stretch = rope.stretch_beyond
     if stretch:
         frequencies /= jnp.asarray(stretch, jnp.float32)
-    if rope.factor == 1.0:
+    if rope.factor == 1.0 or rope.scaling == "dynamic":
         return frequencies
     factor = context.number(rope.factor)
     if rope.scaling == "linear":
@@ -53,6 +56,13 @@ def rotary_frequencies(
     blend = (turns - _LOW_FREQUENCY_FACTOR) / (_HIGH_FREQUENCY_FACTOR - _LOW_FREQUENCY_FACTOR)
     blend = jnp.clip(blend, 0.0, 1.0)
     return frequencies * (blend + (1.0 - blend) / factor)
+
+
+def _growth(rope: attention.Rope, turned: int, context: Context) -> float | Float[Array, ""]:
+    """Of the base, so that the slowest pair is stretched as much as the row is longer."""
+    longer = max(_num_tokens(context) / rope.original_tokens, 1.0)
+    more = context.number(rope.factor) * (longer - 1.0) + 1.0
+    return more ** (turned / (turned - 2))
 
 
 def _num_tokens(context: Context) -> int:

@@ -27,7 +27,7 @@ CANNOT: Mapping[str, frozenset[str]] = {
 """For each backend (`model.attention`) the options of attention that it cannot compute."""
 
 
-Scaling = Literal["linear", "llama3", "yarn"]
+Scaling = Literal["linear", "dynamic", "llama3", "yarn"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,10 @@ class Rope:
     factor: Number = 1.0
     """By which wavelengths are stretched."""
     scaling: Scaling = "linear"
-    """`linear` stretches all; `llama3` those that do not fit `original_tokens` four times; `yarn`
-    (arXiv:2309.00071) those that do not fit 32 times, and what turns is made longer."""
+    """`linear` stretches all; `dynamic` takes a larger base in rows of more than `original_tokens`,
+    when decoding in caches of more; `llama3` stretches those that do not fit `original_tokens` four
+    times; `yarn` (arXiv:2309.00071) those that do not fit 32 times, and what turns is made longer.
+    """
     original_tokens: int = 0
     """Context length that the wavelengths were made for."""
     turned: int = 0
