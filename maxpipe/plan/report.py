@@ -101,6 +101,7 @@ def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "parameters": parameters,
         "active_parameters": active_params(sizes.model),
         "trained_parameters": trained,
+        "notes": list(sizes.model.notes),
         "tokens_per_step": tokens,
         "steps": total_steps(config.train),
         "flops_per_step": candidate.cost.model_flops * sizes.num_devices,
@@ -153,6 +154,7 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
         f"{values['tokens_per_step']:,} tokens and "
         f"{values['flops_per_step'] / 1e15:.4g} PFLOP in a step, checkpoints of "
         f"{gib(values['checkpoint_bytes'])}",
+        *(f"  {note}" for note in values["notes"]),
         "",
         f"memory of one device: {gib(values['total_bytes'])} of {gib(values['memory_bytes'])} "
         f"({share:.0%}): {fits}",

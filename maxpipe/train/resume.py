@@ -62,6 +62,7 @@ _FROZEN = "model.frozen"
 # Model keys that may change between a checkpoint and the run that resumes it.
 _FREE_MODEL_KEYS = frozenset(
     {"model.dropout", "model.attention", "model.compute_dtype", "model.ahead_loss_weight", _FROZEN}
+    | {"model.moe.dispatch"}
 )
 
 # Settings that may change of a finished run: how often it is saved and evaluated, its name, its

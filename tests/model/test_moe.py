@@ -353,7 +353,7 @@ def test_the_balance_loss_does_not_depend_on_the_cut_and_knows_its_range() -> No
 
 
 def test_the_model_is_described_once() -> None:
-    model = describe(CONFIG)
+    model = describe(replace(CONFIG, own=replace(OWN, dispatch="all")))
     assert model.layers == ("dense", "experts", "experts", "experts")
     assert model.losses == {"balance": 0.3, "router_z": 0.0, "entropy": 0.0}
     listed = {tag for tag, _, families in summaries() if "moe" in families}
@@ -365,6 +365,10 @@ def test_the_model_is_described_once() -> None:
     costs = count.layer_costs(model, 32)
     head = 2 * count.size(model.ends.params["head",])
     assert sum(costs) + head == needed + 2 * 3 * 3 * expert + pairs
+    own_only = describe(CONFIG)
+    assert sum(count.layer_costs(own_only, 32)) + head == needed + pairs
+    assert model.notes == ("all 5 experts for each token",)
+    assert own_only.notes == ("2 of 5 experts for each token, by blocks of rows",)
     assert len({*costs[1:]}) == 1 and costs[0] < costs[1]
 
 
@@ -374,6 +378,7 @@ def test_the_model_is_described_once() -> None:
         ("model.moe.top_k=9", "is more than model.moe.num_experts (8)"),
         ("model.moe.num_dense_layers=6", "must be less than model.num_layers (6)"),
         ("model.moe.num_experts=0", "must be at least 1."),
+        ("model.moe.dispatch=all model.moe.capacity_factor=2", "has no meaning with model.moe.cap"),
         ("model.moe.balance_weight=-1", "0 only records the balance loss"),
         ("model.num_experts=4", "Did you mean model.moe.num_experts?"),
         ("model.n_routed_experts=4", "Did you mean model.moe.num_experts?"),

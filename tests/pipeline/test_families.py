@@ -21,7 +21,8 @@ from tests.cases import Case
 from tests.pipeline.test_executor import check_gradients, matrix
 
 GEMMA = Gemma3Config(window=3, period=3, rope_scaling=2.0, query_scale=7.0)
-MOE = MoeConfig(num_experts=5, num_dense_layers=2, d_expert=12, balance_weight=0.3)
+MOE = MoeConfig(num_experts=5, num_dense_layers=2, d_expert=12, balance_weight=0.3, dispatch="all")
+GROUPED = replace(MOE, dispatch="grouped")
 ROOM = MoeConfig(
     num_experts=5,
     num_dense_layers=2,
@@ -47,10 +48,10 @@ CASES = [
     Case(2, 3, 4, own=GEMMA, tied=True, layers=6, gather="visit", fsdp=2, idle="compute"),
     Case(2, 1, 2, own=GEMMA, tied=True, layers=5, gather="step", schedule="1f1b", data=2),
     Case(2, 2, 3, own=ROOM, layers=7, fsdp=2, tensor=2),
-    Case(4, 1, 9, own=MOE, layers=6, schedule="zb_h1", remat="names", data=2),
+    Case(4, 1, 9, own=GROUPED, layers=6, schedule="zb_h1", remat="names", tensor=2),
     Case(3, 2, 4, own=MOE, layers=9, outside=2, remat="chunk", idle="compute", dropout=0.3),
     Case(4, 2, 8, own=ROOM, layers=9, schedule="zb_v", remat="none", fsdp=2),
-    Case(2, 3, 4, own=MOE, layers=7, gather="visit", fsdp=2, idle="compute", tied=True),
+    Case(2, 3, 4, own=GROUPED, layers=7, gather="visit", fsdp=2, idle="compute", tied=True),
     Case(2, 1, 5, own=MOE, layers=6, outside=3, gather="step", schedule="1f1b", remat="none"),
     Case(2, 2, 3, own=QWEN2, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 2, 3, own=Olmo2Config(), layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
@@ -67,6 +68,7 @@ def test_a_family_in_the_engine_equals_its_plain_loop(case: Case) -> None:
 FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": GEMMA, "tied": True},
     {"own": MOE},
+    {"own": GROUPED},
     {"own": ROOM},
     *({"own": own} for own in (MISTRAL, QWEN2, QWEN3, PHI, Olmo2Config(), GRANITE)),
     {"own": GEMMA2, "tied": True},

@@ -144,16 +144,23 @@ def test_buffers_and_state_are_those_of_the_engine(
     assert state(sizes)["state"] == pytest.approx(sum(jax.tree.leaves(shards)), abs=64)
 
 
-@pytest.mark.parametrize("normalised", [False, True])
-def test_experts_keep_a_little_more_than_is_counted(normalised: bool) -> None:
+@pytest.mark.parametrize(
+    ("normalised", "keys"),
+    [
+        (False, {"dispatch": "all"}),
+        (True, {"dispatch": "grouped"}),
+        (True, {"capacity_factor": 1.25, "num_experts": 4}),
+    ],
+)
+def test_experts_keep_a_little_more_than_is_counted(normalised: bool, keys: Any) -> None:
     """Of each sequence in float32 how many of its tokens an expert gets, for the balance loss."""
-    moe = {**EXPERTS["moe"], "normalised_weights": normalised}  # type: ignore[dict-item]
+    moe = {**EXPERTS["moe"], "normalised_weights": normalised, **keys}  # type: ignore[dict-item]
     pipeline = {"microbatches": 6, "schedule": "zb_h1", "remat": "none"}
     config = config_of(EXPERTS | {"moe": moe}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
     steps, sizes = steps_of(config), Sizes(config)
     found, table = buffer_bytes(steps), steps.train_schedule
     wanted = buffers(sizes, table)
-    per_sequence = 4 * sizes.rows * 5 * sizes.per_chunk["experts"]
+    per_sequence = 4 * sizes.rows * moe["num_experts"] * sizes.per_chunk["experts"]
     assert found.pop("stash") == wanted.pop("stash") + table.num_stash * per_sequence
     assert wanted == {name: found[name] for name in wanted}
 

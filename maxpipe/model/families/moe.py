@@ -35,8 +35,13 @@ class MoeConfig:
     """Experts beside those, of the same width, that all tokens pass through."""
     capacity_factor: float = 0.0
     """Tokens of a sequence for which an expert has room, as a multiple of an even share: 1.25 is
-    common. The others lose this expert, second choices first; when text is generated none does. 0
-    computes all experts for all tokens: nothing is lost, and much is computed that is not used."""
+    common. The others lose this expert, second choices first; when text is generated none does. 0:
+    for all, nothing is lost."""
+    dispatch: Literal["auto", "all", "grouped"] = "auto"
+    """How tokens get to their experts without a capacity: `grouped` sorts them by expert and
+    computes those that they are sent to, with a kernel on TPUs and in blocks of rows elsewhere.
+    `all` computes all experts for all tokens, and much that is not used. `auto` is `grouped` if
+    there are at least twice as many experts as a token is sent to."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """What the router's logits become: probabilities that compete, or scores that do not."""
     weight_scale: float = 1.0
@@ -71,6 +76,7 @@ def describe(config: ModelConfig) -> Model:
         if own.num_shared_experts
         else None,
         own.normalised_weights,
+        dispatch=own.dispatch,
     )
     branches = {
         "dense": Branch("mlp", generic.gated_mlp(config), norm, dropout=config.dropout),
@@ -92,6 +98,14 @@ def _rules(config: ModelConfig) -> Iterator[Finding]:
             f"is more than model.moe.num_experts ({own.num_experts}): a token is sent to different "
             "experts.",
             f"Set model.moe.top_k={min(2, own.num_experts)}.",
+        )
+    if own.capacity_factor and own.dispatch != "auto":
+        yield Finding(
+            "model.moe.dispatch",
+            f"has no meaning with model.moe.capacity_factor={own.capacity_factor:g}: tokens pass "
+            "through the experts that have room for them.",
+            "Set model.moe.dispatch=auto, or model.moe.capacity_factor=0 for experts that have "
+            "room for all.",
         )
     if own.num_dense_layers >= config.num_layers:
         yield Finding(
