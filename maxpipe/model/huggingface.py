@@ -62,15 +62,19 @@ class Key:
     """Another key of ours that a 0 of this one stands for."""
     whole: bool = False
     """Whether they have it as a whole number, and we do not."""
+    also: str = ""
+    """Another name of theirs, which some releases of readers know; both are written."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One."""
-        return (self.theirs,)
+        """One, or both."""
+        return (self.theirs, self.also) if self.also else (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """The value, or the default."""
         found = theirs.get(self.theirs)
+        if found is None and self.also:
+            found = theirs.get(self.also)
         if found is None:
             found = self.default(ours) if callable(self.default) else self.default
         if found is None:
@@ -86,7 +90,7 @@ class Key:
             found = ours[self.stands_for]
         if self.whole and found != (found := int(found)):
             raise Unlike(f"model.{self.ours}", ours[self.ours], "must be a whole number.")
-        return {self.theirs: found}
+        return dict.fromkeys(self.names, found)
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,9 @@ _FROZEN = "model.frozen"
 # Model keys that may change between a checkpoint and the run that resumes it.
 _FREE_MODEL_KEYS = frozenset(
     {"model.dropout", "model.attention", "model.compute_dtype", "model.ahead_loss_weight", _FROZEN}
-    | {"model.moe.dispatch"}
 )
+_FREE_FAMILY_KEYS = frozenset({"dispatch"})
+"""Of those in a family's section, whatever the family."""
 
 # Settings that may change of a finished run: how often it is saved and evaluated, its name, its
 # machine, and the key that gives its length.
@@ -326,6 +327,11 @@ def _saved_there(run_dir: Path, folder: str) -> int:
     return steps[-1] if steps else 0
 
 
+def _is_free(key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    return key in _FREE_MODEL_KEYS or (name in _FREE_FAMILY_KEYS and section != "model")
+
+
 def check_model(
     saved: Mapping[str, Any],
     wanted: Mapping[str, Any],
@@ -348,7 +354,7 @@ def check_model(
             f"Set {key}={shown(then[key])}, or {otherwise}.",
         )
         for key in sorted(then)
-        if key not in _FREE_MODEL_KEYS and then[key] != now.get(key)
+        if not _is_free(key) and then[key] != now.get(key)
     ]
     if problems:
         raise ConfigError(problems)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,31 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 6,
         "vocab_size": 262144,
     },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
     "mixtral-8x7b": {
         "architectures": ["MixtralForCausalLM"],
         "hidden_act": "silu",
@@ -116,8 +142,9 @@ def said(folder: Path, content: object) -> dict[str, Any]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_the_shipped_models(name: str, tmp_path: Path) -> None:
     wanted = values(model(name))
-    for key in ("balance_weight", "z_weight", "capacity_factor"):  # choices of training
-        wanted.pop(f"moe.{key}", None)
+    for key in [*wanted]:
+        if key.endswith((".balance_weight", ".z_weight", ".capacity_factor")):  # of training
+            del wanted[key]
     assert wanted.items() <= said(tmp_path / "x", PUBLISHED[name]).items()
 
 
@@ -183,6 +210,29 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
         4096,
         True,
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"mlp_only_layers": "0"}, "qwen3_moe.dense_layers"),
+        ({"mlp_only_layers": [0.5]}, "qwen3_moe.dense_layers"),
+        ({"mlp_only_layers": [-1]}, "counted from 0 to 2"),
+        ({"mlp_only_layers": [0, 1, 2]}, "leaves no layer"),
+        ({"decoder_sparse_step": 0}, "expert_period"),
+        ({"decoder_sparse_step": 4}, "leaves no layer"),
+        ({"num_experts": 2, "num_experts_per_tok": 3}, "different experts"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+    ],
+)
+def test_layers_with_experts_are_checked(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    config = {**maker.SIZES, "architectures": ["Qwen3MoeForCausalLM"]}
+    found = said(tmp_path / "x", config | {"num_local_experts": 11, "mlp_only_layers": [1]})
+    assert found["qwen3_moe.num_experts"] == 11 and found["qwen3_moe.dense_layers"] == [1]
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        said(tmp_path / "x", config | changes)
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

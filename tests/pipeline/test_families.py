@@ -16,6 +16,7 @@ from maxpipe.model.families.olmo2 import Olmo2Config
 from maxpipe.model.families.phi3 import Phi3Config
 from maxpipe.model.families.qwen2 import Qwen2Config
 from maxpipe.model.families.qwen3 import Qwen3Config
+from maxpipe.model.families.qwen3_moe import Qwen3MoeConfig
 from maxpipe.model.families.registry import FAMILIES
 from tests.cases import Case
 from tests.pipeline.test_executor import check_gradients, matrix
@@ -37,6 +38,9 @@ NO_DENSE = MoeConfig(num_experts=3, num_dense_layers=0, normalised_weights=False
 MISTRAL = MistralConfig(window=3)
 QWEN2 = Qwen2Config(rope_scaling=4.0, rope_original_tokens=64)
 QWEN3 = Qwen3Config(rope_scaling=2.0)
+QWEN3_MOE = Qwen3MoeConfig(
+    num_experts=5, d_expert=12, expert_period=2, dense_layers=[1], balance_weight=0.3
+)
 GEMMA2 = Gemma2Config(window=3, score_cap=2.0, logit_cap=1.5)
 PHI = Phi3Config(window=4, rope_size=2, rope_short=[1.7], rope_long=[2.5], rope_scaling=4.0)
 GRANITE = GraniteConfig(embed_scale=3.0, score_scale=0.4, branch_scale=0.3, logit_divisor=1.6)
@@ -56,6 +60,7 @@ CASES = [
     Case(2, 2, 3, own=QWEN2, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 2, 3, own=Olmo2Config(), layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 1, 5, own=GRANITE, tied=True, layers=5, gather="step", schedule="zb_h1", dropout=0.3),
+    Case(2, 2, 5, own=QWEN3_MOE, layers=7, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 2, 5, own=NO_DENSE, layers=5, schedule="v_half", tensor=2, idle="compute"),
 ]
 
@@ -70,7 +75,7 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": MOE},
     {"own": GROUPED},
     {"own": ROOM},
-    *({"own": own} for own in (MISTRAL, QWEN2, QWEN3, PHI, Olmo2Config(), GRANITE)),
+    *({"own": own} for own in (MISTRAL, QWEN2, QWEN3, QWEN3_MOE, PHI, Olmo2Config(), GRANITE)),
     {"own": GEMMA2, "tied": True},
 )
 

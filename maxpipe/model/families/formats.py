@@ -51,6 +51,9 @@ KEPT = tuple(
 )
 """Keys that change no logits."""
 
+BALANCED = tuple(map(Kept, ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")))
+"""Keys of experts that matter in training only, and mean something else than ours."""
+
 
 @dataclass(frozen=True)
 class OrNone:

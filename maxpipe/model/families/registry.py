@@ -18,13 +18,17 @@ from maxpipe.model.families import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
 )
 from maxpipe.model.frozen import freeze
 from maxpipe.model.spec import Ahead, Family, Model, Summary
 
 FAMILIES: Mapping[str, Family] = {
     each.FAMILY.name: each.FAMILY
-    for each in (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite, moe)
+    for each in (
+        *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite),
+        *(moe, qwen3_moe),
+    )
 }
 
 

@@ -23,6 +23,7 @@ class Experts(PartModule):
     """The sum of a token's experts, weighted by what the router makes of it (arXiv:2401.04088)."""
 
     router: nnx.Param
+    router_bias: nnx.Param
     gate: nnx.Param
     up: nnx.Param
     down: nnx.Param
@@ -39,7 +40,8 @@ class Experts(PartModule):
 
         No token is dropped in decoding: how many there are in a call says nothing about the model.
         """
-        routes, lost = routed(x, self.router[...], self.part), None
+        bias = None if self.part.balance_rate is None else self.router_bias[...]
+        routes, lost = routed(x, self.router[...], self.part, bias), None
         if self.part.capacity and context.cache is None:
             slots = self._slots(routes.places, context.inputs["segment_ids"])
             out = self._with_room(x, routes, slots)

@@ -5,10 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from maxpipe.model.parts.mlp import GatedMLP
-from maxpipe.model.spec import Dims, Held, Matmul, Normal, Operation, Param, Part, Summary
+from maxpipe.model.spec import (
+    Constant,
+    Dims,
+    Follows,
+    Held,
+    Matmul,
+    Normal,
+    Operation,
+    Param,
+    Part,
+    Summary,
+)
+
+
+class Groups(NamedTuple):
+    """Experts in groups of one size; a token goes to experts of few groups (arXiv:2405.04434)."""
+
+    num_groups: int
+    per_token: int
+    """Groups that a token is sent to."""
+    by: Literal["max", "top2"]
+    """What a group's score is: its largest score, or the sum of its two largest."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +69,11 @@ class Experts(Part):
     dispatch: Literal["auto", "all", "grouped"] = "auto"
     """Whether tokens pass through all experts or through their own. `auto`: through their own when
     that is at most half of them."""
+    groups: Groups | None = None
+    """None: a token may go to any experts."""
+    balance_rate: float | None = None
+    """By how much each step moves an expert's bias towards equal loads (arXiv:2408.15664). Biases
+    are added to scores where experts are chosen, and not where they are weighted. None: none."""
 
     summaries: ClassVar[Mapping[str, Summary]] = {
         "moe/balance_loss": Summary(
@@ -77,7 +103,7 @@ class Experts(Part):
             "mean",
             "",
             "Fraction of the choices of tokens for which an expert had no room, mean over layers "
-            "with experts. With `model.moe.capacity_factor`.",
+            "with experts. With a `capacity_factor`.",
         ),
         "moe/load_max": Summary(
             "load",
@@ -109,7 +135,16 @@ class Experts(Part):
             "up": Param((embed, experts, mlp), Normal(self.d_model)),
             "down": Param((experts, mlp, embed), Normal(self.d_mlp, self.out_gain)),
         }
+        if self.balance_rate is not None:
+            bias = Param((experts,), Constant(0.0), decays=False, trainable=False, exact=True)
+            found["router_bias"] = bias
         return found | {f"shared_{name}": param for name, param in self._of_shared("params")}
+
+    @property
+    def follows(self) -> Mapping[str, Follows]:
+        """The bias goes down where an expert gets more tokens than the mean, else up."""
+        rate = self.balance_rate
+        return {"router_bias": Follows("load", rate)} if rate else {}
 
     @property
     def activations(self) -> Mapping[str, Dims]:
