@@ -151,7 +151,7 @@ def test_a_kernel_takes_whole_tiles(num_rows: int, shape: tuple[int, int]) -> No
     assert grouped.kernel_tiles(384, (640, 1408), jnp.bfloat16) == (384, 640, 128)
 
 
-def test_few_rows_are_multiplied_in_vain() -> None:
+def test_few_rows_are_multiplied_for_nothing() -> None:
     for num_rows in (1, 37, 4096, 100_000):
         for num_experts in (1, 3, 64):
             even = num_rows / num_experts
