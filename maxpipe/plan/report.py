@@ -49,6 +49,11 @@ def compiled(report: Report) -> str:
     if report.cycles:
         busy = f"{report.cycles / 1e9:.3g} Gcycles"
         lines.append(f"compute: {busy} by the compiler's estimate, {report.seconds:.3g} s")
+        if report.kernel_flops:
+            lines.append(
+                f"  with kernels, for which it has none, of {report.kernel_flops / 1e12:.4g} TFLOP "
+                f"at {report.kernel_efficiency:.0%} of the peak"
+            )
     lines += ["", *_table(report.collectives)]
     if report.copies:
         lines.append(f"copies of whole buffers inside loops: {report.copies}")

@@ -126,29 +126,43 @@ def test_kernels_and_loops_equal_products_one_by_one(sizes: list[int]) -> None:
     rows, cotangents = draw(128, 128), draw(128, 256)
     counts = jnp.asarray(sizes, jnp.int32)
     groups = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    tiles = grouped.kernel_tiles(128, (128, 256), np.float32)
-    assert tiles == (128, 128, 256)
-    kernel: Any = {"tiles": tiles, "interpret": True}
     for dim, transposed in ((0, False), (1, True)):
         weights = jnp.moveaxis(draw(4, 128, 256), 0, dim)
-        given = cotangents if transposed else rows
+        given, dims = (cotangents, (256, 128)) if transposed else (rows, (128, 256))
         each = jnp.moveaxis(weights, dim, 0)
         each = each.swapaxes(1, 2) if transposed else each
         wanted = np.concatenate([given[g] @ w for g, w in zip(groups, each, strict=True)])
         outer = np.stack([rows[g].T @ cotangents[g] for g in groups], dim)
-        options = {"dim": dim, "transposed": transposed}
+        options: Any = {"dim": dim, "transposed": transposed}
         assert_close(grouped.product_by_blocks(given, weights, counts, **options), wanted)
-        assert_close(grouped.product_by_kernel(given, weights, counts, **options, **kernel), wanted)
+        options |= {"tiles": grouped.product_tiles(128, 4, *dims, np.float32), "interpret": True}
+        assert options["tiles"] == (128, *dims)
+        assert_close(grouped.product_by_kernel(given, weights, counts, **options), wanted)
         assert_close(grouped.outer_by_blocks(rows, cotangents, counts, dim=dim), outer)
-        assert_close(grouped.outer_by_kernel(rows, cotangents, counts, dim=dim, **kernel), outer)
+        options = {"dim": dim, "interpret": True, "tiles": (128, 128, 256)}
+        assert options["tiles"] == grouped.outer_tiles(128, 4, 128, 256, np.float32)
+        assert_close(grouped.outer_by_kernel(rows, cotangents, counts, **options), outer)
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "shape"), [(8, (128, 128)), (384, (96, 128)), (384, (128, 200))]
+    ("num_rows", "dims"), [(8, (128, 128)), (384, (96, 128)), (384, (128, 200))]
 )
-def test_a_kernel_takes_whole_tiles(num_rows: int, shape: tuple[int, int]) -> None:
-    assert grouped.kernel_tiles(num_rows, shape, np.float32) is None
-    assert grouped.kernel_tiles(384, (640, 1408), jnp.bfloat16) == (384, 640, 128)
+def test_kernels_take_whole_tiles(num_rows: int, dims: tuple[int, int]) -> None:
+    assert grouped.product_tiles(num_rows, 3, *dims, np.float32) is None
+    assert grouped.outer_tiles(num_rows, 3, *dims, np.float32) is None
+
+
+def test_tiles_follow_sizes() -> None:
+    """Small experts are whole tiles, and few rows are visited twice."""
+    bf16, fp32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+    assert grouped.product_tiles(65536, 128, 2048, 768, bf16) == (128, 2048, 768)
+    assert grouped.product_tiles(65536, 128, 768, 2048, bf16) == (128, 768, 1024)
+    assert grouped.product_tiles(16384, 8, 4096, 14336, bf16) == (256, 4096, 256)
+    assert grouped.product_tiles(16384, 8, 14336, 4096, bf16) == (256, 1024, 1024)
+    assert grouped.product_tiles(16384, 8, 4096, 14336, fp32) == (256, 512, 512)
+    assert grouped.outer_tiles(16384, 8, 4096, 14336, bf16) == (256, 1024, 1024)
+    assert grouped.outer_tiles(16384, 8, 4096, 14336, fp32) == (256, 512, 512)
+    assert grouped.outer_tiles(384, 3, 640, 1408, bf16) == (128, 640, 128)
 
 
 def test_few_rows_are_multiplied_for_nothing() -> None:

@@ -222,7 +222,9 @@ def _product(
 ) -> Float[Array, "N J"]:
     """Each row times the weights of its expert, or times their transpose."""
     loop = partial(product_by_blocks, dim=dim, transposed=transposed)
-    tiles = kernel_tiles(len(rows), _without(weights.shape, dim), rows.dtype)
+    first, second = _without(weights.shape, dim)
+    dims = (second, first) if transposed else (first, second)
+    tiles = product_tiles(len(rows), len(sizes), *dims, rows.dtype)
     if tiles is None:
         return loop(rows, weights, sizes)
     kernel = partial(product_by_kernel, dim=dim, transposed=transposed, tiles=tiles)
@@ -238,7 +240,8 @@ def _outer(
 ) -> Float[Array, "_ _ _"]:
     """For each expert the sum over its rows of their outer products."""
     loop = partial(outer_by_blocks, dim=dim)
-    tiles = kernel_tiles(len(rows), (rows.shape[1], cotangents.shape[1]), rows.dtype)
+    dims = rows.shape[1], cotangents.shape[1]
+    tiles = outer_tiles(len(rows), len(sizes), *dims, rows.dtype)
     if tiles is None:
         return loop(rows, cotangents, sizes)
     kernel = partial(outer_by_kernel, dim=dim, tiles=tiles)
@@ -246,7 +249,7 @@ def _outer(
 
 
 Tiles = tuple[int, int, int]
-"""Rows, and the two dims of an expert's weights."""
+"""Of rows and of an expert's weights; where rows are multiplied, of the dim summed over first."""
 
 
 def product_by_kernel(
@@ -260,13 +263,12 @@ def product_by_kernel(
     interpret: bool = False,
 ) -> Array:
     """`_product` on a TPU."""
-    tiling = (tiles[0], *(reversed(tiles[1:]) if transposed else tiles[1:]))
     return _megablox().gmm(
         rows,
         jnp.moveaxis(weights, dim, 0),
         sizes,
         rows.dtype,
-        tiling,
+        tiles,
         transpose_rhs=transposed,
         interpret=interpret,
     )
@@ -293,19 +295,63 @@ def _megablox() -> Any:
 
 
 _LANES = 128
+_LARGEST_TILE = 1024
+_VMEM_BYTES = 12 * 2**20
+"""Of the tiles of a kernel; 16 MiB is what a kernel is given."""
 
 
-def kernel_tiles(num_rows: int, shape: tuple[int, ...], dtype: Any) -> Tiles | None:
-    """Tiles of the TPU kernel for rows and an expert's weights; None if it cannot take them."""
-    wide = jnp.dtype(dtype).itemsize > 2
-    most = (512, 512, 1024) if wide else (512, 1024, 1024)
-    rows, first, second = map(_divisor, (num_rows, *shape), most)
-    return (rows, first, second) if rows and first and second else None
+def product_tiles(
+    num_rows: int, num_experts: int, contracted: int, width: int, dtype: Any
+) -> Tiles | None:
+    """Tiles of rows, of the dim that is summed over, and of that of the result.
+
+    None if lanes do not divide them. A tile of rows is visited for each expert in it: small, so
+    that experts have several. If there is room the whole sum is one tile: an expert's weights then
+    stay where they are from one tile of its rows to the next.
+    """
+    rows = _rows_tile(num_rows, num_experts)
+    ways = [(contracted, 1024), (contracted, 512), (contracted, 256), (1024, 1024), (512, 512)]
+    return _first_that_fits(
+        [(rows, _divisor(contracted, most), _divisor(width, wide)) for most, wide in ways],
+        lambda m, k, n: m * n,
+        dtype,
+    )
+
+
+def outer_tiles(
+    num_rows: int, num_experts: int, first: int, second: int, dtype: Any
+) -> Tiles | None:
+    """Tiles of rows, which are summed over, and of both dims of the result; None as above."""
+    rows = _rows_tile(num_rows, num_experts)
+    return _first_that_fits(
+        [(rows, _divisor(first, most), _divisor(second, most)) for most in (1024, 512)],
+        lambda m, k, n: k * n,
+        dtype,
+    )
+
+
+def _rows_tile(num_rows: int, num_experts: int) -> int:
+    """Smaller than a block of a loop: turns of a kernel cost less."""
+    return _divisor(num_rows, max(_LANES, block_of(num_rows, num_experts) // 2))
+
+
+def _first_that_fits(
+    tries: Sequence[Tiles], sums: Callable[[int, int, int], int], dtype: Any
+) -> Tiles | None:
+    """Each tile is there twice, to be computed with and to be moved; `sums` are in float32."""
+    size = jnp.dtype(dtype).itemsize
+
+    def fits(tiles: Tiles) -> bool:
+        m, k, n = tiles
+        return 2 * size * (m * k + k * n + m * n) + 4 * sums(m, k, n) <= _VMEM_BYTES
+
+    return next((each for each in tries if all(each) and fits(each)), None)
 
 
 def _divisor(size: int, most: int) -> int:
     """The largest multiple of the lanes up to `most` that divides a size; 0 if there is none."""
-    return next((tile for tile in range(most, 0, -_LANES) if size % tile == 0), 0)
+    largest = min(most, size) // _LANES * _LANES
+    return next((tile for tile in range(largest, 0, -_LANES) if size % tile == 0), 0)
 
 
 def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
