@@ -25,10 +25,16 @@ WIDTH, HIDDEN, EXPERTS, CHOICES = 6, 10, 7, 3
 
 
 def layer(
-    dispatch: str, params: dict[str, Any], x: Any, rules: AxisRules, cache: Any = None
+    dispatch: Any,
+    params: dict[str, Any],
+    x: Any,
+    rules: AxisRules,
+    cache: Any = None,
+    biased: bool = False,
 ) -> Any:
     """Output of experts with these parameters."""
-    part = experts.Experts(WIDTH, HIDDEN, EXPERTS, CHOICES, 1.0, 0.1, dispatch=dispatch)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"dispatch": dispatch, "biased": biased}
+    part = experts.Experts(WIDTH, HIDDEN, EXPERTS, CHOICES, 1.0, 0.1, **options)
     module = Experts(part, rules)
     for name, value in params.items():
         getattr(module, name)[...] = value
@@ -79,6 +85,23 @@ def test_it_equals_a_loop_over_tokens_in_value_and_gradient(given: Any) -> None:
         for (path, a), b in zip(gradients, jax.tree.leaves(pull_found(cotangent)), strict=True):
             error = np.abs(a - b).max() / np.abs(a).max()
             assert error < TOLERANCE, (dispatch, jax.tree_util.keystr(path), error)
+
+
+def test_biases_of_rows_are_those_of_their_experts(given: Any) -> None:
+    params, x = given
+    part = experts.Experts(WIDTH, HIDDEN, EXPERTS, CHOICES, 1.0, 0.1, biased=True)
+    drawn = jax.random.split(jax.random.key(2), len(part.params))
+    params = {
+        name: params.get(name, jax.random.normal(key, param.shape))
+        for key, (name, param) in zip(drawn, part.params.items(), strict=True)
+    }
+    found = []
+    for dispatch in ("all", "grouped"):
+        run = partial(layer, dispatch, rules=AxisRules.from_config(MeshConfig()), biased=True)
+        value, pull = jax.vjp(jax.jit(run), params, x)
+        found.append((value, pull(value)))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        assert np.abs(a - b).max() < TOLERANCE * np.abs(a).max()
 
 
 def test_each_device_sorts_its_own_rows_of_a_batch(given: Any) -> None:

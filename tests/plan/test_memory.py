@@ -57,10 +57,15 @@ def steps_of(config: Config) -> Steps:
     return build_steps(config, jax.devices()[: math.prod(sizes)])
 
 
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     "num_layers": 9,
     "family": "moe",
     "moe": {"num_experts": 5, "num_dense_layers": 2, "d_expert": 28},
+}
+BIASED: dict[str, Any] = {
+    "num_layers": 6,
+    "family": "gpt_oss",
+    "gpt_oss": {"num_experts": 5, "d_expert": 28},
 }
 CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     (EXPERTS, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
@@ -68,6 +73,11 @@ CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
         EXPERTS,
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 4, "remat": "names", "layers_outside": 3, "weight_gather": "visit"},
+    ),
+    (
+        BIASED | {"gpt_oss": BIASED["gpt_oss"] | {"dispatch": "all"}},
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_h1"},
     ),
     ({}, {}, {"microbatches": 2}),
     ({}, {"ici_stage": 2, "ici_fsdp": 2, "ici_data": 2}, {"microbatches": 4, "schedule": "1f1b"}),
@@ -145,22 +155,24 @@ def test_buffers_and_state_are_those_of_the_engine(
 
 
 @pytest.mark.parametrize(
-    ("normalised", "keys"),
+    "model",
     [
-        (False, {"dispatch": "all"}),
-        (True, {"dispatch": "grouped"}),
-        (True, {"capacity_factor": 1.25, "num_experts": 4}),
+        EXPERTS | {"moe": EXPERTS["moe"] | {"normalised_weights": False, "dispatch": "all"}},
+        EXPERTS,
+        EXPERTS | {"moe": EXPERTS["moe"] | {"capacity_factor": 1.25, "num_experts": 4}},
+        BIASED,
+        BIASED | {"compute_dtype": "float32"},
     ],
 )
-def test_experts_keep_a_little_more_than_is_counted(normalised: bool, keys: Any) -> None:
+def test_experts_keep_a_little_more_than_is_counted(model: dict[str, Any]) -> None:
     """Of each sequence in float32 how many of its tokens an expert gets, for the balance loss."""
-    moe = {**EXPERTS["moe"], "normalised_weights": normalised, **keys}  # type: ignore[dict-item]
     pipeline = {"microbatches": 6, "schedule": "zb_h1", "remat": "none"}
-    config = config_of(EXPERTS | {"moe": moe}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
+    config = config_of(model, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
     steps, sizes = steps_of(config), Sizes(config)
     found, table = buffer_bytes(steps), steps.train_schedule
     wanted = buffers(sizes, table)
-    per_sequence = 4 * sizes.rows * moe["num_experts"] * sizes.per_chunk["experts"]
+    num_experts = model[model["family"]]["num_experts"]
+    per_sequence = 4 * sizes.rows * num_experts * sizes.per_chunk["experts"]
     assert found.pop("stash") == wanted.pop("stash") + table.num_stash * per_sequence
     assert wanted == {name: found[name] for name in wanted}
 
@@ -281,6 +293,8 @@ def check_kept(changes: dict[str, Any], remat: str, tokens: int) -> None:
         {"compute_dtype": "float32"},
         {"dropout": 0.1},
         {"family": "gemma3", "tied_embeddings": True},
+        {"family": "gemma2", "tied_embeddings": True},
+        {"family": "qwen2"},
     ],
 )
 def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str, tokens: int) -> None:

@@ -10,6 +10,7 @@ from maxpipe.config.schema import ModelConfig
 from maxpipe.model.families import (
     gemma2,
     gemma3,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -27,7 +28,7 @@ FAMILIES: Mapping[str, Family] = {
     each.FAMILY.name: each.FAMILY
     for each in (
         *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite),
-        *(moe, qwen3_moe),
+        *(moe, qwen3_moe, gpt_oss),
     )
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -18,6 +20,8 @@ from maxpipe.model.parts import experts
 from maxpipe.parallel.per_device import on_rows_of_device
 from maxpipe.parallel.sharding import AxisRules, constrain
 
+_PROJECTIONS = ("gate", "up", "down")
+
 
 class Experts(PartModule):
     """The sum of a token's experts, weighted by what the router makes of it (arXiv:2401.04088)."""
@@ -27,6 +31,10 @@ class Experts(PartModule):
     gate: nnx.Param
     up: nnx.Param
     down: nnx.Param
+    logit_bias: nnx.Param
+    gate_bias: nnx.Param
+    up_bias: nnx.Param
+    down_bias: nnx.Param
     shared_gate: nnx.Param
     shared_up: nnx.Param
     shared_down: nnx.Param
@@ -40,15 +48,18 @@ class Experts(PartModule):
 
         No token is dropped in decoding: how many there are in a call says nothing about the model.
         """
-        bias = None if self.part.balance_rate is None else self.router_bias[...]
-        routes, lost = routed(x, self.router[...], self.part, bias), None
+        part = self.part
+        bias = None if part.balance_rate is None else self.router_bias[...]
+        logit_bias = self.logit_bias[...] if part.biased else None
+        routes, lost = routed(x, self.router[...], part, bias, logit_bias), None
         if self.part.capacity and context.cache is None:
             slots = self._slots(routes.places, context.inputs["segment_ids"])
             out = self._with_room(x, routes, slots)
             lost = (slots.row == len(slots.choice)).mean(-1).reshape(x.shape[:2])
-        elif self._groups(x, context) or self._groups(x, context):
-            weights = (getattr(self, name)[...].astype(x.dtype) for name in ("gate", "up", "down"))
-            out = on_rows_of_device(self._by_group, (x, routes.places, routes.weights), (*weights,))
+        elif self._groups(x, context):
+            names = [*_PROJECTIONS, *(f"{name}_bias" for name in _PROJECTIONS if part.biased)]
+            params = {name: getattr(self, name)[...].astype(x.dtype) for name in names}
+            out = on_rows_of_device(self._by_group, (x, routes.places, routes.weights), params)
         else:
             out = self._all(x, routes)
         if self.part.shared is not None:
@@ -67,28 +78,36 @@ class Experts(PartModule):
     def _by_group(
         self,
         tokens: tuple[Float[Array, "B T D"], Int[Array, "B T k"], Float[Array, "B T E"]],
-        params: tuple[Float[Array, "D E F"], Float[Array, "D E F"], Float[Array, "E F D"]],
+        params: Mapping[str, Array],
     ) -> Float[Array, "B T D"]:
         """Of tokens through their own experts."""
         x, *routes = tokens
         places, weights = (each.reshape(-1, each.shape[-1]) for each in routes)
         rows, sizes = grouped.sorted_rows(places, self.part.num_experts)
         axes = grouped.split_over(self.rules)
-        gate, up = grouped.expanded(x, params[:2], rows, sizes, axes)
+        gate, up = grouped.expanded(x, (params["gate"], params["up"]), rows, sizes, axes)
+        if self.part.biased:
+            gate += grouped.row_biases(params["gate_bias"], places, rows)
+            up += grouped.row_biases(params["up_bias"], places, rows)
         gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
-        weights = grouped.row_weights(weights, places, rows, self.part.num_experts)
-        hidden = gated(gate, up, self.part.function, weights.astype(x.dtype))
-        hidden = constrain(hidden, (None, "mlp"), self.rules)
-        return grouped.contracted(hidden, params[2], rows, sizes, axes).reshape(x.shape)
+        of_rows = row_weights(weights, places, rows, self.part.num_experts).astype(x.dtype)
+        hidden = constrain(gated(gate, up, self.part.function, of_rows), (None, "mlp"), self.rules)
+        out = grouped.contracted(hidden, params["down"], rows, sizes, axes)
+        if self.part.biased:
+            out += weights.astype(x.dtype) @ params["down_bias"]
+        return out.reshape(x.shape)
 
     def _all(self, x: Float[Array, "B T D"], routes: Routes) -> Float[Array, "B T D"]:
         """Of all tokens through all experts."""
         gate = jnp.einsum("btd,def->btef", x, self.gate[...].astype(x.dtype))
         up = jnp.einsum("btd,def->btef", x, self.up[...].astype(x.dtype))
+        gate, up = self._with_bias("gate", gate), self._with_bias("up", up)
         gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
-        hidden = gated(gate, up, self.part.function, routes.weights.astype(x.dtype))
+        weights = routes.weights.astype(x.dtype)
+        hidden = gated(gate, up, self.part.function, weights)
         hidden = constrain(hidden, (None, None, "experts", "mlp"), self.rules)
-        return jnp.einsum("btef,efd->btd", hidden, self.down[...].astype(x.dtype))
+        out = jnp.einsum("btef,efd->btd", hidden, self.down[...].astype(x.dtype))
+        return self._with_bias("down", out, lambda bias: jnp.einsum("bte,ed->btd", weights, bias))
 
     def _with_room(
         self, x: Float[Array, "B T D"], routes: Routes, slots: Rows
@@ -98,15 +117,29 @@ class Experts(PartModule):
         inside = to_slots(x, slots, x.shape).reshape(num_experts, -1, x.shape[-1])
         gate = jnp.einsum("end,def->enf", inside, self.gate[...].astype(x.dtype))
         up = jnp.einsum("end,def->enf", inside, self.up[...].astype(x.dtype))
+        gate, up = (
+            self._with_bias(name, each, lambda bias: bias[:, None])
+            for name, each in (("gate", gate), ("up", up))
+        )
         gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
         places, weights = (
             each.reshape(-1, each.shape[-1]) for each in (routes.places, routes.weights)
         )
         weights = row_weights(weights, places, slots, num_experts).reshape(num_experts, -1)
-        hidden = gated(gate, up, self.part.function, weights.astype(x.dtype))
+        weights = weights.astype(x.dtype)
+        hidden = gated(gate, up, self.part.function, weights)
         hidden = constrain(hidden, ("experts", None, "mlp"), self.rules)
         out = jnp.einsum("enf,efd->end", hidden, self.down[...].astype(x.dtype))
+        out = self._with_bias("down", out, lambda bias: weights[..., None] * bias[:, None])
         return to_tokens(out.reshape(-1, x.shape[-1]), slots).reshape(x.shape)
+
+    def _with_bias(
+        self, name: str, x: Array, spread: Callable[[Array], Array] = lambda bias: bias
+    ) -> Array:
+        """With what `spread` makes of a projection's biases `[E, ...]`; x itself without them."""
+        if not self.part.biased:
+            return x
+        return x + spread(getattr(self, f"{name}_bias")[...].astype(x.dtype))
 
     def _slots(self, places: Int[Array, "B T k"], segments: Int[Array, "B T"]) -> Rows:
         """The room of all experts as rows: of each expert that for each sequence.

@@ -88,6 +88,34 @@ row_weights.defvjp(
 )
 
 
+@jax.custom_vjp
+def row_biases(
+    biases: Float[Array, "E F"], places: Int[Array, "n k"], rows: Rows
+) -> Float[Array, "N F"]:
+    """Those of each row's expert. As a matmul: its gradient is one, and is not scattered."""
+    return _experts_of(places, rows, biases) @ biases
+
+
+def _experts_of(places: Int[Array, "n k"], rows: Rows, like: Array) -> Float[Array, "N E"]:
+    expert = places.reshape(-1).at[rows.choice].get(mode="clip")
+    return jax.nn.one_hot(expert, len(like), dtype=like.dtype)
+
+
+def _row_biases_backward(
+    saved: tuple[Any, ...], cotangent: Float[Array, "N F"]
+) -> tuple[Float[Array, "E F"], None, None]:
+    places, rows, biases = saved
+    experts = _experts_of(places, rows, biases)
+    found = jnp.einsum("ne,nf->ef", experts, cotangent, preferred_element_type=jnp.float32)
+    return found.astype(biases.dtype), None, None
+
+
+row_biases.defvjp(
+    lambda biases, places, rows: (row_biases(biases, places, rows), (places, rows, biases)),
+    _row_biases_backward,
+)
+
+
 def tokens_of(x: Float[Array, "*tokens D"], rows: Rows) -> Float[Array, "N D"]:
     """The token in each row; any in a row without one."""
     index = rows.choice // rows.row.shape[1]

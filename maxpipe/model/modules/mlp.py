@@ -21,10 +21,10 @@ _FUNCTIONS = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True
 def gated(
     gate: Float[Array, "*rows F"],
     up: Float[Array, "*rows F"],
-    function: str,
+    function: mlp.Gate,
     weights: Float[Array, "*rows"] | None = None,
 ) -> Float[Array, "*rows F"]:
-    """`function(gate) * up`, written to memory once for all matmuls that read it; weighted.
+    """`function(gate) * up` or its like, weighted, written to memory once for all matmuls.
 
     Left alone, XLA for TPU puts this and its derivative into each matmul of the backward
     pass as a producer that is computed again and again: a tenth of a layer's cycles.
@@ -33,20 +33,31 @@ def gated(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _written(function: str, *arrays: Array) -> Array:
+def _written(function: mlp.Gate, *arrays: Array) -> Array:
     return _gated(function, *arrays)
 
 
-def _gated(function: str, gate: Array, up: Array, weights: Array | None = None) -> Array:
-    found = _FUNCTIONS[function](gate) * up
+def _gated(function: mlp.Gate, gate: Array, up: Array, weights: Array | None = None) -> Array:
+    if isinstance(function, mlp.ClampedSilu):
+        found = _clamped(function, gate, up)
+    else:
+        found = _FUNCTIONS[function](gate) * up
     return found if weights is None else found * weights[..., None]
 
 
-def _gated_forward(function: str, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
+def _clamped(function: mlp.ClampedSilu, gate: Array, up: Array) -> Array:
+    gate = jnp.minimum(gate, function.limit)
+    up = jnp.clip(up, -function.limit, function.limit)
+    return gate * jax.nn.sigmoid(function.slope * gate) * (up + 1)
+
+
+def _gated_forward(function: mlp.Gate, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
     return jax.lax.optimization_barrier(_gated(function, *arrays)), arrays
 
 
-def _gated_backward(function: str, saved: tuple[Array, ...], cotangent: Array) -> tuple[Array, ...]:
+def _gated_backward(
+    function: mlp.Gate, saved: tuple[Array, ...], cotangent: Array
+) -> tuple[Array, ...]:
     _, vjp = jax.vjp(partial(_gated, function), *saved)
     return jax.lax.optimization_barrier(vjp(jax.lax.optimization_barrier(cotangent)))
 
@@ -55,7 +66,11 @@ _written.defvjp(_gated_forward, _gated_backward)
 
 
 def gated_mlp(
-    x: Float[Array, "B T D"], module: PartModule, function: str, rules: AxisRules, prefix: str = ""
+    x: Float[Array, "B T D"],
+    module: PartModule,
+    function: mlp.Gate,
+    rules: AxisRules,
+    prefix: str = "",
 ) -> Float[Array, "B T D"]:
     """`(f(x W_gate) * (x W_up)) W_down` with the parameters of `module` that begin so."""
     gate, up, down = (

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from maxpipe.model.parts.mlp import GatedMLP
+from maxpipe.model.parts.mlp import Gate, GatedMLP
 from maxpipe.model.spec import (
     Constant,
     Dims,
@@ -64,7 +64,7 @@ class Experts(Part):
     """Added for every token (arXiv:2401.06066)."""
     normalised: bool = True
     """Whether the probabilities of a token's experts are divided by their sum."""
-    function: Literal["silu", "gelu"] = "silu"
+    function: Gate = "silu"
     """Of the gates."""
     dispatch: Literal["auto", "all", "grouped"] = "auto"
     """Whether tokens pass through all experts or through their own. `auto`: through their own when
@@ -74,6 +74,8 @@ class Experts(Part):
     balance_rate: float | None = None
     """By how much each step moves an expert's bias towards equal loads (arXiv:2408.15664). Biases
     are added to scores where experts are chosen, and not where they are weighted. None: none."""
+    biased: bool = False
+    """Whether biases are added to the router's logits and to all projections."""
 
     summaries: ClassVar[Mapping[str, Summary]] = {
         "moe/balance_loss": Summary(
@@ -138,6 +140,10 @@ class Experts(Part):
         if self.balance_rate is not None:
             bias = Param((experts,), Constant(0.0), decays=False, trainable=False, exact=True)
             found["router_bias"] = bias
+        if self.biased:
+            dims = {"logit": (experts,), "gate": (experts, mlp), "up": (experts, mlp)}
+            for name, each in (dims | {"down": (experts, embed)}).items():
+                found[f"{name}_bias"] = Param(each, Constant(0.0), decays=False)
         return found | {f"shared_{name}": param for name, param in self._of_shared("params")}
 
     @property
@@ -155,10 +161,15 @@ class Experts(Part):
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """The router, and the projections of all experts, of which a token needs its own."""
+        """The router, and the projections of all experts, of which a token needs its own.
+
+        A bias counts as one more row of its projection.
+        """
         needed, computed = self.per_token / self.num_experts, self.rows / self.num_experts
         found = [Matmul("router")]
-        found += [Matmul(name, needed, computed) for name in ("gate", "up", "down")]
+        names = ["gate", "up", "down"]
+        names += [f"{name}_bias" for name in names] if self.biased else []
+        found += [Matmul(name, needed, computed) for name in names]
         if self.shared is not None:
             found += [Matmul(f"shared_{name}") for name in self.shared.params]
         return tuple(found)
@@ -201,7 +212,9 @@ class Experts(Part):
             wide=((3.0 + extra, self._each), (5.0 + 2.0 * extra, ())), flags=((1.0, ()),)
         )
         if self.places_tokens:
-            found += self._places + Held(wide=((2.0, ((self.per_token, "experts"),)),))
+            found += self._places + Held(wide=((2.0, self._choices),))
+        if self.biased and self.places_tokens:
+            found += self._weights_for_biases
         return found if self.shared is None else found + self.shared.residuals
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
@@ -213,10 +226,14 @@ class Experts(Part):
         found = self._places + Held(wide=((1.0, self._each),))
         if not recomputed:
             found += self._with_rows(3.0, width=2.0, placed=1.0 if self.capacity else 0.0)
+            found += self._weights_for_biases if self.biased else Held()
         elif normed:
             found += self._with_rows(3.0, width=1.0)
         else:
             found += self._with_rows(4.0, width=1.0) + self._weights
+        if self.biased and self.grouped:
+            found += Held(wide=((1.0, self._choices),))
+            found += self._weights_for_biases if recomputed else Held()
         if self.shared is None:
             return found
         return found + self.shared.deferred(recomputed=recomputed, normed=normed)
@@ -269,6 +286,15 @@ class Experts(Part):
     def _weights(self) -> Held:
         """Those of rows."""
         return Held(narrow=(self._of_rows(1.0, ()),))
+
+    @property
+    def _weights_for_biases(self) -> Held:
+        """What the biases of the last projection are multiplied with."""
+        return self._weights if self.capacity else Held(narrow=((1.0, self._each),))
+
+    @property
+    def _choices(self) -> Dims:
+        return ((self.per_token, "experts"),)
 
     @property
     def _places(self) -> Held:
