@@ -61,3 +61,14 @@ def on_rows_of_device(run: Callable[[Any, Any], Any], rows: Any, shared: Any) ->
     return jax.shard_map(
         run, axis_names=set(axes), in_specs=(mine, PartitionSpec()), out_specs=mine
     )(rows, shared)
+
+
+def over_batch(count: jax.Array) -> jax.Array:
+    """The sum of a count over the devices that have other rows; nothing is differentiated here.
+
+    In a program that is automatic throughout a count is that of all rows already.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    axes = tuple(axis for axis in BATCH_AXES if axis in manual)
+    count = lax.stop_gradient(count)
+    return vary(lax.psum(count, axes)) if axes else count

@@ -372,6 +372,24 @@ def test_the_model_is_described_once() -> None:
     assert len({*costs[1:]}) == 1 and costs[0] < costs[1]
 
 
+@pytest.mark.parametrize("over", ["sequence", "microbatch", "devices"])
+def test_the_balance_loss_takes_the_shares_of_the_tokens_it_is_over(over: str) -> None:
+    """Of one device all rows are those of a call."""
+    module, _, x = of_experts(balance_over=over)
+    mask = jnp.asarray([[1.0, 1, 0, 1, 1], [1.0, 0, 1, 1, 1]])
+    here = context([[1] * 5] * 2, [range(5)] * 2)
+    here.inputs["loss_mask"] = mask  # type: ignore[index]
+    found = module(x, here)
+    shares = np.asarray(jax.nn.softmax(x @ module.router[...]))
+    used = np.zeros((2, 4))
+    for row, token in zip(*np.nonzero(mask), strict=True):
+        used[row, np.argsort(-shares[row, token])[:2]] += 1
+    used = used if over == "sequence" else np.tile(used.sum(0), (2, 1))
+    relative = used / used.mean(-1, keepdims=True)
+    wanted = (relative[:, None] * shares * np.asarray(mask)[..., None]).sum()
+    np.testing.assert_allclose(found.losses["balance"], wanted, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [

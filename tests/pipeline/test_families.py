@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from maxpipe.model.families.gemma2 import Gemma2Config
@@ -73,6 +74,40 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_family_in_the_engine_equals_its_plain_loop(case: Case) -> None:
     check_gradients(case)
+
+
+def rows_together(case: Case, over: str) -> np.ndarray:
+    """Numbers of the rows that meet in a balance loss: one device's in a microbatch, or all's."""
+    devices = case.data * case.fsdp
+    rows = np.arange(case.rows).reshape(devices, case.microbatches, -1)
+    if over == "devices":
+        return rows.swapaxes(0, 1).reshape(case.microbatches, -1)
+    return rows.reshape(devices * case.microbatches, -1)
+
+
+BALANCED = [
+    ("microbatch", Case(2, 1, 3, schedule="zb_h1", data=2, layers=4)),
+    ("devices", Case(2, 1, 3, schedule="zb_h1", data=2, fsdp=2, layers=4, remat="names")),
+    *(
+        pytest.param(over, case, marks=pytest.mark.matrix)
+        for over, case in (
+            ("microbatch", Case(4, 2, 5, schedule="zb_v", fsdp=2, layers=9)),
+            ("devices", Case(4, 2, 5, schedule="zb_v", fsdp=2, layers=9)),
+            ("devices", Case(2, 2, 4, idle="compute", data=2, tensor=2, layers=6)),
+            ("devices", Case(2, 1, 3, schedule="1f1b", data=2, fsdp=2, layers=4, outside=1)),
+            ("devices", Case(1, 1, 1, data=2, fsdp=2, layers=3)),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("over", "case"), BALANCED, ids=str)
+def test_a_balance_loss_over_rows_that_meet_equals_that_of_the_plain_loop(
+    over: Any, case: Case
+) -> None:
+    """Under any schedule: what it depends on is which rows meet."""
+    own = replace(GROUPED, num_dense_layers=1, balance_over=over)
+    check_gradients(replace(case, own=own), rows_together(case, over))
 
 
 FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (

@@ -11,7 +11,7 @@ from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
 from maxpipe.model.families import generic
 from maxpipe.model.parts.attention import Attention
-from maxpipe.model.parts.experts import Experts
+from maxpipe.model.parts.experts import BalanceOver, Experts
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Branch, Kind, Model
 
@@ -37,8 +37,15 @@ class MixtureConfig:
     `all` computes all experts for all tokens, and much that is not used. `auto` is `grouped` if
     there are at least twice as many experts as a token is sent to."""
     balance_weight: float = 0.01
-    """Coefficient of the balance loss, which is 1 when experts get equally many tokens of each
-    sequence; the objective has it once for each layer with experts. 0 only records it."""
+    """Coefficient of the balance loss, which is 1 when experts get equally many tokens; the
+    objective has it once for each layer with experts. 0 only records it."""
+    balance_over: BalanceOver = "sequence"
+    """Of which tokens the balance loss takes the shares that experts get. `sequence`: of each by
+    itself; the loss depends on nothing else. `microbatch`, as in Switch: of the rows that one
+    device has in a microbatch; it depends on their number, so on batch size, microbatches, data
+    and fsdp. `devices`, known as global-batch: of the rows that all devices have in a microbatch;
+    it depends on the microbatches, and which rows meet in one on data and fsdp. None depends on
+    the schedule, stages or tensor."""
     z_weight: float = 0.0
     """Coefficient of the router's z-loss, the mean square of the logarithm of its partition
     function: keeps logits small. 0 only records it."""
@@ -72,6 +79,7 @@ def experts(config: ModelConfig, own: MixtureConfig, **options: Any) -> Experts:
         own.z_weight,
         own.capacity_factor,
         dispatch=own.dispatch,
+        balance_over=own.balance_over,
         **options,
     )
 

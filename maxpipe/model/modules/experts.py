@@ -65,7 +65,9 @@ class Experts(PartModule):
         if self.part.shared is not None:
             out += gated_mlp(x, self, self.part.shared.function, self.rules, "shared_")
         mask = context.inputs.get("loss_mask")
-        return Output(out) if mask is None else Output(out, *reported(routes, lost, mask))
+        if mask is None:
+            return Output(out)
+        return Output(out, *reported(routes, lost, mask, part.balance_over))
 
     def _groups(self, x: Float[Array, "B T D"], context: Context) -> bool:
         """As declared. In decoding, where a call may have few tokens, if less is computed."""

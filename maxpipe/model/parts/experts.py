@@ -21,6 +21,9 @@ from maxpipe.model.spec import (
     Summary,
 )
 
+BalanceOver = Literal["sequence", "microbatch", "devices"]
+"""Tokens of which the balance loss takes the shares that experts get."""
+
 
 class Groups(NamedTuple):
     """Experts in groups of one size; a token goes to experts of few groups (arXiv:2405.04434)."""
@@ -71,6 +74,9 @@ class Experts(Part):
     that is at most half of them."""
     groups: Groups | None = None
     """None: a token may go to any experts."""
+    balance_over: BalanceOver = "sequence"
+    """`sequence`: each by itself. `microbatch`: the rows that a device has in one. `devices`: the
+    rows that all devices have in one."""
     balance_rate: float | None = None
     """By how much each step moves an expert's bias towards equal loads (arXiv:2408.15664). Biases
     are added to scores where experts are chosen, and not where they are weighted. None: none."""
@@ -83,8 +89,8 @@ class Experts(Part):
             "mean",
             "",
             "Balance loss, mean over layers with experts, without its coefficient. 1 when experts "
-            "get equally many tokens of each sequence, the number of experts divided by those of a "
-            "token when all go to the same ones.",
+            "get equally many tokens of each sequence, or of what `balance_over` says; the number "
+            "of experts divided by those of a token when all go to the same ones.",
         ),
         "moe/router_z_loss": Summary(
             "router_z",
@@ -181,7 +187,7 @@ class Experts(Part):
 
     @property
     def losses(self) -> Mapping[str, float]:
-        """How unequally a sequence's tokens are spread over experts, and how large logits are.
+        """How unequally tokens are spread over experts, and how large logits are.
 
         The others are for the record.
         """
