@@ -197,7 +197,8 @@ def opened(folder: str, where: str = "command line: DIR") -> Source:
     names: dict[str, str] = {}
     files: dict[str, Reader] = {}
     others: list[str] = []
-    patterns = said.table.unused + (said.whole.others if said.whole else ())
+    unused = [each.format(layers=said.config.num_layers) for each in said.table.unused]
+    patterns = (*unused, *(said.whole.others if said.whole else ()))
     for name, reader in present.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             others.append(name)

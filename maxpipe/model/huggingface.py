@@ -283,7 +283,8 @@ class HuggingFace:
     keys: tuple[Row, ...]
     tensors: tuple[Tensor, ...]
     unused: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
-    """Patterns of the names of tensors that some releases saved and none reads."""
+    """Patterns of the names of tensors that some releases saved and none reads. `{layers}` stands
+    for the number of layers."""
     wholes: tuple[Whole, ...] = ()
 
     def names(self) -> frozenset[str]:

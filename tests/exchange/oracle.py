@@ -47,8 +47,8 @@ def made(job: dict[str, Any]) -> Any:
     for name, value in EAGER.items():
         setattr(config, f"_{name}", value)
     model = getattr(transformers, job["architecture"])(config)
-    for parameter in model.parameters():
-        parameter.data.normal_(0.0, 0.2)
+    for tensor in model.state_dict().values():  # with buffers that are saved
+        tensor.normal_(0.0, 0.2)
     return model.to(getattr(torch, job["dtype"]))
 
 

@@ -177,6 +177,43 @@ def phi3(draw: random.Random) -> dict[str, Any]:
     return plain(draw) | ids | {"sliding_window": draw.choice((None, 5))}
 
 
+def deepseek(draw: random.Random) -> dict[str, Any]:
+    """Latent attention, in what both classes share."""
+    heads = draw.choice((2, 3, 5))
+    rope = yarn(draw)
+    if "factor" in rope:
+        mscale = draw.choice((0.707, 1.0))
+        rope |= {"mscale": mscale, "mscale_all_dim": draw.choice((mscale, 0.4))}
+    return {
+        "hidden_size": heads * draw.choice((6, 14)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "qk_nope_head_dim": draw.choice((6, 10)),
+        "qk_rope_head_dim": draw.choice((4, 8)),
+        "v_head_dim": draw.choice((7, 11)),
+        "kv_lora_rank": draw.choice((10, 14)),
+        "q_lora_rank": draw.choice((None, 11)),
+        "moe_intermediate_size": draw.choice((17, 23)),
+        "first_k_dense_replace": draw.choice((0, 1, 2)),
+        "n_shared_experts": draw.choice((1, 2)),
+        "routed_scaling_factor": draw.choice((1.0, 2.5)),
+        "n_routed_experts": 12,
+        "num_experts_per_tok": draw.choice((3, 4)),
+        "n_group": draw.choice((3, 4)),
+        "topk_group": 2,
+        "rope_parameters": rope,
+        "tie_word_embeddings": draw.random() < 0.3,
+    }
+
+
+def deepseek_v2(draw: random.Random) -> dict[str, Any]:
+    return deepseek(draw) | {"topk_method": draw.choice(("greedy", "group_limited_greedy"))}
+
+
+def deepseek_v3(draw: random.Random) -> dict[str, Any]:
+    return deepseek(draw) | {"norm_topk_prob": draw.random() < 0.5, "kv_lora_rank": 9}
+
+
 HEADS_SHARE_THE_WIDTH = {"qwen2", "olmo2", "granite", "phi3"}
 CLASSES = {
     "llama": (llama, "LlamaConfig", "LlamaForCausalLM"),
@@ -190,6 +227,8 @@ CLASSES = {
     "gemma2": (gemma2, "Gemma2Config", "Gemma2ForCausalLM"),
     "olmo2": (plain, "Olmo2Config", "Olmo2ForCausalLM"),
     "granite": (granite, "GraniteConfig", "GraniteForCausalLM"),
+    "deepseek_v2": (deepseek_v2, "DeepseekV2Config", "DeepseekV2ForCausalLM"),
+    "deepseek_v3": (deepseek_v3, "DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "phi3": (phi3, "Phi3Config", "Phi3ForCausalLM"),
 }
 
@@ -208,6 +247,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             config = sizes(draw) | own(draw)
             if kind in HEADS_SHARE_THE_WIDTH:
                 config |= even(config)
+            if kind in (*HEADS_SHARE_THE_WIDTH, "deepseek_v2", "deepseek_v3"):
                 del config["head_dim"]
             dtype = ("float32", "bfloat16", "float16")[number % 3]
             jobs[name] = {

@@ -16,6 +16,7 @@ from maxpipe.config.schema import MeshConfig, ModelConfig
 from maxpipe.generate.decoding import Decoding, Size, padded, side_by_side
 from maxpipe.generate.sampling import Sampling
 from maxpipe.model.decoder import Decoder
+from maxpipe.model.families.deepseek import DeepseekConfig
 from maxpipe.model.families.gemma3 import Gemma3Config
 from maxpipe.model.families.moe import MoeConfig
 from maxpipe.parallel.mesh import build_mesh
@@ -36,6 +37,14 @@ GEMMA = dataclasses.replace(
 )
 MOE = dataclasses.replace(
     LLAMA, family="moe", own=MoeConfig(num_dense_layers=1, num_experts=3, top_k=2, d_expert=12)
+)
+DEEPSEEK = dataclasses.replace(
+    LLAMA,
+    family="deepseek",
+    num_kv_heads=4,
+    own=DeepseekConfig(
+        kv_rank=10, rope_size=4, value_size=6, num_experts=4, d_expert=12, scores="sigmoid"
+    ),
 )
 GREEDY = Sampling(temperature=0.0)
 DRAWN = Sampling(temperature=1.3, top_k=17, top_p=0.9, repetition_penalty=1.2)
@@ -98,7 +107,7 @@ def by_full_forwards(decoding: Decoding, params: Any, prompt: list[int]) -> tupl
     return row[len(prompt) :], nats
 
 
-@pytest.mark.parametrize("model", [LLAMA, GEMMA, MOE], ids=lambda model: model.family)
+@pytest.mark.parametrize("model", [LLAMA, GEMMA, MOE, DEEPSEEK], ids=lambda model: model.family)
 def test_rows_side_by_side_are_what_full_forwards_give(model: ModelConfig) -> None:
     decoding, params = decoding_of(model)
     tokens, logprobs = followed(decoding, params, PROMPTS, range(5))
@@ -133,6 +142,7 @@ def test_long_prompts_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 MESHES = {
     "all axes": (MOE, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "tensor-data": (LLAMA, MeshConfig(ici_data=2, ici_tensor=2)),
+    "latents": (DEEPSEEK, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "whole kv heads": (LLAMA, MeshConfig(ici_tensor=4, axis_rules={"kv_heads": []})),
 }
 

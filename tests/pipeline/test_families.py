@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maxpipe.model.families.deepseek import DeepseekConfig
 from maxpipe.model.families.gemma2 import Gemma2Config
 from maxpipe.model.families.gemma3 import Gemma3Config
 from maxpipe.model.families.gpt_oss import GptOssConfig
@@ -37,6 +38,27 @@ ROOM = MoeConfig(
     z_weight=0.1,
 )
 NO_DENSE = MoeConfig(num_experts=3, num_dense_layers=0, normalised_weights=False)
+V3 = DeepseekConfig(
+    num_experts=6,
+    num_dense_layers=2,
+    d_expert=12,
+    num_shared_experts=1,
+    kv_rank=6,
+    query_rank=10,
+    rope_size=2,
+    value_size=6,
+    rope_scaling=4.0,
+    rope_original_tokens=64,
+    mscale=0.7,
+    mscale_all_dim=1.2,
+    num_groups=3,
+    groups_per_token=2,
+    group_scores="top2",
+    scores="sigmoid",
+    weight_scale=2.5,
+    router_bias=True,
+)
+V2 = replace(V3, query_rank=0, scores="softmax", group_scores="max", router_bias=False)
 MISTRAL = MistralConfig(window=3)
 QWEN2 = Qwen2Config(rope_scaling=4.0, rope_original_tokens=64)
 QWEN3 = Qwen3Config(rope_scaling=2.0)
@@ -62,6 +84,7 @@ CASES = [
     Case(4, 2, 8, own=ROOM, layers=9, schedule="zb_v", remat="none", fsdp=2),
     Case(2, 3, 4, own=GROUPED, layers=7, gather="visit", fsdp=2, idle="compute", tied=True),
     Case(2, 1, 5, own=MOE, layers=6, outside=3, gather="step", schedule="1f1b", remat="none"),
+    Case(2, 2, 3, own=V3, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 2, 3, own=QWEN2, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 2, 3, own=Olmo2Config(), layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 1, 5, own=GRANITE, tied=True, layers=5, gather="step", schedule="zb_h1", dropout=0.3),
@@ -118,6 +141,8 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     *({"own": own} for own in (MISTRAL, QWEN2, QWEN3, PHI, Olmo2Config(), GRANITE)),
     *({"own": own} for own in (QWEN3_MOE, GPT_OSS)),
     {"own": GEMMA2, "tied": True},
+    {"own": V3},
+    {"own": V2},
 )
 
 

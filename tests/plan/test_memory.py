@@ -19,6 +19,8 @@ from maxpipe.model import decoder as decoder_module
 from maxpipe.model.count import QUERY_BLOCK
 from maxpipe.model.decoder import Decoder
 from maxpipe.model.families.registry import describe
+from maxpipe.model.parts.attention import Rope
+from maxpipe.model.parts.latent import LatentAttention
 from maxpipe.model.spec import Part
 from maxpipe.parallel.mesh import AXES
 from maxpipe.parallel.sharding import AxisRules
@@ -28,7 +30,7 @@ from maxpipe.plan.compile import build_steps
 from maxpipe.plan.memory import buffers, memory, state
 from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.train.step import Steps, keep_of
-from tests.cases import buffer_bytes, with_layer_norms
+from tests.cases import buffer_bytes, with_attention, with_layer_norms
 
 ROOT = Path(__file__).parents[2]
 
@@ -308,6 +310,27 @@ def test_layer_norms_keep_what_they_declare(remat: str, monkeypatch: pytest.Monk
     check_kept({}, remat, 7)
     sizes = Sizes(config_of({}, {}, {"microbatches": 2}))
     assert sizes.norm_elements == 2 * MODEL["d_model"]
+
+
+@pytest.mark.parametrize("remat", ["full", "names", "none"])
+@pytest.mark.parametrize(
+    ("query_rank", "tokens", "changes"),
+    [(11, 7, {}), (0, 3 * QUERY_BLOCK, {}), (11, 7, {"compute_dtype": "float32"})],
+)
+def test_latent_attention_keeps_what_it_declares(
+    query_rank: int,
+    tokens: int,
+    changes: dict[str, Any],
+    remat: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rope = Rope(1e4, turned=4)
+    part = LatentAttention(20, 3, 12, 14, 9, query_rank, 1.0, "xla", rope, 0.3, 1e-6)
+    for module in (decoder_module, sizes_module):
+        monkeypatch.setattr(
+            module, "describe", lambda config: with_attention(describe(config), part)
+        )
+    check_kept(changes, remat, tokens)
 
 
 def attention_of(config: Config) -> Part:
