@@ -63,6 +63,8 @@ _FROZEN = "model.frozen"
 _FREE_MODEL_KEYS = frozenset(
     {"model.dropout", "model.attention", "model.compute_dtype", "model.ahead_loss_weight", _FROZEN}
 )
+_FREE_FAMILY_KEYS = frozenset({"dispatch"})
+"""Of those in a family's section, whatever the family."""
 
 # That of the optimizer's state, too, which weights alone have none of: they are cast.
 _TYPE = "model.param_dtype"
@@ -328,6 +330,11 @@ def _saved_there(run_dir: Path, folder: str) -> int:
     return steps[-1] if steps else 0
 
 
+def _is_free(key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    return key in _FREE_MODEL_KEYS or (name in _FREE_FAMILY_KEYS and section != "model")
+
+
 def check_model(
     saved: Mapping[str, Any],
     wanted: Mapping[str, Any],
@@ -344,7 +351,6 @@ def check_model(
         ConfigError: with every key that must be as it was saved.
     """
     then, now = _as_known(saved), flat({"model": wanted})
-    free = _FREE_MODEL_KEYS | ({_TYPE} if weights_alone else set())
     problems = [
         Problem(
             where(key, origins),
@@ -353,7 +359,7 @@ def check_model(
             f"Set {key}={shown(then[key])}, or {otherwise}.",
         )
         for key in sorted(then)
-        if key not in free and then[key] != now.get(key)
+        if not (_is_free(key) or (weights_alone and key == _TYPE)) and then[key] != now.get(key)
     ]
     if problems:
         raise ConfigError(problems)

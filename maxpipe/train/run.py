@@ -449,7 +449,7 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
     tokens = config.train.batch_size * config.train.sequence_length
     device, processes = mesh.devices.flat[0], counted(jax.process_count(), "process")
     documents = counted(datasets.train.fingerprint()["documents"], "document")
-    model = config.model
+    model, described = config.model, registry.describe(config.model)
     saved_in = home(run_folder(config.run), config.checkpoint)
     return [
         ("run", str(run_folder(config.run))),
@@ -461,10 +461,11 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
         ("mesh", describe(mesh)),
         (
             "model",
-            f"{_parameters(registry.describe(model))}, "
+            f"{_parameters(described)}, "
             f"{counted(model.num_layers, 'layer')}, "
             f"{model.compute_dtype} compute, {model.param_dtype} parameters",
         ),
+        *(("layers", note) for note in described.notes),
         (
             "pipeline",
             f"{schedule.name}, {schedule.sizes()}, "
