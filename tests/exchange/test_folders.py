@@ -23,7 +23,7 @@ from tests.exchange import maker
 
 Capture = pytest.CaptureFixture[str]
 
-MAKERS = {"llama": maker.llama, "gemma3": maker.gemma3, "mixtral": maker.mixtral}
+MAKERS = {"gemma3": maker.gemma3, "mixtral": maker.mixtral, "qwen3_next": maker.qwen3_next}
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +59,16 @@ def test_what_was_imported_is_exported_again(
     assert "nothing is overwritten" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("gemma3", "F16"), ("mixtral", "F32")])
-def test_other_families_and_types(kind: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("gemma3", "F16"), ("mixtral", "F32"), ("qwen3_next", "BF16")]
+)
+def test_other_families_and_types(kind: str, dtype: str, tmp_path: Path, capsys: Capture) -> None:
     config, tensors = MAKERS[kind](dtype)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)
     maker.write(tmp_path / "hf", config, tensors, files=2)
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 0
+    if tensors.pop("mtp.fc.weight", None) is not None:
+        assert "left out, as this model does not use them: mtp.fc" in capsys.readouterr().out
     export(parse(str(tmp_path / "ckpt")), str(tmp_path / "out"), None, print, shard_bytes=3000)
     maker.same_bits(maker.read(tmp_path / "out"), tensors)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

@@ -18,6 +18,7 @@ from maxpipe.generate.sampling import Sampling
 from maxpipe.model.decoder import Decoder
 from maxpipe.model.families.gemma3 import Gemma3Config
 from maxpipe.model.families.moe import MoeConfig
+from maxpipe.model.families.qwen3_next import Qwen3NextConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 
@@ -36,6 +37,22 @@ GEMMA = dataclasses.replace(
 )
 MOE = dataclasses.replace(
     LLAMA, family="moe", own=MoeConfig(num_dense_layers=1, num_experts=3, top_k=2, d_expert=12)
+)
+NEXT = dataclasses.replace(
+    LLAMA,
+    family="qwen3_next",
+    own=Qwen3NextConfig(
+        num_experts=3,
+        d_expert=12,
+        d_shared=10,
+        num_key_heads=2,
+        num_value_heads=4,
+        key_size=5,
+        value_size=3,
+        chunk=4,
+        attention_period=2,
+        rope_size=2,
+    ),
 )
 GREEDY = Sampling(temperature=0.0)
 DRAWN = Sampling(temperature=1.3, top_k=17, top_p=0.9, repetition_penalty=1.2)
@@ -98,7 +115,7 @@ def by_full_forwards(decoding: Decoding, params: Any, prompt: list[int]) -> tupl
     return row[len(prompt) :], nats
 
 
-@pytest.mark.parametrize("model", [LLAMA, GEMMA, MOE], ids=lambda model: model.family)
+@pytest.mark.parametrize("model", [LLAMA, GEMMA, MOE, NEXT], ids=lambda model: model.family)
 def test_rows_side_by_side_are_what_full_forwards_give(model: ModelConfig) -> None:
     decoding, params = decoding_of(model)
     tokens, logprobs = followed(decoding, params, PROMPTS, range(5))
@@ -132,6 +149,7 @@ def test_long_prompts_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MESHES = {
     "all axes": (MOE, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
+    "states": (NEXT, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "tensor-data": (LLAMA, MeshConfig(ici_data=2, ici_tensor=2)),
     "whole kv heads": (LLAMA, MeshConfig(ici_tensor=4, axis_rules={"kv_heads": []})),
 }

@@ -86,6 +86,7 @@ def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int, h
         ("qwen3-32b", 32_762_123_264),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-235b-a22b", 235_093_634_560),
+        ("qwen3-next-80b-a3b", 79_674_391_296),
         ("gemma2-2b", 2_614_341_888),
         ("gemma2-9b", 9_241_705_984),
         ("gemma2-27b", 27_227_128_320),

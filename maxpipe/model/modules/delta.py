@@ -103,7 +103,8 @@ class GatedDelta(PartModule):
         before = _empty(part, mixed) if context.cache is None else context.cache
         segments = context.inputs["segment_ids"]
         weights = {name: getattr(self, name)[...] for name in _NAMES}
-        read, state = _read(part, weights, mixed, ba, segments, before)
+        found: Any = _read(part, weights, mixed, ba, segments, before)
+        read, state = found
         gate = gate.reshape(read.shape).astype(jnp.float32)
         read = rms_normed(read.astype(dtype), self.norm[...], part.norm)
         read = (read.astype(jnp.float32) * jax.nn.silu(gate)).astype(dtype)

@@ -76,6 +76,9 @@ class Attention(Part):
     """Whether it norms the heads of a token together, with a scale for each entry of each head."""
     biased: tuple[str, ...] = ()
     """Projections to which a bias is added."""
+    gated: bool = False
+    """Whether what heads mix is multiplied by sigmoids (arXiv:2505.06708). Their logits are
+    projected with the queries: the second half of each head's entries."""
 
     @property
     def unsupported(self) -> frozenset[str]:
@@ -90,7 +93,7 @@ class Attention(Part):
         heads, kv_heads = (self.num_heads, "heads"), (self.num_kv_heads, "kv_heads")
         into, out_of = Normal(self.d_model), self.num_heads * self.head_size
         found = {
-            "query": Param((embed, heads, size), into),
+            "query": Param((embed, heads, (self._projected, "head_size")), into),
             "key": Param((embed, kv_heads, size), into),
             "value": Param((embed, kv_heads, size), into),
             "out": Param((heads, size, embed), Normal(out_of, self.out_gain)),
@@ -108,13 +111,9 @@ class Attention(Part):
     @property
     def activations(self) -> Mapping[str, Dims]:
         """`query` and `key` are rotated; `context` is what attention mixes."""
-        return {
-            "query": self._query,
-            "key": self._key,
-            "value": self._key,
-            "context": self._query,
-            "attention_out": self._width,
-        }
+        found = {"query": self._query, "key": self._key, "value": self._key}
+        found |= {"query_gate": self._query} if self.gated else {}
+        return found | {"context": self._query, "attention_out": self._width}
 
     @property
     def operations(self) -> tuple[Operation, ...]:
@@ -165,6 +164,11 @@ class Attention(Part):
         if self.joint_norm:
             return (), dims
         return dims[:1], ((self.head_size, "norm"),)
+
+    @property
+    def _projected(self) -> int:
+        """Entries of a head in the projection of queries."""
+        return self.head_size * (2 if self.gated else 1)
 
     @property
     def _fused(self) -> bool:

@@ -40,6 +40,8 @@ class Experts(Part):
     """Factor of the weights of experts."""
     shared: GatedMLP | None = None
     """Added for every token (arXiv:2401.06066)."""
+    shared_gated: bool = False
+    """Whether it is multiplied by a sigmoid of the token's own."""
     normalised: bool = True
     """Whether the probabilities of a token's experts are divided by their sum."""
     function: Literal["silu", "gelu"] = "silu"
@@ -105,7 +107,10 @@ class Experts(Part):
             "up": Param((embed, experts, mlp), Normal(self.d_model)),
             "down": Param((experts, mlp, embed), Normal(self.d_mlp, self.out_gain)),
         }
-        return found | {f"shared_{name}": param for name, param in self._of_shared("params")}
+        found |= {f"shared_{name}": param for name, param in self._of_shared("params")}
+        if self.shared_gated:
+            found["shared_weight"] = Param((embed,), Normal(self.d_model))
+        return found
 
     @property
     def activations(self) -> Mapping[str, Dims]:
@@ -123,6 +128,8 @@ class Experts(Part):
         found += [Matmul(name, needed, computed) for name in ("gate", "up", "down")]
         if self.shared is not None:
             found += [Matmul(f"shared_{name}") for name in self.shared.params]
+        if self.shared_gated:
+            found.append(Matmul("shared_weight"))
         return tuple(found)
 
     @property
