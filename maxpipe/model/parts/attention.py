@@ -138,8 +138,10 @@ class Attention(Part):
         Of each pair whether it counts, its score in float32 and its probability. Each block of
         queries keeps the keys and values that it reads.
         """
-        narrow, keys = ((1.0, self._width), (2.0, self._query)), ((2.0, self._key),)
-        wide = ((2.0, ((self.head_size, ""),)), (2.0, ((self.num_heads, "heads"),)))
+        # Gates keep what they multiply, their sigmoids, and the product.
+        narrow = ((1.0, self._width), (5.0 if self.gated else 2.0, self._query))
+        keys, turned = ((2.0, self._key),), self.rope.turned or self.head_size
+        wide = ((2.0, ((turned, ""),)), (2.0, ((self.num_heads, "heads"),)))
         found = Held(narrow=narrow, wide=wide, pairs=(1.0, 1.0, 1.0))
         found += Held(narrow=keys) if self._fused else Held(blocks=keys)
         if self.head_norm is not None:
@@ -151,7 +153,8 @@ class Attention(Part):
         """Inputs of the projections and cotangents of their outputs; what head norms wait for."""
         del normed
         width = (1.0 if recomputed else 2.0, self._width)
-        found = Held(narrow=(width, (2.0, self._query), (2.0, self._key)))
+        gates = (2.0 if recomputed else 1.0) if self.gated else 0.0
+        found = Held(narrow=(width, (2.0 + gates, self._query), (2.0, self._key)))
         for dims in (self._query, self._key):
             if self.head_norm is not None:
                 found += self.head_norm.deferred_of(*self._normed(dims), recomputed=recomputed)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from maxpipe.model.parts.mlp import GatedMLP
-from maxpipe.model.spec import Dims, Held, Matmul, Normal, Operation, Param, Part, Summary
+from maxpipe.model.spec import NOTHING, Dims, Held, Matmul, Normal, Operation, Param, Part, Summary
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,11 @@ class Experts(Part):
             wide=((3.0 + extra, self._each), (5.0 + 2.0 * extra, ())),
             flags=((1.0, ()),),
         )
-        return found if self.shared is None else found + self.shared.residuals
+        if self.shared is None:
+            return found
+        # Gated: what it is multiplied with, and what with it.
+        gate = Held(narrow=((1.0, self._width), (2.0, ()))) if self.shared_gated else NOTHING
+        return found + self._beside(self.shared.residuals) + gate
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Inputs of all matmuls and cotangents of their outputs, those of the router in float32.
@@ -184,7 +188,13 @@ class Experts(Part):
             found += self._with_rows(3.0, width=2.0)
         if self.shared is None:
             return found
-        return found + self.shared.deferred(recomputed=recomputed, normed=normed)
+        gate = Held(narrow=((2.0, ()),)) if self.shared_gated else NOTHING
+        held = self.shared.deferred(recomputed=recomputed, normed=normed or self.shared_gated)
+        return found + self._beside(held) + gate
+
+    def _beside(self, held: Held) -> Held:
+        """Of the shared expert: what goes in is there already, and so is what comes back."""
+        return replace(held, narrow=tuple(each for each in held.narrow if each[1] != self._width))
 
     @property
     def rows(self) -> float:
