@@ -137,7 +137,7 @@ def _frozen_weights(kind: Kind) -> float:
     )
 
 
-def _heads(kind: Kind) -> int:
+def _heads(kind: Kind) -> float:
     """Sum of the sizes of all heads that are scored."""
     return sum(
         each.heads * each.head_size

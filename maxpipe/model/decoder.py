@@ -99,6 +99,10 @@ class Decoder:
         """Whether each parameter is trained."""
         return self._declared(lambda param: param.trainable)
 
+    def exact(self) -> Params:
+        """Whether each parameter is in float32 whatever the types of the config."""
+        return self._declared(lambda param: param.exact)
+
     def decays(self) -> Params:
         """Whether weight decay applies to each parameter."""
         return self._declared(lambda param: param.decays)

@@ -26,7 +26,7 @@ def initial(
 
 def _initial(param: Param, key: Key[Array, ""] | None, dtype: jnp.dtype) -> Float[Array, "*dims"]:
     if isinstance(param.init, Constant):
-        return jnp.full(param.shape, param.init.value, dtype)
+        return jnp.full(param.shape, param.init.value, jnp.float32 if param.exact else dtype)
     if isinstance(param.init, Entries):
         return jnp.asarray(param.init.values, dtype)
     assert key is not None

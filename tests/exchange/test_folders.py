@@ -23,7 +23,12 @@ from tests.exchange import maker
 
 Capture = pytest.CaptureFixture[str]
 
-MAKERS = {"gemma3": maker.gemma3, "mixtral": maker.mixtral, "qwen3_next": maker.qwen3_next}
+MAKERS = {
+    "gemma3": maker.gemma3,
+    "mixtral": maker.mixtral,
+    "gpt_oss": maker.gpt_oss,
+    "qwen3_next": maker.qwen3_next,
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,8 @@ def test_what_was_imported_is_exported_again(
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("gemma3", "F16"), ("mixtral", "F32"), ("qwen3_next", "BF16")]
+    ("kind", "dtype"),
+    [("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16"), ("qwen3_next", "BF16")],
 )
 def test_other_families_and_types(kind: str, dtype: str, tmp_path: Path, capsys: Capture) -> None:
     config, tensors = MAKERS[kind](dtype)

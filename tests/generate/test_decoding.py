@@ -16,6 +16,7 @@ from maxpipe.config.schema import MeshConfig, ModelConfig
 from maxpipe.generate.decoding import Decoding, Size, padded, side_by_side
 from maxpipe.generate.sampling import Sampling
 from maxpipe.model.decoder import Decoder
+from maxpipe.model.families.deepseek import DeepseekConfig
 from maxpipe.model.families.gemma3 import Gemma3Config
 from maxpipe.model.families.moe import MoeConfig
 from maxpipe.model.families.qwen3_next import Qwen3NextConfig
@@ -52,6 +53,14 @@ NEXT = dataclasses.replace(
         chunk=4,
         attention_period=2,
         rope_size=2,
+    ),
+)
+DEEPSEEK = dataclasses.replace(
+    LLAMA,
+    family="deepseek",
+    num_kv_heads=4,
+    own=DeepseekConfig(
+        kv_rank=10, rope_size=4, value_size=6, num_experts=4, d_expert=12, scores="sigmoid"
     ),
 )
 GREEDY = Sampling(temperature=0.0)
@@ -115,7 +124,9 @@ def by_full_forwards(decoding: Decoding, params: Any, prompt: list[int]) -> tupl
     return row[len(prompt) :], nats
 
 
-@pytest.mark.parametrize("model", [LLAMA, GEMMA, MOE, NEXT], ids=lambda model: model.family)
+@pytest.mark.parametrize(
+    "model", [LLAMA, GEMMA, MOE, NEXT, DEEPSEEK], ids=lambda model: model.family
+)
 def test_rows_side_by_side_are_what_full_forwards_give(model: ModelConfig) -> None:
     decoding, params = decoding_of(model)
     tokens, logprobs = followed(decoding, params, PROMPTS, range(5))
@@ -151,6 +162,7 @@ MESHES = {
     "all axes": (MOE, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "states": (NEXT, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "tensor-data": (LLAMA, MeshConfig(ici_data=2, ici_tensor=2)),
+    "latents": (DEEPSEEK, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "whole kv heads": (LLAMA, MeshConfig(ici_tensor=4, axis_rules={"kv_heads": []})),
 }
 

@@ -64,8 +64,8 @@ class Mask:
 
 
 Attend = Callable[
-    [Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G H"], Mask],
-    Float[Array, "B T N H"],
+    [Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G v"], Mask],
+    Float[Array, "B T N v"],
 ]
 """(query, key, value, mask) -> mixed values of each query head."""
 
@@ -79,7 +79,7 @@ class Cache(NamedTuple):
 
     key: Float[Array, "B S G H"]
     """Rotated."""
-    value: Float[Array, "B S G H"]
+    value: Float[Array, "B S G v"]
     segments: Int[Array, "B S"]
     positions: Int[Array, "B S"]
     length: Int[Array, ""]
@@ -101,7 +101,7 @@ class Cache(NamedTuple):
     def extended(
         self,
         key: Float[Array, "B T G H"],
-        value: Float[Array, "B T G H"],
+        value: Float[Array, "B T G v"],
         segments: Int[Array, "B T"],
         positions: Int[Array, "B T"],
     ) -> Cache:

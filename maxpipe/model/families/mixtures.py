@@ -10,10 +10,9 @@ from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
 from maxpipe.model.families import generic
-from maxpipe.model.parts.attention import Attention
 from maxpipe.model.parts.experts import Experts
 from maxpipe.model.parts.norm import RMSNorm
-from maxpipe.model.spec import Branch, Kind, Model
+from maxpipe.model.spec import Branch, Kind, Model, Part
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots: a family may have keys of several such
@@ -72,7 +71,7 @@ def experts(config: ModelConfig, own: MixtureConfig, **options: Any) -> Experts:
 
 def model(
     config: ModelConfig,
-    mixing: Attention,
+    mixing: Part,
     routed: Experts,
     dense: Iterable[bool] = (),
     values: Mapping[str, tuple[float, ...]] | None = None,

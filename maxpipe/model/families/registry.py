@@ -8,8 +8,10 @@ from functools import lru_cache
 
 from maxpipe.config.schema import ModelConfig
 from maxpipe.model.families import (
+    deepseek,
     gemma2,
     gemma3,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -28,7 +30,7 @@ FAMILIES: Mapping[str, Family] = {
     each.FAMILY.name: each.FAMILY
     for each in (
         *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite),
-        *(moe, qwen3_moe, qwen3_next),
+        *(moe, qwen3_moe, qwen3_next, gpt_oss, deepseek),
     )
 }
 
