@@ -122,8 +122,9 @@ class GatedDelta(Part):
 
     @property
     def working(self) -> Held:
-        """Of each chunk what its tokens have with each other."""
-        return Held(wide=((6.0, self._pairs), (6.0, self._value)))
+        """What chunks hold and its gradients, of each token and of pairs in a chunk; the states."""
+        wide = ((10.0, self._value), (8.0, self._pairs), (1.0 / self.chunk, self._state))
+        return Held(narrow=((2.0, self._qkvz),), wide=wide)
 
     @property
     def residuals(self) -> Held:
