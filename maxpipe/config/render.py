@@ -106,11 +106,12 @@ def _explain_section(section: str) -> str:
 
 def _explain_key(key: str) -> str:
     section = section_of(key)
-    lines = [key, *_wrapped(field_docs()[key]), "", *_beside("type", type_name(KEYS[key]))]
+    lines = [key, *_wrapped(field_docs()[key]), ""]
+    lines += _labelled("type", type_name(KEYS[key]))
     if key in BOUNDS:
         lines.append(f"  range    {BOUNDS[key]}")
     lines.append(f"  default  {_default_text(key).removeprefix('default ')}")
-    lines += _beside("section", f"{section}: {field_docs()[section]}")
+    lines += _labelled("section", f"{section}: {field_docs()[section]}")
     if key == _AXIS_RULES:
         width = max(map(len, DEFAULT_AXIS_RULES))
         lines += ["", f"  {'axis':{width}}  {'split over':13}  may be set to"]
@@ -118,8 +119,8 @@ def _explain_key(key: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def _beside(name: str, text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=f"  {name:9}", subsequent_indent=" " * 11)
+def _labelled(label: str, text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=f"  {label:9}", subsequent_indent=" " * 11)
 
 
 def _axis_rows() -> list[tuple[str, str, str]]:

@@ -29,7 +29,12 @@ Capture = pytest.CaptureFixture[str]
 TRAVELLING = {"tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
 TRAVELLING |= {"qwen.tiktoken", "tiktoken.model"}
 
-MAKERS = {"gemma3": maker.gemma3, "mixtral": maker.mixtral, "gpt_oss": maker.gpt_oss}
+MAKERS = {
+    "gemma3": maker.gemma3,
+    "mixtral": maker.mixtral,
+    "gpt_oss": maker.gpt_oss,
+    "qwen3_next": maker.qwen3_next,
+}
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +71,11 @@ def test_what_was_imported_is_exported_again(
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16")]
+    ("kind", "dtype"),
+    [("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16"), ("qwen3_next", "BF16")],
 )
 def test_other_families_and_types(
-    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     # Parts of layers, and blocks of parts, as only large models have them.
     monkeypatch.setattr(incoming, "_SLAB_BYTES", 400)
@@ -78,6 +84,8 @@ def test_other_families_and_types(
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)
     maker.write(tmp_path / "hf", config, tensors, files=2)
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 0
+    if tensors.pop("mtp.fc.weight", None) is not None:
+        assert "left out, as this model does not use them: mtp.fc" in capsys.readouterr().out
     export(parse(str(tmp_path / "ckpt")), str(tmp_path / "out"), None, print, shard_bytes=3000)
     maker.same_bits(maker.read(tmp_path / "out"), tensors)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

@@ -158,6 +158,29 @@ def qwen3_moe(draw: random.Random) -> dict[str, Any]:
     }
 
 
+def qwen3_next(draw: random.Random) -> dict[str, Any]:
+    key_heads, head = draw.choice((1, 2, 3)), draw.choice((8, 12, 20))
+    factor = draw.choice((0.25, 0.5)) if head % 8 == 0 else 0.5
+    rope = yarn(draw)
+    return {
+        "head_dim": head,
+        "partial_rotary_factor": factor,
+        "rope_parameters": rope | {"partial_rotary_factor": factor},
+        "full_attention_interval": draw.choice((2, 3, 4)),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * draw.choice((1, 2, 3)),
+        "linear_key_head_dim": draw.choice((5, 6, 8)),
+        "linear_value_head_dim": draw.choice((3, 7, 10)),
+        "linear_conv_kernel_dim": draw.choice((2, 3, 4)),
+        "num_experts": draw.choice((3, 5, 7)),
+        "num_experts_per_tok": draw.choice((1, 2, 3)),
+        "moe_intermediate_size": draw.randrange(23, 41, 2),
+        "shared_expert_intermediate_size": draw.randrange(13, 41, 2),
+        "norm_topk_prob": draw.random() < 0.5,
+        "tie_word_embeddings": draw.random() < 0.5,
+    }
+
+
 def gpt_oss(draw: random.Random) -> dict[str, Any]:
     rope = default_rope(draw)
     if draw.random() < 0.7:
@@ -260,6 +283,7 @@ CLASSES = {
     "qwen2": (qwen2, "Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": (qwen3, "Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3_moe": (qwen3_moe, "Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "qwen3_next": (qwen3_next, "Qwen3NextConfig", "Qwen3NextForCausalLM"),
     "gpt_oss": (gpt_oss, "GptOssConfig", "GptOssForCausalLM"),
     "gemma2": (gemma2, "Gemma2Config", "Gemma2ForCausalLM"),
     "olmo2": (plain, "Olmo2Config", "Olmo2ForCausalLM"),

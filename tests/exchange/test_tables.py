@@ -108,6 +108,37 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
         "vocab_size": 151936,
     },
+    "qwen3-next-80b-a3b": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
     "gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"],
         "attention_bias": True,
@@ -419,6 +450,30 @@ def test_layers_with_experts_are_checked(
     assert found["qwen3_moe.num_experts"] == 11 and found["qwen3_moe.dense_layers"] == [1]
     with pytest.raises(ConfigError, match=re.escape(reason)):
         said(tmp_path / "x", config | changes)
+
+
+LINEAR = ["linear_attention", "linear_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "period", "size"),
+    [
+        ({}, 4, 2),
+        ({"full_attention_interval": 2, "partial_rotary_factor": 1.0}, 2, 8),
+        ({"layer_types": LINEAR, "rope_parameters": {"partial_rotary_factor": 0.5}}, 3, 4),
+        ({"layer_types": [*LINEAR[:2], LINEAR[0]], "partial_rotary_factor": 0.99}, 4, None),
+    ],
+)
+def test_layers_with_states_are_named_either_way(
+    changes: dict[str, Any], period: int, size: int | None, tmp_path: Path
+) -> None:
+    config = {**maker.SIZES, "head_dim": 8, "architectures": ["Qwen3NextForCausalLM"], **changes}
+    if size is None:
+        with pytest.raises(ConfigError, match="makes 7 of 8 entries of a head turn"):
+            said(tmp_path / "x", config)
+        return
+    found = said(tmp_path / "x", config)
+    assert (found["qwen3_next.attention_period"], found["qwen3_next.rope_size"]) == (period, size)
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -18,6 +18,7 @@ from maxpipe.model.decoder import Decoder
 from maxpipe.model.families.deepseek import DeepseekConfig
 from maxpipe.model.families.gemma3 import Gemma3Config
 from maxpipe.model.families.moe import MoeConfig
+from maxpipe.model.families.qwen3_next import Qwen3NextConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 
@@ -43,6 +44,22 @@ DEEPSEEK = dataclasses.replace(
     num_kv_heads=4,
     own=DeepseekConfig(
         kv_rank=10, rope_size=4, value_size=6, num_experts=4, d_expert=12, scores="sigmoid"
+    ),
+)
+NEXT = dataclasses.replace(
+    LLAMA,
+    family="qwen3_next",
+    own=Qwen3NextConfig(
+        num_experts=3,
+        d_expert=12,
+        d_shared=10,
+        num_key_heads=2,
+        num_value_heads=4,
+        key_size=5,
+        value_size=3,
+        chunk=4,
+        attention_period=2,
+        rope_size=2,
     ),
 )
 GREEDY = Sampling(temperature=0.0)

@@ -21,6 +21,7 @@ from tests.generate.small import (
     LLAMA,
     MOE,
     MORE,
+    NEXT,
     ONE_DEVICE,
     PROMPTS,
     decoding_of,
@@ -42,7 +43,9 @@ def by_full_forwards(decoding: Decoding, params: Any, prompt: list[int]) -> tupl
     return row[len(prompt) :], nats
 
 
-@pytest.mark.parametrize("model", [LLAMA, GEMMA, MOE, DEEPSEEK], ids=lambda model: model.family)
+@pytest.mark.parametrize(
+    "model", [LLAMA, GEMMA, MOE, NEXT, DEEPSEEK], ids=lambda model: model.family
+)
 def test_rows_side_by_side_are_what_full_forwards_give(model: ModelConfig) -> None:
     decoding, params = decoding_of(model)
     tokens, logprobs = followed(decoding, params, PROMPTS, range(5))
@@ -76,6 +79,7 @@ def test_long_prompts_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MESHES = {
     "all axes": (MOE, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
+    "states": (NEXT, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "tensor-data": (LLAMA, MeshConfig(ici_data=2, ici_tensor=2)),
     "latents": (DEEPSEEK, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "whole kv heads": (LLAMA, MeshConfig(ici_tensor=4, axis_rules={"kv_heads": []})),

@@ -290,10 +290,16 @@ def test_tokens_beyond_the_capacity_lose_the_expert(capacity: float) -> None:
     assert_close(module(x, replace(here, cache=cache)).x, module_all(x, here).x)
 
 
-def test_scores_of_their_own_shared_experts_and_the_router_s_losses() -> None:
+@pytest.mark.parametrize("gated", [False, True])
+def test_scores_of_their_own_shared_experts_and_the_router_s_losses(gated: bool) -> None:
     shared = GatedMLP(6, 9, 1.0)
     module, w, x = of_experts(
-        scores="sigmoid", weight_scale=2.5, normalised=False, shared=shared, z_weight=0.2
+        scores="sigmoid",
+        weight_scale=2.5,
+        normalised=False,
+        shared=shared,
+        shared_gated=gated,
+        z_weight=0.2,
     )
     here = context([[1] * 5] * 2, [range(5)] * 2)
     here.inputs["loss_mask"] = jnp.ones((2, 5))  # type: ignore[index]
@@ -307,6 +313,8 @@ def test_scores_of_their_own_shared_experts_and_the_router_s_losses() -> None:
             best = np.argsort(-scores)[:2]
             each = [2.5 * scores[expert] * mlp(of_expert(w, expert), wide) for expert in best]
             always = mlp((w[f"shared_{name}"] for name in ("gate", "up", "down")), wide)
+            if gated:
+                always /= 1 + np.exp(-wide @ w["shared_weight"])
             assert_close(found.x[row, token], sum(each) + always)
             z += np.log(np.exp(logits).sum()) ** 2
             likely = scores / scores.sum()

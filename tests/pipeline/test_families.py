@@ -20,6 +20,7 @@ from maxpipe.model.families.phi3 import Phi3Config
 from maxpipe.model.families.qwen2 import Qwen2Config
 from maxpipe.model.families.qwen3 import Qwen3Config
 from maxpipe.model.families.qwen3_moe import Qwen3MoeConfig
+from maxpipe.model.families.qwen3_next import Qwen3NextConfig
 from maxpipe.model.families.registry import FAMILIES
 from tests.cases import Case
 from tests.pipeline.test_executor import check_gradients, matrix
@@ -71,6 +72,19 @@ GPT_OSS = GptOssConfig(
 GEMMA2 = Gemma2Config(window=3, score_cap=2.0, logit_cap=1.5)
 PHI = Phi3Config(window=4, rope_size=2, rope_short=[1.7], rope_long=[2.5], rope_scaling=4.0)
 GRANITE = GraniteConfig(embed_scale=3.0, score_scale=0.4, branch_scale=0.3, logit_divisor=1.6)
+NEXT = Qwen3NextConfig(
+    num_experts=5,
+    d_expert=12,
+    d_shared=6,
+    num_key_heads=2,
+    num_value_heads=6,
+    key_size=3,
+    value_size=5,
+    kernel=3,
+    chunk=4,
+    rope_size=2,
+    balance_weight=0.3,
+)
 CASES = [
     Case(2, 2, 3, own=GEMMA, tied=True, layers=7, fsdp=2, tensor=2),
     Case(4, 1, 9, own=GEMMA, tied=True, layers=6, schedule="zb_h1", remat="names", data=2),
@@ -89,6 +103,10 @@ CASES = [
     Case(2, 2, 3, own=Olmo2Config(), layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 1, 5, own=GRANITE, tied=True, layers=5, gather="step", schedule="zb_h1", dropout=0.3),
     Case(2, 2, 5, own=QWEN3_MOE, layers=7, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
+    Case(4, 1, 7, own=NEXT, epsilon=0.01, layers=9, schedule="zb_h1", remat="names", data=2),
+    Case(
+        2, 2, 3, own=NEXT, epsilon=0.01, layers=5, schedule="zb_v", remat="none", fsdp=2, tensor=2
+    ),
     Case(2, 1, 5, own=GPT_OSS, layers=5, fsdp=2, tensor=2, remat="none", schedule="zb_h1"),
     Case(2, 2, 5, own=NO_DENSE, layers=5, schedule="v_half", tensor=2, idle="compute"),
 ]
@@ -138,6 +156,7 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": MOE},
     {"own": GROUPED},
     {"own": ROOM},
+    {"own": NEXT, "epsilon": 0.01},
     *({"own": own} for own in (MISTRAL, QWEN2, QWEN3, PHI, Olmo2Config(), GRANITE)),
     *({"own": own} for own in (QWEN3_MOE, GPT_OSS)),
     {"own": GEMMA2, "tied": True},

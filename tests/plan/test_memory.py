@@ -64,6 +64,21 @@ EXPERTS: dict[str, Any] = {
     "family": "moe",
     "moe": {"num_experts": 5, "num_dense_layers": 2, "d_expert": 28},
 }
+STATES = {
+    "num_layers": 7,
+    "family": "qwen3_next",
+    "qwen3_next": {
+        "num_experts": 5,
+        "d_expert": 28,
+        "d_shared": 38,
+        "num_key_heads": 3,
+        "num_value_heads": 6,
+        "key_size": 7,
+        "value_size": 11,
+        "chunk": 16,
+        "rope_size": 4,
+    },
+}
 BIASED: dict[str, Any] = {
     "num_layers": 6,
     "family": "gpt_oss",
@@ -80,6 +95,11 @@ CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
         BIASED | {"gpt_oss": BIASED["gpt_oss"] | {"dispatch": "all"}},
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 6, "schedule": "zb_h1"},
+    ),
+    (
+        STATES,
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
     ),
     ({}, {}, {"microbatches": 2}),
     ({}, {"ici_stage": 2, "ici_fsdp": 2, "ici_data": 2}, {"microbatches": 4, "schedule": "1f1b"}),

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -135,6 +136,10 @@ class Attention(PartModule):
         segments, positions = context.inputs["segment_ids"], context.inputs["positions"]
         frequencies = rotary_frequencies(part.rope, part.head_size, context)
         query, key, value = (self._projected(name, x) for name in ("query", "key", "value"))
+        gate = None
+        if part.gated:
+            query, gate = jnp.split(query, 2, axis=-1)
+            gate = checkpoint_name(gate, "query_gate")
         if part.head_norm is not None:
             query = rms_normed(query, self.query_norm[...], part.head_norm)
             key = rms_normed(key, self.key_norm[...], part.head_norm)
@@ -164,6 +169,8 @@ class Attention(PartModule):
             )
         mixed = BACKENDS[part.backend](query, key, value, mask)
         mixed = checkpoint_name(mixed, "context")
+        if gate is not None:
+            mixed = mixed * jax.nn.sigmoid(gate)
         out = jnp.einsum("btnh,nhd->btd", mixed, self.out[...].astype(dtype))
         out = self._with_bias("out", out)
         return Output(checkpoint_name(out, "attention_out"), cache=cache)

@@ -38,6 +38,7 @@ class Experts(PartModule):
     shared_gate: nnx.Param
     shared_up: nnx.Param
     shared_down: nnx.Param
+    shared_weight: nnx.Param
 
     def __init__(self, part: experts.Experts, rules: AxisRules):
         super().__init__(part)
@@ -63,7 +64,11 @@ class Experts(PartModule):
         else:
             out = self._all(x, routes)
         if self.part.shared is not None:
-            out += gated_mlp(x, self, self.part.shared.function, self.rules, "shared_")
+            always = gated_mlp(x, self, self.part.shared.function, self.rules, "shared_")
+            if self.part.shared_gated:
+                weight = self.shared_weight[...].astype(x.dtype)
+                always *= jax.nn.sigmoid(jnp.einsum("btd,d->bt", x, weight))[..., None]
+            out += always
         mask = context.inputs.get("loss_mask")
         if mask is None:
             return Output(out)

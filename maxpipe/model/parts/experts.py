@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from maxpipe.model.parts.mlp import Gate, GatedMLP
 from maxpipe.model.spec import (
+    NOTHING,
     Constant,
     Dims,
     Follows,
@@ -65,6 +66,8 @@ class Experts(Part):
     """Factor of the weights of experts."""
     shared: GatedMLP | None = None
     """Added for every token (arXiv:2401.06066)."""
+    shared_gated: bool = False
+    """Whether it is multiplied by a sigmoid of the token's own."""
     normalised: bool = True
     """Whether the probabilities of a token's experts are divided by their sum."""
     function: Gate = "silu"
@@ -150,7 +153,10 @@ class Experts(Part):
             dims = {"logit": (experts,), "gate": (experts, mlp), "up": (experts, mlp)}
             for name, each in (dims | {"down": (experts, embed)}).items():
                 found[f"{name}_bias"] = Param(each, Constant(0.0), decays=False)
-        return found | {f"shared_{name}": param for name, param in self._of_shared("params")}
+        found |= {f"shared_{name}": param for name, param in self._of_shared("params")}
+        if self.shared_gated:
+            found["shared_weight"] = Param((embed,), Normal(self.d_model))
+        return found
 
     @property
     def follows(self) -> Mapping[str, Follows]:
@@ -178,6 +184,8 @@ class Experts(Part):
         found += [Matmul(name, needed, computed) for name in names]
         if self.shared is not None:
             found += [Matmul(f"shared_{name}") for name in self.shared.params]
+        if self.shared_gated:
+            found.append(Matmul("shared_weight"))
         return tuple(found)
 
     @property
@@ -221,7 +229,11 @@ class Experts(Part):
             found += self._places + Held(wide=((2.0, self._choices),))
         if self.biased and self.places_tokens:
             found += self._weights_for_biases
-        return found if self.shared is None else found + self.shared.residuals
+        if self.shared is None:
+            return found
+        # Gated: what it is multiplied with, and what with it.
+        gate = Held(narrow=((1.0, self._width), (2.0, ()))) if self.shared_gated else NOTHING
+        return found + self._beside(self.shared.residuals) + gate
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Inputs of all matmuls and cotangents of their outputs, those of the router in float32.
@@ -242,7 +254,13 @@ class Experts(Part):
             found += self._weights_for_biases if recomputed else Held()
         if self.shared is None:
             return found
-        return found + self.shared.deferred(recomputed=recomputed, normed=normed)
+        gate = Held(narrow=((2.0, ()),)) if self.shared_gated else NOTHING
+        held = self.shared.deferred(recomputed=recomputed, normed=normed or self.shared_gated)
+        return found + self._beside(held) + gate
+
+    def _beside(self, held: Held) -> Held:
+        """Of the shared expert: what goes in is there already, and so is what comes back."""
+        return replace(held, narrow=tuple(each for each in held.narrow if each[1] != self._width))
 
     @property
     def rows(self) -> float:
