@@ -50,6 +50,10 @@ class Drawn(NamedTuple):
     positions: Int[Array, " B"]
 
 
+_DRAWN = (jnp.int32, jnp.float32, jnp.int32)
+"""Types of what is drawn."""
+
+
 class Rows(NamedTuple):
     """Prompts side by side, int32 `[B, T]`."""
 
@@ -94,6 +98,11 @@ def side_by_side(prompts: Sequence[Sequence[int]], rows: int, width: int) -> Row
 def placed(array: np.ndarray, sharding: NamedSharding) -> Array:
     """The array, which every process has, on the devices."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def abstractly(shapes: Tree, shardings: Tree) -> Tree:
+    """Shapes with the shardings that arrays of them have."""
+    return jax.tree.map(lambda leaf, at: leaf.update(sharding=at), shapes, shardings)
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,21 @@ class Decoding:
     @property
     def _penalises(self) -> bool:
         return self.sampling.repetition_penalty != 1.0
+
+    def lower_step(self, params: Tree, size: Size) -> jax.stages.Lowered:
+        """The program of a token for devices that need not be there; parameters are abstract."""
+        kept, drawn = self._shardings
+        rows = NamedSharding(self.mesh, BATCH_SPEC)
+        given = jax.ShapeDtypeStruct((size.rows,), jnp.int32, sharding=rows)
+        drawn = Drawn(
+            *(
+                given.update(dtype=type_, sharding=at)
+                for type_, at in zip(_DRAWN, drawn, strict=True)
+            )
+        )
+        with jax.set_mesh(self.mesh):
+            abstract = abstractly(self._empty.eval_shape(size), kept)
+            return self._step.lower(params, abstract, given, drawn)
 
     def _next(
         self, params: Tree, kept: Kept, numbers: Int[Array, " B"], drawn: Drawn

@@ -22,7 +22,15 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Int
 
-from maxpipe.generate.decoding import TEXT, Rows, Size, is_axes, placed, side_by_side
+from maxpipe.generate.decoding import (
+    TEXT,
+    Rows,
+    Size,
+    abstractly,
+    is_axes,
+    placed,
+    side_by_side,
+)
 from maxpipe.generate.sampling import Sampling, row_keys, sample
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.mesh import BATCH_AXES, STAGE
@@ -206,6 +214,15 @@ class StagedDecoding:
     @property
     def _penalises(self) -> bool:
         return self.sampling.repetition_penalty != 1.0
+
+    def lower_step(self, params: Tree, size: Size) -> jax.stages.Lowered:
+        """The program of a turn for devices that need not be there; parameters are abstract."""
+        rows = (self._stages, size.rows // self._stages)
+        (at,) = jax.tree.leaves(self._on_mesh((_ROWS,)))
+        named = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=at)
+        with jax.set_mesh(self.mesh):
+            turning = abstractly(self._empty.eval_shape(size), self._on_mesh(self._specs))
+            return self._turn.lower(params, turning, named, np.array(True))
 
     # On each stage, where dims P are gone.
 
