@@ -13,7 +13,7 @@ import pytest
 from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
 from maxpipe.model.families.registry import FAMILIES
 from maxpipe.model.parts.norm import LayerNorm
-from maxpipe.model.spec import Model
+from maxpipe.model.spec import Branch, Model, Part
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.train.step import Steps, partition
@@ -120,6 +120,19 @@ def with_layer_norms(model: Model, **changes: Any) -> Model:
         for name, kind in model.kinds.items()
     }
     return replace(model, kinds=kinds, ends=replace(model.ends, norm=before, **changes))
+
+
+def with_attention(model: Model, part: Part) -> Model:
+    """The model with another attention in all layers."""
+
+    def changed(branch: Branch) -> Branch:
+        return replace(branch, part=part) if branch.name == "attention" else branch
+
+    kinds = {
+        name: replace(kind, branches=tuple(map(changed, kind.branches)))
+        for name, kind in model.kinds.items()
+    }
+    return replace(model, kinds=kinds)
 
 
 def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:

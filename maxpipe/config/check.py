@@ -40,6 +40,7 @@ from maxpipe.config.schema import Config, TrainConfig
 from maxpipe.errors import Finding, Problem
 from maxpipe.model.families.registry import FAMILIES, describe
 from maxpipe.model.parts.attention import Attention
+from maxpipe.model.parts.latent import LatentAttention
 from maxpipe.parallel.axes import (
     DEFAULT_AXIS_RULES,
     LOGICAL_AXES,
@@ -224,7 +225,8 @@ def _family_agrees(config: Config) -> Iterator[Finding]:
 def _backend_computes_it(config: Config) -> Iterator[Finding]:
     section = family_section(config.model.family)
     parts = [part for kind in describe(config.model).kinds.values() for part in kind.parts.values()]
-    options = {each for part in parts if isinstance(part, Attention) for each in part.unsupported}
+    mixing = [part for part in parts if isinstance(part, Attention | LatentAttention)]
+    options = {option for part in mixing for option in part.unsupported}
     for option in sorted(options):
         key = f"{section}.{option}" if f"{section}.{option}" in KEYS else FAMILY
         yield Finding(

@@ -41,7 +41,7 @@ from maxpipe.config.keys import (
     section_of,
     sections_of,
 )
-from maxpipe.config.names import because, key_meant, list_meant, value_meant
+from maxpipe.config.names import Answer, because, key_meant, list_meant, same_key, value_meant
 from maxpipe.config.schema import Config
 from maxpipe.config.training import check_training
 from maxpipe.config.values import READERS, TooLargeError, as_is, refused, texts
@@ -247,12 +247,10 @@ def _missing_problem(keys: Sequence[str], assignments: Sequence[Assignment]) -> 
 def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
     """Put the value into its section; the problem if that cannot be done."""
     section, rest = parted(assignment.path)
-    if not rest:
-        return _unknown_problem(assignment)
-    name, *entry = rest
+    name, *entry = rest or (".",)
     hint = KEYS.get(f"{section}.{name}") if "." not in name else None
     if hint is None or (entry and not is_mapping(hint)):
-        return _unknown_problem(assignment)
+        return _unknown_problem(assignment, nodes["model"]["family"])
     for text in texts(assignment.raw):
         refusal = refused(text)
         if refusal:
@@ -315,7 +313,16 @@ def _type_problem(assignment: Assignment, hint: Any) -> Problem:
     return assignment.problem(f"must be {article}.", f"Write a value such as {key}={example}.")
 
 
-def _unknown_problem(assignment: Assignment) -> Problem:
+def _meant(path: Sequence[str], family: str) -> Answer:
+    """The key meant by one that does not exist: of keys with one name that of this family."""
+    mine = [key for key in KEYS if not is_of_another_family(section_of(key), family)]
+    answer = same_key(path, mine) or key_meant(path, KEYS)
+    own = f"{family_section(family)}.{answer.name.rpartition('.')[2]}"
+    other = own in KEYS and is_of_another_family(section_of(answer.name), family)
+    return answer._replace(name=own) if other else answer
+
+
+def _unknown_problem(assignment: Assignment, family: str) -> Problem:
     section, rest = parted(assignment.path)
     if section in SECTIONS and not rest:
         rule = "is a section: its keys stand below it, one `key: value` per line."
@@ -325,7 +332,7 @@ def _unknown_problem(assignment: Assignment) -> Problem:
         rule = "is a full key: in a file it stands below its section."
         last = f"and `{key.rpartition('.')[2]}: ...` indented below it."
         return assignment.problem(rule, f"Write {', below it '.join(lines)}, {last}")
-    answer = key_meant(assignment.path, KEYS)
+    answer = _meant(assignment.path, family)
     if section in SECTIONS:
         guess, rule = answer.name, f"is not a key of {section}."
         show = f"`maxpipe config explain {section}` lists its keys."

@@ -35,11 +35,12 @@ def field_docs() -> dict[str, str]:
     """Section or full key to its documentation, on one line."""
     docs: dict[str, str] = {}
     for section, declared in SECTIONS.items():
-        node = _classes(inspect.getfile(declared))[declared.__name__]
-        docs[section] = _paragraph(ast.get_docstring(node) or "")
-        for statement, after in zip(node.body, node.body[1:], strict=False):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                docs[f"{section}.{statement.target.id}"] = _paragraph(_string(after))
+        for each in reversed(declared.__mro__[:-1]):  # those whose keys it has, too
+            node = _classes(inspect.getfile(each))[each.__name__]
+            docs[section] = _paragraph(ast.get_docstring(node) or "")
+            for statement, after in zip(node.body, node.body[1:], strict=False):
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                    docs[f"{section}.{statement.target.id}"] = _paragraph(_string(after))
     return {name: doc for name, doc in docs.items() if name in SECTIONS or name in KEYS}
 
 

@@ -148,9 +148,15 @@ def _check_files(chosen: _Chosen) -> None:
 
 def _types(chosen: _Chosen, both: Mapped, dtype: str | None) -> dict[str, str]:
     """Type of each tensor, as files call it."""
+    exact = {
+        piece.tensor: TYPES["float32"]
+        for name, pieces in both.pieces.items()
+        if both.params[name].exact
+        for piece in pieces
+    }
     if dtype is not None:
-        return dict.fromkeys(both.tensors, TYPES[dtype])
-    stored = dict.fromkeys(both.tensors, TYPES[chosen.config.model.param_dtype])
+        return dict.fromkeys(both.tensors, TYPES[dtype]) | exact
+    stored = dict.fromkeys(both.tensors, TYPES[chosen.config.model.param_dtype]) | exact
     if (said := chosen.facts.data.get(ORIGIN)) is None:
         return stored
     try:
@@ -249,7 +255,8 @@ def _write_param(
                 if (parts := part_of(piece, wanted)) is not None:
                     writer = writers[place[piece.tensor]]
                     tensor = piece.form.to_theirs(values[parts[0]])
-                    writer.write(piece.tensor, _cast(tensor, writer, piece.tensor), piece.first)
+                    tensor = _cast(tensor, writer, piece.tensor)
+                    writer.write(piece.tensor, tensor, piece.first, *piece.lane)
         wrong = digests.non_finite({full_name: found})
         if full_name in expected:
             before = {full_name: expected[full_name]}

@@ -135,7 +135,8 @@ class Source:
     def _ours(self, piece: Piece) -> np.ndarray:
         """The rows of a tensor in the order of our dims."""
         tensor = self._files[piece.tensor].read(self._names[piece.tensor], piece.rows)
-        return piece.form.to_ours(self._finite(piece.tensor, tensor), piece.sizes)
+        mine = piece.lane.of(self._finite(piece.tensor, tensor))
+        return piece.form.to_ours(mine, piece.sizes)
 
     def _finite(self, name: str, tensor: np.ndarray) -> np.ndarray:
         if bad := tensor.size - int(np.count_nonzero(np.isfinite(tensor))):
@@ -196,7 +197,8 @@ def opened(folder: str, where: str = "command line: DIR") -> Source:
     names: dict[str, str] = {}
     files: dict[str, Reader] = {}
     others: list[str] = []
-    patterns = said.table.unused + (said.whole.others if said.whole else ())
+    unused = [each.format(layers=said.config.num_layers) for each in said.table.unused]
+    patterns = (*unused, *(said.whole.others if said.whole else ()))
     for name, reader in present.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             others.append(name)

@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Int
 
 from maxpipe.generate.decoding import (
     TEXT,
+    Refill,
     Rows,
     Size,
     abstractly,
@@ -87,6 +88,9 @@ class StagedDecoding:
     sampling: Sampling
     seed: int
 
+    refills = False
+    """Whether rows that are over can be replaced: the ring is filled once for a batch."""
+
     @property
     def shards(self) -> int:
         """What the number of rows is a multiple of."""
@@ -97,9 +101,15 @@ class StagedDecoding:
         return self.mesh.shape[STAGE]
 
     def run(
-        self, params: Tree, prompts: Sequence[Sequence[int]], numbers: Sequence[int], size: Size
+        self,
+        params: Tree,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        size: Size,
+        refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
         """As `Decoding.run`; `params` are stacked by the layout."""
+        assert refill is None
         given = np.zeros(size.rows, np.int32)
         given[: len(numbers)] = numbers
         rows, found = side_by_side(prompts, size.rows, size.prompt), []

@@ -1,7 +1,7 @@
 """Models to generate with: their tokenizer at once, and their parameters on a mesh when asked for.
 
-`open_checkpoint` opens one of a run, `open_folder` one of a Hugging Face folder. Whatever else is
-an `Opened` can be generated with.
+`open_model` opens that of a checkpoint or of a Hugging Face folder. Whatever else is an `Opened`
+can be generated with.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax.sharding import Mesh
 
 from maxpipe.checkpoint.address import Address
 from maxpipe.config.check import check
-from maxpipe.config.load import Loaded, load, to_dict
+from maxpipe.config.load import Loaded
 from maxpipe.config.schema import Config, MeshConfig
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
-from maxpipe.exchange.source import opened
 from maxpipe.generate.sampling import Sampling
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.mesh import STAGE, build_mesh, describe
@@ -35,11 +36,9 @@ from maxpipe.train.decoders import (
     prepared,
     prepared_shardings,
 )
-from maxpipe.train.resume import check_model
 from maxpipe.train.run import fit_to_devices
 from maxpipe.train.state import Partition
 from maxpipe.train.step import Steps
-from maxpipe.train.weights import of_folder
 from maxpipe.words import counted
 
 Say = Callable[[str], None]
@@ -52,17 +51,17 @@ _ANY_COUNT = 16 * math.lcm(*range(1, 17))
 class Weights(NamedTuple):
     """A model that is ready."""
 
-    parts: Partition
+    decoder: Decoder
     params: Any
-    """On the mesh, as decoding takes them."""
-
-    def decoding(self, sampling: Sampling, seed: int) -> AnyDecoding:
-        """What generates with them."""
-        return decoding_of(self.parts, sampling, seed)
+    """In network order, layers stacked by kind, on the mesh."""
+    mesh: Mesh
 
 
 class Opened(Protocol):
     """A model before its parameters are read: mistakes in prompts are found first."""
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -76,49 +75,26 @@ class Opened(Protocol):
         """Starts the devices and reads the parameters; `say` is called with progress messages."""
         ...
 
+    def decoding(self, say: Say, sampling: Sampling, seed: int) -> tuple[AnyDecoding, Any]:
+        """The same, to generate with: the parameters are as the decoding takes them."""
+        ...
 
-def open_checkpoint(address: Address, inputs: Sequence[str]) -> Opened:
-    """A checkpoint of a run, for its parameters alone, on a mesh without stages.
 
-    `inputs` are files and overrides that change the checkpoint's own config: `mesh` for the
-    devices, `train.sequence_length` for the room.
+def open_model(named: Address | Path, inputs: Sequence[str]) -> Opened:
+    """A checkpoint or a Hugging Face folder, for its parameters alone.
+
+    `inputs` are files and overrides that change its own config: `mesh` for the devices,
+    `train.sequence_length` for the room, which is the folder's `max_position_embeddings`.
 
     Raises:
-        ConfigError: there is no such checkpoint, or the config does not fit it or its tokenizer.
+        ConfigError: there is no such model, or the inputs do not fit it or its tokenizer.
         StorageError: the checkpoint is damaged.
     """
-    chosen = choose(address, inputs, _saved)
+    chosen = choose(named, inputs, _saved)
     _check_processes(chosen.loaded.config)
     tokenizer = open_tokenizer(chosen.loaded.config.tokenizer)
     chosen.must_have(tokenizer)
     return _Model(chosen.name, chosen.loaded, tokenizer, chosen.params)
-
-
-def open_folder(folder: str, inputs: Sequence[str]) -> Opened:
-    """A Hugging Face folder; `inputs` as for `open_checkpoint`.
-
-    Raises:
-        ConfigError: the folder cannot be used, or the inputs do not fit its model or tokenizer.
-    """
-    source = opened(folder)
-    section, most = source.described.section, source.described.kept.get("max_position_embeddings")
-    room = most if isinstance(most, int) and 1 <= most < 2**31 else 2048
-    stored = "bfloat16" if source.dtype == "BF16" else "float32"
-    model = {"param_dtype": stored, **section}
-    known = {
-        "model": model,
-        "tokenizer": {"kind": "auto", "path": str(source.folder)},
-        "train": {"steps": 1, "batch_size": _ANY_COUNT, "sequence_length": room},
-    }
-    name = str(source.folder)
-    loaded = load(inputs, known, name)
-    _check_processes(loaded.config)
-    check_model(model, to_dict(loaded.config)["model"], loaded.origins, "leave it out")
-
-    def params(steps: Steps) -> Any:
-        return of_folder(source, steps.abstract_saved["params"])
-
-    return _Model(name, loaded, open_tokenizer(loaded.config.tokenizer), params)
 
 
 @dataclass(frozen=True)
@@ -139,21 +115,33 @@ class _Model:
         """Starts the devices and reads the parameters.
 
         Raises:
-            ConfigError: the config does not fit the devices.
+            ConfigError: the config does not fit the devices, or has stages.
             StorageError: the checkpoint is damaged.
         """
+        _check_no_stages(self.loaded.config)
+        parts, params = self._read(say)
+        return Weights(parts.decoder, params, parts.mesh)
+
+    def decoding(self, say: Say, sampling: Sampling, seed: int) -> tuple[AnyDecoding, Any]:
+        """The same for generation, on any mesh."""
+        parts, params = self._read(say)
+        if parts.mesh.shape[STAGE] == 1:
+            params = _by_layer(parts.decoder, params)
+        else:
+            stack = jax.jit(partial(prepared, parts), out_shardings=prepared_shardings(parts))
+            params = stack(params)
+        return decoding_of(parts, sampling, seed), params
+
+    def _read(self, say: Say) -> tuple[Partition, Any]:
+        """The parameters in network order, layers stacked by kind."""
         config = self.loaded.config
         runtime.start(config.runtime, config.mesh.cpu_devices)
         config = _fitted(self.loaded, self.name, say)
         mesh = build_mesh(config.mesh)
         steps = steps_of(config, mesh, self.tokenizer.byte_lengths)
         say(f"restoring the parameters of {self.name}")
-        parts = for_decoding(steps.partition)
         params = steps.partition.by_kind(self.params(steps))
-        if mesh.shape[STAGE] == 1:
-            return Weights(parts, _by_layer(parts.decoder, params))
-        stack = jax.jit(partial(prepared, parts), out_shardings=prepared_shardings(parts))
-        return Weights(parts, stack(params))
+        return for_decoding(steps.partition), params
 
 
 def _by_layer(decoder: Decoder, params: Any) -> Any:
@@ -180,6 +168,17 @@ def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
     return taken | {"train": train, "mesh": {"axis_rules": rules}}
 
 
+def _check_no_stages(config: Config) -> None:
+    for key in ("ici_stage", "dcn_stage"):
+        if (size := getattr(config.mesh, key)) != 1:
+            raise ConfigError.one(
+                f"mesh.{key}",
+                size,
+                "must be 1: texts are scored without stages.",
+                f"Set mesh.{key}=1, and mesh.ici_tensor or mesh.ici_data for the devices.",
+            )
+
+
 def _check_processes(config: Config) -> None:
     if config.runtime.num_processes != 1:
         raise ConfigError.one(
@@ -192,7 +191,7 @@ def _check_processes(config: Config) -> None:
 
 def _fitted(loaded: Loaded, name: str, say: Say) -> Config:
     """The config with the user's mesh, or with all devices here on one axis."""
-    if is_given(loaded, name, "mesh.") or jax.device_count() == 1:
+    if is_given(loaded, name, "mesh.ici_", "mesh.dcn_") or jax.device_count() == 1:
         return fit_to_devices(loaded).config
     config, count = loaded.config, jax.device_count()
     rules = config.mesh.axis_rules

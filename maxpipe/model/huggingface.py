@@ -7,7 +7,7 @@ from left to right, by an export from right to left. The code that reads them is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 Theirs = Mapping[str, Any]
@@ -18,11 +18,14 @@ Ours = Mapping[str, Any]
 
 
 class Unlike(ValueError):
-    """A value that the other side has nothing for: what was given where, and the rule."""
+    """A value that the other side has nothing for: what was given where, and the rule.
 
-    def __init__(self, key: str, given: Any, rule: str):
+    `action` is what to do about it, if it is something special.
+    """
+
+    def __init__(self, key: str, given: Any, rule: str, action: str = ""):
         super().__init__(f"{key} = {given!r} {rule}")
-        self.key, self.given, self.rule = key, given, rule
+        self.key, self.given, self.rule, self.action = key, given, rule, action
 
 
 class Row(Protocol):
@@ -62,15 +65,19 @@ class Key:
     """Another key of ours that a 0 of this one stands for."""
     whole: bool = False
     """Whether they have it as a whole number, and we do not."""
+    also: str = ""
+    """Another name of theirs, which some releases of readers know; both are written."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One."""
-        return (self.theirs,)
+        """One, or both."""
+        return (self.theirs, self.also) if self.also else (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """The value, or the default."""
         found = theirs.get(self.theirs)
+        if found is None and self.also:
+            found = theirs.get(self.also)
         if found is None:
             found = self.default(ours) if callable(self.default) else self.default
         if found is None:
@@ -86,7 +93,7 @@ class Key:
             found = ours[self.stands_for]
         if self.whole and found != (found := int(found)):
             raise Unlike(f"model.{self.ours}", ours[self.ours], "must be a whole number.")
-        return {self.theirs: found}
+        return dict.fromkeys(self.names, found)
 
 
 @dataclass(frozen=True)
@@ -182,6 +189,8 @@ class Rotary:
     """Type of layers, where `rope_parameters` has entries by type."""
     older: str = "rope_theta"
     """Where the base was written before."""
+    absent: Theirs = field(default_factory=dict)
+    """What transformers takes where nothing is said but perhaps the base."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -195,7 +204,7 @@ class Rotary:
             said = _object(said, self.layers)
         if self.scalings or not self.layers:
             said = {**said, **_object(theirs, "rope_scaling")}
-        said = {name: value for name, value in said.items() if value is not None}
+        said = {name: value for name, value in said.items() if value is not None} or self.absent
         theta = said.get("rope_theta", theirs.get(self.older))
         found = {self.theta: self.default if theta is None else theta}
         kind = said.get("rope_type", said.get("type")) or "default"
@@ -248,6 +257,8 @@ class Tensor:
     """Name with `{layer}`, the layer's number in the network, and perhaps `{expert}`."""
     dims: str
     """Our dims and theirs: `d n h -> (n h) d`. One that is missing on the right is `{expert}`."""
+    interleaved: bool = False
+    """Whether the parts of the tensor alternate along its last dim, not along its first."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +283,8 @@ class HuggingFace:
     keys: tuple[Row, ...]
     tensors: tuple[Tensor, ...]
     unused: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
-    """Patterns of the names of tensors that some releases saved and none reads."""
+    """Patterns of the names of tensors that some releases saved and none reads. `{layers}` stands
+    for the number of layers."""
     wholes: tuple[Whole, ...] = ()
 
     def names(self) -> frozenset[str]:

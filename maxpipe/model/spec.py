@@ -39,17 +39,26 @@ class Constant(NamedTuple):
     value: float
 
 
+class Entries(NamedTuple):
+    """A value for each entry of a vector."""
+
+    values: tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class Param:
     """One parameter: its shape by logical axes, and what it starts from."""
 
     dims: Dims
-    init: Normal | Constant
+    init: Normal | Constant | Entries
     decays: bool = True
     """Whether weight decay applies."""
     trainable: bool = True
     """Whether it has a gradient, moments and updates. `Kind.params` and `Ends.params` say so of a
     model's parameters."""
+    exact: bool = False
+    """Whether it is in float32, in storage and where it is used, whatever types a config has. Its
+    part declares it untrained: gradients are made of what is in the compute type."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,6 +69,17 @@ class Param:
     def axes(self) -> tuple[str, ...]:
         """Logical axes alone."""
         return tuple(axis for _, axis in self.dims)
+
+
+class Follows(NamedTuple):
+    """How a step moves a parameter without a gradient: each entry up where the statistic's entry is
+    below the mean of all, down where it is above (arXiv:2408.15664).
+    """
+
+    statistic: str
+    """Of the same part, with the parameter's dims."""
+    rate: float
+    """By how much."""
 
 
 class Matmul(NamedTuple):
@@ -78,7 +98,8 @@ class Scores(NamedTuple):
     heads: int
     axis: str
     """Logical axis of the heads."""
-    head_size: int
+    head_size: float
+    """Of keys and of values; their mean where these differ."""
     window: str = ""
     """Per-layer value (`Model.values`) with the number of tokens that a query sees, 0 for all.
     The model needs no more pairs; all are computed, as one program serves all values."""
@@ -87,7 +108,19 @@ class Scores(NamedTuple):
     all heads."""
 
 
-Operation = Matmul | Scores
+class Products(NamedTuple):
+    """Products of activations with each other, of which there are as many for each token."""
+
+    heads: int
+    axis: str
+    """Logical axis of the heads."""
+    needed: float
+    """Multiply-adds of a token and a head that the model's FLOPs count."""
+    computed: float
+    """Those that are computed."""
+
+
+Operation = Matmul | Scores | Products
 
 
 @dataclass(frozen=True)
@@ -186,6 +219,11 @@ class Part(Protocol):
         return {}
 
     @property
+    def follows(self) -> Mapping[str, Follows]:
+        """Parameters that are not trained, and move with what the part reports."""
+        return {}
+
+    @property
     def losses(self) -> Mapping[str, float]:
         """Scalar losses that it returns, sums over target tokens, with their coefficients."""
         return {}
@@ -237,6 +275,16 @@ class Kind:
             (name, param): _unless(declared, (name, param) in self.frozen)
             for name, part in self.parts.items()
             for param, declared in part.params.items()
+        }
+
+    @cached_property
+    def follows(self) -> Mapping[tuple[str, str], Follows]:
+        """(part, name) -> how a parameter moves without a gradient, unless it is frozen."""
+        return {
+            (name, param): how
+            for name, part in self.parts.items()
+            for param, how in part.follows.items()
+            if (name, param) not in self.frozen
         }
 
     @cached_property

@@ -14,7 +14,7 @@ from maxpipe.config.schema import MeshConfig
 
 LOGICAL_AXES = (
     *("batch", "embed", "heads", "kv_heads", "head_size", "mlp", "experts", "vocab", "norm"),
-    "ahead",
+    *("ahead", "latent"),
 )
 """Names that model code gives to the dims of its arrays."""
 
@@ -32,11 +32,13 @@ DEFAULT_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "vocab": ("stage", "tensor"),
     "norm": (),
     "ahead": (),
+    "latent": ("fsdp",),
 }
 """Mesh axes over which each logical axis is split, before `mesh.axis_rules`."""
 
 REMAPPINGS: dict[str, tuple[tuple[str, ...], ...]] = {
     "embed": ((), ("fsdp",)),
+    "latent": ((), ("fsdp",)),
     "heads": ((), ("tensor",)),
     "kv_heads": ((), ("tensor",)),
     "head_size": ((), ("tensor",)),

@@ -65,6 +65,8 @@ class Engine:
     idle: Idle
     trainable: Tree = None
     """For each parameter whether it has a gradient. None: all have."""
+    exact: Tree = None
+    """For each parameter whether it is used in the type in which it is stored. None: none is."""
 
     def value_and_grad(self, schedule: Schedule) -> Callable[..., Differentiated]:
         """(params, batch, key) -> what a step found.
@@ -105,9 +107,11 @@ class Engine:
 
     @property
     def _trainable(self) -> Tree:
-        if self.trainable is not None:
-            return self.trainable
-        return jax.tree.map(lambda _: True, self.specs, is_leaf=_is_spec)
+        return self._everywhere(True) if self.trainable is None else self.trainable
+
+    def _everywhere(self, value: bool) -> Tree:
+        """The same for each parameter."""
+        return jax.tree.map(lambda _: value, self.specs, is_leaf=_is_spec)
 
     def _per_device(self, specs: Tree) -> Tree:
         """The specs as the per-device program sees them."""
@@ -117,7 +121,10 @@ class Engine:
     def _shard_map(self, program: Callable, schedule: Schedule, out_specs: Tree) -> Callable:
         assert schedule.num_stages == self.mesh.shape[STAGE]
         assert schedule.ring == self.layout.ring
-        divisions = jax.tree.map(WeightSharding.of, self.specs, self._trainable, is_leaf=_is_spec)
+        exact = self._everywhere(False) if self.exact is None else self.exact
+        divisions = jax.tree.map(
+            WeightSharding.of, self.specs, self._trainable, exact, is_leaf=_is_spec
+        )
         plan = Plan(self.network, self.layout, self.weight_gather, self.keep, self.idle, divisions)
         table = Table.of(schedule, self.layout, self.idle)
         run, axes = partial(program, plan, schedule), program_axes(self.mesh)

@@ -44,12 +44,14 @@ class WeightSharding:
     """For each dim the automatic axes over which it is sharded, as in a PartitionSpec."""
     trainable: bool = True
     """Whether it has a gradient."""
+    exact: bool = False
+    """Whether it is used in the type in which it is stored; it has no gradient then."""
 
     @classmethod
-    def of(cls, spec: PartitionSpec, trainable: bool = True) -> WeightSharding:
+    def of(cls, spec: PartitionSpec, trainable: bool = True, exact: bool = False) -> WeightSharding:
         """From the spec of the whole parameter."""
         dim = NOT_SHARDED if (found := fsdp_dim(spec)) is None else found
-        return cls(dim, tuple(restrict(spec, AUTOMATIC_AXES)), trainable)
+        return cls(dim, tuple(restrict(spec, AUTOMATIC_AXES)), trainable, exact)
 
     def of_one(self, num_stacked: int) -> WeightSharding:
         """Of one weight, when this is of weights with `num_stacked` dims in front."""
@@ -76,7 +78,7 @@ WHOLE = WeightSharding(NOT_SHARDED)
 
 def gather(shard: jax.Array, division: WeightSharding, dtype: jnp.dtype) -> jax.Array:
     """The whole weight in the compute dtype, from this device's shard."""
-    shard = shard.astype(dtype)
+    shard = shard if division.exact else shard.astype(dtype)
     if division.dim == NOT_SHARDED:
         return vary(shard)
     run = partial(gather_shards, axis=FSDP, dim=division.dim)
@@ -176,7 +178,7 @@ class LayerWeights:
             shape = [num_layers, *shard.shape[1:]]
             if division.dim != NOT_SHARDED:
                 shape[1 + division.dim] *= size_of(FSDP)
-            return vary(jnp.zeros(shape, dtype))
+            return vary(jnp.zeros(shape, shard.dtype if division.exact else dtype))
 
         return jax.tree.map(empty, shards, divisions)
 

@@ -67,6 +67,11 @@ class Partition:
         """Whether each parameter of the stacked form is trained."""
         return self._by_place(self.decoder.trainable())
 
+    @cached_property
+    def exact(self) -> Tree:
+        """Whether each parameter of the stacked form is used in the type in which it is stored."""
+        return self._by_place(self.decoder.exact())
+
     def trained(self, params: Tree) -> Tree:
         """Of a tree in the stacked form what belongs to trained parameters: the optimizer's."""
         return trained(params, self.trainable)

@@ -47,6 +47,7 @@ from maxpipe.schedule.balance import balanced_cut
 from maxpipe.schedule.catalog import build, forward_only
 from maxpipe.schedule.table import Schedule
 from maxpipe.train import executable
+from maxpipe.train.follow import followed
 from maxpipe.train.guard import GuardState, assess, initial, unless_bad
 from maxpipe.train.optim import (
     build_optimizer,
@@ -322,6 +323,7 @@ class Steps:
         old = self.partition.trained(state.params)
         new, optimizer = self._updated(gradients, norm, old, state.optimizer, taken)
         params = joined(state.params, new)
+        params = followed(self.partition.decoder.model, params, found.statistics, taken)
         metrics = {
             "train/loss": loss,
             "train/grad_norm": norm,
@@ -460,6 +462,7 @@ def partition(
             keep=keep_of(pipeline, model),
             idle=pipeline.idle,
             trainable=parts.trainable,
+            exact=parts.exact,
         ),
         shape=(train.batch_size, train.sequence_length),
         seed=seed,

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from functools import cache
@@ -17,6 +18,7 @@ import pytest
 
 from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.manager import Checkpoints
+from maxpipe.errors import ConfigError
 from maxpipe.exchange.incoming import import_folder
 from maxpipe.exchange.outgoing import export
 from maxpipe.exchange.source import opened
@@ -121,6 +123,32 @@ def qwen2(draw: random.Random) -> dict[str, Any]:
 qwen3 = qwen2
 
 
+def qwen3_moe(draw: random.Random) -> dict[str, Any]:
+    return qwen3(draw) | {
+        "num_experts": draw.choice((3, 5, 7)),
+        "num_experts_per_tok": draw.choice((1, 2, 3)),
+        "moe_intermediate_size": draw.randrange(23, 41, 2),
+        "norm_topk_prob": draw.random() < 0.5,
+        "decoder_sparse_step": draw.choice((1, 2)),
+        "mlp_only_layers": draw.choice(([], [0], [1])),
+    }
+
+
+def gpt_oss(draw: random.Random) -> dict[str, Any]:
+    rope = default_rope(draw)
+    if draw.random() < 0.7:
+        rope |= {"rope_type": "yarn", "factor": draw.choice((2.0, 32.0)), "truncate": False}
+        rope |= {"original_max_position_embeddings": draw.choice((64, 256))}
+    return {
+        "rope_parameters": rope,
+        "num_local_experts": draw.choice((3, 5, 7)),
+        "num_experts_per_tok": draw.choice((1, 2, 3)),
+        "sliding_window": draw.choice((3, 5, 9)),
+        "swiglu_limit": draw.choice((0.3, 7.0)),
+        "tie_word_embeddings": draw.random() < 0.3,
+    }
+
+
 def gemma2(draw: random.Random) -> dict[str, Any]:
     return {
         "rope_parameters": default_rope(draw),
@@ -149,6 +177,43 @@ def phi3(draw: random.Random) -> dict[str, Any]:
     return plain(draw) | ids | {"sliding_window": draw.choice((None, 5))}
 
 
+def deepseek(draw: random.Random) -> dict[str, Any]:
+    """Latent attention, in what both classes share."""
+    heads = draw.choice((2, 3, 5))
+    rope = yarn(draw)
+    if "factor" in rope:
+        mscale = draw.choice((0.707, 1.0))
+        rope |= {"mscale": mscale, "mscale_all_dim": draw.choice((mscale, 0.4))}
+    return {
+        "hidden_size": heads * draw.choice((6, 14)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "qk_nope_head_dim": draw.choice((6, 10)),
+        "qk_rope_head_dim": draw.choice((4, 8)),
+        "v_head_dim": draw.choice((7, 11)),
+        "kv_lora_rank": draw.choice((10, 14)),
+        "q_lora_rank": draw.choice((None, 11)),
+        "moe_intermediate_size": draw.choice((17, 23)),
+        "first_k_dense_replace": draw.choice((0, 1, 2)),
+        "n_shared_experts": draw.choice((1, 2)),
+        "routed_scaling_factor": draw.choice((1.0, 2.5)),
+        "n_routed_experts": 12,
+        "num_experts_per_tok": draw.choice((3, 4)),
+        "n_group": draw.choice((3, 4)),
+        "topk_group": 2,
+        "rope_parameters": rope,
+        "tie_word_embeddings": draw.random() < 0.3,
+    }
+
+
+def deepseek_v2(draw: random.Random) -> dict[str, Any]:
+    return deepseek(draw) | {"topk_method": draw.choice(("greedy", "group_limited_greedy"))}
+
+
+def deepseek_v3(draw: random.Random) -> dict[str, Any]:
+    return deepseek(draw) | {"norm_topk_prob": draw.random() < 0.5, "kv_lora_rank": 9}
+
+
 HEADS_SHARE_THE_WIDTH = {"qwen2", "olmo2", "granite", "phi3"}
 CLASSES = {
     "llama": (llama, "LlamaConfig", "LlamaForCausalLM"),
@@ -157,9 +222,13 @@ CLASSES = {
     "mistral": (mistral, "MistralConfig", "MistralForCausalLM"),
     "qwen2": (qwen2, "Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": (qwen3, "Qwen3Config", "Qwen3ForCausalLM"),
+    "qwen3_moe": (qwen3_moe, "Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "gpt_oss": (gpt_oss, "GptOssConfig", "GptOssForCausalLM"),
     "gemma2": (gemma2, "Gemma2Config", "Gemma2ForCausalLM"),
     "olmo2": (plain, "Olmo2Config", "Olmo2ForCausalLM"),
     "granite": (granite, "GraniteConfig", "GraniteForCausalLM"),
+    "deepseek_v2": (deepseek_v2, "DeepseekV2Config", "DeepseekV2ForCausalLM"),
+    "deepseek_v3": (deepseek_v3, "DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "phi3": (phi3, "Phi3Config", "Phi3ForCausalLM"),
 }
 
@@ -178,6 +247,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             config = sizes(draw) | own(draw)
             if kind in HEADS_SHARE_THE_WIDTH:
                 config |= even(config)
+            if kind in (*HEADS_SHARE_THE_WIDTH, "deepseek_v2", "deepseek_v3"):
                 del config["head_dim"]
             dtype = ("float32", "bfloat16", "float16")[number % 3]
             jobs[name] = {
@@ -229,7 +299,9 @@ def test_imported_logits_are_those_of_transformers(name: str, folders, exported)
     with Checkpoints(exported[0] / f"{name}-checkpoint", write=False) as checkpoints:
         params = checkpoints.restore(0).state["params"]
     decoder = Decoder(config, AxisRules.from_config(MeshConfig()))
-    params["layers"] = {next(iter(decoder.model.kinds)): params["layers"]}
+    kinds = [*decoder.model.kinds]
+    if len(kinds) == 1:
+        params["layers"] = {kinds[0]: params["layers"]}
     tokens = jnp.asarray(np.load(job["tokens"]), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(NUM_TOKENS), tokens.shape)
     batch = {
@@ -256,6 +328,33 @@ def test_all_bits_are_the_same_again(name: str, folders, exported) -> None:
     for tensor in before.mapped.tensors:
         bits = [each._files[tensor].read(each._names[tensor]) for each in (before, after)]
         assert bits[0].tobytes() == bits[1].tobytes()
+
+
+def test_what_is_said_of_quantised_experts_works(tmp_path: Path) -> None:
+    if why := reason():
+        pytest.skip(f"no transformers in {PYTHON}: {why}")
+    job = {
+        "folder": str(tmp_path / "DIR"),
+        "config_class": "GptOssConfig",
+        "architecture": "GptOssForCausalLM",
+        "config": {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
+        | {"num_local_experts": 3, "vocab_size": 131, "num_attention_heads": 2}
+        | {"num_key_value_heads": 1, "head_dim": 10, "num_experts_per_tok": 2},
+        "seed": 1,
+        "dtype": "bfloat16",
+    }
+    asked("quantise", [job], tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        opened(job["folder"])
+    (code,) = re.findall(r"python -c '(.*)'", str(caught.value))
+    run = subprocess.run(
+        [PYTHON, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    found = opened(str(tmp_path / "NEW"))
+    assert {*found.dtypes.values()} == {"BF16"}
+    gate = found.region("layers.experts.gate", np.dtype(np.float32), [slice(None)] * 4)
+    assert gate.shape == (2, 64, 3, 96) and len(np.unique(np.abs(gate))) < 100
 
 
 def close(found: np.ndarray, wanted: np.ndarray) -> None:

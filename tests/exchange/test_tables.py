@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,163 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 6,
         "vocab_size": 262144,
     },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    },
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "attention_bias": False,
+        "aux_loss_alpha": 0.001,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+    },
+    "deepseek-v2": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "first_k_dense_replace": 1,
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "n_group": 8,
+        "n_routed_experts": 160,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 128,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "routed_scaling_factor": 16.0,
+        "topk_group": 3,
+        "topk_method": "group_limited_greedy",
+        "vocab_size": 102400,
+    },
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "vocab_size": 129280,
+    },
     "mixtral-8x7b": {
         "architectures": ["MixtralForCausalLM"],
         "hidden_act": "silu",
@@ -116,8 +274,10 @@ def said(folder: Path, content: object) -> dict[str, Any]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_the_shipped_models(name: str, tmp_path: Path) -> None:
     wanted = values(model(name))
-    for key in ("balance_weight", "z_weight", "capacity_factor"):  # choices of training
-        wanted.pop(f"moe.{key}", None)
+    for key in [*wanted]:
+        of_training = ("balance_weight", "z_weight", "capacity_factor", "balance_rate")
+        if key.rpartition(".")[2] in of_training:
+            del wanted[key]
     assert wanted.items() <= said(tmp_path / "x", PUBLISHED[name]).items()
 
 
@@ -183,6 +343,37 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
         4096,
         True,
     )
+
+
+@pytest.mark.parametrize(("method", "action"), [("mxfp4", "Mxfp4Config"), ("awq", "before they")])
+def test_quantised_weights_are_refused(method: str, action: str, tmp_path: Path) -> None:
+    config, _ = maker.gpt_oss(quantization_config={"quant_method": method})
+    with pytest.raises(ConfigError, match="weights are quantised") as caught:
+        said(tmp_path / "x", config)
+    assert action in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"mlp_only_layers": "0"}, "qwen3_moe.dense_layers"),
+        ({"mlp_only_layers": [0.5]}, "qwen3_moe.dense_layers"),
+        ({"mlp_only_layers": [-1]}, "counted from 0 to 2"),
+        ({"mlp_only_layers": [0, 1, 2]}, "leaves no layer"),
+        ({"decoder_sparse_step": 0}, "expert_period"),
+        ({"decoder_sparse_step": 4}, "leaves no layer"),
+        ({"num_experts": 2, "num_experts_per_tok": 3}, "different experts"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+    ],
+)
+def test_layers_with_experts_are_checked(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    config = {**maker.SIZES, "architectures": ["Qwen3MoeForCausalLM"]}
+    found = said(tmp_path / "x", config | {"num_local_experts": 11, "mlp_only_layers": [1]})
+    assert found["qwen3_moe.num_experts"] == 11 and found["qwen3_moe.dense_layers"] == [1]
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        said(tmp_path / "x", config | changes)
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

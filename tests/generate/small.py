@@ -15,6 +15,7 @@ from maxpipe.generate.completions import Extends
 from maxpipe.generate.decoding import Decoding, Size, is_axes, padded
 from maxpipe.generate.sampling import Sampling
 from maxpipe.model.decoder import Decoder
+from maxpipe.model.families.deepseek import DeepseekConfig
 from maxpipe.model.families.gemma3 import Gemma3Config
 from maxpipe.model.families.moe import MoeConfig
 from maxpipe.parallel.mesh import build_mesh
@@ -35,6 +36,14 @@ GEMMA = dataclasses.replace(
 )
 MOE = dataclasses.replace(
     LLAMA, family="moe", own=MoeConfig(num_dense_layers=1, num_experts=3, top_k=2, d_expert=12)
+)
+DEEPSEEK = dataclasses.replace(
+    LLAMA,
+    family="deepseek",
+    num_kv_heads=4,
+    own=DeepseekConfig(
+        kv_rank=10, rope_size=4, value_size=6, num_experts=4, d_expert=12, scores="sigmoid"
+    ),
 )
 GREEDY = Sampling(temperature=0.0)
 DRAWN = Sampling(temperature=1.3, top_k=17, top_p=0.9, repetition_penalty=1.2)

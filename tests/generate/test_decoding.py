@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from maxpipe.config.schema import MeshConfig, ModelConfig
-from maxpipe.generate.decoding import Decoding, Drawn, Size, padded, side_by_side
+from maxpipe.generate.decoding import Decoding, Drawn, NewRow, Size, padded, side_by_side
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.sharding import AxisRules
 from tests.generate.small import (
+    DEEPSEEK,
     DRAWN,
     GEMMA,
     LLAMA,
@@ -41,7 +42,7 @@ def by_full_forwards(decoding: Decoding, params: Any, prompt: list[int]) -> tupl
     return row[len(prompt) :], nats
 
 
-@pytest.mark.parametrize("model", [LLAMA, GEMMA, MOE], ids=lambda model: model.family)
+@pytest.mark.parametrize("model", [LLAMA, GEMMA, MOE, DEEPSEEK], ids=lambda model: model.family)
 def test_rows_side_by_side_are_what_full_forwards_give(model: ModelConfig) -> None:
     decoding, params = decoding_of(model)
     tokens, logprobs = followed(decoding, params, PROMPTS, range(5))
@@ -73,9 +74,52 @@ def test_long_prompts_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(logprobs, nats, rtol=1e-5)
 
 
+REFILLED = {
+    "window": (GEMMA, ONE_DEVICE),
+    "latents, all axes": (DEEPSEEK, MeshConfig(ici_data=2, ici_fsdp=2)),
+    "tensor": (LLAMA, MeshConfig(ici_tensor=2)),
+}
+
+
+@pytest.mark.parametrize("case", REFILLED)
+def test_prompts_in_the_place_of_rows_that_are_over(case: str) -> None:
+    """Far beyond the caches' room, and with prompts of all sizes."""
+    model, mesh = REFILLED[case]
+    decoding, params = decoding_of(model, DRAWN, mesh)
+    prompts = PROMPTS * 2
+    wanted, nats = followed(decoding, params, prompts, range(10))
+    lengths = [2, 7, 5, 7, 1, 6, 3, 7, 4, 7]
+    waiting, rows = list(range(10)), [0, 1, 2, 3][: max(2, decoding.shards)]
+    del waiting[: len(rows)]
+    found: list[list[tuple[int, float]]] = [[] for _ in prompts]
+    new: list[NewRow] = []
+
+    def refill() -> list[NewRow]:
+        given = new.copy()
+        new.clear()
+        return given
+
+    size = Size(len(rows), padded(max(map(len, prompts))), MORE)
+    drawn = decoding.run(params, prompts[: len(rows)], rows, size, refill)
+    for tokens, logprobs in drawn:
+        for row, number in enumerate(rows):
+            if len(found[number]) < lengths[number]:
+                found[number].append((int(tokens[row]), float(logprobs[row])))
+            if len(found[number]) == lengths[number] and waiting:
+                rows[row] = waiting.pop(0)
+                new.append(NewRow(row, prompts[rows[row]], rows[row]))
+        if [len(each) for each in found] == lengths:
+            break
+    drawn.close()
+    for number, each in enumerate(found):
+        assert [token for token, _ in each] == wanted[number][: lengths[number]].tolist()
+        np.testing.assert_allclose([n for _, n in each], nats[number][: len(each)], rtol=1e-5)
+
+
 MESHES = {
     "all axes": (MOE, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "tensor-data": (LLAMA, MeshConfig(ici_data=2, ici_tensor=2)),
+    "latents": (DEEPSEEK, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "whole kv heads": (LLAMA, MeshConfig(ici_tensor=4, axis_rules={"kv_heads": []})),
 }
 

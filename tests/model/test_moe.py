@@ -374,6 +374,17 @@ def test_the_model_is_described_once() -> None:
         ("model.moe.top_k=9", "is more than model.moe.num_experts (8)"),
         ("model.moe.num_dense_layers=6", "must be less than model.num_layers (6)"),
         ("model.moe.num_experts=0", "must be at least 1."),
+        ("model.moe.num_groups=3", "must divide model.moe.num_experts (8)"),
+        (
+            "model.moe.num_groups=4 model.moe.groups_per_token=5",
+            "is more than model.moe.num_groups",
+        ),
+        ("model.moe.num_groups=8", "leaves a token 1 of the 8 experts"),
+        (
+            "model.moe.num_groups=8 model.moe.groups_per_token=2 model.moe.group_scores=top2",
+            "two exp",
+        ),
+        ("model.q_lora_rank=4", "Did you mean model.deepseek.query_rank?"),
         ("model.moe.balance_weight=-1", "0 only records the balance loss"),
         ("model.num_experts=4", "Did you mean model.moe.num_experts?"),
         ("model.n_routed_experts=4", "Did you mean model.moe.num_experts?"),

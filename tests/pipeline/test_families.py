@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from maxpipe.model.families.deepseek import DeepseekConfig
 from maxpipe.model.families.gemma2 import Gemma2Config
 from maxpipe.model.families.gemma3 import Gemma3Config
+from maxpipe.model.families.gpt_oss import GptOssConfig
 from maxpipe.model.families.granite import GraniteConfig
 from maxpipe.model.families.mistral import MistralConfig
 from maxpipe.model.families.moe import MoeConfig
@@ -16,6 +18,7 @@ from maxpipe.model.families.olmo2 import Olmo2Config
 from maxpipe.model.families.phi3 import Phi3Config
 from maxpipe.model.families.qwen2 import Qwen2Config
 from maxpipe.model.families.qwen3 import Qwen3Config
+from maxpipe.model.families.qwen3_moe import Qwen3MoeConfig
 from maxpipe.model.families.registry import FAMILIES
 from tests.cases import Case
 from tests.pipeline.test_executor import check_gradients, matrix
@@ -33,9 +36,36 @@ ROOM = MoeConfig(
     z_weight=0.1,
 )
 NO_DENSE = MoeConfig(num_experts=3, num_dense_layers=0, normalised_weights=False)
+V3 = DeepseekConfig(
+    num_experts=6,
+    num_dense_layers=2,
+    d_expert=12,
+    num_shared_experts=1,
+    kv_rank=6,
+    query_rank=10,
+    rope_size=2,
+    value_size=6,
+    rope_scaling=4.0,
+    rope_original_tokens=64,
+    mscale=0.7,
+    mscale_all_dim=1.2,
+    num_groups=3,
+    groups_per_token=2,
+    group_scores="top2",
+    scores="sigmoid",
+    weight_scale=2.5,
+    router_bias=True,
+)
+V2 = replace(V3, query_rank=0, scores="softmax", group_scores="max", router_bias=False)
 MISTRAL = MistralConfig(window=3)
 QWEN2 = Qwen2Config(rope_scaling=4.0, rope_original_tokens=64)
 QWEN3 = Qwen3Config(rope_scaling=2.0)
+QWEN3_MOE = Qwen3MoeConfig(
+    num_experts=5, d_expert=12, expert_period=2, dense_layers=[1], balance_weight=0.3
+)
+GPT_OSS = GptOssConfig(
+    num_experts=5, d_expert=12, window=3, gate_limit=0.8, rope_scaling=4.0, balance_weight=0.3
+)
 GEMMA2 = Gemma2Config(window=3, score_cap=2.0, logit_cap=1.5)
 PHI = Phi3Config(window=4, rope_size=2, rope_short=[1.7], rope_long=[2.5], rope_scaling=4.0)
 GRANITE = GraniteConfig(embed_scale=3.0, score_scale=0.4, branch_scale=0.3, logit_divisor=1.6)
@@ -52,9 +82,12 @@ CASES = [
     Case(4, 2, 8, own=ROOM, layers=9, schedule="zb_v", remat="none", fsdp=2),
     Case(2, 3, 4, own=MOE, layers=7, gather="visit", fsdp=2, idle="compute", tied=True),
     Case(2, 1, 5, own=MOE, layers=6, outside=3, gather="step", schedule="1f1b", remat="none"),
+    Case(2, 2, 3, own=V3, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 2, 3, own=QWEN2, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 2, 3, own=Olmo2Config(), layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 1, 5, own=GRANITE, tied=True, layers=5, gather="step", schedule="zb_h1", dropout=0.3),
+    Case(2, 2, 5, own=QWEN3_MOE, layers=7, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
+    Case(2, 1, 5, own=GPT_OSS, layers=5, fsdp=2, tensor=2, remat="none", schedule="zb_h1"),
     Case(2, 2, 5, own=NO_DENSE, layers=5, schedule="v_half", tensor=2, idle="compute"),
 ]
 
@@ -69,7 +102,10 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": MOE},
     {"own": ROOM},
     *({"own": own} for own in (MISTRAL, QWEN2, QWEN3, PHI, Olmo2Config(), GRANITE)),
+    *({"own": own} for own in (QWEN3_MOE, GPT_OSS)),
     {"own": GEMMA2, "tied": True},
+    {"own": V3},
+    {"own": V2},
 )
 
 

@@ -19,6 +19,8 @@ from maxpipe.model import decoder as decoder_module
 from maxpipe.model.count import QUERY_BLOCK
 from maxpipe.model.decoder import Decoder
 from maxpipe.model.families.registry import describe
+from maxpipe.model.parts.attention import Rope
+from maxpipe.model.parts.latent import LatentAttention
 from maxpipe.model.spec import Part
 from maxpipe.parallel.mesh import AXES
 from maxpipe.parallel.sharding import AxisRules
@@ -28,7 +30,7 @@ from maxpipe.plan.compile import build_steps
 from maxpipe.plan.memory import buffers, memory, state
 from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.train.step import Steps, keep_of
-from tests.cases import buffer_bytes, with_layer_norms
+from tests.cases import buffer_bytes, with_attention, with_layer_norms
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,10 +59,15 @@ def steps_of(config: Config) -> Steps:
     return build_steps(config, jax.devices()[: math.prod(sizes)])
 
 
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     "num_layers": 9,
     "family": "moe",
     "moe": {"num_experts": 5, "num_dense_layers": 2, "d_expert": 28},
+}
+BIASED: dict[str, Any] = {
+    "num_layers": 6,
+    "family": "gpt_oss",
+    "gpt_oss": {"num_experts": 5, "d_expert": 28},
 }
 CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     (EXPERTS, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
@@ -69,6 +76,7 @@ CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 4, "remat": "names", "layers_outside": 3, "weight_gather": "visit"},
     ),
+    (BIASED, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
     ({}, {}, {"microbatches": 2}),
     ({}, {"ici_stage": 2, "ici_fsdp": 2, "ici_data": 2}, {"microbatches": 4, "schedule": "1f1b"}),
     ({}, {"ici_stage": 4, "ici_tensor": 2}, {"microbatches": 8, "repeats": 3}),
@@ -144,12 +152,19 @@ def test_buffers_and_state_are_those_of_the_engine(
     assert state(sizes)["state"] == pytest.approx(sum(jax.tree.leaves(shards)), abs=64)
 
 
-@pytest.mark.parametrize("normalised", [False, True])
-def test_experts_keep_a_little_more_than_is_counted(normalised: bool) -> None:
+@pytest.mark.parametrize(
+    "model",
+    [
+        EXPERTS | {"moe": EXPERTS["moe"] | {"normalised_weights": False}},
+        EXPERTS,
+        BIASED,
+        BIASED | {"compute_dtype": "float32"},
+    ],
+)
+def test_experts_keep_a_little_more_than_is_counted(model: dict[str, Any]) -> None:
     """Of each sequence in float32 how many of its tokens an expert gets, for the balance loss."""
-    moe = {**EXPERTS["moe"], "normalised_weights": normalised}  # type: ignore[dict-item]
     pipeline = {"microbatches": 6, "schedule": "zb_h1", "remat": "none"}
-    config = config_of(EXPERTS | {"moe": moe}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
+    config = config_of(model, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
     steps, sizes = steps_of(config), Sizes(config)
     found, table = buffer_bytes(steps), steps.train_schedule
     wanted = buffers(sizes, table)
@@ -274,6 +289,8 @@ def check_kept(changes: dict[str, Any], remat: str, tokens: int) -> None:
         {"compute_dtype": "float32"},
         {"dropout": 0.1},
         {"family": "gemma3", "tied_embeddings": True},
+        {"family": "gemma2", "tied_embeddings": True},
+        {"family": "qwen2"},
     ],
 )
 def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str, tokens: int) -> None:
@@ -287,6 +304,27 @@ def test_layer_norms_keep_what_they_declare(remat: str, monkeypatch: pytest.Monk
     check_kept({}, remat, 7)
     sizes = Sizes(config_of({}, {}, {"microbatches": 2}))
     assert sizes.norm_elements == 2 * MODEL["d_model"]
+
+
+@pytest.mark.parametrize("remat", ["full", "names", "none"])
+@pytest.mark.parametrize(
+    ("query_rank", "tokens", "changes"),
+    [(11, 7, {}), (0, 3 * QUERY_BLOCK, {}), (11, 7, {"compute_dtype": "float32"})],
+)
+def test_latent_attention_keeps_what_it_declares(
+    query_rank: int,
+    tokens: int,
+    changes: dict[str, Any],
+    remat: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rope = Rope(1e4, turned=4)
+    part = LatentAttention(20, 3, 12, 14, 9, query_rank, 1.0, "xla", rope, 0.3, 1e-6)
+    for module in (decoder_module, sizes_module):
+        monkeypatch.setattr(
+            module, "describe", lambda config: with_attention(describe(config), part)
+        )
+    check_kept(changes, remat, tokens)
 
 
 def attention_of(config: Config) -> Part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Bool, Float
 
 from maxpipe.model.attention.interface import Mask
@@ -14,10 +14,10 @@ from maxpipe.model.count import query_blocks
 def attend(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S G H"],
-    value: Float[Array, "B S G H"],
+    value: Float[Array, "B S G v"],
     mask: Mask,
     block: int = 0,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N v"]:
     """Attention by blocks of queries, of which each scores only the keys up to its own end.
 
     At T = 2048 that is 9/16 of the square, and the scores are small enough to stay out of the
@@ -34,7 +34,8 @@ def attend(
         square = by_place and start == 0
         seen = mask.seen(start, stop, keys, causal=mask.causal and not square)
         # Behind a cache jax's function puts keys and values in another order first.
-        if mask.soft_cap or mask.sinks is not None or not mask.in_row:
+        other = mask.sinks is not None or key.shape[-1] != value.shape[-1]
+        if mask.soft_cap or other or not mask.in_row:
             if square:
                 seen &= jnp.tri(stop, dtype=bool)
             parts.append(_mixed(*part, seen, mask))
@@ -49,11 +50,14 @@ def attend(
 def _mixed(
     query: Float[Array, "B t N H"],
     key: Float[Array, "B s G H"],
-    value: Float[Array, "B s G H"],
+    value: Float[Array, "B s G v"],
     seen: Bool[Array, "B 1 t s"],
     mask: Mask,
-) -> Float[Array, "B t N H"]:
-    """With a soft cap (arXiv:2408.00118) or sinks (arXiv:2309.17453), which jax's has not."""
+) -> Float[Array, "B t N v"]:
+    """With a soft cap (arXiv:2408.00118), sinks (arXiv:2309.17453) or values of another size.
+
+    jax's own function has none of these.
+    """
     rows, tokens, heads, size = query.shape
     groups, num_keys = key.shape[2], key.shape[1]
     # Heads in front, as caches have them: one matmul of plain matrices for each.
@@ -66,12 +70,24 @@ def _mixed(
     if mask.soft_cap:
         scores = mask.soft_cap * jnp.tanh(scores / mask.soft_cap)
     scores = jnp.where(seen[:, :, None], scores, jnp.finfo(jnp.float32).min)
-    if mask.sinks is not None:
-        sinks = mask.sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
-        sinks = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
-        scores = jnp.concatenate([scores, sinks], axis=-1)
-    shares = jax.nn.softmax(scores, axis=-1)[..., :num_keys].astype(value.dtype)
-    shares = shares.reshape(rows, groups, -1, num_keys)
+    if mask.sinks is None:
+        shares = jax.nn.softmax(scores, axis=-1)
+    else:
+        shares = _beside(scores, mask.sinks.reshape(*scores.shape[1:3], 1, 1))
+    shares = shares.astype(value.dtype).reshape(rows, groups, -1, num_keys)
     mixed = jnp.einsum("bgxs,bgsh->bgxh", shares, value)
     mixed = mixed.reshape(rows, groups, -1, tokens, value.shape[-1]).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(rows, tokens, heads, value.shape[-1])
+
+
+def _beside(
+    scores: Float[Array, "B G n t s"], sinks: Float[Array, "G n 1 1"]
+) -> Float[Array, "B G n t s"]:
+    """Softmax of the scores beside their head's sink, whose share is left out.
+
+    The scores stay as they are: one more of them in each row would be a copy of all.
+    """
+    sinks = sinks.astype(jnp.float32)
+    largest = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sinks))
+    likely = jnp.exp(scores - largest)
+    return likely / (likely.sum(-1, keepdims=True) + jnp.exp(sinks - largest))

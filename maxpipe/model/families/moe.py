@@ -9,97 +9,111 @@ from typing import Literal
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
-from maxpipe.model.families import formats, generic
-from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key, Only, Rotary
+from maxpipe.model.families import formats, generic, mixtures
+from maxpipe.model.families.mixtures import MixtureConfig
+from maxpipe.model.huggingface import Fixed, HuggingFace, Key, Only, Rotary
 from maxpipe.model.parts.attention import Rope
-from maxpipe.model.parts.experts import Experts
+from maxpipe.model.parts.experts import Experts, Groups
 from maxpipe.model.parts.mlp import GatedMLP
-from maxpipe.model.parts.norm import RMSNorm
-from maxpipe.model.spec import Branch, Family, Kind, Model, own_keys
+from maxpipe.model.spec import Family, Model, Part, own_keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MoeConfig:
+class MoeConfig(MixtureConfig):
     """Keys of mixtures of experts only."""
 
-    num_experts: int = 8
-    """Experts of a layer."""
-    top_k: int = 2
-    """Experts that a token is sent to: those to which the router gives the largest probabilities.
-    """
     num_dense_layers: int = 1
     """Layers in front that have one MLP of width `model.d_mlp` instead of experts."""
-    d_expert: int = 0
-    """Hidden width of one expert. 0 takes `model.d_mlp`."""
     num_shared_experts: int = 0
     """Experts beside those, of the same width, that all tokens pass through."""
-    capacity_factor: float = 0.0
-    """Tokens of a sequence for which an expert has room, as a multiple of an even share: 1.25 is
-    common. The others lose this expert, second choices first; when text is generated none does. 0
-    computes all experts for all tokens: nothing is lost, and much is computed that is not used."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """What the router's logits become: probabilities that compete, or scores that do not."""
     weight_scale: float = 1.0
     """Factor of the weights of a token's experts."""
-    balance_weight: float = 0.01
-    """Coefficient of the balance loss, which is 1 when experts get equally many tokens of each
-    sequence; the objective has it once for each layer with experts. 0 only records it."""
-    z_weight: float = 0.0
-    """Coefficient of the router's z-loss, the mean square of the logarithm of its partition
-    function: keeps logits small. 0 only records it."""
     normalised_weights: bool = True
     """Divide the scores of a token's experts by their sum, so that its weights add up to 1."""
+    num_groups: int = 1
+    """Groups of experts, of one size. With several a token goes to experts of a few groups only."""
+    groups_per_token: int = 1
+    """Groups that a token is sent to: those with the largest scores."""
+    group_scores: Literal["max", "top2"] = "max"
+    """What a group's score is: its largest score, or the sum of its two largest."""
+    router_bias: bool = False
+    """Add a bias to each expert's score where experts are chosen, and not where they are weighted.
+    It has no gradient: steps move it so that experts get equally many tokens, without a loss for
+    that."""
+    balance_rate: float = 0.001
+    """By how much each step moves an expert's bias: up where it got fewer tokens than the mean,
+    else down. Read with `router_bias`."""
 
 
 def describe(config: ModelConfig) -> Model:
     """Two kinds of layers, `dense` and `experts`; without dense layers one."""
+    return layered(config, generic.attention(config, Rope(config.rope_theta)))
+
+
+def layered(config: ModelConfig, attention: Part) -> Model:
+    """The model with this attention, of a family that has these keys and perhaps more."""
     own = own_keys(config, MoeConfig)
-    norm = RMSNorm(config.d_model, config.norm_epsilon)
-    width, gain = own.d_expert or config.d_mlp, generic.residual_gain(config)
-    experts = Experts(
-        config.d_model,
-        width,
-        own.num_experts,
-        own.top_k,
-        gain,
-        own.balance_weight,
-        own.z_weight,
-        own.capacity_factor,
-        own.scores,
-        own.weight_scale,
-        GatedMLP(config.d_model, own.num_shared_experts * width, gain)
-        if own.num_shared_experts
-        else None,
-        own.normalised_weights,
+    shared = own.num_shared_experts * mixtures.width(config, own)
+    groups = Groups(own.num_groups, own.groups_per_token, own.group_scores)
+    experts = mixtures.experts(
+        config,
+        own,
+        scores=own.scores,
+        weight_scale=own.weight_scale,
+        shared=GatedMLP(config.d_model, shared, generic.residual_gain(config)) if shared else None,
+        normalised=own.normalised_weights,
+        groups=groups if own.num_groups > 1 else None,
+        balance_rate=own.balance_rate if own.router_bias else None,
     )
-    branches = {
-        "dense": Branch("mlp", generic.gated_mlp(config), norm, dropout=config.dropout),
-        "experts": Branch("experts", experts, norm, dropout=config.dropout),
-    }
-    attention = generic.attention(config, Rope(config.rope_theta))
-    mixing = Branch("attention", attention, norm, dropout=config.dropout)
-    num_routed = config.num_layers - own.num_dense_layers
-    layers = ("dense",) * own.num_dense_layers + ("experts",) * num_routed
-    kinds = {name: Kind((mixing, branches[name])) for name in dict.fromkeys(layers)}
-    return Model(kinds, layers, generic.ends(config, norm))
+    return mixtures.model(config, attention, experts, (True,) * own.num_dense_layers)
 
 
-def _rules(config: ModelConfig) -> Iterator[Finding]:
-    own = own_keys(config, MoeConfig)
-    if own.top_k > own.num_experts:
-        yield Finding(
-            "model.moe.top_k",
-            f"is more than model.moe.num_experts ({own.num_experts}): a token is sent to different "
-            "experts.",
-            f"Set model.moe.top_k={min(2, own.num_experts)}.",
-        )
+def rules(config: ModelConfig) -> Iterator[Finding]:
+    """What is wrong with these keys, in the section of the config's family."""
+    own, section = own_keys(config, MoeConfig), f"model.{config.family}"
+    yield from mixtures.rules(config, own)
+    yield from _grouped(own, section)
     if own.num_dense_layers >= config.num_layers:
         yield Finding(
-            "model.moe.num_dense_layers",
+            f"{section}.num_dense_layers",
             f"must be less than model.num_layers ({config.num_layers}): the layers behind them "
             "have the experts.",
-            f"Set model.moe.num_dense_layers={min(1, config.num_layers - 1)}, or "
+            f"Set {section}.num_dense_layers={min(1, config.num_layers - 1)}, or "
             "model.family=llama for a model without experts.",
+        )
+
+
+def _grouped(own: MoeConfig, section: str) -> Iterator[Finding]:
+    """Groups are of one size, and those of a token have experts enough."""
+    size = own.num_experts // own.num_groups
+    if own.num_experts % own.num_groups:
+        yield Finding(
+            f"{section}.num_groups",
+            f"must divide {section}.num_experts ({own.num_experts}): groups are of one size.",
+            f"Set {section}.num_groups=1, or {section}.num_experts="
+            f"{-(-own.num_experts // own.num_groups) * own.num_groups}.",
+        )
+    elif own.groups_per_token > own.num_groups:
+        yield Finding(
+            f"{section}.groups_per_token",
+            f"is more than {section}.num_groups ({own.num_groups}): a token is sent to different "
+            "groups.",
+            f"Set {section}.groups_per_token={own.num_groups}.",
+        )
+    elif own.top_k <= own.num_experts and own.groups_per_token * size < own.top_k:
+        yield Finding(
+            f"{section}.groups_per_token",
+            f"leaves a token {own.groups_per_token * size} of the {own.num_experts} experts, and "
+            f"{section}.top_k is {own.top_k}.",
+            f"Set {section}.groups_per_token={-(-own.top_k // size)}.",
+        )
+    elif own.group_scores == "top2" and own.num_groups > 1 and size < 2:
+        yield Finding(
+            f"{section}.group_scores",
+            f"asks for two experts in a group, and each of the {own.num_groups} has one.",
+            f"Set {section}.group_scores=max, or fewer groups.",
         )
 
 
@@ -116,11 +130,12 @@ _MIXTRAL = HuggingFace(
         Only("moe.scores", "softmax"),
         Only("moe.weight_scale", 1.0),
         Only("moe.normalised_weights", True),
+        Only("moe.num_groups", 1),
+        Only("moe.router_bias", False),
         Rotary("rope_theta", 1e6, {}, unscaled={}),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("sliding_window", (None,)),
-        # Training only, and of another definition than ours.
-        *map(Kept, ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")),
+        *formats.BALANCED,
     ),
     tensors=(
         *formats.ENDS,
@@ -130,22 +145,23 @@ _MIXTRAL = HuggingFace(
     ),
 )
 
+BOUNDS = (
+    *mixtures.BOUNDS,
+    Bound("num_dense_layers", 1, 0),
+    Bound("num_shared_experts", 0, 0),
+    Bound("weight_scale", 1.0, 0, LARGEST, "experts with a weight of 0 train nothing", False),
+    Bound("num_groups", 1, 1),
+    Bound("groups_per_token", 1, 1),
+    Bound("balance_rate", 0.001, 0, 1, "0 leaves biases as they are"),
+)
+"""Of these keys."""
+
 FAMILY = Family(
     "moe",
     MoeConfig,
     describe,
-    bounds=(
-        Bound("num_experts", 8, 1, axis="experts"),
-        Bound("top_k", 2, 1),
-        Bound("num_dense_layers", 1, 0),
-        Bound("d_expert", 0, 0, why="0 takes model.d_mlp", axis="mlp"),
-        Bound("num_shared_experts", 0, 0),
-        Bound("capacity_factor", 1.25, 0, LARGEST, "0 drops no token"),
-        Bound("weight_scale", 1.0, 0, LARGEST, "experts with a weight of 0 train nothing", False),
-        Bound("z_weight", 0.001, 0, LARGEST, "0 only records the z-loss"),
-        Bound("balance_weight", 0.01, 0, LARGEST, "0 only records the balance loss"),
-    ),
-    rules=_rules,
+    bounds=BOUNDS,
+    rules=rules,
     reporting=(Experts,),
     huggingface=(_MIXTRAL,),
 )

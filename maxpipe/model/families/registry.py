@@ -8,8 +8,10 @@ from functools import lru_cache
 
 from maxpipe.config.schema import ModelConfig
 from maxpipe.model.families import (
+    deepseek,
     gemma2,
     gemma3,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -18,13 +20,17 @@ from maxpipe.model.families import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
 )
 from maxpipe.model.frozen import freeze
 from maxpipe.model.spec import Ahead, Family, Model, Summary
 
 FAMILIES: Mapping[str, Family] = {
     each.FAMILY.name: each.FAMILY
-    for each in (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite, moe)
+    for each in (
+        *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite),
+        *(moe, qwen3_moe, gpt_oss, deepseek),
+    )
 }
 
 

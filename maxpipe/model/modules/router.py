@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from maxpipe.model.parts import experts
 
@@ -28,12 +28,29 @@ class Routes(NamedTuple):
     """What their outputs are multiplied with; 0 for the others."""
 
 
-def routed(x: Float[Array, "B T D"], router: Float[Array, "D E"], part: experts.Experts) -> Routes:
-    """The experts of each token, and the weights of their outputs."""
+def routed(
+    x: Float[Array, "B T D"],
+    router: Float[Array, "D E"],
+    part: experts.Experts,
+    bias: Float[Array, " E"] | None = None,
+    logit_bias: Float[Array, " E"] | None = None,
+) -> Routes:
+    """The experts of each token, and the weights of their outputs.
+
+    Experts are chosen by scores and `bias`, and weighted by scores alone (arXiv:2408.15664).
+    `logit_bias` counts for both.
+    """
     router = router.astype(x.dtype)
     logits = jnp.einsum("btd,de->bte", x, router, preferred_element_type=jnp.float32)
+    if logit_bias is not None:
+        logits += logit_bias.astype(jnp.float32)
     shares = jax.nn.softmax(logits) if part.scores == "softmax" else jax.nn.sigmoid(logits)
-    _, places = lax.top_k(lax.stop_gradient(shares), part.per_token)
+    ranks = lax.stop_gradient(shares)
+    if bias is not None:
+        ranks += lax.stop_gradient(bias.astype(jnp.float32))
+    if part.groups is not None:
+        ranks = jnp.where(_in_best_groups(ranks, part.groups), ranks, -jnp.inf)
+    _, places = lax.top_k(ranks, part.per_token)
     chosen = jax.nn.one_hot(places, part.num_experts, dtype=jnp.float32).sum(-2)
     weights = shares * chosen
     if part.normalised:
@@ -42,6 +59,15 @@ def routed(x: Float[Array, "B T D"], router: Float[Array, "D E"], part: experts.
         weights *= part.weight_scale
     likely = shares if part.scores == "softmax" else shares / shares.sum(-1, keepdims=True)
     return Routes(logits, likely, places, chosen, weights)
+
+
+def _in_best_groups(ranks: Float[Array, "B T E"], groups: experts.Groups) -> Bool[Array, "B T E"]:
+    """Whether an expert is in one of its token's groups."""
+    within = ranks.reshape(*ranks.shape[:-1], groups.num_groups, -1)
+    best, _ = lax.top_k(within, 1 if groups.by == "max" else 2)
+    _, places = lax.top_k(best.sum(-1), groups.per_token)
+    chosen = jax.nn.one_hot(places, groups.num_groups, dtype=jnp.bool_).any(-2)
+    return jnp.repeat(chosen, within.shape[-1], axis=-1)
 
 
 def reported(

@@ -1,0 +1,83 @@
+"""Experts chosen in groups and by a bias, against plain loops, and biases that follow loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.model.modules.router import routed
+from maxpipe.model.parts.experts import Experts, Groups
+
+EXPERTS, CHOICES = 12, 3
+
+
+def part_with(**options: Any) -> Experts:
+    return Experts(7, 5, EXPERTS, CHOICES, 1.0, 0.1, **options)
+
+
+def best(scores: np.ndarray, count: int) -> list[int]:
+    """Places of the largest, the first of equal ones first."""
+    return sorted(range(len(scores)), key=lambda place: -scores[place])[:count]
+
+
+def chosen(scores: np.ndarray, bias: np.ndarray, groups: Groups | None) -> list[int]:
+    """A token's experts, group by group."""
+    ranks = scores + bias
+    if groups is not None:
+        size = EXPERTS // groups.num_groups
+        parts = ranks.reshape(groups.num_groups, size)
+        of_group = np.sort(parts, axis=1)[:, -(1 if groups.by == "max" else 2) :].sum(1)
+        allowed = best(of_group, groups.per_token)
+        left = np.isin(np.arange(EXPERTS) // size, allowed)
+        ranks = np.where(left, ranks, -np.inf)
+    return best(ranks, CHOICES)
+
+
+@pytest.mark.parametrize(
+    ("options", "biased"),
+    [
+        ({"groups": Groups(4, 2, "max"), "normalised": False, "weight_scale": 16.0}, False),
+        ({"groups": Groups(3, 1, "max")}, False),
+        ({"groups": Groups(4, 2, "top2"), "scores": "sigmoid", "weight_scale": 2.5}, True),
+        ({"scores": "sigmoid", "normalised": False}, True),
+    ],
+    ids=["v2", "one group", "v3", "bias alone"],
+)
+def test_routes_are_those_of_plain_loops(options: dict[str, Any], biased: bool) -> None:
+    part = part_with(**options, balance_rate=0.1 if biased else None)
+    generator = np.random.default_rng(4)
+    x = generator.normal(size=(2, 9, 7)).astype(np.float32)
+    router = generator.normal(size=(7, EXPERTS)).astype(np.float32)
+    # Large enough to change many choices.
+    bias = generator.normal(size=EXPERTS).astype(np.float32) * 0.4 * biased
+    found = routed(jnp.asarray(x), jnp.asarray(router), part, jnp.asarray(bias) if biased else None)
+    changed = 0
+    for row, token in np.ndindex(2, 9):
+        logits = x[row, token].astype(np.float64) @ router
+        scores = np.exp(logits) / np.exp(logits).sum()
+        if part.scores == "sigmoid":
+            scores = 1 / (1 + np.exp(-logits))
+        mine = chosen(scores, bias, part.groups)
+        changed += mine != best(scores, CHOICES)
+        weights = np.zeros(EXPERTS)
+        weights[mine] = scores[mine] / (scores[mine].sum() if part.normalised else 1.0)
+        assert found.places[row, token].tolist() == mine
+        np.testing.assert_allclose(
+            found.weights[row, token], weights * part.weight_scale, rtol=1e-5, atol=1e-7
+        )
+    assert changed > 2
+
+
+def test_a_bias_has_no_gradient_and_keeps_its_type() -> None:
+    part = part_with(balance_rate=0.1)
+    declared = part.params["router_bias"]
+    assert declared.shape == (EXPERTS,) and declared.exact and not declared.trainable
+    assert part.follows["router_bias"].statistic in part.statistics
+    assert part_with(balance_rate=0.0).follows == {} and "router_bias" not in part_with().params
+    x, router = jnp.ones((1, 2, 7)), jnp.ones((7, EXPERTS))
+    slope = jax.grad(lambda bias: routed(x, router, part, bias).weights.sum())
+    assert not np.asarray(slope(jnp.zeros(EXPERTS))).any()
