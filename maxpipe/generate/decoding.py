@@ -223,7 +223,7 @@ class Decoding:
         return jax.jit(self._fresh, static_argnums=0, out_shardings=self._shardings[0])
 
     def _fresh(self, size: Size) -> Kept:
-        caches = self.decoder.empty_caches(size.rows, size.prompt + size.more)
+        caches = self.decoder.empty_caches(size.rows, size.prompt + size.more, size.piece)
         shape = (size.rows, self.decoder.config.vocab_size)
         return Kept(caches, jnp.zeros(shape, bool) if self._penalises else None)
 

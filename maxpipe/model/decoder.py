@@ -22,7 +22,13 @@ from jaxtyping import Float, Int, Key
 from maxpipe.config.schema import ModelConfig
 from maxpipe.model.families.registry import describe
 from maxpipe.model.initial import initial
-from maxpipe.model.modules.block import Block, cache_axes, empty_cache, norm_module
+from maxpipe.model.modules.block import (
+    Block,
+    cache_axes,
+    empty_cache,
+    norm_module,
+    window,
+)
 from maxpipe.model.modules.part import Context, Output
 from maxpipe.model.spec import Model, Param
 from maxpipe.parallel.sharding import AxisRules
@@ -308,9 +314,19 @@ class Decoder:
         """Logical axes of what `empty_cache` has, a tuple for each array."""
         return cache_axes(self.model.kinds[kind])
 
-    def empty_caches(self, rows: int, tokens: int) -> list[Any]:
-        """Those of all layers, in network order."""
-        return [self.empty_cache(kind, rows, tokens) for kind in self.model.layers]
+    def empty_caches(self, rows: int, tokens: int, piece: int = 0) -> list[Any]:
+        """Those of all layers, in network order.
+
+        With `piece`, the most tokens that follow at once, layers with a window have room for what
+        the first of these sees, and for them.
+        """
+        found = []
+        for number, kind in enumerate(self.model.layers):
+            name, places = window(self.model.kinds[kind]), tokens
+            if piece and name and (size := int(self.model.values[name][number])):
+                places = min(tokens, size - 1 + piece)
+            found.append(self.empty_cache(kind, rows, places))
+        return found
 
     def continued(
         self, kind: str, params: Params, x: Array, batch: Params, index: Array, cache: Any

@@ -144,6 +144,13 @@ def test_caches_are_split_over_rows_and_heads() -> None:
     assert cache.segments.sharding.shard_shape(cache.segments.shape) == (2, 19)
 
 
+def test_layers_with_a_window_keep_its_tokens() -> None:
+    """The middle one of three sees all; `test_long_prompts_come_in_pieces` goes around the ring."""
+    decoding, _ = decoding_of(GEMMA)
+    caches = jax.eval_shape(lambda: decoding._empty(Size(2, 16, 500))).caches
+    assert [cache.keys.shape[2] for cache in caches] == [5 - 1 + 16, 516, 5 - 1 + 16]
+
+
 def test_the_cache_is_in_the_compute_type() -> None:
     decoder = Decoder(dataclasses.replace(LLAMA, compute_dtype="bfloat16"), AxisRules(()))
     assert jax.eval_shape(lambda: decoder.empty_caches(1, 2))[0].keys.dtype == jnp.bfloat16

@@ -70,6 +70,14 @@ class PartModule(nnx.Module):
         del part, rows, tokens, dtype
 
     @staticmethod
+    def window(part: Any) -> str:
+        """The per-layer value that says how many tokens a token looks back at, itself included, if
+        a cache that lacks older ones will do; empty if not.
+        """
+        del part
+        return ""
+
+    @staticmethod
     def cache_axes(part: Any) -> Any:
         """Logical axes of each array in `empty_cache`."""
         del part
