@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.data.tokenizers.chat import Message
 from maxpipe.errors import ConfigError, NumbersError
 from maxpipe.generate.decoding import NewRow, Refill, Size, padded
 from maxpipe.generate.text import Writing
@@ -101,16 +102,46 @@ def encoded(texts: Sequence[str], tokenizer: Tokenizer, room: int, first: int = 
                 "must be UTF-8.",
                 "Convert it, with `iconv -t UTF-8` perhaps.",
             ) from error
-        if len(ids) >= room:
-            raise ConfigError.one(
-                f"prompt {number + 1}",
-                repr(text[:40]) + ("..." if len(text) > 40 else ""),
-                f"has {len(ids)} tokens with the begin token, and must leave room for one more: "
-                f"the model was trained on {room} (train.sequence_length).",
-                f"Shorten it, or set train.sequence_length={2 * len(ids)} to go beyond that.",
-            )
-        found.append(Prompt(number, text, ids))
+        found.append(_with_room(Prompt(number, text, ids), room))
     return found
+
+
+def encoded_chats(
+    conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer, room: int, first: int = 0
+) -> list[Prompt]:
+    """The conversations as the template of the model's folder writes them, and their tokens.
+
+    The text of such a prompt is that of the last message.
+
+    Raises:
+        ConfigError: there is no template, or it refuses the messages; as `encoded` does.
+    """
+    if (chat := tokenizer.chat) is None:
+        raise ConfigError.one(
+            "command line: --chat",
+            None,
+            "needs the chat template of a model's folder, and the tokenizer has none.",
+            "Leave --chat out, or name the folder: tokenizer.kind=auto tokenizer.path=FOLDER.",
+        )
+    found = []
+    for number, text in enumerate(chat.render(conversations), first):
+        said = str(conversations[number - first][-1]["content"])
+        prompt = Prompt(number, said, tokenizer.encode_chat(text).tolist())
+        found.append(_with_room(prompt, room))
+    return found
+
+
+def _with_room(prompt: Prompt, room: int) -> Prompt:
+    text, size = prompt.text, len(prompt.ids)
+    if size >= room:
+        raise ConfigError.one(
+            f"prompt {prompt.number + 1}",
+            repr(text[:40]) + ("..." if len(text) > 40 else ""),
+            f"has {size} tokens with the begin token, and must leave room for one more: "
+            f"the model was trained on {room} (train.sequence_length).",
+            f"Shorten it, or set train.sequence_length={2 * size} to go beyond that.",
+        )
+    return prompt
 
 
 def complete(
@@ -217,7 +248,7 @@ def _extended(row: Completion, token: int, logprob: float, stream: Callable[[str
 
 
 def _over(row: Completion, tokenizer: Tokenizer, limits: Limits) -> Finish | None:
-    if row.tokens[-1] == tokenizer.end_id:
+    if row.tokens[-1] in tokenizer.end_ids:
         return "end"
     if row.writing.stopped:
         return "stop"
