@@ -99,7 +99,7 @@ def ours(folder: Path, shape: Shape) -> Callable[[], tuple[float, Any]]:
     """The same of maxpipe, from the folder."""
     from maxpipe.generate.decoding import Size
     from maxpipe.generate.sampling import Sampling
-    from maxpipe.generate.weights import open_folder
+    from maxpipe.generate.weights import open_model
 
     inputs = [
         "tokenizer.kind=bytes",
@@ -107,8 +107,8 @@ def ours(folder: Path, shape: Shape) -> Callable[[], tuple[float, Any]]:
         "model.compute_dtype=float32",
         "model.param_dtype=float32",
     ]
-    weights = open_folder(str(folder), inputs).load(lambda text: None)
-    decoding, params = weights.decoding(Sampling(temperature=0.0), seed=0), weights.params
+    opened, greedy = open_model(folder, inputs), Sampling(temperature=0.0)
+    decoding, params = opened.decoding(lambda text: None, greedy, seed=0)
     ids, size = prompts(shape).tolist(), Size(ROWS, PROMPT, MORE)
 
     def generate() -> tuple[float, Any]:

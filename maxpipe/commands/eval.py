@@ -61,7 +61,7 @@ def _ask(options: argparse.Namespace, model: Address | Path) -> int:
     separator = " " if options.separator is None else options.separator
     exam = Exam(read(path, "command line: --choices"), separator)
     with interrupts():
-        opened = open_model(model, options.inputs, staged=False)
+        opened = open_model(model, options.inputs)
         texts = Texts(opened.tokenizer, opened.room)
         exam.check(texts, path)
         with written(options.jsonl, "command line: --jsonl") as write:
@@ -74,7 +74,7 @@ def _ask(options: argparse.Namespace, model: Address | Path) -> int:
                     write(result)
                     results.append(result)
     found = {"checkpoint": opened.name, "choices": path, **summary(results)}
-    found["mesh"] = describe(weights.parts.mesh)
+    found["mesh"] = describe(weights.mesh)
     print(json.dumps(found, indent=2) if options.json else _choices_page(found))
     return ExitCode.DONE
 

@@ -6,14 +6,23 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.commands.parser import Commands, add_address, add_inputs, count, integer, number
 from maxpipe.errors import ConfigError, ExitCode
-from maxpipe.generate.prompts import MAX_BYTES, one, parsed, read
+from maxpipe.generate.prompts import (
+    MAX_BYTES,
+    one,
+    parsed,
+    read,
+    read_conversations,
+    said,
+)
 
 if TYPE_CHECKING:
     from maxpipe.data.tokenizer import Tokenizer
+    from maxpipe.data.tokenizers.chat import Message
     from maxpipe.generate.completions import Completion, Prompt
 
 _MAX_PROMPT_BYTES = 1 << 24
@@ -26,8 +35,8 @@ def _generate(options: argparse.Namespace) -> int:
 
     model = named(options.checkpoint)
     _check(options)
-    texts = _prompts(options)
-    from maxpipe.generate.completions import Limits, complete, encoded
+    texts = _conversations(options) if options.chat else _prompts(options)
+    from maxpipe.generate.completions import Limits, complete, encoded, encoded_chats
     from maxpipe.generate.sampling import Sampling
     from maxpipe.generate.weights import open_model
     from maxpipe.train.chosen import deferred, interrupts
@@ -38,18 +47,31 @@ def _generate(options: argparse.Namespace) -> int:
         opened = open_model(model, options.inputs)
         tokenizer, room = opened.tokenizer, opened.room
         limits = Limits(options.max_tokens, room, tuple(options.stop), options.batch_size)
-        prompts = encoded(texts, tokenizer, room)
-        weights = opened.load(_say)
-        decoding, params = weights.decoding(sampling, options.seed), weights.params
+        encode: Any = partial(
+            encoded_chats if options.chat else encoded, tokenizer=tokenizer, room=room
+        )
+        prompts = encode(texts)
+        decoding, params = opened.decoding(_say, sampling, options.seed)
 
-        def answer(prompts: list[Prompt]) -> None:
+        def answer(prompts: list[Prompt]) -> str:
             printer = _Printer(options, tokenizer, is_alone=len(prompts) == 1)
             given = (decoding, params, tokenizer, prompts, limits)
             with deferred() as asked:
                 complete(*given, write=printer.write, stream=printer.stream, stops=asked)
+            return printer.newest
 
-        if options.interactive:
-            _converse(lambda text, number: answer(encoded([text], tokenizer, room, number)))
+        if options.interactive and options.chat:
+            messages: list[Message] = []
+
+            def reply(text: str, number: int) -> None:
+                """To all that was said before, and to this."""
+                asked = [*messages, *said(text)]
+                told = answer(encode([asked], first=number))
+                messages[:] = [*asked, {"role": "assistant", "content": told}]
+
+            _converse(reply)
+        elif options.interactive:
+            _converse(lambda text, number: answer(encode([text], first=number)))
         else:
             answer(prompts)
     return ExitCode.DONE
@@ -71,7 +93,13 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     return read(options.prompts, where)
 
 
-def _converse(answer: Callable[[str, int], None]) -> None:
+def _conversations(options: argparse.Namespace) -> list[list[Message]]:
+    if options.prompts is None or options.prompts == _STDIN:
+        return [said(text) for text in _prompts(options)]
+    return read_conversations(options.prompts, f"command line: --prompts {options.prompts}")
+
+
+def _converse(answer: Callable[[str, int], object]) -> None:
     """A prompt a line, until the input ends. What is wrong with one does not end it."""
     number, asks = 0, sys.stdin.isatty()
     while True:
@@ -101,12 +129,15 @@ class _Printer:
         self._json, self._logprobs = options.json, options.logprobs
         self._streams = is_alone and not options.json
         self._tokenizer = tokenizer
+        self.newest = ""
+        """Text of what was written last."""
 
     def stream(self, text: str) -> None:
         if self._streams and text:
             _put(_shown(text))
 
     def write(self, done: Completion) -> None:
+        self.newest = done.text
         if self._json:
             _put(json.dumps(self._record(done)) + "\n")
             return
@@ -227,6 +258,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--seed", type=integer, default=0, metavar="N", help="of the draws (0)")
     parser.add_argument(
         "--batch-size", type=count, default=16, metavar="N", help="prompts side by side (16)"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="prompts are messages for the folder's chat template"
     )
     parser.add_argument("--logprobs", action="store_true", help="of each token, in nats")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")

@@ -8,9 +8,9 @@ tokens alike; it is compiled once for each of the two sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -73,6 +73,17 @@ class Size(NamedTuple):
         return min(self.prompt, _LARGEST_PIECE)
 
 
+class NewRow(NamedTuple):
+    """A prompt that takes the place of a row that is over."""
+
+    row: int
+    prompt: Sequence[int]
+    number: int
+
+
+Refill = Callable[[], Sequence[NewRow]]
+
+
 def padded(longest: int) -> int:
     """The size of prompts for a longest one: a power of two, or a multiple of the largest piece."""
     if longest > _LARGEST_PIECE:
@@ -96,6 +107,11 @@ def placed(array: np.ndarray, sharding: NamedSharding) -> Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
+def abstractly(shapes: Tree, shardings: Tree) -> Tree:
+    """Shapes with the shardings that arrays of them have."""
+    return jax.tree.map(lambda leaf, at: leaf.update(sharding=at), shapes, shardings)
+
+
 @dataclass(frozen=True)
 class Decoding:
     """A model's rows on a mesh without stages: rows over the batch axes, heads over tensor."""
@@ -105,13 +121,21 @@ class Decoding:
     sampling: Sampling
     seed: int
 
+    refills = True
+    """Whether rows that are over can be replaced."""
+
     @property
     def shards(self) -> int:
         """What the number of rows is a multiple of."""
         return math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
 
     def run(
-        self, params: Tree, prompts: Sequence[Sequence[int]], numbers: Sequence[int], size: Size
+        self,
+        params: Tree,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        size: Size,
+        refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
         """Tokens and log-probabilities `[B]` that follow, one of each row at a time.
 
@@ -120,27 +144,66 @@ class Decoding:
             prompts: ids of each row, at least one.
             numbers: of the rows: with the seed and a token's position they are its randomness.
             size: of the batch, which has at least as many rows and tokens.
+            refill: asked after each token for rows whose place another prompt takes; the next
+                token of such a row is the first one behind its prompt. With it there is no end.
         """
         with jax.set_mesh(self.mesh):
-            place = partial(placed, sharding=NamedSharding(self.mesh, BATCH_SPEC))
-            rows = side_by_side(prompts, size.rows, size.prompt)
             given = np.zeros(size.rows, np.int32)
             given[: len(numbers)] = numbers
-            named, kept = place(given), self._empty(size)
-            drawn = None
-            for start in range(0, size.prompt, size.piece):
-                piece = Rows(*(place(each[:, start : start + size.piece]) for each in rows))
-                kept, drawn = self._extend(params, kept, named, piece)
-        assert drawn is not None
+            named = self._place(given)
+            kept, drawn = self._begun(params, self._empty(size), named, prompts, size)
         try:
-            for left in reversed(range(size.more)):
-                before = drawn
+            left = size.more
+            while left:
+                before, left = drawn, left - (refill is None)
                 if left:  # the next token is under way while this one is read
                     with jax.set_mesh(self.mesh):
                         kept, drawn = self._step(params, kept, named, drawn)
                 yield np.asarray(before.tokens), np.asarray(before.logprobs)
+                for new in refill() if refill is not None else ():
+                    with jax.set_mesh(self.mesh):
+                        kept, drawn, named = self._refilled(params, kept, drawn, named, new, size)
         finally:
             jax.block_until_ready(drawn)  # Python may end next
+
+    def _begun(
+        self,
+        params: Tree,
+        kept: Kept,
+        named: Int[Array, " B"],
+        prompts: Sequence[Sequence[int]],
+        size: Size,
+    ) -> tuple[Kept, Drawn]:
+        """What is kept with the prompts, and the tokens behind them."""
+        rows, drawn = side_by_side(prompts, size.rows, size.prompt), None
+        for start in range(0, size.prompt, size.piece):
+            piece = Rows(*(self._place(each[:, start : start + size.piece]) for each in rows))
+            kept, drawn = self._extend(params, kept, named, piece)
+        assert drawn is not None
+        return kept, drawn
+
+    def _refilled(
+        self,
+        params: Tree,
+        kept: Kept,
+        drawn: Drawn,
+        named: Int[Array, " B"],
+        new: NewRow,
+        size: Size,
+    ) -> tuple[Kept, Drawn, Int[Array, " B"]]:
+        """With another prompt in a row.
+
+        It is computed in caches of its own, which end at the same place.
+        """
+        width, rows = padded(len(new.prompt)), self.shards
+        beside = self._beside(size._replace(rows=rows), kept, np.int32(width))
+        number = self._place(np.full(rows, new.number, np.int32))
+        prompts = [new.prompt] * rows
+        found = self._begun(params, beside, number, prompts, Size(rows, width, 0))
+        return self._joined(kept, drawn, named, *found, np.int32(new.row), np.int32(new.number))
+
+    def _place(self, rows: np.ndarray) -> Array:
+        return placed(rows, NamedSharding(self.mesh, BATCH_SPEC))
 
     # The programs.
 
@@ -157,13 +220,44 @@ class Decoding:
     @cached_property
     def _empty(self) -> Any:
         """(size) -> room for the batch, on the mesh."""
+        return jax.jit(self._fresh, static_argnums=0, out_shardings=self._shardings[0])
 
-        def build(size: Size) -> Kept:
-            caches = self.decoder.empty_caches(size.rows, size.prompt + size.more)
-            shape = (size.rows, self.decoder.config.vocab_size)
-            return Kept(caches, jnp.zeros(shape, bool) if self._penalises else None)
+    def _fresh(self, size: Size) -> Kept:
+        caches = self.decoder.empty_caches(size.rows, size.prompt + size.more, size.piece)
+        shape = (size.rows, self.decoder.config.vocab_size)
+        return Kept(caches, jnp.zeros(shape, bool) if self._penalises else None)
+
+    @cached_property
+    def _beside(self) -> Any:
+        """(size, kept, tokens) -> room for rows that end where `kept` does, after these."""
+
+        def build(size: Size, kept: Kept, tokens: Int[Array, ""]) -> Kept:
+            mine = self._fresh(size)
+
+            def begun(leaf: Array, other: Array) -> Array:
+                return leaf if other.ndim else other - tokens
+
+            return mine._replace(caches=jax.tree.map(begun, mine.caches, kept.caches))
 
         return jax.jit(build, static_argnums=0, out_shardings=self._shardings[0])
+
+    @cached_property
+    def _joined(self) -> Any:
+        """(kept, drawn, row numbers, another's kept and drawn, row, its number) -> the first
+        three, with the other's first row there.
+        """
+
+        def join(
+            kept: Kept, drawn: Drawn, named: Array, new: Kept, first: Drawn, row: Array, at: Array
+        ) -> tuple[Kept, Drawn, Array]:
+            def taken(old: Array, new: Array) -> Array:
+                return old.at[row].set(new[0]) if old.ndim else old
+
+            kept, drawn = jax.tree.map(taken, (kept, drawn), (new, first))
+            return kept, drawn, named.at[row].set(at)
+
+        rows = NamedSharding(self.mesh, BATCH_SPEC)
+        return jax.jit(join, donate_argnums=0, out_shardings=(*self._shardings, rows))
 
     @cached_property
     def _shardings(self) -> Any:
@@ -181,6 +275,17 @@ class Decoding:
     @property
     def _penalises(self) -> bool:
         return self.sampling.repetition_penalty != 1.0
+
+    def lower_step(self, params: Tree, size: Size) -> jax.stages.Lowered:
+        """The program of a token for devices that need not be there; parameters are abstract."""
+        kept, drawn = self._shardings
+        rows = NamedSharding(self.mesh, BATCH_SPEC)
+        given = jax.ShapeDtypeStruct((size.rows,), jnp.int32, sharding=rows)
+        types = Drawn._make((given, given.update(dtype=jnp.float32), given))
+        drawn = abstractly(types, drawn)
+        with jax.set_mesh(self.mesh):
+            abstract = abstractly(self._empty.eval_shape(size), kept)
+            return self._step.lower(params, abstract, given, drawn)
 
     def _next(
         self, params: Tree, kept: Kept, numbers: Int[Array, " B"], drawn: Drawn

@@ -22,10 +22,20 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Int
 
-from maxpipe.generate.decoding import TEXT, Rows, Size, is_axes, placed, side_by_side
+from maxpipe.generate.decoding import (
+    TEXT,
+    Refill,
+    Rows,
+    Size,
+    abstractly,
+    is_axes,
+    placed,
+    side_by_side,
+)
 from maxpipe.generate.sampling import Sampling, row_keys, sample
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.mesh import BATCH_AXES, STAGE
+from maxpipe.parallel.per_device import vary
 from maxpipe.parallel.sharding import restrict
 from maxpipe.pipeline.collectives import (
     from_position,
@@ -33,7 +43,6 @@ from maxpipe.pipeline.collectives import (
     index_on,
     program_axes,
     shift,
-    vary,
 )
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.vocabulary import Embedding
@@ -79,6 +88,9 @@ class StagedDecoding:
     sampling: Sampling
     seed: int
 
+    refills = False
+    """Whether rows that are over can be replaced: the ring is filled once for a batch."""
+
     @property
     def shards(self) -> int:
         """What the number of rows is a multiple of."""
@@ -89,9 +101,15 @@ class StagedDecoding:
         return self.mesh.shape[STAGE]
 
     def run(
-        self, params: Tree, prompts: Sequence[Sequence[int]], numbers: Sequence[int], size: Size
+        self,
+        params: Tree,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        size: Size,
+        refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
         """As `Decoding.run`; `params` are stacked by the layout."""
+        assert refill is None
         given = np.zeros(size.rows, np.int32)
         given[: len(numbers)] = numbers
         rows, found = side_by_side(prompts, size.rows, size.prompt), []
@@ -206,6 +224,15 @@ class StagedDecoding:
     @property
     def _penalises(self) -> bool:
         return self.sampling.repetition_penalty != 1.0
+
+    def lower_step(self, params: Tree, size: Size) -> jax.stages.Lowered:
+        """The program of a turn for devices that need not be there; parameters are abstract."""
+        rows = (self._stages, size.rows // self._stages)
+        (at,) = jax.tree.leaves(self._on_mesh((_ROWS,)))
+        named = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=at)
+        with jax.set_mesh(self.mesh):
+            turning = abstractly(self._empty.eval_shape(size), self._on_mesh(self._specs))
+            return self._turn.lower(params, turning, named, np.array(True))
 
     # On each stage, where dims P are gone.
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax.sharding import Mesh
 
 from maxpipe.checkpoint.address import Address
 from maxpipe.config.check import check
@@ -50,13 +51,10 @@ _ANY_COUNT = 16 * math.lcm(*range(1, 17))
 class Weights(NamedTuple):
     """A model that is ready."""
 
-    parts: Partition
+    decoder: Decoder
     params: Any
-    """On the mesh, as decoding takes them."""
-
-    def decoding(self, sampling: Sampling, seed: int) -> AnyDecoding:
-        """What generates with them."""
-        return decoding_of(self.parts, sampling, seed)
+    """In network order, layers stacked by kind, on the mesh."""
+    mesh: Mesh
 
 
 class Opened(Protocol):
@@ -77,13 +75,16 @@ class Opened(Protocol):
         """Starts the devices and reads the parameters; `say` is called with progress messages."""
         ...
 
+    def decoding(self, say: Say, sampling: Sampling, seed: int) -> tuple[AnyDecoding, Any]:
+        """The same, to generate with: the parameters are as the decoding takes them."""
+        ...
 
-def open_model(named: Address | Path, inputs: Sequence[str], *, staged: bool = True) -> Opened:
+
+def open_model(named: Address | Path, inputs: Sequence[str]) -> Opened:
     """A checkpoint or a Hugging Face folder, for its parameters alone.
 
     `inputs` are files and overrides that change its own config: `mesh` for the devices,
     `train.sequence_length` for the room, which is the folder's `max_position_embeddings`.
-    `staged` says whether a mesh may have stages.
 
     Raises:
         ConfigError: there is no such model, or the inputs do not fit it or its tokenizer.
@@ -91,8 +92,6 @@ def open_model(named: Address | Path, inputs: Sequence[str], *, staged: bool = T
     """
     chosen = choose(named, inputs, _saved)
     _check_processes(chosen.loaded.config)
-    if not staged:
-        _check_stages(chosen.loaded.config)
     tokenizer = open_tokenizer(chosen.loaded.config.tokenizer)
     chosen.must_have(tokenizer)
     return _Model(chosen.name, chosen.loaded, tokenizer, chosen.params)
@@ -116,21 +115,33 @@ class _Model:
         """Starts the devices and reads the parameters.
 
         Raises:
-            ConfigError: the config does not fit the devices.
+            ConfigError: the config does not fit the devices, or has stages.
             StorageError: the checkpoint is damaged.
         """
+        _check_no_stages(self.loaded.config)
+        parts, params = self._read(say)
+        return Weights(parts.decoder, params, parts.mesh)
+
+    def decoding(self, say: Say, sampling: Sampling, seed: int) -> tuple[AnyDecoding, Any]:
+        """The same for generation, on any mesh."""
+        parts, params = self._read(say)
+        if parts.mesh.shape[STAGE] == 1:
+            params = _by_layer(parts.decoder, params)
+        else:
+            stack = jax.jit(partial(prepared, parts), out_shardings=prepared_shardings(parts))
+            params = stack(params)
+        return decoding_of(parts, sampling, seed), params
+
+    def _read(self, say: Say) -> tuple[Partition, Any]:
+        """The parameters in network order, layers stacked by kind."""
         config = self.loaded.config
         runtime.start(config.runtime, config.mesh.cpu_devices)
         config = _fitted(self.loaded, self.name, say)
         mesh = build_mesh(config.mesh)
         steps = steps_of(config, mesh, self.tokenizer.byte_lengths)
         say(f"restoring the parameters of {self.name}")
-        parts = for_decoding(steps.partition)
         params = steps.partition.by_kind(self.params(steps))
-        if mesh.shape[STAGE] == 1:
-            return Weights(parts, _by_layer(parts.decoder, params))
-        stack = jax.jit(partial(prepared, parts), out_shardings=prepared_shardings(parts))
-        return Weights(parts, stack(params))
+        return for_decoding(steps.partition), params
 
 
 def _by_layer(decoder: Decoder, params: Any) -> Any:
@@ -157,6 +168,17 @@ def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
     return taken | {"train": train, "mesh": {"axis_rules": rules}}
 
 
+def _check_no_stages(config: Config) -> None:
+    for key in ("ici_stage", "dcn_stage"):
+        if (size := getattr(config.mesh, key)) != 1:
+            raise ConfigError.one(
+                f"mesh.{key}",
+                size,
+                "must be 1: texts are scored without stages.",
+                f"Set mesh.{key}=1, and mesh.ici_tensor or mesh.ici_data for the devices.",
+            )
+
+
 def _check_processes(config: Config) -> None:
     if config.runtime.num_processes != 1:
         raise ConfigError.one(
@@ -165,17 +187,6 @@ def _check_processes(config: Config) -> None:
             "must be 1: one process generates, on all devices of its machine.",
             "Leave it out.",
         )
-
-
-def _check_stages(config: Config) -> None:
-    for key in ("ici_stage", "dcn_stage"):
-        if (size := getattr(config.mesh, key)) != 1:
-            raise ConfigError.one(
-                f"mesh.{key}",
-                size,
-                "must be 1: likelihoods are computed without stages.",
-                f"Set mesh.{key}=1, and mesh.ici_tensor or mesh.ici_data for the devices.",
-            )
 
 
 def _fitted(loaded: Loaded, name: str, say: Say) -> Config:

@@ -22,7 +22,13 @@ from jaxtyping import Float, Int, Key
 from maxpipe.config.schema import ModelConfig
 from maxpipe.model.families.registry import describe
 from maxpipe.model.initial import initial
-from maxpipe.model.modules.block import Block, cache_axes, empty_cache, norm_module
+from maxpipe.model.modules.block import (
+    Block,
+    cache_axes,
+    empty_cache,
+    norm_module,
+    window,
+)
 from maxpipe.model.modules.part import Context, Output
 from maxpipe.model.spec import Model, Param
 from maxpipe.parallel.sharding import AxisRules
@@ -214,6 +220,19 @@ class Decoder:
 
     def run(self, params: Params, batch: Params, key: LayerKey = None) -> Result:
         """The plain loop over layers, without a pipeline."""
+        x, losses, statistics = self._through(params, batch, key)
+        if "targets" in batch:
+            losses |= self._losses_ahead(params, x, batch)
+        return Result(self.logits(params, x), losses, statistics)
+
+    def hidden(self, params: Params, batch: Params) -> Float[Array, "B T D"]:
+        """The last layer's output by the plain loop, of which `logits` makes logits."""
+        return self._through(params, batch, None)[0]
+
+    def _through(
+        self, params: Params, batch: Params, key: LayerKey
+    ) -> tuple[Array, dict[str, Array], dict[str, Statistics]]:
+        """The last layer's output, and losses and statistics of all layers."""
         x = self.embed(params["embedding"], batch["tokens"])
         losses: dict[str, Array] = {}
         statistics: dict[str, list[Statistics]] = {kind: [] for kind in self.model.kinds}
@@ -230,14 +249,12 @@ class Decoder:
             for name, loss in lost.items():
                 losses[name] = losses.get(name, 0.0) + loss.sum()
             statistics[kind].append(counted)
-        if "targets" in batch:
-            losses |= self._losses_ahead(params, x, batch)
         joined = {
             kind: jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *found)
             for kind, found in statistics.items()
             if found
         }
-        return Result(self.logits(params, x), losses, joined)
+        return x, losses, joined
 
     def _runs(self, layers: Params) -> Iterator[tuple[str, Params, Array]]:
         """(kind, parameters, indices) of layers of one kind in a row."""
@@ -272,7 +289,7 @@ class Decoder:
             total += weights[name] * loss / _targets(batch)
         return total
 
-    # Decoding: the same with each layer by itself.
+    # Decoding.
 
     def by_layer(self, params: Params, split: Callable[[Array], Sequence[Array]] = list) -> Params:
         """Parameters with those of each layer by themselves, in network order.
@@ -289,14 +306,6 @@ class Decoder:
             layers[kind] = iter(map(form.unflatten, zip(*map(split, leaves), strict=True)))
         return params | {"layers": [next(layers[kind]) for kind in self.model.layers]}
 
-    def hidden(self, params: Params, batch: Params) -> Float[Array, "B T D"]:
-        """The last layer's output, of which `logits` makes logits."""
-        x = self.embed(params["embedding"], batch["tokens"])
-        layers = zip(self.model.layers, self.by_layer(params)["layers"], strict=True)
-        for number, (kind, one) in enumerate(layers):
-            x = self.layer(kind)(one, x, batch, jnp.asarray(number), None)[0]
-        return x
-
     def empty_cache(self, kind: str, rows: int, tokens: int) -> Any:
         """Room for what a layer of this kind keeps of `tokens` tokens in each row."""
         return empty_cache(self.model.kinds[kind], rows, tokens, self._dtype)
@@ -305,9 +314,19 @@ class Decoder:
         """Logical axes of what `empty_cache` has, a tuple for each array."""
         return cache_axes(self.model.kinds[kind])
 
-    def empty_caches(self, rows: int, tokens: int) -> list[Any]:
-        """Those of all layers, in network order."""
-        return [self.empty_cache(kind, rows, tokens) for kind in self.model.layers]
+    def empty_caches(self, rows: int, tokens: int, piece: int = 0) -> list[Any]:
+        """Those of all layers, in network order.
+
+        With `piece`, the most tokens that follow at once, layers with a window have room for what
+        the first of these sees, and for them.
+        """
+        found = []
+        for number, kind in enumerate(self.model.layers):
+            name, places = window(self.model.kinds[kind]), tokens
+            if piece and name and (size := int(self.model.values[name][number])):
+                places = min(tokens, size - 1 + piece)
+            found.append(self.empty_cache(kind, rows, places))
+        return found
 
     def continued(
         self, kind: str, params: Params, x: Array, batch: Params, index: Array, cache: Any

@@ -54,7 +54,7 @@ class HarnessModel(LM):
         """
         super().__init__()
         inputs = [f"{key}={one_line(value)}" for key, value in overrides.items()]
-        opened = open_model(named(pretrained), inputs, staged=False)
+        opened = open_model(named(pretrained), inputs)
         self._tokenizer, self._name = opened.tokenizer, opened.name
         self._texts = Texts(opened.tokenizer, opened.room)
         rows = 16 if str(batch_size).startswith("auto") else int(batch_size)

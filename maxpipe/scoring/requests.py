@@ -13,10 +13,10 @@ from typing import Any
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError
 from maxpipe.generate.completions import Completion, Limits, Prompt, complete
+from maxpipe.generate.decoding import Decoding
 from maxpipe.generate.sampling import Sampling
 from maxpipe.generate.weights import Weights
 from maxpipe.scoring.rows import Row, Score, Scorer
-from maxpipe.train.decoders import AnyDecoding
 
 _MAX_TOKENS = 256
 _DRAWING = ("top_k", "top_p", "min_p")
@@ -90,7 +90,7 @@ class Requests:
     stops: Callable[[], bool] = lambda: False
     """Whether to end with KeyboardInterrupt, asked when no device computes."""
     _scorer: Scorer = field(init=False)
-    _decodings: dict[Sampling, AnyDecoding] = field(default_factory=dict, init=False)
+    _decodings: dict[Sampling, Decoding] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._scorer = Scorer(self.weights, self.batch_size)
@@ -151,7 +151,8 @@ class Requests:
 
         for (sampling, limits), prompts in groups.items():
             if sampling not in self._decodings:
-                self._decodings[sampling] = self.weights.decoding(sampling, seed=0)
+                decoder, _, mesh = self.weights
+                self._decodings[sampling] = Decoding(decoder, mesh, sampling, seed=0)
             given = (self._decodings[sampling], self.weights.params, self.texts.tokenizer, prompts)
             complete(*given, limits, write=write, stops=self.stops)
         return found

@@ -84,7 +84,7 @@ class Scorer:
         return [score for score in found if score is not None]
 
     def _batch(self, rows: Sequence[Row], most: int) -> list[Score]:
-        mesh = self.weights.parts.mesh
+        mesh = self.weights.mesh
         shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
         count = math.ceil(min(self.batch_size, most) / shards) * shards
         width = padded(max(map(_length, rows)))
@@ -106,8 +106,8 @@ class Scorer:
     @cached_property
     def _program(self) -> Any:
         """(parameters, batch) -> log-probabilities of targets, and whether they are the best."""
-        rows = NamedSharding(self.weights.parts.mesh, BATCH_SPEC)
-        return jax.jit(partial(_scored, dropless(self.weights.parts.decoder)), out_shardings=rows)
+        rows = NamedSharding(self.weights.mesh, BATCH_SPEC)
+        return jax.jit(partial(_scored, dropless(self.weights.decoder)), out_shardings=rows)
 
 
 def dropless(decoder: Decoder) -> Decoder:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from maxpipe.config.schema import MeshConfig, ModelConfig
-from maxpipe.generate.decoding import Decoding, Drawn, Size, padded, side_by_side
+from maxpipe.generate.decoding import Decoding, Drawn, NewRow, Size, padded, side_by_side
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.sharding import AxisRules
 from tests.generate.small import (
@@ -77,6 +77,48 @@ def test_long_prompts_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(logprobs, nats, rtol=1e-5)
 
 
+REFILLED = {
+    "window": (GEMMA, ONE_DEVICE),
+    "latents, all axes": (DEEPSEEK, MeshConfig(ici_data=2, ici_fsdp=2)),
+    "tensor": (LLAMA, MeshConfig(ici_tensor=2)),
+}
+
+
+@pytest.mark.parametrize("case", REFILLED)
+def test_prompts_in_the_place_of_rows_that_are_over(case: str) -> None:
+    """Far beyond the caches' room, and with prompts of all sizes."""
+    model, mesh = REFILLED[case]
+    decoding, params = decoding_of(model, DRAWN, mesh)
+    prompts = PROMPTS * 2
+    wanted, nats = followed(decoding, params, prompts, range(10))
+    lengths = [2, 7, 5, 7, 1, 6, 3, 7, 4, 7]
+    waiting, rows = list(range(10)), [0, 1, 2, 3][: max(2, decoding.shards)]
+    del waiting[: len(rows)]
+    found: list[list[tuple[int, float]]] = [[] for _ in prompts]
+    new: list[NewRow] = []
+
+    def refill() -> list[NewRow]:
+        given = new.copy()
+        new.clear()
+        return given
+
+    size = Size(len(rows), padded(max(map(len, prompts))), MORE)
+    drawn = decoding.run(params, prompts[: len(rows)], rows, size, refill)
+    for tokens, logprobs in drawn:
+        for row, number in enumerate(rows):
+            if len(found[number]) < lengths[number]:
+                found[number].append((int(tokens[row]), float(logprobs[row])))
+            if len(found[number]) == lengths[number] and waiting:
+                rows[row] = waiting.pop(0)
+                new.append(NewRow(row, prompts[rows[row]], rows[row]))
+        if [len(each) for each in found] == lengths:
+            break
+    drawn.close()
+    for number, each in enumerate(found):
+        assert [token for token, _ in each] == wanted[number][: lengths[number]].tolist()
+        np.testing.assert_allclose([n for _, n in each], nats[number][: len(each)], rtol=1e-5)
+
+
 MESHES = {
     "all axes": (MOE, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "states": (NEXT, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
@@ -104,6 +146,13 @@ def test_caches_are_split_over_rows_and_heads() -> None:
     assert cache.keys.shape == (4, 2, 19, 6)
     assert cache.keys.sharding.shard_shape(cache.keys.shape) == (2, 1, 19, 6)
     assert cache.segments.sharding.shard_shape(cache.segments.shape) == (2, 19)
+
+
+def test_layers_with_a_window_keep_its_tokens() -> None:
+    """The middle one of three sees all; `test_long_prompts_come_in_pieces` goes around the ring."""
+    decoding, _ = decoding_of(GEMMA)
+    caches = jax.eval_shape(lambda: decoding._empty(Size(2, 16, 500))).caches
+    assert [cache.keys.shape[2] for cache in caches] == [5 - 1 + 16, 516, 5 - 1 + 16]
 
 
 def test_the_cache_is_in_the_compute_type() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -17,9 +17,6 @@ from maxpipe.model.decoder import Decoder
 from maxpipe.model.families.moe import MoeConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.pipeline.layout import Layout
-from maxpipe.schedule.table import Ring
-from maxpipe.train.state import Partition
 
 BYTES = ByteTokenizer()
 MODEL = ModelConfig(
@@ -43,20 +40,14 @@ def weights() -> Weights:
     decoder = Decoder(MODEL, AxisRules.from_config(MESH))
     params = decoder.init(jax.random.key(5))
     params = jax.tree.map(lambda leaf: leaf * 6.0 if leaf.ndim > 1 else leaf, params)
-    layout = Layout(Ring(1, 1), (MODEL.num_layers,), kinds=decoder.model.layers)
-    parts = Partition(decoder, layout, build_mesh(MESH, jax.devices()[:4]))
-    return Weights(parts, decoder.by_layer(params))
-
-
-def _logits(decoder: Decoder, params: Any, batch: Any) -> jax.Array:
-    return decoder.logits(params, decoder.hidden(params, batch))
+    return Weights(decoder, params, build_mesh(MESH, jax.devices()[:4]))
 
 
 @cache
 def _plain() -> Any:
     own = dataclasses.replace(MODEL.own, capacity_factor=0.0)  # pyright: ignore[reportArgumentType]
     config = dataclasses.replace(MODEL, own=own)
-    return jax.jit(partial(_logits, Decoder(config, AxisRules.from_config(MeshConfig()))))
+    return jax.jit(Decoder(config, AxisRules.from_config(MeshConfig())).apply)
 
 
 @cache

@@ -114,7 +114,7 @@ def test_interrupts_and_numbers_that_are_not_finite(requests: Requests) -> None:
     with pytest.raises(KeyboardInterrupt):
         scorer.score(rows, stops=lambda: next(asked), moved=done.append)
     assert done == [2, 4]
-    parts, params = weights()
-    broken = Weights(parts, params | {"embedding": params["embedding"] * np.nan})
+    decoder, params, mesh = weights()
+    broken = Weights(decoder, params | {"embedding": params["embedding"] * np.nan}, mesh)
     with pytest.raises(NumbersError, match="not finite"):
         Scorer(broken, 2).score(rows[:1])

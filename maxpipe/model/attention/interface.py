@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -77,7 +78,8 @@ _EMPTY = -1
 class Cache(NamedTuple):
     """Keys and values of earlier tokens, with room for later ones.
 
-    Each head's lie together: a query reads all of them.
+    Each head's lie together: a query reads all of them. Places are a ring: token n is at n modulo
+    their number.
     """
 
     keys: Float[Array, "B G S H"]
@@ -108,7 +110,7 @@ class Cache(NamedTuple):
         return jnp.swapaxes(self.keys, 1, 2)
 
     @property
-    def value(self) -> Float[Array, "B S G H"]:
+    def value(self) -> Float[Array, "B S G v"]:
         """As backends take them."""
         return jnp.swapaxes(self.values, 1, 2)
 
@@ -119,11 +121,8 @@ class Cache(NamedTuple):
         segments: Int[Array, "B T"],
         positions: Int[Array, "B T"],
     ) -> Cache:
-        """With T tokens more, for which there must be room."""
-
-        def put(old: Array, new: Array, axis: int) -> Array:
-            return lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), self.length, axis)
-
+        """With T tokens more, in place of the oldest ones where there is no room."""
+        put = partial(_put, start=self.length)
         return Cache(
             put(self.keys, jnp.swapaxes(key, 1, 2), 2),
             put(self.values, jnp.swapaxes(value, 1, 2), 2),
@@ -131,3 +130,15 @@ class Cache(NamedTuple):
             put(self.positions, positions, 1),
             self.length + key.shape[1],
         )
+
+
+def _put(old: Array, new: Array, axis: int, start: Int[Array, ""]) -> Array:
+    """New tokens from place `start` of a ring on."""
+    size, count, new = old.shape[axis], new.shape[axis], new.astype(old.dtype)
+    if count == 1:
+        return lax.dynamic_update_slice_in_dim(old, new, start % size, axis)
+    # They may lie on both sides of the ring's end.
+    number = (jnp.arange(size) - start) % size
+    turned = jnp.take(new, jnp.minimum(number, count - 1), axis)
+    is_new = (number < count).reshape([-1 if dim == axis else 1 for dim in range(old.ndim)])
+    return jnp.where(is_new, turned, old)

@@ -181,6 +181,11 @@ class Attention(PartModule):
         return Cache.empty((rows, tokens, part.num_kv_heads, part.head_size), dtype)
 
     @staticmethod
+    def window(part: Any) -> str:
+        """None where the size of the cache says how long rows may become."""
+        return "" if part.rope.stretch_beyond else part.window
+
+    @staticmethod
     def cache_axes(part: Any) -> Any:
         """As of `Cache`."""
         del part
