@@ -94,7 +94,12 @@ class Piece(NamedTuple):
     @property
     def lead(self) -> int:
         """The dim of the parameter that is the outer one of these rows."""
-        return self.form.ours.index(self.form.theirs[0][0])
+        return self.form.ours.index(next(each for group in self.form.theirs for each in group))
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether parts of that dim are rows of their own: a matrix with one row has none."""
+        return bool(self.form.theirs[0])
 
     @property
     def lead_kept(self) -> int:
@@ -102,7 +107,9 @@ class Piece(NamedTuple):
         return self.form.kept.index(self.form.ours[self.lead])
 
     def rows(self, part: slice) -> tuple[int, int]:
-        """From, to: where that part of the lead dim is."""
+        """From, to: where that part of the lead dim is, or all if it has no rows of its own."""
+        if not self.is_divisible:
+            return self.first, self.first + self.shape[0]
         each = self.shape[0] // self.sizes[self.lead]
         return self.first + part.start * each, self.first + part.stop * each
 
@@ -244,7 +251,8 @@ def slab(both: Mapped, name: str, most: int) -> tuple[int, ...]:
     counting, lead = _divisible(shape, piece)
     found = [1 if dim in counting else size for dim, size in enumerate(shape)]
     rows = max(1, most * shape[lead] // math.prod(found))  # of the lead dim
-    found[lead] = -(-shape[lead] // -(-shape[lead] // rows))  # in parts of nearly one size
+    if piece.is_divisible:
+        found[lead] = -(-shape[lead] // -(-shape[lead] // rows))  # in parts of nearly one size
     for dim in reversed(counting):
         found[dim] = max(1, min(shape[dim], most // math.prod(found)))
     return tuple(found)
@@ -252,10 +260,11 @@ def slab(both: Mapped, name: str, most: int) -> tuple[int, ...]:
 
 def readable(both: Mapped, name: str, chunk: Sequence[int]) -> tuple[int, ...]:
     """The shape of parts of whole rows of tensors that reads each chunk of a parameter once."""
-    shape = both.shapes[name]
-    counting, lead = _divisible(shape, both.pieces[name][0])
+    shape, piece = both.shapes[name], both.pieces[name][0]
+    counting, lead = _divisible(shape, piece)
     return tuple(
-        chunk[dim] if dim in counting or dim == lead else size for dim, size in enumerate(shape)
+        chunk[dim] if dim in counting or (dim == lead and piece.is_divisible) else size
+        for dim, size in enumerate(shape)
     )
 
 

@@ -132,16 +132,20 @@ class Source:
     def _fill(self, target: np.ndarray, piece: Piece, taken: tuple[slice, ...]) -> None:
         """Reads that part of the piece's array of ours, some rows at a time."""
         dim = piece.lead_kept
-        rest = [slice(None)] * target.ndim
-        for part, ours in self._blocks(piece, taken[dim]):
-            rest[dim] = slice(part.start - taken[dim].start, part.stop - taken[dim].start)
-            others = tuple(slice(None) if at == dim else each for at, each in enumerate(taken))
-            reorder.copy(target[tuple(rest)], ours[others])
+        wanted = taken[dim]
+        for part, ours in self._blocks(piece, wanted):
+            first, end = max(part.start, wanted.start), min(part.stop, wanted.stop)
+            there, here = [slice(None)] * target.ndim, [*taken]
+            there[dim] = slice(first - wanted.start, end - wanted.start)
+            here[dim] = slice(first - part.start, end - part.start)
+            reorder.copy(target[tuple(there)], ours[tuple(here)])
 
     def _blocks(self, piece: Piece, part: slice) -> Iterator[tuple[slice, np.ndarray]]:
         """(part of the lead dim, the piece's array there), as much as is good to have at a time."""
         width = math.prod(piece.shape) // piece.sizes[piece.lead]
         step = max(1, _BLOCK_ELEMENTS // width)
+        if not piece.is_divisible:
+            part = slice(0, step := piece.sizes[piece.lead])
         for first in range(part.start, part.stop, step):
             here = slice(first, min(first + step, part.stop))
             reader, name = self._files[piece.tensor], self._names[piece.tensor]
