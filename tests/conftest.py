@@ -7,6 +7,7 @@ environment variable stays set, so a subprocess of a test starts like a user's.
 
 from __future__ import annotations
 
+import gc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -42,6 +43,9 @@ GOLDEN = Path(__file__).parent / "golden"
 # On a busy machine any example may take long, once.
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
+
+# Tracing makes many short-lived objects, and programs stay: collecting this rarely saves a tenth.
+gc.set_threshold(200_000, 50, 50)
 
 # Machine code half as fast in half the compile time; partitioning, fusion and memory stay as
 # they are. There is no compilation cache: see `maxpipe.processes.runtime.start`.

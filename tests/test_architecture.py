@@ -107,6 +107,7 @@ JAX_FREE = (
     "maxpipe.model.huggingface",
     "maxpipe.model.parts",
     "maxpipe.model.families",
+    "maxpipe.exchange.named",
     "maxpipe.exchange.source",
     "maxpipe.train.optimizers",
     "maxpipe.generate.text",

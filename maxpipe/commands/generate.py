@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -25,30 +24,21 @@ _STDIN = "-"
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from maxpipe.checkpoint.address import parse
-    from maxpipe.exchange.sections import FILE as CONFIG
-    from maxpipe.exchange.source import folder_of
+    from maxpipe.exchange.named import named
 
-    folder = folder_of(options.checkpoint)
-    config = os.path.join(options.checkpoint, CONFIG)  # that of a run is YAML
-    if folder is None and os.path.isfile(config):
-        folder = options.checkpoint
-    address = parse(options.checkpoint) if folder is None else None
+    model = named(options.checkpoint)
     _check(options)
     texts = _prompts(options)
     from maxpipe.generate.completions import Limits, complete, encoded
     from maxpipe.generate.decoding import Decoding
     from maxpipe.generate.sampling import Sampling
-    from maxpipe.generate.weights import open_checkpoint, open_folder
+    from maxpipe.generate.weights import open_model
     from maxpipe.train.chosen import deferred, interrupts
 
     names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
     sampling = Sampling(**{name: getattr(options, name) for name in names})
     with interrupts():
-        if address is None:
-            opened = open_folder(folder or "", options.inputs)
-        else:
-            opened = open_checkpoint(address, options.inputs)
+        opened = open_model(model, options.inputs)
         tokenizer, room = opened.tokenizer, opened.room
         limits = Limits(options.max_tokens, room, tuple(options.stop), options.batch_size)
         prompts = encoded(texts, tokenizer, room)

@@ -106,7 +106,10 @@ def _explain_section(section: str) -> str:
 
 def _explain_key(key: str) -> str:
     section = section_of(key)
-    lines = [key, *_wrapped(field_docs()[key]), "", f"  type     {type_name(KEYS[key])}"]
+    lines = [key, *_wrapped(field_docs()[key]), ""]
+    lines += textwrap.wrap(
+        type_name(KEYS[key]), _WIDTH, initial_indent="  type     ", subsequent_indent=" " * 11
+    )
     if key in BOUNDS:
         lines.append(f"  range    {BOUNDS[key]}")
     lines.append(f"  default  {_default_text(key).removeprefix('default ')}")

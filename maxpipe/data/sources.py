@@ -19,7 +19,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -111,6 +111,25 @@ def open_source(config: DataConfig, seed: int, moved: Moved | None = None) -> So
             return TfdsSource(config.path, config.tfds_dir, config.field)
         case "synthetic":
             return SyntheticSource(seed)
+
+
+def source_of(path: str, where: str) -> Literal["text", "jsonl", "arrayrecord"]:
+    """The `data.source` of files by their names; `where` names what gave the path.
+
+    Raises:
+        ConfigError: a path without files, or with files of several kinds.
+    """
+    names = [os.path.basename(file.path) for file in find_files(path, ())]
+    kinds = {
+        "jsonl" if ".jsonl" in name else "arrayrecord" if ".array" in name else "text"
+        for name in names
+    }
+    if len(kinds) == 1:
+        found = kinds.pop()
+        return found  # type: ignore[return-value]
+    rule = f"must hold files of one kind: it has {' and '.join(sorted(kinds))}."
+    action = f"Name them by a pattern such as '{os.path.join(path, '*.jsonl')}'."
+    raise ConfigError.one(where, path, rule, action)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maxpipe.config.schema import DataConfig
-from maxpipe.data.sources import Source, find_files, open_source
+from maxpipe.data.sources import Source, open_source, source_of
 from maxpipe.data.tokenizers.files import missing
 from maxpipe.data.tokenizers.tiktoken_presets import LLAMA3
 from maxpipe.errors import ConfigError, StorageError
@@ -31,7 +31,7 @@ _ROLES = {
     "eos_token": "<|end_of_text|>",
     "pad_token": "<|pad|>",
 }
-_LINES = ("jsonl", "arrayrecord")
+_FILE = "command line: FILE"
 _THREADS = 2
 _LONGEST_WORD_BYTES = 1 << 20
 
@@ -46,23 +46,9 @@ def open_corpus(paths: Sequence[str], field: str) -> list[Source]:
         ConfigError: a path without files, or with files of several kinds.
     """
     return [
-        open_source(DataConfig(source=_source_of(path), path=path, field=field), 0)
+        open_source(DataConfig(source=source_of(path, _FILE), path=path, field=field), 0)
         for path in paths
     ]
-
-
-def _source_of(path: str) -> Literal["text", "jsonl", "arrayrecord"]:
-    names = [os.path.basename(file.path) for file in find_files(path, ())]
-    kinds = {
-        "jsonl" if ".jsonl" in name else "arrayrecord" if ".array" in name else "text"
-        for name in names
-    }
-    if len(kinds) == 1:
-        found = kinds.pop()
-        return found  # type: ignore[return-value]
-    rule = f"must hold files of one kind: it has {' and '.join(sorted(kinds))}."
-    action = f"Name them by a pattern such as '{os.path.join(path, '*.jsonl')}'."
-    raise ConfigError.one("command line: FILE", path, rule, action)
 
 
 def train(sources: Sequence[Source], kind: Kind, vocab_size: int, report: Report) -> str:
@@ -112,7 +98,7 @@ def _texts(sources: Sequence[Source], report: Report) -> Iterator[str]:
             yield text
     if not characters:
         rule = f"must hold text: {total} documents with nothing inside."
-        raise ConfigError.one("command line: FILE", None, rule, "Name other files.")
+        raise ConfigError.one(_FILE, None, rule, "Name other files.")
     report("computing the vocabulary", 0, 0)
 
 

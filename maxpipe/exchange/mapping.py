@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -63,6 +64,17 @@ def form_of(text: str) -> Form:
     return Form(tuple(left.split()), tuple(tuple((a or b).split()) for a, b in groups))
 
 
+class Lane(NamedTuple):
+    """Of a tensor's last dim each `every`-th entry, from `number` on."""
+
+    number: int = 0
+    every: int = 1
+
+    def of(self, tensor: np.ndarray) -> np.ndarray:
+        """These entries, a view."""
+        return tensor[..., self.number :: self.every]
+
+
 class Piece(NamedTuple):
     """Rows of a tensor of theirs, which are one part of a parameter of ours."""
 
@@ -76,11 +88,18 @@ class Piece(NamedTuple):
     form: Form
     sizes: tuple[int, ...]
     """Of the parameter's dims, layers left out."""
+    lane: Lane = Lane()
 
     @property
     def rows(self) -> tuple[int, int]:
         """From, to."""
         return self.first, self.first + self.shape[0]
+
+    def tensor_shape(self, rows: int) -> tuple[int, ...]:
+        """Of the tensor, of which as many rows are known; all of them if lanes share them."""
+        if self.lane.every > 1:
+            return (*self.shape[:-1], self.shape[-1] * self.lane.every)
+        return (rows, *self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -107,13 +126,14 @@ def mapped(model: Model, table: HuggingFace, most: int | None = None) -> Mapped:
     assert len(rows) == len(table.tensors), f"{table.architecture} maps a parameter twice"
     pieces: dict[str, list[Piece]] = {}
     params: dict[str, Param] = {}
-    sizes: dict[str, int] = {}  # rows of a tensor that are taken
+    lanes = Counter(row.theirs for row in table.tensors if row.interleaved)
+    sizes: dict[str, int] = {}  # rows or lanes of a tensor that are taken
     found: dict[str, tuple[int, ...]] = {}
     for name, param, row, layer, place in _in_network_order(model, rows):
         params[name] = param
-        for piece in _pieces(param, row, layer, place, sizes):
+        for piece in _pieces(param, row, layer, place, sizes, lanes[row.theirs]):
             pieces.setdefault(name, []).append(piece)
-            found[piece.tensor] = (sizes[piece.tensor], *piece.shape[1:])
+            found[piece.tensor] = piece.tensor_shape(sizes[piece.tensor])
             if most is not None and len(found) > most:
                 raise ValueError(f"it has more than {most} tensors")
     counts = {kind: model.layers.count(kind) for kind in model.kinds}
@@ -162,7 +182,7 @@ def _kind_of(name: str, model: Model) -> str:
 
 
 def _pieces(
-    param: Param, row: Tensor, layer: int, place: int, taken: dict[str, int]
+    param: Param, row: Tensor, layer: int, place: int, taken: dict[str, int], lanes: int
 ) -> Iterator[Piece]:
     form = form_of(row.dims)
     shape = form.shape(param.shape)
@@ -175,8 +195,9 @@ def _pieces(
             (*stacked, *index[:at], number, *index[at + 1 :]) if form.named else (*stacked, *index)
         )
         first = taken.get(name, 0)
-        taken[name] = first + shape[0]
-        yield Piece(name, first, shape, whole, form, param.shape)
+        taken[name] = first + (1 if lanes else shape[0])
+        start, lane = (0, Lane(first, lanes)) if lanes else (first, Lane())
+        yield Piece(name, start, shape, whole, form, param.shape, lane)
 
 
 def part_of(piece: Piece, region: tuple[range, ...]) -> tuple[Index, Index] | None:

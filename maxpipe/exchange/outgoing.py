@@ -255,7 +255,8 @@ def _write_param(
                 if (parts := part_of(piece, wanted)) is not None:
                     writer = writers[place[piece.tensor]]
                     tensor = piece.form.to_theirs(values[parts[0]])
-                    writer.write(piece.tensor, _cast(tensor, writer, piece.tensor), piece.first)
+                    tensor = _cast(tensor, writer, piece.tensor)
+                    writer.write(piece.tensor, tensor, piece.first, *piece.lane)
         wrong = digests.non_finite({full_name: found})
         if full_name in expected:
             before = {full_name: expected[full_name]}

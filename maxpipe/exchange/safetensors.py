@@ -8,6 +8,7 @@ Source of the format: https://huggingface.co/docs/safetensors.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -205,7 +206,7 @@ class Writer:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         self._start = _LENGTH.size + len(text)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             _reserve(self._file, self._start + place)
             _write(self._file, _LENGTH.pack(len(text)) + text, 0)
@@ -217,19 +218,31 @@ class Writer:
         """Of a tensor."""
         return DTYPES[self._entries[name].dtype]
 
-    def write(self, name: str, values: np.ndarray, row: int = 0) -> None:
+    def write(
+        self, name: str, values: np.ndarray, row: int = 0, number: int = 0, every: int = 1
+    ) -> None:
         """Rows of a tensor, from `row` on.
+
+        Of their last dim each `every`-th entry, from `number` on.
 
         Raises:
             OSError: they cannot be written.
         """
         entry = self._entries[name]
         dtype = DTYPES[entry.dtype]
-        assert values.dtype == dtype and values.shape[1:] == entry.shape[1:]
-        begin = entry.begin + row * math.prod(entry.shape[1:]) * dtype.itemsize
+        *most, last = values.shape
+        shape = (*most, last * every)
+        assert values.dtype == dtype and shape[1:] == entry.shape[1:]
+        place = self._start + entry.begin + row * math.prod(shape[1:]) * dtype.itemsize
+        if every > 1:
+            # The other entries may have been written before.
+            there = np.empty(shape, dtype)
+            _read(self._file, _bytes(there), place)
+            there[..., number::every] = values
+            values = there
         data = _bytes(np.ascontiguousarray(values))
-        assert begin + len(data) <= entry.end
-        _write(self._file, data, self._start + begin)
+        assert place + len(data) <= self._start + entry.end
+        _write(self._file, data, place)
 
     def __enter__(self) -> Writer:
         return self
@@ -258,6 +271,15 @@ def _reserve(file: int, size: int) -> None:
         os.posix_fallocate(file, 0, size)
     else:
         os.ftruncate(file, size)
+
+
+def _read(file: int, view: memoryview, place: int) -> None:
+    while view:
+        data = os.pread(file, len(view), place)
+        if not data:
+            raise OSError(errno.EIO, "the file has become shorter")
+        view[: len(data)] = data
+        view, place = view[len(data) :], place + len(data)
 
 
 def _write(file: int, data: bytes | memoryview, place: int) -> None:

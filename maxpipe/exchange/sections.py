@@ -151,8 +151,9 @@ def _refused(where: str, table: HuggingFace, unlike: Unlike) -> ConfigError:
         f"{where}: {unlike.key}",
         json.dumps(unlike.given)[:200],
         unlike.rule,
-        f"This model is another than {table.architecture} as maxpipe computes it: give one without "
-        f"that, or train it where it came from.",
+        unlike.action
+        or f"This model is another than {table.architecture} as maxpipe computes it: give one "
+        "without that, or train it where it came from.",
     )
 
 

@@ -135,7 +135,8 @@ class Source:
     def _ours(self, piece: Piece) -> np.ndarray:
         """The rows of a tensor in the order of our dims."""
         tensor = self._files[piece.tensor].read(self._names[piece.tensor], piece.rows)
-        return piece.form.to_ours(self._finite(piece.tensor, tensor), piece.sizes)
+        mine = piece.lane.of(self._finite(piece.tensor, tensor))
+        return piece.form.to_ours(mine, piece.sizes)
 
     def _finite(self, name: str, tensor: np.ndarray) -> np.ndarray:
         if bad := tensor.size - int(np.count_nonzero(np.isfinite(tensor))):

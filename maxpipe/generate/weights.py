@@ -1,7 +1,7 @@
 """Models to generate with: their tokenizer at once, and their parameters on a mesh when asked for.
 
-`open_checkpoint` opens one of a run, `open_folder` one of a Hugging Face folder. Whatever else is
-an `Opened` can be generated with.
+`open_model` opens that of a checkpoint or of a Hugging Face folder. Whatever else is an `Opened`
+can be generated with.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -17,20 +18,17 @@ from jax.sharding import Mesh
 
 from maxpipe.checkpoint.address import Address
 from maxpipe.config.check import check
-from maxpipe.config.load import Loaded, load, to_dict
+from maxpipe.config.load import Loaded
 from maxpipe.config.schema import Config, MeshConfig
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
-from maxpipe.exchange.source import opened
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.mesh import build_mesh, describe
 from maxpipe.processes import runtime
 from maxpipe.train.build import steps_of
 from maxpipe.train.chosen import choose, is_given
-from maxpipe.train.resume import check_model
 from maxpipe.train.run import fit_to_devices
 from maxpipe.train.step import Steps
-from maxpipe.train.weights import of_folder
 from maxpipe.words import counted
 
 Say = Callable[[str], None]
@@ -65,48 +63,21 @@ class Opened(Protocol):
         ...
 
 
-def open_checkpoint(address: Address, inputs: Sequence[str]) -> Opened:
-    """A checkpoint of a run, for its parameters alone, on a mesh without stages.
+def open_model(named: Address | Path, inputs: Sequence[str]) -> Opened:
+    """A checkpoint or a Hugging Face folder, for its parameters alone, on a mesh without stages.
 
-    `inputs` are files and overrides that change the checkpoint's own config: `mesh` for the
-    devices, `train.sequence_length` for the room.
+    `inputs` are files and overrides that change its own config: `mesh` for the devices,
+    `train.sequence_length` for the room, which is the folder's `max_position_embeddings`.
 
     Raises:
-        ConfigError: there is no such checkpoint, or the config does not fit it or its tokenizer.
+        ConfigError: there is no such model, or the inputs do not fit it or its tokenizer.
         StorageError: the checkpoint is damaged.
     """
-    chosen = choose(address, inputs, _saved)
+    chosen = choose(named, inputs, _saved)
     _check_layout(chosen.loaded.config)
     tokenizer = open_tokenizer(chosen.loaded.config.tokenizer)
     chosen.must_have(tokenizer)
     return _Model(chosen.name, chosen.loaded, tokenizer, chosen.params)
-
-
-def open_folder(folder: str, inputs: Sequence[str]) -> Opened:
-    """A Hugging Face folder; `inputs` as for `open_checkpoint`.
-
-    Raises:
-        ConfigError: the folder cannot be used, or the inputs do not fit its model or tokenizer.
-    """
-    source = opened(folder)
-    section, most = source.described.section, source.described.kept.get("max_position_embeddings")
-    room = most if isinstance(most, int) and 1 <= most < 2**31 else 2048
-    stored = "bfloat16" if source.dtype == "BF16" else "float32"
-    model = {"param_dtype": stored, **section}
-    known = {
-        "model": model,
-        "tokenizer": {"kind": "auto", "path": str(source.folder)},
-        "train": {"steps": 1, "batch_size": _ANY_COUNT, "sequence_length": room},
-    }
-    name = str(source.folder)
-    loaded = load(inputs, known, name)
-    _check_layout(loaded.config)
-    check_model(model, to_dict(loaded.config)["model"], loaded.origins, "leave it out")
-
-    def params(steps: Steps) -> Any:
-        return of_folder(source, steps.abstract_saved["params"])
-
-    return _Model(name, loaded, open_tokenizer(loaded.config.tokenizer), params)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from maxpipe.model.spec import Kind, Matmul, Model, Param, Scores
+from maxpipe.model.spec import Kind, Matmul, Model, Param, Products, Scores
 
 
 def size(param: Param) -> int:
@@ -57,7 +57,9 @@ def forward_flops_per_token(model: Model, sequence_length: int) -> int:
     of weights those that a token uses.
     """
     layers = sum(
-        _matmul_weights(model.kinds[kind], needed=True) + _attention(model, layer, sequence_length)
+        _matmul_weights(model.kinds[kind], needed=True)
+        + _products(model.kinds[kind], needed=True)
+        + _attention(model, layer, sequence_length)
         for layer, kind in enumerate(model.layers)
     )
     return round(2 * (layers + _head_weights(model)))
@@ -84,7 +86,12 @@ def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
     """
     pairs = scored_pairs(sequence_length) / sequence_length
     of_kind = {
-        name: 2.0 * (_matmul_weights(kind, needed=False) + 2 * _heads(kind) * pairs)
+        name: 2.0
+        * (
+            _matmul_weights(kind, needed=False)
+            + _products(kind, needed=False)
+            + 2 * _heads(kind) * pairs
+        )
         for name, kind in model.kinds.items()
     }
     return tuple(of_kind[kind] for kind in model.layers)
@@ -107,6 +114,16 @@ def _matmul_weights(kind: Kind, *, needed: bool) -> float:
         for part in kind.parts.values()
         for each in part.operations
         if isinstance(each, Matmul)
+    )
+
+
+def _products(kind: Kind, *, needed: bool) -> float:
+    """Multiply-adds of a token's activations with each other, scores left out."""
+    return sum(
+        each.heads * (each.needed if needed else each.computed)
+        for part in kind.parts.values()
+        for each in part.operations
+        if isinstance(each, Products)
     )
 
 

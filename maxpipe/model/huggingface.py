@@ -7,7 +7,7 @@ from left to right, by an export from right to left. The code that reads them is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 Theirs = Mapping[str, Any]
@@ -18,11 +18,14 @@ Ours = Mapping[str, Any]
 
 
 class Unlike(ValueError):
-    """A value that the other side has nothing for: what was given where, and the rule."""
+    """A value that the other side has nothing for: what was given where, and the rule.
 
-    def __init__(self, key: str, given: Any, rule: str):
+    `action` is what to do about it, if it is something special.
+    """
+
+    def __init__(self, key: str, given: Any, rule: str, action: str = ""):
         super().__init__(f"{key} = {given!r} {rule}")
-        self.key, self.given, self.rule = key, given, rule
+        self.key, self.given, self.rule, self.action = key, given, rule, action
 
 
 class Row(Protocol):
@@ -186,6 +189,8 @@ class Rotary:
     """Type of layers, where `rope_parameters` has entries by type."""
     older: str = "rope_theta"
     """Where the base was written before."""
+    absent: Theirs = field(default_factory=dict)
+    """What transformers takes where nothing is said but perhaps the base."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -199,7 +204,7 @@ class Rotary:
             said = _object(said, self.layers)
         if self.scalings or not self.layers:
             said = {**said, **_object(theirs, "rope_scaling")}
-        said = {name: value for name, value in said.items() if value is not None}
+        said = {name: value for name, value in said.items() if value is not None} or self.absent
         theta = said.get("rope_theta", theirs.get(self.older))
         found = {self.theta: self.default if theta is None else theta}
         kind = said.get("rope_type", said.get("type")) or "default"
@@ -252,6 +257,8 @@ class Tensor:
     """Name with `{layer}`, the layer's number in the network, and perhaps `{expert}`."""
     dims: str
     """Our dims and theirs: `d n h -> (n h) d`. One that is missing on the right is `{expert}`."""
+    interleaved: bool = False
+    """Whether the parts of the tensor alternate along its last dim, not along its first."""
 
 
 @dataclass(frozen=True)

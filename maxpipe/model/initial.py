@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Key
 
-from maxpipe.model.spec import Constant, Normal, Param
+from maxpipe.model.spec import Constant, Entries, Normal, Param
 
 _Name = TypeVar("_Name", bound=Hashable)
 
@@ -27,6 +27,8 @@ def initial(
 def _initial(param: Param, key: Key[Array, ""] | None, dtype: jnp.dtype) -> Float[Array, "*dims"]:
     if isinstance(param.init, Constant):
         return jnp.full(param.shape, param.init.value, jnp.float32 if param.exact else dtype)
+    if isinstance(param.init, Entries):
+        return jnp.asarray(param.init.values, dtype)
     assert key is not None
     stddev = param.init.gain * param.init.fan_in**-0.5
     return normal_approximation(key, param.shape, stddev).astype(dtype)

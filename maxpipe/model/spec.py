@@ -39,12 +39,18 @@ class Constant(NamedTuple):
     value: float
 
 
+class Entries(NamedTuple):
+    """A value for each entry of a vector."""
+
+    values: tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class Param:
     """One parameter: its shape by logical axes, and what it starts from."""
 
     dims: Dims
-    init: Normal | Constant
+    init: Normal | Constant | Entries
     decays: bool = True
     """Whether weight decay applies."""
     trainable: bool = True
@@ -102,7 +108,19 @@ class Scores(NamedTuple):
     all heads."""
 
 
-Operation = Matmul | Scores
+class Products(NamedTuple):
+    """Products of activations with each other, of which there are as many for each token."""
+
+    heads: int
+    axis: str
+    """Logical axis of the heads."""
+    needed: float
+    """Multiply-adds of a token and a head that the model's FLOPs count."""
+    computed: float
+    """Those that are computed."""
+
+
+Operation = Matmul | Scores | Products
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,7 @@ class LayerCost:
             for each in part.operations
             if isinstance(each, Scores)
         )
+        flops += 2.0 * sum(map(sizes.products, parts))
         moved = sum(sizes.held_bytes(part, part.traffic) for part in parts)
         return model.work(flops, model.size * self._whole + moved)
 

@@ -15,7 +15,7 @@ from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import Config
 from maxpipe.model.count import computed_share, layer_costs, scored_keys, scored_pairs
 from maxpipe.model.families.registry import describe
-from maxpipe.model.spec import Dims, Held, Kind, Model, Param, Part, Scores
+from maxpipe.model.spec import Dims, Held, Kind, Model, Param, Part, Products, Scores
 from maxpipe.parallel.axes import MESH_AXES, axis_table
 from maxpipe.schedule.balance import balanced_cut
 from maxpipe.schedule.catalog import build
@@ -308,6 +308,14 @@ class Sizes:
             pairs * -(-each.heads // self.share(each.axis))
             for each in part.operations
             if isinstance(each, Scores)
+        )
+
+    def products(self, part: Part) -> float:
+        """Multiply-adds of activations with each other, scores left out."""
+        return self.tokens * sum(
+            each.computed * -(-each.heads // self.share(each.axis))
+            for each in part.operations
+            if isinstance(each, Products)
         )
 
     def held_scores(self, part: Part) -> int:

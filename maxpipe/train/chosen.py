@@ -1,4 +1,4 @@
-"""A checkpoint that a user named, opened for its parameters alone; nothing is written."""
+"""A model that a user named, opened for its parameters alone; nothing is written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from maxpipe.checkpoint.address import Address
@@ -19,20 +20,28 @@ from maxpipe.config.check import DEFAULT
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, StorageError
+from maxpipe.exchange.source import Source, opened
 from maxpipe.train.resume import check_model
 from maxpipe.train.step import Steps
+from maxpipe.train.weights import of_folder
 
 _OF_ITS_PROCESSES = ("num_processes", "process_id", "coordinator", "executable")
+_UNKNOWN_LENGTH = 2048
+"""Tokens of a row, where config.json does not say."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A checkpoint and its own config, changed by what the user gave."""
+    """A model and its own config, changed by what the user gave."""
 
     name: str
-    home: str
-    facts: Facts
     loaded: Loaded
+    step: int | None
+    """Of a checkpoint."""
+    fingerprint: Mapping[str, Any]
+    """Of the data that it was trained on, as far as that is known."""
+    read: Callable[[Loaded, Steps], Any]
+    """See `params`."""
 
     def is_given(self, *prefixes: str) -> bool:
         """Whether the user gave a key that begins so."""
@@ -40,7 +49,7 @@ class Chosen:
 
     def must_have(self, tokenizer: Tokenizer) -> None:
         """Raises ConfigError unless it was trained with this tokenizer."""
-        saved = self.facts.data.get("fingerprint", {}).get("tokenizer")
+        saved = self.fingerprint.get("tokenizer")
         if saved not in (None, tokenizer.fingerprint()):  # imported weights may know of none
             raise ConfigError.one(
                 "tokenizer",
@@ -57,14 +66,7 @@ class Chosen:
             ConfigError: they are of another model than the config.
             StorageError: they are damaged.
         """
-
-        def accept(facts: Facts) -> None:
-            wanted = to_dict(self.loaded.config)["model"]
-            check_model(facts.config["model"], wanted, self.loaded.origins, "leave it out")
-
-        wanted = {"params": steps.abstract_saved["params"]}
-        with Checkpoints(self.home, write=False) as checkpoints:
-            return checkpoints.restore(self.facts.step, wanted, accept).state["params"]
+        return self.read(self.loaded, steps)
 
 
 def is_given(loaded: Loaded, name: str, *prefixes: str) -> bool:
@@ -76,18 +78,29 @@ def is_given(loaded: Loaded, name: str, *prefixes: str) -> bool:
 
 
 def choose(
-    address: Address,
+    named: Address | Path,
     inputs: Sequence[str],
     saved_of: Callable[[Mapping[str, Any]], dict[str, Any]],
 ) -> Chosen:
-    """Opens the checkpoint before any device is used: its config says which.
+    """Opens a checkpoint, or a Hugging Face folder, before any device is used: its config says
+    which.
 
     `saved_of` takes of its config what counts now; `inputs` are files and overrides that change it.
 
     Raises:
-        ConfigError: there is no such checkpoint, or the inputs do not fit it.
+        ConfigError: there is no such checkpoint or folder, or the inputs do not fit it.
         StorageError: it is damaged, or cannot be reached.
     """
+    if isinstance(named, Path):
+        return _choose_folder(named, inputs, saved_of)
+    return _choose_checkpoint(named, inputs, saved_of)
+
+
+def _choose_checkpoint(
+    address: Address,
+    inputs: Sequence[str],
+    saved_of: Callable[[Mapping[str, Any]], dict[str, Any]],
+) -> Chosen:
     home = address.home
     folder = Folder(os.path.join(home, FOLDER))
     if not folder.steps():
@@ -111,7 +124,50 @@ def choose(
     if isinstance(own := saved.get("runtime"), Mapping):
         saved["runtime"] = {key: own[key] for key in own if key not in _OF_ITS_PROCESSES}
     name = address.at(step)
-    return Chosen(name, home, facts, load(inputs, saved, name))
+
+    def params(loaded: Loaded, steps: Steps) -> Any:
+        def accept(facts: Facts) -> None:
+            wanted = to_dict(loaded.config)["model"]
+            check_model(facts.config["model"], wanted, loaded.origins, "leave it out")
+
+        wanted = {"params": steps.abstract_saved["params"]}
+        with Checkpoints(home, write=False) as checkpoints:
+            return checkpoints.restore(step, wanted, accept).state["params"]
+
+    fingerprint = facts.data.get("fingerprint", {})
+    return Chosen(name, load(inputs, saved, name), step, fingerprint, params)
+
+
+def _choose_folder(
+    folder: Path,
+    inputs: Sequence[str],
+    saved_of: Callable[[Mapping[str, Any]], dict[str, Any]],
+) -> Chosen:
+    """The same of a Hugging Face folder, which has a model, a tokenizer and a length of rows."""
+    source = opened(str(folder))
+    section, most = source.described.section, source.described.kept.get("max_position_embeddings")
+    model = {**_dtypes(source), **section}
+    length = most if isinstance(most, int) and 1 <= most < 2**31 else _UNKNOWN_LENGTH
+    known = {
+        "model": model,
+        "tokenizer": {"kind": "auto", "path": str(source.folder)},
+        "train": {"steps": 1, "sequence_length": length},
+    }
+    name = str(source.folder)
+    loaded = load(inputs, saved_of(known), name)
+    check_model(model, to_dict(loaded.config)["model"], loaded.origins, "leave it out")
+
+    def params(loaded: Loaded, steps: Steps) -> Any:
+        return of_folder(source, steps.abstract_saved["params"])
+
+    return Chosen(name, loaded, None, {}, params)
+
+
+def _dtypes(source: Source) -> dict[str, str]:
+    """Keys of `model`: weights are kept as they are stored, and float32 is computed in that."""
+    if source.dtype == "F32":
+        return {"param_dtype": "float32", "compute_dtype": "float32"}
+    return {"param_dtype": "bfloat16" if source.dtype == "BF16" else "float32"}
 
 
 @contextlib.contextmanager

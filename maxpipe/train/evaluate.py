@@ -32,7 +32,10 @@ def evaluate(
     batches: Iterable[Any],
     stops: Callable[[], bool] = lambda: False,
 ) -> Totals | None:
-    """Sums over the batches. Nothing if `stops`, which is asked after each batch, says so."""
+    """Sums over the batches. Nothing if `stops`, which is asked after each batch, says so.
+
+    No device computes when it is over: Python that ends meanwhile may crash.
+    """
     total = dict.fromkeys(("loss", "targets", "bytes"), 0.0)
 
     def add(sums: Mapping[str, jax.Array]) -> None:
@@ -41,13 +44,15 @@ def evaluate(
 
     # Added one batch late: at most two are on the devices.
     before: Mapping[str, jax.Array] | None = None
-    for batch in batches:
-        started = step(params, batch)
+    try:
+        for batch in batches:
+            started, before = before, step(params, batch)
+            if started is not None:
+                add(started)
+            if stops():
+                return None
         if before is not None:
             add(before)
-        before = started
-        if stops():
-            return None
-    if before is not None:
-        add(before)
+    finally:
+        jax.block_until_ready(before)
     return Totals(**total)

@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint: restored without its optimizer, under any layout.
+"""Evaluation of a checkpoint or of a Hugging Face folder: parameters alone, under any layout.
 
 Nothing is written, neither into the run's folder nor beside it, and no lock is taken: the run may
 go on meanwhile, or belong to another user.
@@ -11,6 +11,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypedDict
 
 import jax
@@ -19,15 +20,15 @@ from maxpipe.boundary.files import full
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.storage import run_folder
 from maxpipe.config.check import check
-from maxpipe.config.schema import Config, MeshConfig, PipelineConfig
+from maxpipe.config.schema import Config, MeshConfig, PipelineConfig, TrainConfig
 from maxpipe.data.loader import Loader, Split, build_once_through, compare
-from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.data.tokenizer import Tokenizer, check_vocab
 from maxpipe.errors import ConfigError, NumbersError, Preempted
 from maxpipe.parallel.mesh import build_mesh, describe
 from maxpipe.processes import runtime
 from maxpipe.processes.phases import COMPILE, DATA_SET_UP, EVAL, RESTORE, Phases
 from maxpipe.train.build import batches, steps_of
-from maxpipe.train.chosen import Chosen, choose, interrupts
+from maxpipe.train.chosen import Chosen, choose, deferred, interrupts
 from maxpipe.train.evaluate import Totals, evaluate
 from maxpipe.train.run import fit_to_devices, shared_facts
 from maxpipe.words import counted
@@ -46,7 +47,7 @@ class Report(TypedDict):
     """The result. Losses are means over target `tokens`, or over `bytes` of their text."""
 
     checkpoint: str
-    step: int
+    step: int | None
     source: str
     split: Split
     batches: int
@@ -55,27 +56,37 @@ class Report(TypedDict):
     bytes: int
     nats_per_token: float
     nats_per_byte: float
+    bits_per_byte: float
     perplexity: float
+    sequence_length: int
     mesh: str
 
 
-def evaluate_checkpoint(
-    address: Address, inputs: Sequence[str], split: Split | None, say: Say
+def evaluate_model(
+    named: Address | Path, inputs: Sequence[str], split: Split | None, say: Say
 ) -> Report | None:
-    """Loss of a checkpoint, by default of its run's own evaluation; None in all processes but one.
+    """Loss of a model, by default of its run's own evaluation; None in all processes but one.
 
-    `inputs` are files and overrides that change the checkpoint's own config. `split` says which
+    `inputs` are files and overrides that change the model's own config. `split` says which
     documents count: by default those for validation. Of a source that `inputs` name it is all, and
-    of these all batches.
+    of these all batches. Weights without a run need one.
     `say` is called with progress messages.
 
     Raises:
-        ConfigError: there is no such checkpoint, or the config does not fit it or the devices.
+        ConfigError: there is no such model, or the config does not fit it or the devices.
         StorageError: the checkpoint is damaged.
         NumbersError: the loss is not finite.
         Preempted: the processes were asked to stop.
     """
-    chosen = choose(address, inputs, _saved)
+    chosen = choose(named, inputs, _folder if isinstance(named, Path) else _saved)
+    is_other = chosen.is_given(*_SOURCE)
+    if not is_other and not _has_run(chosen):
+        raise ConfigError.one(
+            "data",
+            None,
+            f"must be named: {chosen.name} has weights alone, and no documents for validation.",
+            "Give text with --data FILE_OR_FOLDER, or with data.source and data.path.",
+        )
     phases = Phases()
     with _processes(chosen.loaded.config, phases) as stops:
         if jax.process_index():
@@ -83,12 +94,12 @@ def evaluate_checkpoint(
         for each in chosen.loaded.cautions:
             say(f"warning: {each.line}")
         config = _fitted(chosen, say)
-        is_other = chosen.is_given(*_SOURCE)
         split = split or ("all" if is_other else "validation")
         with phases.enter(DATA_SET_UP):
             loader, tokenizer = _documents(config, split, phases)
         with contextlib.closing(loader):
             chosen.must_have(tokenizer)
+            check_vocab(tokenizer, config.model.vocab_size)
             if not is_other:
                 _tell_other_documents(chosen, loader, say)
             steps = steps_of(config, build_mesh(config.mesh), tokenizer.byte_lengths)
@@ -101,10 +112,11 @@ def evaluate_checkpoint(
             count = loader.num_batches
             if not is_other or chosen.is_given("eval.batches"):
                 count = min(config.eval.batches or count, count)
-            with phases.enter(EVAL), batches(steps.batch_sharding, loader, 0, count) as source:
+            ready = batches(steps.batch_sharding, loader, 0, count)
+            with phases.enter(EVAL), ready as source, _in_batches(config, stops) as stops:
                 reported = _reported(source, count, phases, say)
                 totals = evaluate(step, params, reported, stops)
-    if totals is None and chosen.loaded.config.runtime.num_processes == 1:
+    if totals is None and config.runtime.num_processes == 1:
         raise KeyboardInterrupt
     if totals is None:
         raise Preempted(
@@ -120,6 +132,22 @@ def evaluate_checkpoint(
 def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
     """What of a checkpoint's config says how it is evaluated."""
     return {section: keys for section, keys in config.items() if section not in _LEFT_OUT}
+
+
+def _folder(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a Hugging Face folder, which may be made for very long rows."""
+    length = min(config["train"]["sequence_length"], TrainConfig().sequence_length)
+    return {**config, "train": {**config["train"], "sequence_length": length}}
+
+
+@contextlib.contextmanager
+def _in_batches(config: Config, stops: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
+    """How to know whether to stop while devices compute: Python must not end then."""
+    if config.runtime.num_processes > 1:
+        yield stops
+    else:
+        with deferred() as asked:
+            yield lambda: asked() or stops()
 
 
 @contextlib.contextmanager
@@ -142,30 +170,43 @@ def _silent(text: str) -> None:
 
 
 def _fitted(chosen: Chosen, say: Say) -> Config:
-    """The config with a mesh that the devices here allow: the run's own, or fsdp over all."""
+    """The config with a mesh that the devices here allow: the run's own, or all on one axis."""
     try:
         return fit_to_devices(chosen.loaded).config
     except ConfigError:
         if chosen.is_given("mesh.ici_", "mesh.dcn_", "pipeline."):
             raise
     config, count = chosen.loaded.config, jax.device_count()
-    simple = _on_fsdp(config, count)
-    problems = check(simple, chosen.loaded.origins)
+    if not _has_run(chosen) and not chosen.is_given("train.batch_size", "eval.batch_size"):
+        rows = math.ceil(config.train.batch_size / count) * count
+        config = dataclasses.replace(
+            config, train=dataclasses.replace(config.train, batch_size=rows)
+        )
     own = " x ".join(f"{axis} {size}" for axis, size in _sizes(config.mesh).items() if size != 1)
-    if problems:
+    simple = [_on_one_axis(config, axis, count) for axis in ("fsdp", "data")]
+    problems = [check(each, chosen.loaded.origins) for each in simple]
+    axis = next((axis for axis, found in enumerate(problems) if not found), None)
+    if axis is None:
+        first = problems[0][0]
         raise ConfigError.one(
             "mesh",
             own or "one device",
             f"is the run's and does not fit the {counted(count, 'device')} here, nor does fsdp "
-            f"{count}: {problems[0].where.rpartition(': ')[2]} {problems[0].rule}",
+            f"{count}: {first.where.rpartition(': ')[2]} {first.rule}",
             "Give a mesh for these devices, and a pipeline that fits it: mesh.ici_fsdp=..., "
             "pipeline.microbatches=1, eval.batch_size=...",
         )
-    say(
-        f"the run's mesh ({own or 'one device'}) does not fit the {counted(count, 'device')} here: "
-        f"evaluating with fsdp {count}, without a pipeline"
-    )
-    return simple
+    if _has_run(chosen):
+        say(
+            f"the run's mesh ({own or 'one device'}) does not fit the {counted(count, 'device')} "
+            f"here: evaluating with {('fsdp', 'data')[axis]} {count}, without a pipeline"
+        )
+    return simple[axis]
+
+
+def _has_run(chosen: Chosen) -> bool:
+    """Whether it was trained here, on documents and devices that are known."""
+    return "source" in chosen.fingerprint
 
 
 def _sizes(mesh: MeshConfig) -> dict[str, int]:
@@ -174,7 +215,7 @@ def _sizes(mesh: MeshConfig) -> dict[str, int]:
     return {key: size for key, size in values.items() if key.startswith(("ici_", "dcn_"))}
 
 
-def _on_fsdp(config: Config, count: int) -> Config:
+def _on_one_axis(config: Config, axis: str, count: int) -> Config:
     """The config on one stage, with microbatches no larger than before."""
     shards = math.prod(
         size for key, size in _sizes(config.mesh).items() if key.endswith(("_data", "_fsdp"))
@@ -184,9 +225,8 @@ def _on_fsdp(config: Config, count: int) -> Config:
     microbatches = next(
         each for each in range(1, mine + 1) if mine % each == 0 and mine // each <= largest
     )
-    mesh = MeshConfig(
-        ici_fsdp=count, cpu_devices=config.mesh.cpu_devices, axis_rules=config.mesh.axis_rules
-    )
+    kept = {"cpu_devices": config.mesh.cpu_devices, "axis_rules": config.mesh.axis_rules}
+    mesh = MeshConfig(**{f"ici_{axis}": count}, **kept)
     pipeline = PipelineConfig(
         microbatches=microbatches, weight_gather=config.pipeline.weight_gather
     )
@@ -208,11 +248,10 @@ def _documents(config: Config, split: Split, phases: Phases) -> tuple[Loader, To
 
 
 def _tell_other_documents(chosen: Chosen, loader: Loader, say: Say) -> None:
-    saved = chosen.facts.data.get("fingerprint", {})
-    for name, before, now in compare(saved, loader.fingerprint()):
+    for name, before, now in compare(chosen.fingerprint, loader.fingerprint()):
         if name in _ORDER:
             say(
-                f"warning: data: {name} was {before!r} when step {chosen.facts.step} was saved and "
+                f"warning: data: {name} was {before!r} when step {chosen.step} was saved and "
                 f"is {now!r}: documents of the training may be among those for validation"
             )
 
@@ -249,7 +288,7 @@ def _report(
         )
     return {
         "checkpoint": chosen.name,
-        "step": chosen.facts.step,
+        "step": chosen.step,
         "source": loader.fingerprint()["source"],
         "split": split,
         "batches": count,
@@ -258,6 +297,8 @@ def _report(
         "bytes": int(totals.bytes),
         "nats_per_token": loss,
         "nats_per_byte": metrics["eval/nats_per_byte"],
+        "bits_per_byte": metrics["eval/nats_per_byte"] / math.log(2),
         "perplexity": math.exp(min(loss, 700.0)),
+        "sequence_length": loader.sequences.sequence_length,
         "mesh": mesh,
     }

@@ -68,6 +68,33 @@ def mixtral(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensor
     return config, _drawn({**_ends(tied=False), **_layers(_ATTENTION, experts, norms)}, dtype)
 
 
+def gpt_oss(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """The same of GPT-OSS, whose gates and what they are multiplied with alternate."""
+    config = {
+        **{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", **SIZES},
+        **{"num_local_experts": EXPERTS, "num_experts_per_tok": 2, **changes},
+    }
+    inside = {f"{name}.weight": shape for name, shape in _ATTENTION.items()}
+    inside |= {f"{name}.bias": shape[:1] for name, shape in _ATTENTION.items()}
+    inside |= {
+        "self_attn.sinks": (HEADS,),
+        "mlp.router.weight": (EXPERTS, WIDTH),
+        "mlp.router.bias": (EXPERTS,),
+        "mlp.experts.gate_up_proj": (EXPERTS, WIDTH, 2 * MLP),
+        "mlp.experts.gate_up_proj_bias": (EXPERTS, 2 * MLP),
+        "mlp.experts.down_proj": (EXPERTS, MLP, WIDTH),
+        "mlp.experts.down_proj_bias": (EXPERTS, WIDTH),
+        "input_layernorm.weight": (WIDTH,),
+        "post_attention_layernorm.weight": (WIDTH,),
+    }
+    layers = {
+        f"model.layers.{layer}.{name}": shape
+        for layer in range(LAYERS)
+        for name, shape in inside.items()
+    }
+    return config, _drawn({**_ends(tied=False), **layers}, dtype)
+
+
 _ATTENTION = {
     "self_attn.q_proj": (HEADS * HEAD, WIDTH),
     "self_attn.k_proj": (KV_HEADS * HEAD, WIDTH),

@@ -1,7 +1,8 @@
 """Runs in an environment with transformers: makes folders, and logits of folders.
 
-Usage: oracle.py make JOBS | oracle.py logits JOBS. JOBS is a JSON list; of each entry `folder` is
-the Hugging Face folder, `tokens` the file with ids `[rows, tokens]`, `logits` the file to write.
+Usage: oracle.py make JOBS | oracle.py logits JOBS | oracle.py quantise JOBS. JOBS is a JSON list;
+of each entry `folder` is the Hugging Face folder, `tokens` the file with ids `[rows, tokens]`,
+`logits` the file to write.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportMissingImports]
 
 # Kernels ask for sizes that are multiples of others.
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -25,6 +27,9 @@ def main() -> None:
     for job in jobs:
         if action == "make":
             made(job).save_pretrained(job["folder"], max_shard_size=job["max_shard_size"])
+        if action == "quantise":
+            quantise(made(job), Path(job["folder"]))
+            continue
         # Also of what was made: where that was not float32 its buffers have been rounded.
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             job["folder"], dtype=torch.float32, output_loading_info=True, **EAGER
@@ -45,6 +50,25 @@ def made(job: dict[str, Any]) -> Any:
     for tensor in model.state_dict().values():  # with buffers that are saved
         tensor.normal_(0.0, 0.2)
     return model.to(getattr(torch, job["dtype"]))
+
+
+def quantise(model: Any, folder: Path) -> None:
+    """A folder as those of GPT-OSS are published: experts in blocks of 32 numbers of 4 bits."""
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inside, out = tensors.pop(name).shape
+        shape = (experts, out, inside // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 124, shape, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    left = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens")
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [*left, "lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 if __name__ == "__main__":

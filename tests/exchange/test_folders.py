@@ -23,7 +23,7 @@ from tests.exchange import maker
 
 Capture = pytest.CaptureFixture[str]
 
-MAKERS = {"llama": maker.llama, "gemma3": maker.gemma3, "mixtral": maker.mixtral}
+MAKERS = {"gemma3": maker.gemma3, "mixtral": maker.mixtral, "gpt_oss": maker.gpt_oss}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,9 @@ def test_what_was_imported_is_exported_again(
     assert "nothing is overwritten" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("gemma3", "F16"), ("mixtral", "F32")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16")]
+)
 def test_other_families_and_types(kind: str, dtype: str, tmp_path: Path) -> None:
     config, tensors = MAKERS[kind](dtype)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from functools import cache
@@ -17,6 +18,7 @@ import pytest
 
 from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.manager import Checkpoints
+from maxpipe.errors import ConfigError
 from maxpipe.exchange.incoming import import_folder
 from maxpipe.exchange.outgoing import export
 from maxpipe.exchange.source import opened
@@ -132,6 +134,21 @@ def qwen3_moe(draw: random.Random) -> dict[str, Any]:
     }
 
 
+def gpt_oss(draw: random.Random) -> dict[str, Any]:
+    rope = default_rope(draw)
+    if draw.random() < 0.7:
+        rope |= {"rope_type": "yarn", "factor": draw.choice((2.0, 32.0)), "truncate": False}
+        rope |= {"original_max_position_embeddings": draw.choice((64, 256))}
+    return {
+        "rope_parameters": rope,
+        "num_local_experts": draw.choice((3, 5, 7)),
+        "num_experts_per_tok": draw.choice((1, 2, 3)),
+        "sliding_window": draw.choice((3, 5, 9)),
+        "swiglu_limit": draw.choice((0.3, 7.0)),
+        "tie_word_embeddings": draw.random() < 0.3,
+    }
+
+
 def gemma2(draw: random.Random) -> dict[str, Any]:
     return {
         "rope_parameters": default_rope(draw),
@@ -206,6 +223,7 @@ CLASSES = {
     "qwen2": (qwen2, "Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": (qwen3, "Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3_moe": (qwen3_moe, "Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "gpt_oss": (gpt_oss, "GptOssConfig", "GptOssForCausalLM"),
     "gemma2": (gemma2, "Gemma2Config", "Gemma2ForCausalLM"),
     "olmo2": (plain, "Olmo2Config", "Olmo2ForCausalLM"),
     "granite": (granite, "GraniteConfig", "GraniteForCausalLM"),
@@ -310,6 +328,33 @@ def test_all_bits_are_the_same_again(name: str, folders, exported) -> None:
     for tensor in before.mapped.tensors:
         bits = [each._files[tensor].read(each._names[tensor]) for each in (before, after)]
         assert bits[0].tobytes() == bits[1].tobytes()
+
+
+def test_what_is_said_of_quantised_experts_works(tmp_path: Path) -> None:
+    if why := reason():
+        pytest.skip(f"no transformers in {PYTHON}: {why}")
+    job = {
+        "folder": str(tmp_path / "DIR"),
+        "config_class": "GptOssConfig",
+        "architecture": "GptOssForCausalLM",
+        "config": {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
+        | {"num_local_experts": 3, "vocab_size": 131, "num_attention_heads": 2}
+        | {"num_key_value_heads": 1, "head_dim": 10, "num_experts_per_tok": 2},
+        "seed": 1,
+        "dtype": "bfloat16",
+    }
+    asked("quantise", [job], tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        opened(job["folder"])
+    (code,) = re.findall(r"python -c '(.*)'", str(caught.value))
+    run = subprocess.run(
+        [PYTHON, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    found = opened(str(tmp_path / "NEW"))
+    assert {*found.dtypes.values()} == {"BF16"}
+    gate = found.region("layers.experts.gate", np.dtype(np.float32), [slice(None)] * 4)
+    assert gate.shape == (2, 64, 3, 96) and len(np.unique(np.abs(gate))) < 100
 
 
 def close(found: np.ndarray, wanted: np.ndarray) -> None:

@@ -208,6 +208,37 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "vocab_size": 129280,
     },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    },
     "mixtral-8x7b": {
         "architectures": ["MixtralForCausalLM"],
         "hidden_act": "silu",
@@ -312,6 +343,14 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
         4096,
         True,
     )
+
+
+@pytest.mark.parametrize(("method", "action"), [("mxfp4", "Mxfp4Config"), ("awq", "before they")])
+def test_quantised_weights_are_refused(method: str, action: str, tmp_path: Path) -> None:
+    config, _ = maker.gpt_oss(quantization_config={"quant_method": method})
+    with pytest.raises(ConfigError, match="weights are quantised") as caught:
+        said(tmp_path / "x", config)
+    assert action in str(caught.value)
 
 
 @pytest.mark.parametrize(

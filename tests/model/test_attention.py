@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -294,6 +295,7 @@ def test_every_backend_is_declared() -> None:
     assert part_with(soft_cap=1.0).unsupported == frozenset()
     fused = Part(D, 2, 1, 8, 0.5, "cudnn", Rope(10.0), soft_cap=1.0, window="window")
     assert fused.unsupported == {"soft_cap"}
+    assert dataclasses.replace(fused, sinks=True).unsupported == {"soft_cap", "sinks"}
 
 
 # Decoding.

@@ -89,6 +89,8 @@ def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int, h
         ("qwen3-32b", 32_762_123_264),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-235b-a22b", 235_093_634_560),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
         ("gemma2-2b", 2_614_341_888),
         ("gemma2-9b", 9_241_705_984),
         ("gemma2-27b", 27_227_128_320),

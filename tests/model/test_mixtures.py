@@ -14,9 +14,13 @@ from maxpipe.config.load import load
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import ConfigError
 from maxpipe.model.decoder import Decoder
+from maxpipe.model.families.gpt_oss import GptOssConfig
 from maxpipe.model.families.qwen3_moe import Qwen3MoeConfig
 from maxpipe.model.families.registry import describe
-from tests.model.parts import RULES, assert_close, packed
+from maxpipe.model.modules.experts import Experts
+from maxpipe.model.parts import experts
+from maxpipe.model.parts.mlp import ClampedSilu
+from tests.model.parts import RULES, assert_close, context, packed, with_values
 
 CONFIG = ModelConfig(
     num_layers=5,
@@ -33,6 +37,7 @@ OWN: dict[str, Any] = {
     "qwen3_moe": Qwen3MoeConfig(
         num_experts=5, d_expert=14, expert_period=2, dense_layers=[1], normalised_weights=False
     ),
+    "gpt_oss": GptOssConfig(num_experts=5, d_expert=14, window=3, rope_scaling=4.0),
 }
 
 
@@ -51,6 +56,37 @@ def test_cached_decoding_equals_the_whole_row(family: str) -> None:
         logits, caches = extend(params, piece, caches)
         parts.append(logits)
     assert_close(jnp.concatenate(parts, axis=1), whole)
+
+
+@pytest.mark.parametrize(("capacity", "per_token"), [(0.0, 2), (0.0, 4), (9.0, 2)])
+def test_experts_with_biases_and_clamped_gates(capacity: float, per_token: int) -> None:
+    """One token and one expert after the other."""
+    gate = ClampedSilu(slope=1.3, limit=0.4)
+    part = experts.Experts(
+        6, 7, 5, per_token, 1.0, 0.1, capacity=capacity, function=gate, biased=True
+    )
+    module = Experts(part, RULES)
+    generator = np.random.default_rng(4)
+    w = with_values(
+        module, **{name: generator.normal(size=p.shape) for name, p in part.params.items()}
+    )
+    x = generator.normal(size=(2, 5, 6))
+    wanted, beyond = np.zeros_like(x), 0
+    for row, token in np.ndindex(2, 5):
+        logits = x[row, token] @ w["router"] + w["logit_bias"]
+        best = np.argsort(-logits)[:per_token]
+        weights = np.exp(logits[best]) / np.exp(logits[best]).sum()
+        for expert, weight in zip(best, weights, strict=True):
+            gates = x[row, token] @ w["gate"][:, expert] + w["gate_bias"][expert]
+            ups = x[row, token] @ w["up"][:, expert] + w["up_bias"][expert]
+            beyond += (gates > 0.4).sum() + (np.abs(ups) > 0.4).sum()
+            gates, ups = np.minimum(gates, 0.4), np.clip(ups, -0.4, 0.4)
+            hidden = gates / (1 + np.exp(-1.3 * gates)) * (ups + 1)
+            out = hidden @ w["down"][expert] + w["down_bias"][expert]
+            wanted[row, token] += weight * out
+    assert beyond > 20
+    found = module(jnp.asarray(x, jnp.float32), context([[1] * 5] * 2, [range(5)] * 2)).x
+    assert_close(found, wanted)
 
 
 def noisy(params: Any) -> Any:

@@ -10,6 +10,7 @@ import pytest
 from maxpipe.model.families.deepseek import DeepseekConfig
 from maxpipe.model.families.gemma2 import Gemma2Config
 from maxpipe.model.families.gemma3 import Gemma3Config
+from maxpipe.model.families.gpt_oss import GptOssConfig
 from maxpipe.model.families.granite import GraniteConfig
 from maxpipe.model.families.mistral import MistralConfig
 from maxpipe.model.families.moe import MoeConfig
@@ -62,6 +63,9 @@ QWEN3 = Qwen3Config(rope_scaling=2.0)
 QWEN3_MOE = Qwen3MoeConfig(
     num_experts=5, d_expert=12, expert_period=2, dense_layers=[1], balance_weight=0.3
 )
+GPT_OSS = GptOssConfig(
+    num_experts=5, d_expert=12, window=3, gate_limit=0.8, rope_scaling=4.0, balance_weight=0.3
+)
 GEMMA2 = Gemma2Config(window=3, score_cap=2.0, logit_cap=1.5)
 PHI = Phi3Config(window=4, rope_size=2, rope_short=[1.7], rope_long=[2.5], rope_scaling=4.0)
 GRANITE = GraniteConfig(embed_scale=3.0, score_scale=0.4, branch_scale=0.3, logit_divisor=1.6)
@@ -83,6 +87,7 @@ CASES = [
     Case(2, 2, 3, own=Olmo2Config(), layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 1, 5, own=GRANITE, tied=True, layers=5, gather="step", schedule="zb_h1", dropout=0.3),
     Case(2, 2, 5, own=QWEN3_MOE, layers=7, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
+    Case(2, 1, 5, own=GPT_OSS, layers=5, fsdp=2, tensor=2, remat="none", schedule="zb_h1"),
     Case(2, 2, 5, own=NO_DENSE, layers=5, schedule="v_half", tensor=2, idle="compute"),
 ]
 
@@ -96,7 +101,8 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": GEMMA, "tied": True},
     {"own": MOE},
     {"own": ROOM},
-    *({"own": own} for own in (MISTRAL, QWEN2, QWEN3, QWEN3_MOE, PHI, Olmo2Config(), GRANITE)),
+    *({"own": own} for own in (MISTRAL, QWEN2, QWEN3, PHI, Olmo2Config(), GRANITE)),
+    *({"own": own} for own in (QWEN3_MOE, GPT_OSS)),
     {"own": GEMMA2, "tied": True},
     {"own": V3},
     {"own": V2},

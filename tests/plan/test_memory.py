@@ -59,10 +59,15 @@ def steps_of(config: Config) -> Steps:
     return build_steps(config, jax.devices()[: math.prod(sizes)])
 
 
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     "num_layers": 9,
     "family": "moe",
     "moe": {"num_experts": 5, "num_dense_layers": 2, "d_expert": 28},
+}
+BIASED: dict[str, Any] = {
+    "num_layers": 6,
+    "family": "gpt_oss",
+    "gpt_oss": {"num_experts": 5, "d_expert": 28},
 }
 CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     (EXPERTS, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
@@ -71,6 +76,7 @@ CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 4, "remat": "names", "layers_outside": 3, "weight_gather": "visit"},
     ),
+    (BIASED, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
     ({}, {}, {"microbatches": 2}),
     ({}, {"ici_stage": 2, "ici_fsdp": 2, "ici_data": 2}, {"microbatches": 4, "schedule": "1f1b"}),
     ({}, {"ici_stage": 4, "ici_tensor": 2}, {"microbatches": 8, "repeats": 3}),
@@ -146,12 +152,19 @@ def test_buffers_and_state_are_those_of_the_engine(
     assert state(sizes)["state"] == pytest.approx(sum(jax.tree.leaves(shards)), abs=64)
 
 
-@pytest.mark.parametrize("normalised", [False, True])
-def test_experts_keep_a_little_more_than_is_counted(normalised: bool) -> None:
+@pytest.mark.parametrize(
+    "model",
+    [
+        EXPERTS | {"moe": EXPERTS["moe"] | {"normalised_weights": False}},
+        EXPERTS,
+        BIASED,
+        BIASED | {"compute_dtype": "float32"},
+    ],
+)
+def test_experts_keep_a_little_more_than_is_counted(model: dict[str, Any]) -> None:
     """Of each sequence in float32 how many of its tokens an expert gets, for the balance loss."""
-    moe = {**EXPERTS["moe"], "normalised_weights": normalised}  # type: ignore[dict-item]
     pipeline = {"microbatches": 6, "schedule": "zb_h1", "remat": "none"}
-    config = config_of(EXPERTS | {"moe": moe}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
+    config = config_of(model, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
     steps, sizes = steps_of(config), Sizes(config)
     found, table = buffer_bytes(steps), steps.train_schedule
     wanted = buffers(sizes, table)
@@ -276,6 +289,8 @@ def check_kept(changes: dict[str, Any], remat: str, tokens: int) -> None:
         {"compute_dtype": "float32"},
         {"dropout": 0.1},
         {"family": "gemma3", "tied_embeddings": True},
+        {"family": "gemma2", "tied_embeddings": True},
+        {"family": "qwen2"},
     ],
 )
 def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str, tokens: int) -> None:

@@ -307,7 +307,7 @@ def test_eval_on_other_text(unbroken: Path, run: Run, tmp_path: Path):
     text = (f"data.path={tmp_path}/own.txt", "eval.batch_size=3", "mesh.cpu_devices=1")
     layout = ("mesh.ici_stage=1", "pipeline.microbatches=2")
     output = run("eval", f"{unbroken}/checkpoints/24", *text, *layout)
-    rows = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in output.splitlines()[-6:])
+    rows = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in output.splitlines()[-8:])
     # 460 bytes, one document: every byte but the first, and the end, is a target.
     assert re.search(r"all documents, (\d+) of \1 batches, 461 tokens", rows["data"])
     loss = float(rows["loss"].split()[0])
@@ -316,9 +316,15 @@ def test_eval_on_other_text(unbroken: Path, run: Run, tmp_path: Path):
 
 
 @pytest.mark.faults
-def test_eval_ends_at_the_first_interrupt(unbroken: Path, start: Start):
-    process = start("eval", unbroken, "--split", "train", "eval.batches=0", "eval.batch_size=4")
+@pytest.mark.parametrize("after", [0.0, 4.0, 6.0])
+def test_eval_ends_at_the_first_interrupt(
+    unbroken: Path, start: Start, tmp_path: Path, after: float
+):
+    """While the step is compiled, and while devices compute."""
+    (tmp_path / "long.txt").write_text("the cat sat on the mat " * 100_000)
+    process = start("eval", unbroken, "--data", tmp_path / "long.txt", "eval.batch_size=4")
     wait_for(process, "compiling")
+    time.sleep(after)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in output

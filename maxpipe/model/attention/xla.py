@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Bool, Float
 
 from maxpipe.model.attention.interface import Mask
@@ -63,10 +63,22 @@ def _mixed(
     if mask.soft_cap:
         scores = mask.soft_cap * jnp.tanh(scores / mask.soft_cap)
     scores = jnp.where(seen[:, :, None], scores, jnp.finfo(jnp.float32).min)
-    if mask.sinks is not None:
-        sinks = mask.sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
-        sinks = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
-        scores = jnp.concatenate([scores, sinks], axis=-1)
-    shares = jax.nn.softmax(scores, axis=-1)[..., : key.shape[1]].astype(value.dtype)
-    mixed = jnp.einsum("bgnts,bsgh->btgnh", shares, value)
+    if mask.sinks is None:
+        shares = jax.nn.softmax(scores, axis=-1)
+    else:
+        shares = _beside(scores, mask.sinks.reshape(*scores.shape[1:3], 1, 1))
+    mixed = jnp.einsum("bgnts,bsgh->btgnh", shares.astype(value.dtype), value)
     return mixed.reshape(rows, tokens, heads, value.shape[-1])
+
+
+def _beside(
+    scores: Float[Array, "B G n t s"], sinks: Float[Array, "G n 1 1"]
+) -> Float[Array, "B G n t s"]:
+    """Softmax of the scores beside their head's sink, whose share is left out.
+
+    The scores stay as they are: one more of them in each row would be a copy of all.
+    """
+    sinks = sinks.astype(jnp.float32)
+    largest = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sinks))
+    likely = jnp.exp(scores - largest)
+    return likely / (likely.sum(-1, keepdims=True) + jnp.exp(sinks - largest))

@@ -37,7 +37,7 @@ def sizes(
         Key("vocab_size", "vocab_size", vocab),
         Key("rms_norm_eps", "norm_epsilon", epsilon),
         Key("tie_word_embeddings", "tied_embeddings", tied),
-        Fixed("quantization_config", (None,)),
+        Unquantised(),
         *KEPT,
     )
 
@@ -78,6 +78,37 @@ class OrNone:
         return {self.theirs: ours[self.ours] or None}
 
 
+@dataclass(frozen=True)
+class Unquantised:
+    """`quantization_config`, which must not be there."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One."""
+        return ("quantization_config",)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """Nothing of ours."""
+        said = theirs.get("quantization_config")
+        if said is None:
+            return {}
+        action = "Give the folder of these weights before they were quantised."
+        if isinstance(said, dict) and said.get("quant_method") == "mxfp4":
+            action = _FROM_MXFP4
+        raise Unlike("quantization_config", said, "must be null: weights are quantised.", action)
+
+    def write(self, ours: Ours) -> Theirs:
+        """Nothing: it means something by being there."""
+        return {}
+
+
+_FROM_MXFP4 = (
+    "Dequantise them with transformers and torch: python -c 'from transformers import "
+    'AutoModelForCausalLM as M, Mxfp4Config as C; M.from_pretrained("DIR", dtype="bfloat16", '
+    'quantization_config=C(dequantize=True)).save_pretrained("NEW", save_original_format=False)\''
+)
+
+
 FULL, WINDOWED = "full_attention", "sliding_attention"
 """Types of layers in their words."""
 
@@ -116,7 +147,6 @@ YARN = (
     Fixed("attention_factor", (None,)),
     Fixed("beta_fast", (32, 32.0), 32),
     Fixed("beta_slow", (1, 1.0), 1),
-    Fixed("truncate", (True,), True),
 )
 """What is beside factor and original length in YaRN's parameters."""
 
@@ -139,6 +169,12 @@ BIASES = tuple(
     Tensor(f"attention.{ours}_bias", f"{_LAYER}self_attn.{theirs}_proj.bias", "n h -> (n h)")
     for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"))
 )
+
+SINKS = (
+    Tensor("attention.out_bias", _LAYER + "self_attn.o_proj.bias", "d -> d"),
+    Tensor("attention.sinks", _LAYER + "self_attn.sinks", "n -> n"),
+)
+"""Besides `BIASES`."""
 
 JOINT_NORMS = (
     Tensor("attention.query_norm", _LAYER + "self_attn.q_norm.weight", "n h -> (n h)"),
@@ -180,6 +216,19 @@ def experts(prefix: str, router: str, gate: str, up: str, down: str) -> tuple[Te
     )
 
 
+JOINED_EXPERTS = (
+    Tensor("experts.router", _LAYER + "mlp.router.weight", "d e -> e d"),
+    Tensor("experts.logit_bias", _LAYER + "mlp.router.bias", "e -> e"),
+    Tensor("experts.gate", _LAYER + "mlp.experts.gate_up_proj", "d e f -> e d f", True),
+    Tensor("experts.up", _LAYER + "mlp.experts.gate_up_proj", "d e f -> e d f", True),
+    Tensor("experts.gate_bias", _LAYER + "mlp.experts.gate_up_proj_bias", "e f -> e f", True),
+    Tensor("experts.up_bias", _LAYER + "mlp.experts.gate_up_proj_bias", "e f -> e f", True),
+    Tensor("experts.down", _LAYER + "mlp.experts.down_proj", "e f d -> e f d"),
+    Tensor("experts.down_bias", _LAYER + "mlp.experts.down_proj_bias", "e d -> e d"),
+)
+"""A router and experts with biases, each projection of all experts in one tensor."""
+
+
 def norms(**names: str) -> tuple[Tensor, ...]:
     """Scales of a layer's norms: part of ours to name of theirs."""
     return tuple(
@@ -207,8 +256,17 @@ LLAMA = (
 """All tensors of Llama, which other families have, too."""
 
 
-def yarn(family: str, theta: float = 10000.0) -> Row:
-    """Rotary positions that YaRN may stretch, by the keys of this family."""
+def yarn(
+    family: str,
+    theta: float = 10000.0,
+    *,
+    whole: bool = True,
+    absent: Theirs | None = None,
+) -> Row:
+    """Rotary positions that YaRN may stretch, by the keys of this family.
+
+    `absent` is what transformers takes where config.json says nothing of rotary positions.
+    """
     factor = f"{family}.rope_scaling"
     return Rotary(
         "rope_theta",
@@ -218,10 +276,12 @@ def yarn(family: str, theta: float = 10000.0) -> Row:
                 Key("factor", factor),
                 Key("original_max_position_embeddings", f"{family}.rope_original_tokens"),
                 *YARN,
+                Fixed("truncate", (whole,), True),
             )
         },
         unscaled={factor: 1.0},
         chosen=lambda ours: "default" if ours[factor] == 1 else "yarn",
+        absent=absent or {},
     )
 
 

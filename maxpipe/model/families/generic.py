@@ -78,10 +78,13 @@ def alike(
     return Model({"layer": Kind(branches)}, layers, ends(config, norm, **of_ends), values or {})
 
 
-def yarn(theta: float, factor: float, original_tokens: int) -> Rope:
-    """Rotary positions of a context that is `factor` times as long (arXiv:2309.00071)."""
+def yarn(theta: float, factor: float, original_tokens: int, **options: Any) -> Rope:
+    """Rotary positions of a context that is `factor` times as long (arXiv:2309.00071).
+
+    `options` are further fields of `Rope`.
+    """
     length = 0.1 * math.log(factor) + 1.0
-    return Rope(theta, factor, "yarn", original_tokens, length=length)
+    return Rope(theta, factor, "yarn", original_tokens, length=length, **options)
 
 
 def same_everywhere(config: ModelConfig, value: float) -> tuple[float, ...]:

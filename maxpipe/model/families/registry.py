@@ -11,6 +11,7 @@ from maxpipe.model.families import (
     deepseek,
     gemma2,
     gemma3,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -28,7 +29,7 @@ FAMILIES: Mapping[str, Family] = {
     each.FAMILY.name: each.FAMILY
     for each in (
         *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite),
-        *(moe, qwen3_moe, deepseek),
+        *(moe, qwen3_moe, gpt_oss, deepseek),
     )
 }
 

@@ -66,7 +66,7 @@ def _yarn(
 ) -> Float[Array, " half"]:
     """Blended by a ramp over the pairs' numbers, which is linear in the logarithm of their turns.
 
-    The ramp begins and ends at whole numbers, as in released models (arXiv:2309.00071).
+    The ramp begins and ends at whole numbers in most released models (arXiv:2309.00071).
     """
     turned, theta = 2 * len(frequencies), context.number(rope.theta)
 
@@ -75,8 +75,10 @@ def _yarn(
         wavelength = rope.original_tokens / (turns * 2 * math.pi)
         return turned * math.log(wavelength) / (2 * jnp.log(theta))
 
-    low = jnp.maximum(jnp.floor(pair(_FAST_TURNS)), 0)
-    high = jnp.minimum(jnp.ceil(pair(_SLOW_TURNS)), turned - 1)
+    low, high = pair(_FAST_TURNS), pair(_SLOW_TURNS)
+    if rope.whole:
+        low, high = jnp.floor(low), jnp.ceil(high)
+    low, high = jnp.maximum(low, 0), jnp.minimum(high, turned - 1)
     ramp = (jnp.arange(turned // 2) - low) / jnp.maximum(high - low, 1e-3)
     stretched = jnp.clip(ramp, 0.0, 1.0)
     return frequencies * (1.0 - stretched + stretched / context.number(rope.factor))
@@ -109,6 +111,7 @@ class Attention(PartModule):
     key: nnx.Param
     value: nnx.Param
     out: nnx.Param
+    sinks: nnx.Param
     query_norm: nnx.Param
     key_norm: nnx.Param
 
@@ -137,6 +140,7 @@ class Attention(PartModule):
             window=context.count(part.window) if part.window else 0,
             scale=part.scale,
             soft_cap=part.soft_cap,
+            sinks=self.sinks[...] if part.sinks else None,
         )
         cache = context.cache
         if cache is not None:

@@ -12,12 +12,13 @@ from jax import Array
 from jaxtyping import Float, Key
 
 from maxpipe.model.modules.attention import Attention
+from maxpipe.model.modules.delta import GatedDelta
 from maxpipe.model.modules.experts import Experts
 from maxpipe.model.modules.latent import LatentAttention
 from maxpipe.model.modules.mlp import GatedMLP
 from maxpipe.model.modules.norm import LayerNorm, RMSNorm
 from maxpipe.model.modules.part import Context, Output
-from maxpipe.model.parts import attention, experts, latent, mlp, norm
+from maxpipe.model.parts import attention, delta, experts, latent, mlp, norm
 from maxpipe.model.spec import Branch, Kind, Part
 from maxpipe.parallel.sharding import AxisRules
 
@@ -25,6 +26,7 @@ _NORMS: Mapping[type, Any] = {norm.RMSNorm: RMSNorm, norm.LayerNorm: LayerNorm}
 _MODULES: Mapping[type, Any] = {
     attention.Attention: Attention,
     latent.LatentAttention: LatentAttention,
+    delta.GatedDelta: GatedDelta,
     mlp.GatedMLP: GatedMLP,
     experts.Experts: Experts,
 }

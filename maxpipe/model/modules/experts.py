@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -35,6 +36,10 @@ class Experts(PartModule):
     gate: nnx.Param
     up: nnx.Param
     down: nnx.Param
+    logit_bias: nnx.Param
+    gate_bias: nnx.Param
+    up_bias: nnx.Param
+    down_bias: nnx.Param
     shared_gate: nnx.Param
     shared_up: nnx.Param
     shared_down: nnx.Param
@@ -48,8 +53,10 @@ class Experts(PartModule):
 
         No token is dropped in decoding: how many there are in a call says nothing about the model.
         """
-        bias = None if self.part.balance_rate is None else self.router_bias[...]
-        routes, lost = routed(x, self.router[...], self.part, bias), None
+        part = self.part
+        bias = None if part.balance_rate is None else self.router_bias[...]
+        logit_bias = self.logit_bias[...] if part.biased else None
+        routes, lost = routed(x, self.router[...], part, bias, logit_bias), None
         if self.part.capacity and context.cache is None:
             slots = self._slots(routes.places, context.inputs["segment_ids"])
             out = self._with_room(x, routes, slots)
@@ -65,10 +72,13 @@ class Experts(PartModule):
         """Of all tokens through all experts."""
         gate = jnp.einsum("btd,def->btef", x, self.gate[...].astype(x.dtype))
         up = jnp.einsum("btd,def->btef", x, self.up[...].astype(x.dtype))
+        gate, up = self._with_bias("gate", gate), self._with_bias("up", up)
         gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
         hidden = gated(gate, up, self.part.function) * routes.weights.astype(x.dtype)[..., None]
         hidden = constrain(hidden, (None, None, "experts", "mlp"), self.rules)
-        return jnp.einsum("btef,efd->btd", hidden, self.down[...].astype(x.dtype))
+        out = jnp.einsum("btef,efd->btd", hidden, self.down[...].astype(x.dtype))
+        weights = routes.weights.astype(x.dtype)
+        return self._with_bias("down", out, lambda bias: jnp.einsum("bte,ed->btd", weights, bias))
 
     def _with_room(
         self, x: Float[Array, "B T D"], routes: Routes, slots: Slots
@@ -79,6 +89,10 @@ class Experts(PartModule):
         inside = to_slots(x, slots).reshape(*room, width)
         gate = jnp.einsum("becd,def->becf", inside, self.gate[...].astype(x.dtype))
         up = jnp.einsum("becd,def->becf", inside, self.up[...].astype(x.dtype))
+        gate, up = (
+            self._with_bias(name, each, lambda bias: bias[:, None])
+            for name, each in (("gate", gate), ("up", up))
+        )
         gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
         weights = jnp.take_along_axis(
             routes.weights.swapaxes(1, 2),
@@ -86,11 +100,20 @@ class Experts(PartModule):
             axis=2,
             mode="fill",
             fill_value=0,
-        )
-        hidden = gated(gate, up, self.part.function) * weights.astype(x.dtype)[..., None]
+        ).astype(x.dtype)[..., None]
+        hidden = gated(gate, up, self.part.function) * weights
         hidden = constrain(hidden, (None, "experts", None, "mlp"), self.rules)
         out = jnp.einsum("becf,efd->becd", hidden, self.down[...].astype(x.dtype))
+        out = self._with_bias("down", out, lambda bias: weights * bias[:, None])
         return to_tokens(out.reshape(rows, -1, width), slots)
+
+    def _with_bias(
+        self, name: str, x: Array, spread: Callable[[Array], Array] = lambda bias: bias
+    ) -> Array:
+        """With what `spread` makes of a projection's biases `[E, ...]`; x itself without them."""
+        if not self.part.biased:
+            return x
+        return x + spread(getattr(self, f"{name}_bias")[...].astype(x.dtype))
 
     def _slots(self, places: Int[Array, "B T k"], segments: Int[Array, "B T"]) -> Slots:
         """First choices go before second ones, earlier tokens before later ones (arXiv:2006.16668).

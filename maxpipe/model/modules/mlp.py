@@ -19,9 +19,9 @@ _FUNCTIONS = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True
 
 
 def gated(
-    gate: Float[Array, "B T *hidden"], up: Float[Array, "B T *hidden"], function: str
+    gate: Float[Array, "B T *hidden"], up: Float[Array, "B T *hidden"], function: mlp.Gate
 ) -> Float[Array, "B T *hidden"]:
-    """`function(gate) * up`, written to memory once for all matmuls that read it.
+    """`function(gate) * up` or its like, written to memory once for all matmuls that read it.
 
     Left alone, XLA for TPU puts this and its derivative into each matmul of the backward
     pass as a producer that is computed again and again: a tenth of a layer's cycles.
@@ -30,20 +30,28 @@ def gated(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _written(function: str, gate: Array, up: Array) -> Array:
+def _written(function: mlp.Gate, gate: Array, up: Array) -> Array:
     return _gated(function, gate, up)
 
 
-def _gated(function: str, gate: Array, up: Array) -> Array:
+def _gated(function: mlp.Gate, gate: Array, up: Array) -> Array:
+    if isinstance(function, mlp.ClampedSilu):
+        return _clamped(function, gate, up)
     return _FUNCTIONS[function](gate) * up
 
 
-def _gated_forward(function: str, gate: Array, up: Array) -> tuple[Array, tuple[Array, ...]]:
+def _clamped(function: mlp.ClampedSilu, gate: Array, up: Array) -> Array:
+    gate = jnp.minimum(gate, function.limit)
+    up = jnp.clip(up, -function.limit, function.limit)
+    return gate * jax.nn.sigmoid(function.slope * gate) * (up + 1)
+
+
+def _gated_forward(function: mlp.Gate, gate: Array, up: Array) -> tuple[Array, tuple[Array, ...]]:
     return jax.lax.optimization_barrier(_gated(function, gate, up)), (gate, up)
 
 
 def _gated_backward(
-    function: str, saved: tuple[Array, ...], cotangent: Array
+    function: mlp.Gate, saved: tuple[Array, ...], cotangent: Array
 ) -> tuple[Array, Array]:
     _, vjp = jax.vjp(partial(_gated, function), *saved)
     return jax.lax.optimization_barrier(vjp(jax.lax.optimization_barrier(cotangent)))
@@ -53,7 +61,11 @@ _written.defvjp(_gated_forward, _gated_backward)
 
 
 def gated_mlp(
-    x: Float[Array, "B T D"], module: PartModule, function: str, rules: AxisRules, prefix: str = ""
+    x: Float[Array, "B T D"],
+    module: PartModule,
+    function: mlp.Gate,
+    rules: AxisRules,
+    prefix: str = "",
 ) -> Float[Array, "B T D"]:
     """`(f(x W_gate) * (x W_up)) W_down` with the parameters of `module` that begin so."""
     gate, up, down = (

@@ -33,13 +33,17 @@ def routed(
     router: Float[Array, "D E"],
     part: experts.Experts,
     bias: Float[Array, " E"] | None = None,
+    logit_bias: Float[Array, " E"] | None = None,
 ) -> Routes:
     """The experts of each token, and the weights of their outputs.
 
     Experts are chosen by scores and `bias`, and weighted by scores alone (arXiv:2408.15664).
+    `logit_bias` counts for both.
     """
     router = router.astype(x.dtype)
     logits = jnp.einsum("btd,de->bte", x, router, preferred_element_type=jnp.float32)
+    if logit_bias is not None:
+        logits += logit_bias.astype(jnp.float32)
     shares = jax.nn.softmax(logits) if part.scores == "softmax" else jax.nn.sigmoid(logits)
     ranks = lax.stop_gradient(shares)
     if bias is not None:

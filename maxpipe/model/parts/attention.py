@@ -50,6 +50,8 @@ class Rope:
     """The same in rows of more than `original_tokens`; when decoding, in caches of more."""
     length: float = 1.0
     """Factor of what turns."""
+    whole: bool = True
+    """Whether YaRN begins and ends to stretch at whole numbers of pairs."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,15 @@ class Attention(Part):
     """Whether it norms the heads of a token together, with a scale for each entry of each head."""
     biased: tuple[str, ...] = ()
     """Projections to which a bias is added."""
+    sinks: bool = False
+    """Whether each head has a score that takes a share of each query and adds nothing
+    (arXiv:2309.17453, learned as in arXiv:2508.10925)."""
 
     @property
     def unsupported(self) -> frozenset[str]:
         """Options that its backend cannot compute."""
-        used = {"soft_cap"} if self.soft_cap else set()
-        return CANNOT[self.backend] & used
+        used = {"soft_cap": self.soft_cap, "sinks": self.sinks}
+        return CANNOT[self.backend] & {name for name, value in used.items() if value}
 
     @property
     def params(self) -> Mapping[str, Param]:
@@ -98,6 +103,8 @@ class Attention(Part):
         for name in self.biased:
             dims = (embed,) if name == "out" else found[name].dims[1:]
             found[f"{name}_bias"] = Param(dims, Constant(0.0), decays=False)
+        if self.sinks:
+            found["sinks"] = Param((heads,), Constant(0.0), decays=False)
         if self.head_norm is not None:
             scale = self.head_norm.params["scale"]
             for name, dims in (("query", self._query), ("key", self._key)):
@@ -136,12 +143,13 @@ class Attention(Part):
     def residuals(self) -> Held:
         """Inputs of all matmuls; angles, and two statistics of each softmax, in float32.
 
-        Of each pair whether it counts, its score in float32 and its probability. Each block of
-        queries keeps the keys and values that it reads.
+        A sink keeps one statistic more. Of each pair whether it counts, its score in float32, with
+        a soft cap two more, and its probability. Each block of queries keeps the keys and values
+        that it reads.
         """
         narrow, keys = ((1.0, self._width), (2.0, self._query)), ((2.0, self._key),)
-        wide = ((2.0, ((self.head_size, ""),)), (2.0, ((self.num_heads, "heads"),)))
-        found = Held(narrow=narrow, wide=wide, pairs=(1.0, 1.0, 1.0))
+        wide = ((2.0, ((self.head_size, ""),)), (2.0 + self.sinks, self._heads))
+        found = Held(narrow=narrow, wide=wide, pairs=(1.0, 3.0 if self.soft_cap else 1.0, 1.0))
         found += Held(narrow=keys) if self._fused else Held(blocks=keys)
         if self.head_norm is not None:
             for dims in (self._query, self._key):
@@ -149,10 +157,15 @@ class Attention(Part):
         return found
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
-        """Inputs of the projections and cotangents of their outputs; what head norms wait for."""
+        """Inputs of the projections and cotangents of their outputs.
+
+        What head norms wait for; of each sink its share and the cotangent of that.
+        """
         del normed
         width = (1.0 if recomputed else 2.0, self._width)
         found = Held(narrow=(width, (2.0, self._query), (2.0, self._key)))
+        if self.sinks:
+            found += Held(wide=((2.0, self._heads),))
         for dims in (self._query, self._key):
             if self.head_norm is not None:
                 found += self.head_norm.deferred_of(*self._normed(dims), recomputed=recomputed)
@@ -173,6 +186,10 @@ class Attention(Part):
     @property
     def _width(self) -> Dims:
         return ((self.d_model, "embed"),)
+
+    @property
+    def _heads(self) -> Dims:
+        return ((self.num_heads, "heads"),)
 
     @property
     def _query(self) -> Dims:

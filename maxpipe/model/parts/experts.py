@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from maxpipe.model.parts.mlp import GatedMLP
+from maxpipe.model.parts.mlp import Gate, GatedMLP
 from maxpipe.model.spec import (
     Constant,
     Dims,
@@ -63,13 +63,15 @@ class Experts(Part):
     """Added for every token (arXiv:2401.06066)."""
     normalised: bool = True
     """Whether the probabilities of a token's experts are divided by their sum."""
-    function: Literal["silu", "gelu"] = "silu"
+    function: Gate = "silu"
     """Of the gates."""
     groups: Groups | None = None
     """None: a token may go to any experts."""
     balance_rate: float | None = None
     """By how much each step moves an expert's bias towards equal loads (arXiv:2408.15664). Biases
     are added to scores where experts are chosen, and not where they are weighted. None: none."""
+    biased: bool = False
+    """Whether biases are added to the router's logits and to all projections."""
 
     summaries: ClassVar[Mapping[str, Summary]] = {
         "moe/balance_loss": Summary(
@@ -134,6 +136,10 @@ class Experts(Part):
         if self.balance_rate is not None:
             bias = Param((experts,), Constant(0.0), decays=False, trainable=False, exact=True)
             found["router_bias"] = bias
+        if self.biased:
+            dims = {"logit": (experts,), "gate": (experts, mlp), "up": (experts, mlp)}
+            for name, each in (dims | {"down": (experts, embed)}).items():
+                found[f"{name}_bias"] = Param(each, Constant(0.0), decays=False)
         return found | {f"shared_{name}": param for name, param in self._of_shared("params")}
 
     @property
@@ -152,10 +158,15 @@ class Experts(Part):
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """The router, and the projections of all experts, of which a token needs its own."""
+        """The router, and the projections of all experts, of which a token needs its own.
+
+        A bias counts as one more row of its projection.
+        """
         needed, computed = self.per_token / self.num_experts, self.rows / self.num_experts
         found = [Matmul("router")]
-        found += [Matmul(name, needed, computed) for name in ("gate", "up", "down")]
+        names = ["gate", "up", "down"]
+        names += [f"{name}_bias" for name in names] if self.biased else []
+        found += [Matmul(name, needed, computed) for name in names]
         if self.shared is not None:
             found += [Matmul(f"shared_{name}") for name in self.shared.params]
         return tuple(found)
@@ -198,6 +209,8 @@ class Experts(Part):
             wide=((3.0 + extra, self._each), (5.0 + 2.0 * extra, ())),
             flags=((1.0, ()),),
         )
+        if self._weights_are_read_twice:
+            found += Held(narrow=((1.0, self._each),))
         return found if self.shared is None else found + self.shared.residuals
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
@@ -205,11 +218,13 @@ class Experts(Part):
 
         Recomputed, what goes into the last matmul follows from the gates' output and the weights.
         """
-        found = Held(wide=((1.0, self._each),))
+        found, twice = Held(wide=((1.0, self._each),)), self._weights_are_read_twice
         if recomputed:
-            found += self._with_rows(3.0, width=1.0) + Held(narrow=((1.0, self._each),))
+            weights = ((1.0, self._each),)
+            found += self._with_rows(3.0, width=1.0)
+            found += Held(wide=weights) if twice else Held(narrow=weights)
         else:
-            found += self._with_rows(3.0, width=2.0)
+            found += self._with_rows(3.0, width=2.0) + Held(narrow=((float(twice), self._each),))
         if self.shared is None:
             return found
         return found + self.shared.deferred(recomputed=recomputed, normed=normed)
@@ -225,6 +240,11 @@ class Experts(Part):
         """Tokens of a sequence for which an expert has room."""
         each = tokens * self.per_token / self.num_experts
         return min(max(math.ceil(self.capacity * each), 1), tokens)
+
+    @property
+    def _weights_are_read_twice(self) -> bool:
+        """By what goes into the last matmul, and by that of its biases."""
+        return self.biased and not self.capacity
 
     def _with_rows(self, hidden: float, width: float = 0.0) -> Held:
         """Copies of what all experts compute; of the width, and of that in rows of experts."""

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from maxpipe.model.spec import Dims, Held, Matmul, Normal, Operation, Param, Part
+
+
+class ClampedSilu(NamedTuple):
+    """`g * sigmoid(slope * g) * (u + 1)` of a gate g, at most `limit`, and u within `limit` of 0.
+
+    As in the released models of arXiv:2508.10925.
+    """
+
+    slope: float
+    limit: float
+
+
+Gate = Literal["silu", "gelu"] | ClampedSilu
+"""What is done with gate and up: `f(gate) * up` by the name of f, or all of it."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +31,7 @@ class GatedMLP(Part):
     d_mlp: int
     out_gain: float
     """Of the output projection, which writes to the residual stream."""
-    function: Literal["silu", "gelu"] = "silu"
+    function: Gate = "silu"
     """Of the gate; GELU by its approximation with tanh, as released models have it."""
 
     @property

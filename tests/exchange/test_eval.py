@@ -1,0 +1,117 @@
+"""`maxpipe eval` of models without a run, against the plain loop on each document by itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.config.schema import MeshConfig, TokenizerConfig
+from maxpipe.data.tokenizer import open_tokenizer
+from maxpipe.exchange.source import opened
+from maxpipe.model.decoder import Decoder
+from maxpipe.parallel.mesh import build_mesh
+from maxpipe.parallel.sharding import AxisRules
+from maxpipe.processes import runtime
+from maxpipe.train.build import steps_of
+from maxpipe.train.chosen import choose
+from tests.exchange import maker
+from tests.train.runs import SAME, is_explained
+
+TOKENIZER = Path(__file__).parents[1] / "golden" / "tokenizers" / "folder"
+VOCAB = 437  # three more than the tokenizer has
+TEXTS = ["The cat sat on the mat.", "naïve 語 😀", "", "One two three,\nfour."]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama in float32 with a tokenizer, beside it `texts` and `lines.jsonl`."""
+    base = tmp_path_factory.mktemp("eval")
+    config, tensors = maker.llama("F32", vocab_size=VOCAB, tie_word_embeddings=True)
+    rows = np.random.default_rng(0).normal(size=(VOCAB, maker.WIDTH))
+    tensors["model.embed_tokens.weight"] = rows.astype(np.float32)
+    tensors = {name: each * np.float32(0.5) for name, each in tensors.items()}
+    maker.write(base / "hf", config, tensors)
+    shutil.copytree(TOKENIZER, base / "hf", dirs_exist_ok=True)
+    (base / "texts").mkdir()
+    for number, text in enumerate(TEXTS):
+        (base / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (base / "lines.jsonl").write_text(lines)
+    return base
+
+
+def expected(folder: Path, *, has_empty: bool) -> tuple[float, int]:
+    """Nats of all documents, and their targets."""
+    tokenizer = open_tokenizer(TokenizerConfig(kind="auto", path=str(folder)))
+    rules = AxisRules.from_config(MeshConfig())
+    chosen = choose(folder, [], lambda config: dict(config))
+    steps = steps_of(chosen.loaded.config, build_mesh(MeshConfig(), jax.devices()[:1]), np.zeros(1))
+    params = steps.partition.by_kind(chosen.params(steps))
+    decoder = Decoder(chosen.loaded.config.model, rules)
+    nats, targets = 0.0, 0
+    for text in TEXTS:
+        if text or has_empty:
+            ids = [tokenizer.begin_id, *tokenizer.encode(text).tolist(), tokenizer.end_id]
+            row = jnp.asarray([ids[:-1]])
+            inputs = {"tokens": row, "segment_ids": jnp.ones_like(row)}
+            inputs |= {"positions": jnp.arange(row.shape[1])[None]}
+            scores = jax.nn.log_softmax(decoder.apply(params, inputs)[0])
+            nats -= float(scores[jnp.arange(len(ids) - 1), jnp.asarray(ids[1:])].sum())
+            targets += len(ids) - 1
+    return nats, targets
+
+
+def test_loss_of_a_folder_on_named_text(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a folder with texts, of JSON lines, and of the same weights imported."""
+    monkeypatch.setattr(runtime, "start", lambda *_: None)  # the devices of the tests
+    monkeypatch.chdir(folder)
+    assert opened("hf").dtype == "F32"
+    assert main(["import", "hf", "--out", "imported"]) == 0
+    capsys.readouterr()
+    size = len("".join(TEXTS).encode())
+    for model, data in (("hf", "texts"), ("hf:hf", "lines.jsonl"), ("imported", "lines.jsonl")):
+        options = ["train.sequence_length=91", "model.compute_dtype=float32", "--json"]
+        assert main(["eval", model, "--data", data, *options]) == 0
+        found = json.loads(capsys.readouterr().out)
+        # A file without content is no document, a line with an empty text is one.
+        nats, targets = expected(folder / "hf", has_empty=data != "texts")
+        assert (found["tokens"], found["bytes"]) == (targets, size)
+        assert found["nats_per_token"] == pytest.approx(nats / targets, rel=SAME)
+        assert found["bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=SAME)
+        assert found["perplexity"] == pytest.approx(math.exp(nats / targets), rel=10 * SAME)
+        assert (found["sequence_length"], found["split"]) == (91, "all")
+        assert (found["mesh"], found["source"]) == ("data 8", {"texts": "text"}.get(data, "jsonl"))
+
+
+MISTAKES = {
+    "hf": "must be named: hf has weights alone",
+    "imported": "must be named: ",
+    "hf --data nowhere": "must be a file, a folder or a glob pattern",
+    "hf --data .": "must hold files of one kind",
+    "hf --data texts data.path=other": "and data.path=other says it, too",
+    "hf --data texts model.num_layers=2": "the value of the checkpoint's model",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_mistakes_are_explained(
+    arguments: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["eval", *arguments.split()]) == 2
+    output = capsys.readouterr().err
+    is_explained(output)
+    assert MISTAKES[arguments] in output
