@@ -54,6 +54,7 @@ ROWS = (
         *("maxpipe.plan", "maxpipe.diagnosis"),
     ),
     ("maxpipe.launch", "maxpipe.generate.weights"),
+    ("maxpipe.scoring",),
     ("maxpipe.commands",),
     ("maxpipe.cli",),
     ("maxpipe.__main__",),

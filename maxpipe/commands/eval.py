@@ -5,20 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from maxpipe.commands.parser import Commands, add_address, add_inputs
+from maxpipe.commands.parser import Commands, add_address, add_inputs, count
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.words import counted
 
 if TYPE_CHECKING:
+    from maxpipe.checkpoint.address import Address
     from maxpipe.train.evaluation import Report
+
+_REPORT_SECONDS = 10.0
 
 
 def _eval(options: argparse.Namespace) -> int:
     from maxpipe.exchange.named import named
 
     model = named(options.checkpoint)
+    _check(options)
+    if options.choices is not None:
+        return _ask(options, model)
     inputs = [*options.inputs, *_documents(options)]
     from maxpipe.train.evaluation import evaluate_model
 
@@ -26,6 +34,74 @@ def _eval(options: argparse.Namespace) -> int:
     if found is not None:
         print(json.dumps(found, indent=2) if options.json else _page(found))
     return ExitCode.DONE
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuses options that have no effect together."""
+    with_choices = {"--jsonl": options.jsonl, "--batch-size": options.batch_size}
+    with_choices |= {"--separator": options.separator}
+    on_text = {"--data": options.data, "--split": options.split}
+    others = with_choices if options.choices is None else on_text
+    for option, given in others.items():
+        if given is not None:
+            rule = "has no effect on the loss on text: it goes with --choices."
+            if options.choices is not None:
+                rule = "has no effect with --choices: there is no other text."
+            raise ConfigError.one(f"command line: {option}", given, rule, f"Leave {option} out.")
+
+
+def _ask(options: argparse.Namespace, model: Address | Path) -> int:
+    from maxpipe.generate.weights import open_model
+    from maxpipe.parallel.mesh import describe
+    from maxpipe.scoring.choices import Exam, read, summary, written
+    from maxpipe.scoring.requests import Requests, Texts
+    from maxpipe.train.chosen import deferred, interrupts
+
+    path, batch_size = options.choices, options.batch_size or 16
+    separator = " " if options.separator is None else options.separator
+    exam = Exam(read(path, "command line: --choices"), separator)
+    with interrupts():
+        opened = open_model(model, options.inputs)
+        texts = Texts(opened.tokenizer, opened.room)
+        exam.check(texts, path)
+        with written(options.jsonl, "command line: --jsonl") as write:
+            weights = opened.load(_say)
+            total = sum(len(question.choices) for question in exam.questions)
+            results = []
+            with deferred() as asked:
+                requests = Requests(weights, texts, batch_size, asked)
+                for result in exam.results(requests, _Progress(total).told):
+                    write(result)
+                    results.append(result)
+    found = {"checkpoint": opened.name, "choices": path, **summary(results)}
+    found["mesh"] = describe(weights.mesh)
+    print(json.dumps(found, indent=2) if options.json else _choices_page(found))
+    return ExitCode.DONE
+
+
+class _Progress:
+    """Lines about rows that are done, some seconds apart."""
+
+    def __init__(self, total: int):
+        self._total, self._begin = total, time.monotonic()
+        self._last = self._begin
+
+    def told(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self._last > _REPORT_SECONDS:
+            self._last, left = now, (now - self._begin) / done * (self._total - done)
+            _say(f"choice {done} of {self._total}, {left:.0f} s left")
+
+
+def _choices_page(found: dict[str, Any]) -> str:
+    rows = [
+        f"checkpoint  {found['checkpoint']}",
+        f"choices     {found['choices']}, {counted(found['questions'], 'question')}",
+        f"mesh        {found['mesh']}",
+    ]
+    for name, label in (("accuracy", "accuracy"), ("accuracy_by_bytes", "  by bytes")):
+        rows.append(f"{label:10}  {found[name]:.4f} ± {found[f'{name}_stderr']:.4f}")
+    return "\n".join([*rows, f"chance      {found['chance']:.4f}"])
 
 
 def _documents(options: argparse.Namespace) -> list[str]:
@@ -93,6 +169,20 @@ def add(commands: Commands) -> None:
         "--split",
         choices=("validation", "train", "all"),
         help="which documents; by default validation, or all when data.* names other documents",
+    )
+    parser.add_argument(
+        "--choices",
+        metavar="FILE",
+        help="questions instead of text: JSON lines with `context`, `choices`, `answer`",
+    )
+    parser.add_argument(
+        "--separator",
+        metavar="TEXT",
+        help="between context and choice, where neither has white space (one space)",
+    )
+    parser.add_argument("--batch-size", type=count, metavar="N", help="choices side by side (16)")
+    parser.add_argument(
+        "--jsonl", metavar="FILE", help="where to write the result of each question"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(command=_eval)

@@ -51,6 +51,9 @@ class Opened(Protocol):
     """A model before its parameters are read: mistakes in prompts are found first."""
 
     @property
+    def name(self) -> str: ...
+
+    @property
     def tokenizer(self) -> Tokenizer: ...
 
     @property
@@ -143,7 +146,7 @@ def _check_layout(config: Config) -> None:
 
 def _fitted(loaded: Loaded, name: str, say: Say) -> Config:
     """The config with the user's mesh, or with all devices here on one axis."""
-    if is_given(loaded, name, "mesh.") or jax.device_count() == 1:
+    if is_given(loaded, name, "mesh.ici_", "mesh.dcn_") or jax.device_count() == 1:
         return fit_to_devices(loaded).config
     config, count = loaded.config, jax.device_count()
     rules = config.mesh.axis_rules

@@ -214,6 +214,19 @@ class Decoder:
 
     def run(self, params: Params, batch: Params, key: LayerKey = None) -> Result:
         """The plain loop over layers, without a pipeline."""
+        x, losses, statistics = self._through(params, batch, key)
+        if "targets" in batch:
+            losses |= self._losses_ahead(params, x, batch)
+        return Result(self.logits(params, x), losses, statistics)
+
+    def hidden(self, params: Params, batch: Params) -> Float[Array, "B T D"]:
+        """The last layer's output by the plain loop, of which `logits` makes logits."""
+        return self._through(params, batch, None)[0]
+
+    def _through(
+        self, params: Params, batch: Params, key: LayerKey
+    ) -> tuple[Array, dict[str, Array], dict[str, Statistics]]:
+        """The last layer's output, and losses and statistics of all layers."""
         x = self.embed(params["embedding"], batch["tokens"])
         losses: dict[str, Array] = {}
         statistics: dict[str, list[Statistics]] = {kind: [] for kind in self.model.kinds}
@@ -230,14 +243,12 @@ class Decoder:
             for name, loss in lost.items():
                 losses[name] = losses.get(name, 0.0) + loss.sum()
             statistics[kind].append(counted)
-        if "targets" in batch:
-            losses |= self._losses_ahead(params, x, batch)
         joined = {
             kind: jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *found)
             for kind, found in statistics.items()
             if found
         }
-        return Result(self.logits(params, x), losses, joined)
+        return x, losses, joined
 
     def _runs(self, layers: Params) -> Iterator[tuple[str, Params, Array]]:
         """(kind, parameters, indices) of layers of one kind in a row."""

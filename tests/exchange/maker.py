@@ -28,12 +28,15 @@ SIZES = {
 }
 
 
-def llama(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+def llama(
+    dtype: str = "BF16", vocab: int = VOCAB, **changes: Any
+) -> tuple[dict[str, Any], Tensors]:
     """config.json, and tensors drawn by their names."""
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES, **changes}
+    config["vocab_size"] = vocab
     return config, _drawn(
         {
-            **_ends(tied=bool(config.get("tie_word_embeddings"))),
+            **_ends(tied=bool(config.get("tie_word_embeddings")), vocab=vocab),
             **_layers(_ATTENTION, _MLP, ("input_layernorm", "post_attention_layernorm")),
         },
         dtype,
@@ -108,9 +111,9 @@ _MLP = {
 }
 
 
-def _ends(*, tied: bool) -> dict[str, tuple[int, ...]]:
-    found = {"model.embed_tokens.weight": (VOCAB, WIDTH), "model.norm.weight": (WIDTH,)}
-    return found if tied else {**found, "lm_head.weight": (VOCAB, WIDTH)}
+def _ends(*, tied: bool, vocab: int = VOCAB) -> dict[str, tuple[int, ...]]:
+    found = {"model.embed_tokens.weight": (vocab, WIDTH), "model.norm.weight": (WIDTH,)}
+    return found if tied else {**found, "lm_head.weight": (vocab, WIDTH)}
 
 
 def _layers(

@@ -1,0 +1,177 @@
+"""What harnesses ask of a model: likelihoods of continuations and of texts, and continuations.
+
+Source: the three kinds of requests are those of lm-evaluation-harness.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.errors import ConfigError
+from maxpipe.generate.completions import Completion, Limits, Prompt, complete
+from maxpipe.generate.decoding import Decoding
+from maxpipe.generate.sampling import Sampling
+from maxpipe.generate.weights import Weights
+from maxpipe.scoring.rows import Row, Score, Scorer
+
+_MAX_TOKENS = 256
+_DRAWING = ("top_k", "top_p", "min_p")
+_TAKEN = {"until", "max_gen_toks", "do_sample", "temperature", "repetition_penalty", *_DRAWING}
+
+
+@dataclass
+class Texts:
+    """Texts as rows of tokens. They begin with the begin token, as documents in training."""
+
+    tokenizer: Tokenizer
+    room: int
+    """Tokens of a row that the model was trained on."""
+    is_chat: bool = False
+    """Whether contexts come from a chat template: what spells a control token in them is one."""
+
+    def encoded(self, text: str) -> list[int]:
+        """With the begin token."""
+        encode = self.tokenizer.encode_chat if self.is_chat else self.tokenizer.encode
+        ids = encode(text).tolist()
+        begin = self.tokenizer.begin_id
+        return ids if self.is_chat and ids[:1] == [begin] else [begin, *ids]
+
+    def row(self, context: str, continuation: str) -> Row:
+        """The tokens of a continuation, and of what is before it.
+
+        A token that has text of both is the continuation's.
+        """
+        before = self.encoded(context)
+        whole = self.encoded(context + continuation) if continuation else before
+        same = (mine == other for mine, other in zip(before, whole, strict=False))
+        shared = sum(itertools.takewhile(bool, same))
+        return Row(whole[:shared], whole[shared:])
+
+    def fitted(self, row: Row) -> Row:
+        """The row without what of its context exceeds the room, behind the begin token.
+
+        Raises:
+            ConfigError: its target alone exceeds the room.
+        """
+        over = len(row.context) + len(row.target) - 1 - self.room
+        if over <= 0:
+            return row
+        if over > len(row.context) - 1:
+            raise ConfigError.one(
+                "a continuation",
+                f"{len(row.target)} tokens",
+                f"must fit into a row of {self.room} tokens (train.sequence_length).",
+                "Set a larger train.sequence_length, if the model can do more.",
+            )
+        return Row([*row.context[:1], *row.context[1 + over :]], row.target)
+
+    def windows(self, text: str) -> list[Row]:
+        """Rows in which each token of a text is predicted once, the last with most context."""
+        ids = self.encoded(text)
+        found = []
+        for first in range(1, len(ids), self.room):
+            end = min(first + self.room, len(ids))
+            begin = max(end - self.room - 1, 0)
+            found.append(Row(ids[begin:first], ids[first:end]))
+        return found
+
+
+@dataclass
+class Requests:
+    """A model that answers requests."""
+
+    weights: Weights
+    texts: Texts
+    batch_size: int = 16
+    stops: Callable[[], bool] = lambda: False
+    """Whether to end with KeyboardInterrupt, asked when no device computes."""
+    _scorer: Scorer = field(init=False)
+    _decodings: dict[Sampling, Decoding] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._scorer = Scorer(self.weights, self.batch_size)
+
+    # Likelihoods.
+
+    def loglikelihood(
+        self, pairs: Sequence[tuple[str, str]], moved: Callable[[int], object] = lambda done: None
+    ) -> list[Score]:
+        """The log-likelihood of each continuation after its context.
+
+        What exceeds the room is cut from the context's beginning, behind the begin token.
+
+        Raises:
+            ConfigError: a continuation alone exceeds the room.
+            NumbersError: the model gives numbers that are not finite.
+        """
+        rows = [self.texts.fitted(self.texts.row(*pair)) for pair in pairs]
+        return self._scorer.score(rows, stops=self.stops, moved=moved)
+
+    def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
+        """The log-likelihood of each text, whatever its length.
+
+        A long text is cut into rows that each look at the token before them; the last row looks at
+        as many as there is room for.
+
+        Raises:
+            NumbersError: the model gives numbers that are not finite.
+        """
+        windows = [self.texts.windows(text) for text in texts]
+        rows = [row for mine in windows for row in mine]
+        scores = iter(self._scorer.score(rows, stops=self.stops))
+        return [sum(next(scores).logprob for _ in mine) for mine in windows]
+
+    # Continuations.
+
+    def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """What follows each context, up to the first text of `until`, which it does not have.
+
+        Read are `until`, `max_gen_toks` (256), `do_sample`, `temperature` (0), `top_k`, `top_p`,
+        `min_p` and `repetition_penalty`. What exceeds the room is cut from the context's beginning.
+
+        Raises:
+            ConfigError: other settings, or no room for that many tokens.
+            NumbersError: the model gives numbers that are not finite.
+        """
+        found = [""] * len(requests)
+        groups: dict[tuple[Sampling, Limits], list[Prompt]] = {}
+        for number, (context, settings) in enumerate(requests):
+            sampling, limits = self._settings(settings)
+            ids = self.texts.encoded(context)
+            over = max(len(ids) + limits.max_tokens - self.texts.room, 0)
+            prompt = Prompt(number, context, [*ids[:1], *ids[1 + over :]])
+            groups.setdefault((sampling, limits), []).append(prompt)
+
+        def write(done: Completion) -> None:
+            found[done.prompt.number] = done.text
+
+        for (sampling, limits), prompts in groups.items():
+            if sampling not in self._decodings:
+                decoder, _, mesh = self.weights
+                self._decodings[sampling] = Decoding(decoder, mesh, sampling, seed=0)
+            given = (self._decodings[sampling], self.weights.params, self.texts.tokenizer, prompts)
+            complete(*given, limits, write=write, stops=self.stops)
+        return found
+
+    def _settings(self, settings: Mapping[str, Any]) -> tuple[Sampling, Limits]:
+        where = "generation settings"
+        unknown = [name for name in settings if name not in _TAKEN]
+        if unknown:
+            rule = f"has what is not known here: known are {', '.join(sorted(_TAKEN))}."
+            raise ConfigError.one(where, ", ".join(unknown), rule, "Leave it out.")
+        samples = settings.get("do_sample") is not False
+        temperature = float(settings.get("temperature") or 0.0) if samples else 0.0
+        taken = (*_DRAWING, "repetition_penalty") if temperature else ("repetition_penalty",)
+        chosen = {name: settings[name] for name in taken if name in settings}
+        most = int(settings.get("max_gen_toks", _MAX_TOKENS))
+        if not 1 <= most < self.texts.room:
+            rule = f"must be from 1 to {self.texts.room - 1}: rows have {self.texts.room} tokens."
+            raise ConfigError.one(f"{where}: max_gen_toks", most, rule, "Give a smaller number.")
+        until = settings.get("until") or ()
+        stops = (until,) if isinstance(until, str) else tuple(until)
+        limits = Limits(most, self.texts.room, tuple(filter(None, stops)), self.batch_size)
+        return Sampling(temperature=temperature, **chosen), limits
