@@ -58,6 +58,8 @@ class Case:
     """Heads that predict tokens further ahead."""
     own: Any = None
     """Keys of a family other than Llama: its section."""
+    epsilon: float = MODEL.norm_epsilon
+    """Of norms. Where what they norm may be nearly 0 it bounds their slope, and so rounding."""
     dtype: str = "float32"
     frozen: tuple[str, ...] = ()
     """Patterns of `model.frozen`."""
@@ -83,6 +85,7 @@ class Case:
             dropout=self.dropout,
             tied_embeddings=self.tied,
             heads_ahead=self.ahead,
+            norm_epsilon=self.epsilon,
             compute_dtype=self.dtype,  # type: ignore[arg-type]
             frozen=list(self.frozen),
         )

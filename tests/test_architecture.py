@@ -50,7 +50,7 @@ ROWS = (
     (
         *("maxpipe.train.loop", "maxpipe.train.run", "maxpipe.train.resume"),
         *("maxpipe.train.room", "maxpipe.train.evaluation", "maxpipe.train.chosen"),
-        "maxpipe.train.weights",
+        *("maxpipe.train.weights", "maxpipe.train.decoders", "maxpipe.train.samples"),
         *("maxpipe.plan", "maxpipe.diagnosis"),
     ),
     ("maxpipe.launch", "maxpipe.generate.weights"),

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, TypedDict
 
@@ -87,6 +87,16 @@ def sums(state: Tree, copies: Copies) -> dict[str, Sum]:
     return found
 
 
+def awaited_sums(state: Tree, copied: Future[Copies | None]) -> dict[str, Sum] | None:
+    """The same, once the copies are made; None without any."""
+    copies = copied.result()
+    if copies is None:
+        return None
+    found = sums(state, copies)
+    copies.clear()  # orbax may hold on to this save until the next
+    return found
+
+
 def local_sums(state: Tree) -> dict[str, Sum]:
     """Of the parts that this process holds of arrays on devices, each part in one process only.
 
@@ -130,20 +140,17 @@ class Handler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class Save(ocp.args.CheckpointArgs):
-    """`shapes` is like the state; `copies` resolves when the host copies are made, or to None."""
+    """`sums` waits for the digests of this process' parts; None: the save has failed before."""
 
     step: int
-    shapes: Tree
     facts: Mapping[str, Any]
-    copies: Future[Copies | None]
+    sums: Callable[[], dict[str, Sum] | None]
 
 
 async def _write(directory: epath.Path, args: Save) -> None:
-    copies = args.copies.result()
-    if copies is None:  # the save has failed before there were any
+    found = args.sums()
+    if found is None:
         return
-    found = sums(args.shapes, copies)
-    copies.clear()  # orbax may hold on to this save until the next
     text = signed(
         {
             "version": _VERSION,

@@ -61,7 +61,7 @@ class Sum:
         first = tuple(start) or (0,) * part.ndim
         assert str(part.dtype) == self.dtype and part.ndim == len(self.shape) == len(first)
         self.elements += part.size
-        self._count_non_finite(part)
+        self.non_finite += num_non_finite(part)
         self.value = (self.value + _sum(*_words(part, first))) % _MODULO
 
     def join(self, other: Sum) -> None:
@@ -101,14 +101,18 @@ class Sum:
         found.elements, found.non_finite = entry["elements"], entry["non_finite"]
         return found
 
-    def _count_non_finite(self, part: np.ndarray) -> None:
-        if self.dtype == "float64":
-            self.non_finite += part.size - int(np.count_nonzero(np.isfinite(part)))
-        elif (exponent := _EXPONENTS.get(self.dtype)) is not None:
-            words = np.ascontiguousarray(part).reshape(-1).view(exponent.dtype)
-            for begin in range(0, words.size, _BLOCK):
-                block = words[begin : begin + _BLOCK] & exponent
-                self.non_finite += int(np.count_nonzero(block == exponent))
+
+def num_non_finite(array: np.ndarray) -> int:
+    """How many of its numbers are NaN or infinite; 0 of types that have neither."""
+    if array.dtype == np.float64:
+        return array.size - int(np.count_nonzero(np.isfinite(array)))
+    if (exponent := _EXPONENTS.get(str(array.dtype))) is None:
+        return 0
+    words, found = np.ascontiguousarray(array).reshape(-1).view(exponent.dtype), 0
+    for begin in range(0, words.size, _BLOCK):
+        block = words[begin : begin + _BLOCK] & exponent
+        found += int(np.count_nonzero(block == exponent))
+    return found
 
 
 def of_array(array: np.ndarray) -> Sum:

@@ -24,7 +24,7 @@ from maxpipe.checkpoint.damage import Damaged
 from maxpipe.checkpoint.digests import Sum
 from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.storage import first_line
-from maxpipe.checkpoint.trees import other_shapes
+from maxpipe.checkpoint.trees import by_name, named, other_shapes
 from maxpipe.errors import StorageError
 
 Tree = Any
@@ -125,9 +125,8 @@ def _restore(
     found: dict[str, Sum] = {}
     try:
         with answering(path):
-            if abstract is not None:
-                _must_fit(path, abstract)
-            state = folder.arrays(step, abstract)
+            stored = abstract if abstract is None else _as_stored(path, abstract)
+            state = folder.arrays(step, stored)
         found = copies.local_sums(state)
         if "step" in state and int(state["step"]) != step:
             fault = f"its state is that of step {int(state['step'])}"
@@ -138,7 +137,7 @@ def _restore(
     wrong = digests.differences(_of(expected.arrays, total), total) if expected else []
     if wrong := wrong or digests.non_finite(total):
         raise Damaged("; ".join(wrong[:3]))
-    return Restored(facts, state, path)
+    return Restored(facts, state if abstract is None else _cast(state, abstract), path)
 
 
 def _before_arrays(folder: Folder, step: int) -> tuple[str, Facts | None, Recorded | None]:
@@ -162,7 +161,12 @@ def _all_agree(agree: Agree, fault: str) -> None:
         raise Damaged(fault)
 
 
-def _must_fit(path: epath.Path, abstract: Tree) -> None:
+def _as_stored(path: epath.Path, abstract: Tree) -> Tree:
+    """The same in the types of the checkpoint, whose digests are of these.
+
+    Raises:
+        StorageError: the checkpoint has other arrays.
+    """
     saved = contents.shapes(path)
     lines = other_shapes({name: saved[name] for name in saved if name in abstract}, abstract)
     if lines:
@@ -173,6 +177,29 @@ def _must_fit(path: epath.Path, abstract: Tree) -> None:
             "  Train with the model and optimizer that it was saved with, or set run.name to "
             "a new name."
         )
+    types = {name: leaf.dtype for name, leaf in named(saved).items()}
+
+    def as_stored(name: str, leaf: Any) -> Any:
+        if leaf.dtype == types[name]:
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, types[name], sharding=leaf.sharding)
+
+    return by_name(as_stored, abstract)
+
+
+def _cast(state: Tree, abstract: Tree) -> Tree:
+    """In the types that were asked for, one array after the other."""
+
+    def cast(leaf: Any, wanted: Any) -> Any:
+        if leaf.dtype == wanted.dtype:
+            return leaf
+        dtype = wanted.dtype
+        found = jax.jit(lambda array: array.astype(dtype), out_shardings=leaf.sharding)(leaf)
+        found.block_until_ready()
+        leaf.delete()
+        return found
+
+    return jax.tree.map(cast, state, abstract)
 
 
 def _of(expected: Mapping[str, Sum], restored: Mapping[str, Sum]) -> dict[str, Sum]:

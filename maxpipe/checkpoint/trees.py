@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,6 +20,14 @@ def named(tree: Tree) -> dict[str, Any]:
         sorted(
             (jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in found
         )
+    )
+
+
+def by_name(change: Callable[[str, Any], Any], tree: Tree) -> Tree:
+    """The tree with what `change(dotted name, leaf)` makes of each leaf."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: change(jax.tree_util.keystr(path, simple=True, separator="."), leaf),
+        tree,
     )
 
 

@@ -70,7 +70,7 @@ def _ask(options: argparse.Namespace, model: Address | Path) -> int:
             results = []
             with deferred() as asked:
                 requests = Requests(weights, texts, batch_size, asked)
-                for result in exam.results(requests, _Progress(total).told):
+                for result in exam.results(requests, _Progress(total).update):
                     write(result)
                     results.append(result)
     found = {"checkpoint": opened.name, "choices": path, **summary(results)}
@@ -86,7 +86,7 @@ class _Progress:
         self._total, self._begin = total, time.monotonic()
         self._last = self._begin
 
-    def told(self, done: int) -> None:
+    def update(self, done: int) -> None:
         now = time.monotonic()
         if now - self._last > _REPORT_SECONDS:
             self._last, left = now, (now - self._begin) / done * (self._total - done)

@@ -6,20 +6,27 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from maxpipe.boundary import files
-from maxpipe.boundary.typed import parse as parse_json
 from maxpipe.commands.parser import Commands, add_address, add_inputs, count, integer, number
 from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.generate.prompts import (
+    MAX_BYTES,
+    one,
+    parsed,
+    read,
+    read_conversations,
+    said,
+)
 
 if TYPE_CHECKING:
     from maxpipe.data.tokenizer import Tokenizer
+    from maxpipe.data.tokenizers.chat import Message
     from maxpipe.generate.completions import Completion, Prompt
 
 _MAX_PROMPT_BYTES = 1 << 24
 """Of a line that is typed."""
-_MAX_FILE_BYTES = 1 << 28
 _STDIN = "-"
 
 
@@ -28,9 +35,8 @@ def _generate(options: argparse.Namespace) -> int:
 
     model = named(options.checkpoint)
     _check(options)
-    texts = _prompts(options)
-    from maxpipe.generate.completions import Limits, complete, encoded
-    from maxpipe.generate.decoding import Decoding
+    texts = _conversations(options) if options.chat else _prompts(options)
+    from maxpipe.generate.completions import Limits, complete, encoded, encoded_chats
     from maxpipe.generate.sampling import Sampling
     from maxpipe.generate.weights import open_model
     from maxpipe.train.chosen import deferred, interrupts
@@ -41,18 +47,31 @@ def _generate(options: argparse.Namespace) -> int:
         opened = open_model(model, options.inputs)
         tokenizer, room = opened.tokenizer, opened.room
         limits = Limits(options.max_tokens, room, tuple(options.stop), options.batch_size)
-        prompts = encoded(texts, tokenizer, room)
-        decoder, params, mesh = opened.load(_say)
-        decoding = Decoding(decoder, mesh, sampling, options.seed)
+        encode: Any = partial(
+            encoded_chats if options.chat else encoded, tokenizer=tokenizer, room=room
+        )
+        prompts = encode(texts)
+        decoding, params = opened.decoding(_say, sampling, options.seed)
 
-        def answer(prompts: list[Prompt]) -> None:
+        def answer(prompts: list[Prompt]) -> str:
             printer = _Printer(options, tokenizer, is_alone=len(prompts) == 1)
             given = (decoding, params, tokenizer, prompts, limits)
             with deferred() as asked:
                 complete(*given, write=printer.write, stream=printer.stream, stops=asked)
+            return printer.newest
 
-        if options.interactive:
-            _converse(lambda text, number: answer(encoded([text], tokenizer, room, number)))
+        if options.interactive and options.chat:
+            messages: list[Message] = []
+
+            def reply(text: str, number: int) -> None:
+                """To all that was said before, and to this."""
+                asked = [*messages, *said(text)]
+                told = answer(encode([asked], first=number))
+                messages[:] = [*asked, {"role": "assistant", "content": told}]
+
+            _converse(reply)
+        elif options.interactive:
+            _converse(lambda text, number: answer(encode([text], first=number)))
         else:
             answer(prompts)
     return ExitCode.DONE
@@ -69,43 +88,18 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     if options.prompts is None:
         return options.prompt or []
     where = f"command line: --prompts {options.prompts}"
-    try:
-        if options.prompts == _STDIN:
-            raw = sys.stdin.buffer.read(_MAX_FILE_BYTES)
-        else:
-            raw = files.read(options.prompts, _MAX_FILE_BYTES)
-    except OSError as error:
-        raise ConfigError.one(
-            where,
-            None,
-            f"must be a file that can be read: {error.strerror or error}.",
-            "Name a text file with a prompt a line, or JSON lines with `prompt` in each.",
-        ) from error
-    lines = [(place, line) for place, line in enumerate(raw.splitlines(), 1) if line.strip()]
-    if not lines:
-        raise ConfigError.one(
-            where, None, "holds no prompt: each line that is not blank is one.", "Write some."
-        )
-    is_json = options.prompts.endswith((".jsonl", ".json", ".ndjson"))
-    return [_prompt(line, f"{where}, line {place}", is_json) for place, line in lines]
+    if options.prompts == _STDIN:
+        return parsed(sys.stdin.buffer.read(MAX_BYTES), where)
+    return read(options.prompts, where)
 
 
-def _prompt(line: bytes, where: str, is_json: bool) -> str:
-    try:
-        if not is_json:
-            return line.decode()
-        found = parse_json(line, dict[str, Any]).get("prompt")
-        if isinstance(found, str):
-            return found
-        raise ValueError("it has no text `prompt`")
-    except ValueError as error:  # that of an encoding, too
-        rule = "must be an object with a text `prompt`" if is_json else "must be UTF-8"
-        raise ConfigError.one(
-            where, None, f"{rule}: {error}.", "Correct the line, or take it out."
-        ) from error
+def _conversations(options: argparse.Namespace) -> list[list[Message]]:
+    if options.prompts is None or options.prompts == _STDIN:
+        return [said(text) for text in _prompts(options)]
+    return read_conversations(options.prompts, f"command line: --prompts {options.prompts}")
 
 
-def _converse(answer: Callable[[str, int], None]) -> None:
+def _converse(answer: Callable[[str, int], object]) -> None:
     """A prompt a line, until the input ends. What is wrong with one does not end it."""
     number, asks = 0, sys.stdin.isatty()
     while True:
@@ -117,7 +111,7 @@ def _converse(answer: Callable[[str, int], None]) -> None:
         if not line.strip():
             continue
         try:
-            answer(_prompt(line.rstrip(b"\r\n"), f"prompt {number + 1}", False), number)
+            answer(one(line.rstrip(b"\r\n"), f"prompt {number + 1}"), number)
         except ConfigError as error:
             _say(str(error))
         number += 1
@@ -135,12 +129,15 @@ class _Printer:
         self._json, self._logprobs = options.json, options.logprobs
         self._streams = is_alone and not options.json
         self._tokenizer = tokenizer
+        self.newest = ""
+        """Text of what was written last."""
 
     def stream(self, text: str) -> None:
         if self._streams and text:
             _put(_shown(text))
 
     def write(self, done: Completion) -> None:
+        self.newest = done.text
         if self._json:
             _put(json.dumps(self._record(done)) + "\n")
             return
@@ -261,6 +258,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--seed", type=integer, default=0, metavar="N", help="of the draws (0)")
     parser.add_argument(
         "--batch-size", type=count, default=16, metavar="N", help="prompts side by side (16)"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="prompts are messages for the folder's chat template"
     )
     parser.add_argument("--logprobs", action="store_true", help="of each token, in nats")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 
 from maxpipe.boundary import redact
 from maxpipe.commands.parser import Commands, add_address
+from maxpipe.commands.progress import Progress
 from maxpipe.errors import ExitCode
 
 _TYPES = ("float32", "bfloat16", "float16")
@@ -18,7 +20,8 @@ def _import(options: argparse.Namespace) -> int:
     runtime.use_no_devices()
     from maxpipe.exchange.incoming import import_folder
 
-    import_folder(options.folder, options.out, _say)
+    with contextlib.closing(Progress(" MB")) as progress:
+        import_folder(options.folder, options.out, _say, progress.report)
     return ExitCode.DONE
 
 
@@ -31,7 +34,8 @@ def _export(options: argparse.Namespace) -> int:
     runtime.use_no_devices()
     from maxpipe.exchange.outgoing import export
 
-    export(address, options.out, options.dtype, _say)
+    with contextlib.closing(Progress(" MB")) as progress:
+        export(address, options.out, options.dtype, _say, report=progress.report)
     return ExitCode.DONE
 
 

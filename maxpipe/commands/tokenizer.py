@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
-import sys
-import time
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import full
 from maxpipe.commands.parser import Commands, count, subcommands
+from maxpipe.commands.progress import Progress
 from maxpipe.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from maxpipe.data.tokenizer import Tokenizer
 
-_LINE_SECONDS = 5.0
 _MOST_SHOWN = 40
 _SAMPLE = "The quick brown fox jumps over 12345 lazy dogs.\n    naïve 語 😀"
 
@@ -35,7 +32,7 @@ def _train(options: argparse.Namespace) -> int:
     folder = full(options.out, "command line: --out")
     train_tokenizer.check_free(folder)
     sources = train_tokenizer.open_corpus(options.files, options.field)
-    progress = _Progress()
+    progress = Progress()
     try:
         content = train_tokenizer.train(sources, options.kind, size, progress.report)
     except KeyboardInterrupt:
@@ -55,41 +52,6 @@ def _train(options: argparse.Namespace) -> int:
     shown = f"tokenizer.kind=huggingface {where} model.vocab_size={made.vocab_size}"
     print(redact.shown(f"train with it: {shown}"))
     return ExitCode.DONE
-
-
-class _Progress:
-    """A bar on a terminal, elsewhere lines a few seconds apart; both on standard error."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._task: Any = None
-        self._name = self._of = ""
-        self._next = time.monotonic() + _LINE_SECONDS
-        self._start = time.monotonic()
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._bar = Progress(console=Console(stderr=True), transient=True)
-            self._bar.start()
-
-    def report(self, task: str, done: int, total: int) -> None:
-        if task:
-            self._name, self._of = task, f"{done} of {total}, " if total else ""
-        if self._bar is not None:
-            if task and (self._task is None or task != self._bar.tasks[-1].description):
-                self._task = self._bar.add_task(task, total=total or None)
-            if task:
-                self._bar.update(self._task, completed=done)
-        elif self._name and (now := time.monotonic()) >= self._next:
-            self._next = now + _LINE_SECONDS
-            line = f"{self._name}: {self._of}{now - self._start:.0f} s"
-            with contextlib.suppress(OSError):  # stderr is closed
-                print(line, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
 
 def _show(options: argparse.Namespace) -> int:

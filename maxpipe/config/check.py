@@ -383,6 +383,17 @@ def _eval_batch_divides(config: Config) -> Iterator[Finding]:
         )
 
 
+@rule("eval.sample_every", "eval.sample_prompts", "eval.sample_file")
+def _samples_have_prompts(config: Config) -> Iterator[Finding]:
+    given = config.eval
+    if given.sample_every and not (given.sample_prompts or given.sample_file):
+        yield Finding(
+            "eval.sample_prompts",
+            "must have a prompt when eval.sample_every is more than 0.",
+            "Set eval.sample_prompts=['Once upon a time'], or eval.sample_every=0.",
+        )
+
+
 @rule("train.steps", "train.tokens")
 def _run_has_a_length(config: Config) -> Iterator[Finding]:
     if not config.train.steps and not config.train.tokens:

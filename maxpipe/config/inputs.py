@@ -10,6 +10,7 @@ from pathlib import Path
 
 from maxpipe.boundary.files import read
 from maxpipe.config import shipped
+from maxpipe.config.paths import CONFIG_FILE
 from maxpipe.config.rules import did_you_mean, folder_name
 from maxpipe.errors import ConfigError, Problem
 
@@ -73,6 +74,12 @@ def _not_a_file(argument: str, keys: Collection[str]) -> Problem:
     )
     if os.path.isfile(argument):  # pathlib raises for a name that is too long
         return Problem(where, "", rule, f"Rename the file to {argument}.yml.")
+    if os.path.isfile(inside := os.path.join(argument, CONFIG_FILE)):
+        return Problem(where, "", rule, f"It is the folder of a run: give {inside}.")
+    if os.path.isfile(os.path.join(argument, "config.json")):
+        action = f"Run `maxpipe import {argument} --out runs/NAME` first, and give "
+        action += f"runs/NAME/{CONFIG_FILE}."
+        return Problem(where, "", f"{rule} It is a Hugging Face folder.", action)
     if guess := did_you_mean(os.path.basename(argument).lower(), shipped.configs()):
         return Problem(where, "", rule, f"Did you mean {guess}? {_LIST}.")
     action = f"{_LIST}, `maxpipe config explain` sections and keys."

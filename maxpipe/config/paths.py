@@ -4,5 +4,6 @@ from __future__ import annotations
 
 CONFIG_FILE = "config.yml"
 METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 EVENTS_FILE = "events.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"

@@ -107,23 +107,20 @@ def _explain_section(section: str) -> str:
 def _explain_key(key: str) -> str:
     section = section_of(key)
     lines = [key, *_wrapped(field_docs()[key]), ""]
-    lines += textwrap.wrap(
-        type_name(KEYS[key]), _WIDTH, initial_indent="  type     ", subsequent_indent=" " * 11
-    )
+    lines += _labelled("type", type_name(KEYS[key]))
     if key in BOUNDS:
         lines.append(f"  range    {BOUNDS[key]}")
     lines.append(f"  default  {_default_text(key).removeprefix('default ')}")
-    lines += textwrap.wrap(
-        f"{section}: {field_docs()[section]}",
-        _WIDTH,
-        initial_indent="  section  ",
-        subsequent_indent=" " * 11,
-    )
+    lines += _labelled("section", f"{section}: {field_docs()[section]}")
     if key == _AXIS_RULES:
         width = max(map(len, DEFAULT_AXIS_RULES))
         lines += ["", f"  {'axis':{width}}  {'split over':13}  may be set to"]
         lines += [f"  {n:{width}}  {axes:13}  {may}".rstrip() for n, axes, may in _axis_rows()]
     return "\n".join([*lines, ""])
+
+
+def _labelled(label: str, text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=f"  {label:9}", subsequent_indent=" " * 11)
 
 
 def _axis_rows() -> list[tuple[str, str, str]]:

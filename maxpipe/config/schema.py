@@ -355,6 +355,17 @@ class EvalConfig:
     batch_size: int = 0
     """Sequences per batch over all devices, any multiple of the data and fsdp sizes. 0 takes
     `train.batch_size`."""
+    sample_every: int = 0
+    """Steps between samples of text, to the console, TensorBoard and `samples.jsonl`. 0: none."""
+    sample_prompts: list[str] = field(default_factory=lambda: [""])
+    """What samples begin with, after the begin token."""
+    sample_file: str = ""
+    """A file with a prompt a line, or with `prompt` in each line if it ends in `.jsonl`, instead of
+    `eval.sample_prompts`."""
+    sample_tokens: int = 64
+    """Tokens of a sample at most. Prompt and sample have at most `train.sequence_length`."""
+    sample_temperature: float = 1.0
+    """Logits are divided by it. 0 takes the most likely token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -18,8 +19,12 @@ TRAVELLING = (
     *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-"""Files of tokenizers and of generation. No other name is copied."""
+"""Files of tokenizers and of generation. No other name is copied, but for these:"""
 
+_VOCABULARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(model|tiktoken)")
+"""Of SentencePiece and tiktoken, which have no fixed names."""
+
+_MOST_VOCABULARIES = 8
 _MAX_BYTES = 1 << 28
 _SUFFIX = ".partial"
 
@@ -96,14 +101,18 @@ def _remove_leftovers(folder: Path, prefix: str) -> None:
 
 
 def travel(source: Path, target: Path, names: tuple[str, ...] = TRAVELLING) -> list[str]:
-    """Copies those of these files that are there; returns their names.
+    """Copies those of these files that are there, and vocabularies; returns their names.
+
+    What is in `target` already is left as it is.
 
     Raises:
         ConfigError: one cannot be read.
         OSError: one cannot be written.
     """
     copied = []
-    for name in names:
+    for name in dict.fromkeys((*names, *vocabularies(source))):
+        if (target / name).exists():
+            continue
         try:
             content = read(source / name, _MAX_BYTES)
         except FileNotFoundError:
@@ -115,3 +124,9 @@ def travel(source: Path, target: Path, names: tuple[str, ...] = TRAVELLING) -> l
         write(target / name, content)
         copied.append(name)
     return copied
+
+
+def vocabularies(folder: Path) -> list[str]:
+    """The first few names of files of SentencePiece and tiktoken in a folder."""
+    found = sorted(name for name in os.listdir(folder) if _VOCABULARY.fullmatch(name))
+    return found[:_MOST_VOCABULARIES]

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
-import jax.numpy as jnp
-import numpy as np
-
 from maxpipe.boundary.files import full
-from maxpipe.checkpoint.manager import Checkpoints
+from maxpipe.checkpoint import slabs
+from maxpipe.checkpoint.contents import NotSaved
+from maxpipe.checkpoint.folder import Facts, Folder
+from maxpipe.checkpoint.storage import FOLDER as CHECKPOINTS
+from maxpipe.checkpoint.trees import named
 from maxpipe.config.documents import one_line
 from maxpipe.config.load import load, to_dict
 from maxpipe.config.paths import CONFIG_FILE
-from maxpipe.config.schema import CheckpointConfig, TokenizerConfig
+from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.tokenizer import open_tokenizer
-from maxpipe.errors import ConfigError, StorageError
-from maxpipe.exchange.folders import TRAVELLING, appearing, travel, unwritable
+from maxpipe.errors import ConfigError
+from maxpipe.exchange.folders import TRAVELLING, appearing, travel, unwritable, vocabularies
+from maxpipe.exchange.mapping import slab
+from maxpipe.exchange.reports import Bytes, Report, Say, unreported
 from maxpipe.exchange.sections import FILE
 from maxpipe.exchange.source import Source, num_params, opened
 from maxpipe.words import counted
-
-Say = Callable[[str], None]
 
 FOLDER = "huggingface"
 """Folder beside the checkpoint with config.json and the files that travel along."""
 
 WEIGHTS_ONLY, ORIGIN = "weights_only", "huggingface"
 """Keys of a checkpoint's data position."""
+
+_SLAB_BYTES = 1 << 24
+"""Larger blocks of memory are given back to the system after each use, which then clears them."""
 
 
 class Origin(TypedDict):
@@ -42,10 +46,10 @@ class Origin(TypedDict):
     """Of those with another one, by name."""
 
 
-def import_folder(folder: str, out: str, say: Say) -> None:
+def import_folder(folder: str, out: str, say: Say, report: Report = unreported) -> None:
     """Writes `<out>/checkpoints/0`, a config.yml that starts from it, and what travels along.
 
-    `say` is called with lines for the user.
+    `say` is called with lines for the user, `report` with megabytes.
 
     Raises:
         ConfigError: the folder cannot be used, or `out` is there.
@@ -64,7 +68,7 @@ def import_folder(folder: str, out: str, say: Say) -> None:
             [],
             {
                 "train": {"steps": 1},
-                "model": source.described.section,
+                "model": {"param_dtype": source.param_dtype, **source.described.section},
                 "tokenizer": tokenizer,
             },
             str(source.folder / FILE),
@@ -79,15 +83,11 @@ def import_folder(folder: str, out: str, say: Say) -> None:
             WEIGHTS_ONLY: True,
             ORIGIN: origin,
         }
-        # A disk that fails is reported at once: no run waits for it.
-        with Checkpoints(here, CheckpointConfig(retries=0)) as checkpoints:
-            state = partial(_state, source, np.dtype(saved.model.param_dtype))
-            try:
-                checkpoints.save(0, state, to_dict(saved), data, last=True)
-            except StorageError as error:  # about a run, in a folder that goes away
-                reason = str(error).splitlines()[1].strip().rstrip(".")
-                raise unwritable(target, OSError(reason)) from error
+        _write(
+            source, here / CHECKPOINTS, Facts(0, to_dict(saved), data, time.time()), target, report
+        )
         section = to_dict(saved)["model"]
+        del section["param_dtype"]  # that of runs
         (here / CONFIG_FILE).write_text(_config(section, tokenizer, target), encoding="utf-8")
     say(f"wrote {target}")
     config = shlex.quote(str(target / CONFIG_FILE))
@@ -117,16 +117,29 @@ def remarks(source: Source) -> list[str]:
     return lines
 
 
-def _state(source: Source, dtype: np.dtype) -> dict[str, Any]:
-    """The parameters as a checkpoint holds them."""
+def _write(source: Source, folder: Path, facts: Facts, target: Path, report: Report) -> None:
+    """The checkpoint. `target` is where it will be."""
+    folder.mkdir()
+    state = _state(source)
+    total = sum(one.nbytes for one in named(state).values())
+    written = Bytes("writing", total, report)
+    try:
+        slabs.save(Folder(folder), facts, state, written.add)
+    except NotSaved as error:
+        raise unwritable(target, OSError(f"{error}, when it was read back")) from error
+
+
+def _state(source: Source) -> dict[str, Any]:
+    """The parameters as a checkpoint holds them, in the types of the files."""
     tree: dict[str, Any] = {}
     for name, shape in source.mapped.shapes.items():
         *outer, last = name.split(".")
         below = tree
         for each in outer:
             below = below.setdefault(each, {})
-        region = [slice(0, size) for size in shape]
-        below[last] = jnp.asarray(source.region(name, dtype, region))
+        dtype = source.stored(name)
+        part = slab(source.mapped, name, _SLAB_BYTES // dtype.itemsize)
+        below[last] = slabs.Slabs(shape, dtype, part, partial(source.region, name, dtype))
     return {"params": tree}
 
 
@@ -135,8 +148,8 @@ def _tokenizer(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The tokenizer's section, and its entry in a fingerprint of data."""
     section = {"kind": "auto", "path": str(later)}
-    if not {*copied} & _TOKENIZERS:
-        names = " or ".join(sorted(_TOKENIZERS))
+    if _TOKENIZER not in copied and not vocabularies(here):
+        names = f"{_TOKENIZER} or tokenizer.model"
         say(f"no {names} in the folder: put one into {later}, or set tokenizer.path")
         return section, {}
     try:
@@ -147,7 +160,7 @@ def _tokenizer(
         return section, {}
 
 
-_TOKENIZERS = frozenset({"tokenizer.json", "tokenizer.model"})
+_TOKENIZER = "tokenizer.json"
 
 
 def _config(section: dict[str, Any], tokenizer: dict[str, str], target: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -33,7 +33,8 @@ class Form:
         return next(iter(rest), "")
 
     @cached_property
-    def _kept(self) -> tuple[str, ...]:
+    def kept(self) -> tuple[str, ...]:
+        """The other ones of ours."""
         return tuple(each for each in self.ours if each != self.named)
 
     def shape(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -43,9 +44,9 @@ class Form:
 
     def to_theirs(self, array: np.ndarray) -> np.ndarray:
         """An array of ours, without the dim in the name."""
-        size = dict(zip(self._kept, array.shape, strict=True))
+        size = dict(zip(self.kept, array.shape, strict=True))
         flat = [each for group in self.theirs for each in group]
-        turned = array.transpose([self._kept.index(each) for each in flat])
+        turned = array.transpose([self.kept.index(each) for each in flat])
         return turned.reshape([math.prod(size[each] for each in group) for group in self.theirs])
 
     def to_ours(self, tensor: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
@@ -53,7 +54,7 @@ class Form:
         size = dict(zip(self.ours, sizes, strict=True))
         flat = [each for group in self.theirs for each in group]
         split = tensor.reshape([size[each] for each in flat])
-        return split.transpose([flat.index(each) for each in self._kept])
+        return split.transpose([flat.index(each) for each in self.kept])
 
 
 @lru_cache
@@ -91,9 +92,25 @@ class Piece(NamedTuple):
     lane: Lane = Lane()
 
     @property
-    def rows(self) -> tuple[int, int]:
-        """From, to."""
-        return self.first, self.first + self.shape[0]
+    def lead(self) -> int:
+        """The dim of the parameter that is the outer one of these rows."""
+        return self.form.ours.index(self.form.theirs[0][0])
+
+    @property
+    def lead_kept(self) -> int:
+        """The same among the dims of an array of ours without that in the name."""
+        return self.form.kept.index(self.form.ours[self.lead])
+
+    def rows(self, part: slice) -> tuple[int, int]:
+        """From, to: where that part of the lead dim is."""
+        each = self.shape[0] // self.sizes[self.lead]
+        return self.first + part.start * each, self.first + part.stop * each
+
+    def to_ours(self, rows: np.ndarray, part: slice) -> np.ndarray:
+        """The tensor's rows of that part of the lead dim, in the order of our dims."""
+        sizes = list(self.sizes)
+        sizes[self.lead] = part.stop - part.start
+        return self.form.to_ours(self.lane.of(rows), tuple(sizes))
 
     def tensor_shape(self, rows: int) -> tuple[int, ...]:
         """Of the tensor, of which as many rows are known; all of them if lanes share them."""
@@ -200,7 +217,7 @@ def _pieces(
         yield Piece(name, start, shape, whole, form, param.shape, lane)
 
 
-def part_of(piece: Piece, region: tuple[range, ...]) -> tuple[Index, Index] | None:
+def part_of(piece: Piece, region: tuple[range, ...]) -> tuple[Index, tuple[slice, ...]] | None:
     """(where in an array of that region, which part of the piece's array of ours); None: nowhere.
 
     A region has for each dim of the parameter the indices that are wanted.
@@ -218,11 +235,34 @@ def part_of(piece: Piece, region: tuple[range, ...]) -> tuple[Index, Index] | No
     return tuple(inside), tuple(taken)
 
 
-def regions(shape: tuple[int, ...], rows: int) -> Iterator[tuple[slice, ...]]:
-    """The array in parts of this many rows."""
-    rest = [slice(0, size) for size in shape[1:]]
-    for first in range(0, shape[0], rows):
-        yield (slice(first, min(first + rows, shape[0])), *rest)
+def slab(both: Mapped, name: str, most: int) -> tuple[int, ...]:
+    """The shape of parts of a parameter that read whole rows of tensors, few of them at a time.
+
+    A part has at most `most` elements, unless a single row has more.
+    """
+    shape, piece = both.shapes[name], both.pieces[name][0]
+    counting, lead = _divisible(shape, piece)
+    found = [1 if dim in counting else size for dim, size in enumerate(shape)]
+    rows = max(1, most * shape[lead] // math.prod(found))  # of the lead dim
+    found[lead] = -(-shape[lead] // -(-shape[lead] // rows))  # in parts of nearly one size
+    for dim in reversed(counting):
+        found[dim] = max(1, min(shape[dim], most // math.prod(found)))
+    return tuple(found)
+
+
+def readable(both: Mapped, name: str, chunk: Sequence[int]) -> tuple[int, ...]:
+    """The shape of parts of whole rows of tensors that reads each chunk of a parameter once."""
+    shape = both.shapes[name]
+    counting, lead = _divisible(shape, both.pieces[name][0])
+    return tuple(
+        chunk[dim] if dim in counting or dim == lead else size for dim, size in enumerate(shape)
+    )
+
+
+def _divisible(shape: tuple[int, ...], piece: Piece) -> tuple[list[int], int]:
+    """The dims that count tensors, and the outer one of a tensor's rows."""
+    counting = [dim for dim, index in enumerate(piece.at) if isinstance(index, int)]
+    return counting, len(shape) - len(piece.sizes) + piece.lead
 
 
 def count(shapes: Mapping[str, tuple[int, ...]]) -> int:

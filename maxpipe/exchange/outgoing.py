@@ -11,7 +11,8 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from etils import epath
 
 from maxpipe.boundary.files import full, read
 from maxpipe.boundary.typed import checked, parse
-from maxpipe.checkpoint import contents, digests, manifest
+from maxpipe.checkpoint import contents, digests, manifest, slabs
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.damage import Damaged
 from maxpipe.checkpoint.folder import Facts, Folder
@@ -35,22 +36,25 @@ from maxpipe.config.load import load
 from maxpipe.config.schema import Config
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.exchange.folders import TRAVELLING, appearing, travel
+from maxpipe.exchange import reorder
+from maxpipe.exchange.folders import appearing, travel
 from maxpipe.exchange.incoming import FOLDER, ORIGIN, Origin
-from maxpipe.exchange.mapping import Mapped, mapped, part_of, regions
+from maxpipe.exchange.mapping import Mapped, mapped, part_of, readable
+from maxpipe.exchange.reports import Bytes, Report, Say, unreported
 from maxpipe.exchange.safetensors import DTYPES, Writer
 from maxpipe.exchange.sections import FILE, table_for, to_json
 from maxpipe.exchange.source import INDEX, SINGLE
 from maxpipe.model.families.registry import describe
 from maxpipe.words import counted
 
-Say = Callable[[str], None]
-
 TYPES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Values of `--dtype`, and what files call them."""
 
 SHARD_BYTES = 5 * 10**9
 """Largest file, unless one tensor is larger: what transformers 4 takes."""
+
+_Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
+"""Types and shapes by name."""
 
 _PARAMS = "params."
 _MAX_BYTES = 1 << 24
@@ -69,7 +73,12 @@ class _Chosen:
 
 
 def export(
-    address: Address, out: str, dtype: str | None, say: Say, shard_bytes: int = SHARD_BYTES
+    address: Address,
+    out: str,
+    dtype: str | None,
+    say: Say,
+    shard_bytes: int = SHARD_BYTES,
+    report: Report = unreported,
 ) -> None:
     """Writes config.json, safetensors files, and the tokenizer's files if there are any.
 
@@ -91,15 +100,14 @@ def export(
     _check_files(chosen)
     target = full(out, _OUT).absolute()
     with appearing(out, _OUT) as here:
-        names = _write_tensors(chosen, both, types, here, shard_bytes)
+        names = _write_tensors(chosen, both, sharded(both, types, shard_bytes), here, report)
         kept = _kept(chosen.beside)
         most = next(name for name, short in TYPES.items() if short == _most(types))
         text = to_json(table, said, kept, most, _defaults(chosen.config, kept, say))
         (here / FILE).write_text(text, encoding="utf-8")
         copied: list[str] = []
         for folder in chosen.beside:
-            left = tuple(name for name in TRAVELLING if name not in copied)
-            copied += travel(folder, here, left)
+            copied += travel(folder, here)
     if not copied:
         say("no tokenizer files: the run's tokenizer is built in, or is not on this machine")
     say(f"wrote {target}: {counted(len(names), 'file')} of weights in {most}")
@@ -173,11 +181,9 @@ def _most(types: Mapping[str, str]) -> str:
     return max(dict.fromkeys(values), key=values.count)
 
 
-def _files(
-    both: Mapped, types: Mapping[str, str], shard_bytes: int
-) -> dict[str, dict[str, tuple[np.dtype, tuple[int, ...]]]]:
+def sharded(both: Mapped, types: Mapping[str, str], shard_bytes: int) -> dict[str, _Tensors]:
     """Tensors by file, in network order."""
-    groups: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
+    groups: list[_Tensors] = [{}]
     size = 0
     for name, shape in both.tensors.items():
         dtype = DTYPES[types[name]]
@@ -197,10 +203,15 @@ def _files(
 
 
 def _write_tensors(
-    chosen: _Chosen, both: Mapped, types: Mapping[str, str], here: Path, shard_bytes: int
+    chosen: _Chosen, both: Mapped, files: Mapping[str, _Tensors], here: Path, report: Report
 ) -> list[str]:
     """Writes all weights, and the index if they are in several files; returns the files' names."""
-    files = _files(both, types, shard_bytes)
+    total = sum(
+        math.prod(shape) * dtype.itemsize
+        for group in files.values()
+        for dtype, shape in group.values()
+    )
+    written = Bytes("writing", total, report)
     place = {tensor: name for name, group in files.items() for tensor in group}
     with contextlib.ExitStack() as stack:
         writers = {
@@ -208,13 +219,8 @@ def _write_tensors(
         }
         expected = _recorded(chosen)
         for name, shape in both.shapes.items():
-            _write_param(chosen, both, name, shape, expected, place, writers)
+            _write_param(chosen, both, name, shape, expected, place, writers, written)
     if len(files) > 1:
-        total = sum(
-            math.prod(shape) * dtype.itemsize
-            for group in files.values()
-            for dtype, shape in group.values()
-        )
         index = {"metadata": {"total_size": total}, "weight_map": place}
         (here / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return list(files)
@@ -237,6 +243,7 @@ def _write_param(
     expected: Mapping[str, digests.Sum],
     place: Mapping[str, str],
     writers: Mapping[str, Writer],
+    written: Bytes,
 ) -> None:
     """One of our parameters into the files of its tensors, and compared with what was saved."""
     full_name = f"{_PARAMS}{name}"
@@ -244,19 +251,27 @@ def _write_param(
         array: Any = contents.understood(lambda: contents.stored(chosen.path, full_name))
         if tuple(array.shape) != shape:
             raise Damaged(f"array {full_name} has another shape than its config says")
-        stacked = len(shape) > len(both.params[name].shape)
         chunk: tuple[Any, ...] = array.chunk_layout.read_chunk.shape or shape
-        found = digests.Sum(str(array.dtype.numpy_dtype), shape)
-        for region in regions(shape, max(1, int(chunk[0])) if stacked else max(1, shape[0])):
-            values = contents.understood(lambda at=region: array[at].read().result())
-            found.add(values, tuple(each.start for each in region))
+        found, lock = digests.Sum(str(array.dtype.numpy_dtype), shape), threading.Lock()
+
+        def put(region: slabs.Region) -> None:
+            values = contents.understood(lambda: array[region].read().result())
+            part = digests.Sum(found.dtype, shape)
+            part.add(values, [each.start for each in region])
+            with lock:
+                found.join(part)
             wanted = tuple(range(each.start, each.stop) for each in region)
             for piece in both.pieces[name]:
                 if (parts := part_of(piece, wanted)) is not None:
+                    inside, taken = parts
+                    tensor = piece.form.to_theirs(values[inside])
                     writer = writers[place[piece.tensor]]
-                    tensor = piece.form.to_theirs(values[parts[0]])
-                    tensor = _cast(tensor, writer, piece.tensor)
-                    writer.write(piece.tensor, tensor, piece.first, *piece.lane)
+                    first, _ = piece.rows(taken[piece.lead_kept])
+                    cast = _cast(tensor, writer, piece.tensor)
+                    writer.write(piece.tensor, cast, first, *piece.lane)
+                    written.add(cast.nbytes)
+
+        slabs.each(put, slabs.regions(shape, readable(both, name, chunk)))
         wrong = digests.non_finite({full_name: found})
         if full_name in expected:
             before = {full_name: expected[full_name]}
@@ -269,8 +284,9 @@ def _write_param(
 
 def _cast(values: np.ndarray, writer: Writer, name: str) -> np.ndarray:
     dtype = writer.dtype(name)
+    cast = np.empty(values.shape, dtype)
     with np.errstate(over="ignore"):
-        cast = values.astype(dtype)
+        reorder.copy(cast, values)
     if dtype.itemsize < values.dtype.itemsize and not np.isfinite(cast).all():
         raise ConfigError.one(
             "command line: --dtype",

@@ -1,7 +1,7 @@
 """The weights of a Hugging Face folder: which file has a tensor, and regions of our parameters.
 
-Nothing is held in memory but headers: a region is put together from the tensors that it needs, read
-one after the other.
+Nothing is held in memory but headers: a region is put together from the rows of tensors that it
+needs, read a block at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -21,8 +21,10 @@ import numpy as np
 
 from maxpipe.boundary.files import full, read
 from maxpipe.boundary.typed import parse
+from maxpipe.checkpoint.digests import num_non_finite
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import ConfigError
+from maxpipe.exchange import reorder
 from maxpipe.exchange.mapping import Mapped, Piece, mapped, part_of
 from maxpipe.exchange.safetensors import DTYPES, Reader, shown
 from maxpipe.exchange.sections import FILE, Described, described
@@ -79,6 +81,16 @@ class Source:
         return Counter(self.dtypes.values()).most_common(1)[0][0]
 
     @property
+    def param_dtype(self) -> str:
+        """`model.param_dtype` for evaluation and generation."""
+        return "bfloat16" if self.dtype == "BF16" else "float32"
+
+    def stored(self, name: str) -> np.dtype:
+        """The type that holds all numbers of one of our parameters."""
+        types = {DTYPES[self.dtypes[piece.tensor]] for piece in self.mapped.pieces[name]}
+        return types.pop() if len(types) == 1 else np.dtype(np.float32)
+
+    @property
     def num_files(self) -> int:
         """Files that hold them."""
         return len({reader.path for reader in self._files.values()})
@@ -114,15 +126,33 @@ class Source:
         for piece in self.mapped.pieces[name]:
             if (parts := part_of(piece, wanted)) is not None and inner.size:
                 inside, taken = parts
-                inner[inside] = self._ours(piece)[taken]
+                self._fill(inner[inside], piece, taken)
         return found
+
+    def _fill(self, target: np.ndarray, piece: Piece, taken: tuple[slice, ...]) -> None:
+        """Reads that part of the piece's array of ours, some rows at a time."""
+        dim = piece.lead_kept
+        rest = [slice(None)] * target.ndim
+        for part, ours in self._blocks(piece, taken[dim]):
+            rest[dim] = slice(part.start - taken[dim].start, part.stop - taken[dim].start)
+            others = tuple(slice(None) if at == dim else each for at, each in enumerate(taken))
+            reorder.copy(target[tuple(rest)], ours[others])
+
+    def _blocks(self, piece: Piece, part: slice) -> Iterator[tuple[slice, np.ndarray]]:
+        """(part of the lead dim, the piece's array there), as much as is good to have at a time."""
+        width = math.prod(piece.shape) // piece.sizes[piece.lead]
+        step = max(1, _BLOCK_ELEMENTS // width)
+        for first in range(part.start, part.stop, step):
+            here = slice(first, min(first + step, part.stop))
+            reader, name = self._files[piece.tensor], self._names[piece.tensor]
+            rows = reader.read(name, piece.rows(here))
+            self._must_be_finite(piece.tensor, rows)
+            yield here, piece.to_ours(rows, here)
 
     def _grow(
         self, name: str, found: np.ndarray, wanted: tuple[range, ...], dim: int, old: int
     ) -> None:
-        (piece,) = self.mapped.pieces[name]
-        mean = self._ours(piece).astype(np.float32).mean(dim, keepdims=True, dtype=np.float64)
-        mine = mean[
+        mine = self._mean(name, dim)[
             tuple(
                 slice(None) if at == dim else slice(each.start, each.stop)
                 for at, each in enumerate(wanted)
@@ -132,14 +162,23 @@ class Source:
         new[dim] = slice(max(old - wanted[dim].start, 0), None)
         found[tuple(new)] = mine.astype(found.dtype)
 
-    def _ours(self, piece: Piece) -> np.ndarray:
-        """The rows of a tensor in the order of our dims."""
-        tensor = self._files[piece.tensor].read(self._names[piece.tensor], piece.rows)
-        mine = piece.lane.of(self._finite(piece.tensor, tensor))
-        return piece.form.to_ours(mine, piece.sizes)
+    def _mean(self, name: str, dim: int) -> np.ndarray:
+        """Of all entries along that dim."""
+        if name not in self._means:
+            (piece,) = self.mapped.pieces[name]
+            assert piece.lead == dim, "its rows are entries of the vocabulary"
+            total = np.zeros((), np.float64)
+            for _, ours in self._blocks(piece, slice(0, piece.sizes[piece.lead])):
+                total = total + ours.astype(np.float32).sum(dim, np.float64, keepdims=True)
+            self._means[name] = total / self.mapped.shapes[name][dim]
+        return self._means[name]
 
-    def _finite(self, name: str, tensor: np.ndarray) -> np.ndarray:
-        if bad := tensor.size - int(np.count_nonzero(np.isfinite(tensor))):
+    @cached_property
+    def _means(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def _must_be_finite(self, name: str, tensor: np.ndarray) -> None:
+        if bad := num_non_finite(tensor):
             raise ConfigError.one(
                 f"{self._files[name].path}: {self._names[name]}",
                 None,
@@ -147,7 +186,6 @@ class Source:
                 "go on.",
                 "Copy the file again, or take the weights from before they went wrong.",
             )
-        return tensor
 
     def check_tied(self) -> None:
         """That an output projection in the files is the embedding, if that is what it should be.

@@ -1,16 +1,20 @@
-"""Prompts in, text out: batches of rows, each until it ends."""
+"""Prompts in, text out: rows side by side, each until it ends."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
 
 from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.data.tokenizers.chat import Message
 from maxpipe.errors import ConfigError, NumbersError
-from maxpipe.generate.decoding import Decoding, Size, padded
+from maxpipe.generate.decoding import NewRow, Refill, Size, padded
 from maxpipe.generate.text import Writing
 
 Finish = Literal["end", "stop", "length", "room", "interrupted"]
@@ -56,6 +60,31 @@ class Completion:
         return self.writing.text
 
 
+class Extends(Protocol):
+    """What extends rows: `Decoding`, or with stages `StagedDecoding`."""
+
+    @property
+    def shards(self) -> int:
+        """What the number of rows is a multiple of."""
+        ...
+
+    @property
+    def refills(self) -> bool:
+        """Whether rows that are over can be replaced."""
+        ...
+
+    def run(
+        self,
+        params: Any,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        size: Size,
+        refill: Refill | None = None,
+    ) -> Generator[tuple[np.ndarray, np.ndarray]]:
+        """Tokens and log-probabilities `[B]` that follow, one of each row at a time."""
+        ...
+
+
 def encoded(texts: Sequence[str], tokenizer: Tokenizer, room: int, first: int = 0) -> list[Prompt]:
     """The prompts' tokens, as documents begin in training.
 
@@ -73,20 +102,50 @@ def encoded(texts: Sequence[str], tokenizer: Tokenizer, room: int, first: int = 
                 "must be UTF-8.",
                 "Convert it, with `iconv -t UTF-8` perhaps.",
             ) from error
-        if len(ids) >= room:
-            raise ConfigError.one(
-                f"prompt {number + 1}",
-                repr(text[:40]) + ("..." if len(text) > 40 else ""),
-                f"has {len(ids)} tokens with the begin token, and must leave room for one more: "
-                f"the model was trained on {room} (train.sequence_length).",
-                f"Shorten it, or set train.sequence_length={2 * len(ids)} to go beyond that.",
-            )
-        found.append(Prompt(number, text, ids))
+        found.append(_with_room(Prompt(number, text, ids), room))
     return found
 
 
+def encoded_chats(
+    conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer, room: int, first: int = 0
+) -> list[Prompt]:
+    """The conversations as the template of the model's folder writes them, and their tokens.
+
+    The text of such a prompt is that of the last message.
+
+    Raises:
+        ConfigError: there is no template, or it refuses the messages; as `encoded` does.
+    """
+    if (chat := tokenizer.chat) is None:
+        raise ConfigError.one(
+            "command line: --chat",
+            None,
+            "needs the chat template of a model's folder, and the tokenizer has none.",
+            "Leave --chat out, or name the folder: tokenizer.kind=auto tokenizer.path=FOLDER.",
+        )
+    found = []
+    for number, text in enumerate(chat.render(conversations), first):
+        said = str(conversations[number - first][-1]["content"])
+        prompt = Prompt(number, said, tokenizer.encode_chat(text).tolist())
+        found.append(_with_room(prompt, room))
+    return found
+
+
+def _with_room(prompt: Prompt, room: int) -> Prompt:
+    text, size = prompt.text, len(prompt.ids)
+    if size >= room:
+        raise ConfigError.one(
+            f"prompt {prompt.number + 1}",
+            repr(text[:40]) + ("..." if len(text) > 40 else ""),
+            f"has {size} tokens with the begin token, and must leave room for one more: "
+            f"the model was trained on {room} (train.sequence_length).",
+            f"Shorten it, or set train.sequence_length={2 * size} to go beyond that.",
+        )
+    return prompt
+
+
 def complete(
-    decoding: Decoding,
+    decoding: Extends,
     params: Any,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
@@ -96,40 +155,35 @@ def complete(
     stream: Callable[[str], object] = lambda text: None,
     stops: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Completes the prompts in batches, all of one size.
+    """Completes the prompts, as many side by side as a batch has rows.
 
-    `write` is called with each completion, in the order of the prompts, as soon as it and those
-    before it are over; `stream` with new text of any row. At an interrupt, or when `stops` says so,
-    rows under way are written as they are.
+    Where a row is over the next prompt takes its place, or with stages the next batch begins when
+    all are. `write` is called with each completion, in the order of the prompts, as soon as it and
+    those before it are over; `stream` with new text of any row. At an interrupt, or when `stops`
+    says so, rows under way are written as they are.
 
     Raises:
         NumbersError: the model gives numbers that are not finite.
         KeyboardInterrupt: after the rows under way were written.
     """
     size = size_of(prompts, limits, decoding.shards)
-    for first in range(0, len(prompts), size.rows):
-        batch = [
-            Completion(prompt, Writing(tokenizer, prompt.ids, limits.stops))
-            for prompt in prompts[first : first + size.rows]
-        ]
-        waiting = iter(batch)
-        pending = next(waiting, None)
-        try:
-            rows = _steps(decoding, params, tokenizer, batch, limits, size, stream)
+    every = [Completion(each, Writing(tokenizer, each.ids, limits.stops)) for each in prompts]
+    waiting, unwritten = deque(every), deque(every)
+    try:
+        while waiting:
+            rows = _steps(decoding, params, tokenizer, waiting, limits, size, stream)
             with contextlib.closing(rows):
                 for _ in rows:
-                    while pending is not None and pending.finish is not None:
-                        done, pending = pending, next(waiting, None)
-                        write(done)
+                    while unwritten and unwritten[0].finish is not None:
+                        write(unwritten.popleft())
                     if stops():
                         raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            while pending is not None:
-                done, pending = pending, next(waiting, None)
-                if done.finish is None:
-                    _finish(done, "interrupted", stream)
-                write(done)
-            raise
+    except KeyboardInterrupt:
+        while len(unwritten) > len(waiting):
+            if (done := unwritten.popleft()).finish is None:
+                _finish(done, "interrupted", stream)
+            write(done)
+        raise
 
 
 def size_of(prompts: Sequence[Prompt], limits: Limits, shards: int) -> Size:
@@ -141,41 +195,60 @@ def size_of(prompts: Sequence[Prompt], limits: Limits, shards: int) -> Size:
 
 
 def _steps(
-    decoding: Decoding,
+    decoding: Extends,
     params: Any,
     tokenizer: Tokenizer,
-    batch: Sequence[Completion],
+    waiting: deque[Completion],
     limits: Limits,
     size: Size,
     stream: Callable[[str], object],
 ) -> Generator[None]:
-    """Extends the rows of a batch by a token at a time, until all are over."""
-    prompts = [each.prompt.ids for each in batch]
-    numbers = [each.prompt.number for each in batch]
-    with contextlib.closing(decoding.run(params, prompts, numbers, size)) as drawn:
+    """Extends the rows of a batch by a token at a time, until all are over.
+
+    Rows are taken from those that wait.
+    """
+    batch = [waiting.popleft() for _ in range(min(size.rows, len(waiting)))]
+    new: list[NewRow] = []
+
+    def refill() -> list[NewRow]:
+        given = new.copy()
+        new.clear()
+        return given
+
+    given = (params, [each.prompt.ids for each in batch], [each.prompt.number for each in batch])
+    more = refill if decoding.refills and waiting else None
+    with contextlib.closing(decoding.run(*given, size, more)) as drawn:
         for tokens, logprobs in drawn:
             for row, each in enumerate(batch):
                 if each.finish is not None:
                     continue
-                if not math.isfinite(logprobs[row]):
-                    raise NumbersError(
-                        f"prompt {each.prompt.number + 1}: token {len(each.tokens) + 1} has the "
-                        f"log-probability {logprobs[row]}\n"
-                        "  the model's parameters give numbers that are not finite.\n"
-                        "  Take an earlier step, or set model.compute_dtype=float32."
-                    )
-                each.tokens.append(int(tokens[row]))
-                each.logprobs.append(float(logprobs[row]))
-                stream(each.writing.add(each.tokens[-1]))
-                if (why := _over(each, tokenizer, limits)) is not None:
-                    _finish(each, why, stream)
+                _extended(each, int(tokens[row]), float(logprobs[row]), stream)
+                if (why := _over(each, tokenizer, limits)) is None:
+                    continue
+                _finish(each, why, stream)
+                if more is not None and waiting:
+                    batch[row] = waiting.popleft()
+                    new.append(NewRow(row, batch[row].prompt.ids, batch[row].prompt.number))
             yield
             if all(each.finish is not None for each in batch):
                 return
 
 
+def _extended(row: Completion, token: int, logprob: float, stream: Callable[[str], object]) -> None:
+    if not math.isfinite(logprob):
+        raise NumbersError(
+            f"prompt {row.prompt.number + 1}: token {len(row.tokens) + 1} has the "
+            f"log-probability {logprob}\n"
+            "  the model's parameters give numbers that are not finite.\n"
+            "  Take an earlier step, or set model.compute_dtype=float32."
+        )
+    row.tokens.append(token)
+    row.logprobs.append(logprob)
+    stream(row.writing.add(token))
+
+
 def _over(row: Completion, tokenizer: Tokenizer, limits: Limits) -> Finish | None:
-    if row.tokens[-1] == tokenizer.end_id:
+    if row.tokens[-1] in tokenizer.end_ids:
         return "end"
     if row.writing.stopped:
         return "stop"

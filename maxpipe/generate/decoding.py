@@ -8,9 +8,9 @@ tokens alike; it is compiled once for each of the two sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +30,7 @@ Tree = Any
 _LARGEST_PIECE = 512
 """Tokens of a prompt that are computed at once: scores are this times the cache's room."""
 _SMALLEST_PIECE = 16
-_PADDING, _TEXT = 0, 1
+_PADDING, TEXT = 0, 1
 """Segments."""
 
 
@@ -53,9 +53,9 @@ class Drawn(NamedTuple):
 class Rows(NamedTuple):
     """Prompts side by side, int32 `[B, T]`."""
 
-    tokens: np.ndarray
-    segment_ids: np.ndarray
-    positions: np.ndarray
+    tokens: Any
+    segment_ids: Any
+    positions: Any
 
 
 class Size(NamedTuple):
@@ -73,6 +73,17 @@ class Size(NamedTuple):
         return min(self.prompt, _LARGEST_PIECE)
 
 
+class NewRow(NamedTuple):
+    """A prompt that takes the place of a row that is over."""
+
+    row: int
+    prompt: Sequence[int]
+    number: int
+
+
+Refill = Callable[[], Sequence[NewRow]]
+
+
 def padded(longest: int) -> int:
     """The size of prompts for a longest one: a power of two, or a multiple of the largest piece."""
     if longest > _LARGEST_PIECE:
@@ -86,9 +97,19 @@ def side_by_side(prompts: Sequence[Sequence[int]], rows: int, width: int) -> Row
     for row, prompt in enumerate(prompts):
         start = width - len(prompt)
         found.tokens[row, start:] = prompt
-        found.segment_ids[row, start:] = _TEXT
+        found.segment_ids[row, start:] = TEXT
         found.positions[row, start:] = np.arange(len(prompt))
     return found
+
+
+def placed(array: np.ndarray, sharding: NamedSharding) -> Array:
+    """The array, which every process has, on the devices."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def abstractly(shapes: Tree, shardings: Tree) -> Tree:
+    """Shapes with the shardings that arrays of them have."""
+    return jax.tree.map(lambda leaf, at: leaf.update(sharding=at), shapes, shardings)
 
 
 @dataclass(frozen=True)
@@ -100,42 +121,89 @@ class Decoding:
     sampling: Sampling
     seed: int
 
+    refills = True
+    """Whether rows that are over can be replaced."""
+
     @property
     def shards(self) -> int:
         """What the number of rows is a multiple of."""
         return math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
 
     def run(
-        self, params: Tree, prompts: Sequence[Sequence[int]], numbers: Sequence[int], size: Size
+        self,
+        params: Tree,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        size: Size,
+        refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
         """Tokens and log-probabilities `[B]` that follow, one of each row at a time.
 
         Args:
-            params: in network order, layers stacked by kind.
+            params: in network order, as `Decoder.by_layer` has them.
             prompts: ids of each row, at least one.
             numbers: of the rows: with the seed and a token's position they are its randomness.
             size: of the batch, which has at least as many rows and tokens.
+            refill: asked after each token for rows whose place another prompt takes; the next
+                token of such a row is the first one behind its prompt. With it there is no end.
         """
         with jax.set_mesh(self.mesh):
-            place = partial(jax.device_put, device=NamedSharding(self.mesh, BATCH_SPEC))
-            rows = side_by_side(prompts, size.rows, size.prompt)
             given = np.zeros(size.rows, np.int32)
             given[: len(numbers)] = numbers
-            named, kept = place(given), self._empty(size)
-            drawn = None
-            for start in range(0, size.prompt, size.piece):
-                piece = Rows(*(place(each[:, start : start + size.piece]) for each in rows))
-                kept, drawn = self._extend(params, kept, named, piece)
-        assert drawn is not None
+            named = self._place(given)
+            kept, drawn = self._begun(params, self._empty(size), named, prompts, size)
         try:
-            for left in reversed(range(size.more)):
-                before = drawn
+            left = size.more
+            while left:
+                before, left = drawn, left - (refill is None)
                 if left:  # the next token is under way while this one is read
                     with jax.set_mesh(self.mesh):
                         kept, drawn = self._step(params, kept, named, drawn)
                 yield np.asarray(before.tokens), np.asarray(before.logprobs)
+                for new in refill() if refill is not None else ():
+                    with jax.set_mesh(self.mesh):
+                        kept, drawn, named = self._refilled(params, kept, drawn, named, new, size)
         finally:
             jax.block_until_ready(drawn)  # Python may end next
+
+    def _begun(
+        self,
+        params: Tree,
+        kept: Kept,
+        named: Int[Array, " B"],
+        prompts: Sequence[Sequence[int]],
+        size: Size,
+    ) -> tuple[Kept, Drawn]:
+        """What is kept with the prompts, and the tokens behind them."""
+        rows, drawn = side_by_side(prompts, size.rows, size.prompt), None
+        for start in range(0, size.prompt, size.piece):
+            piece = Rows(*(self._place(each[:, start : start + size.piece]) for each in rows))
+            kept, drawn = self._extend(params, kept, named, piece)
+        assert drawn is not None
+        return kept, drawn
+
+    def _refilled(
+        self,
+        params: Tree,
+        kept: Kept,
+        drawn: Drawn,
+        named: Int[Array, " B"],
+        new: NewRow,
+        size: Size,
+    ) -> tuple[Kept, Drawn, Int[Array, " B"]]:
+        """With another prompt in a row.
+
+        It is computed in caches of its own, which end at the same place.
+        """
+        width, rows = padded(len(new.prompt)), self.shards
+        beside = self._beside(size._replace(rows=rows), kept, np.int32(width))
+        number = self._place(np.full(rows, new.number, np.int32))
+        prompts = [new.prompt] * rows
+        found = self._begun(params, beside, number, prompts, Size(rows, width, 0))
+        return self._joined(kept, drawn, named, *found, np.int32(new.row), np.int32(new.number))
+
+    def _place(self, rows: np.ndarray) -> Array:
+        return placed(rows, NamedSharding(self.mesh, BATCH_SPEC))
 
     # The programs.
 
@@ -149,36 +217,81 @@ class Decoding:
         """(parameters, kept, row numbers, piece) -> (kept, drawn behind the piece)."""
         return jax.jit(self._advance, donate_argnums=1, out_shardings=self._shardings)
 
-    def _empty(self, size: Size) -> Kept:
-        """Room for the batch, on the mesh."""
+    @cached_property
+    def _empty(self) -> Any:
+        """(size) -> room for the batch, on the mesh."""
+        return jax.jit(self._fresh, static_argnums=0, out_shardings=self._shardings[0])
+
+    def _fresh(self, size: Size) -> Kept:
+        caches = self.decoder.empty_caches(size.rows, size.prompt + size.more, size.piece)
         shape = (size.rows, self.decoder.config.vocab_size)
+        return Kept(caches, jnp.zeros(shape, bool) if self._penalises else None)
 
-        def build() -> Kept:
-            caches = self.decoder.empty_caches(size.rows, size.prompt + size.more)
-            return Kept(caches, jnp.zeros(shape, bool) if self._penalises else None)
+    @cached_property
+    def _beside(self) -> Any:
+        """(size, kept, tokens) -> room for rows that end where `kept` does, after these."""
 
-        return jax.jit(build, out_shardings=self._shardings[0])()
+        def build(size: Size, kept: Kept, tokens: Int[Array, ""]) -> Kept:
+            mine = self._fresh(size)
+
+            def begun(leaf: Array, other: Array) -> Array:
+                return leaf if other.ndim else other - tokens
+
+            return mine._replace(caches=jax.tree.map(begun, mine.caches, kept.caches))
+
+        return jax.jit(build, static_argnums=0, out_shardings=self._shardings[0])
+
+    @cached_property
+    def _joined(self) -> Any:
+        """(kept, drawn, row numbers, another's kept and drawn, row, its number) -> the first
+        three, with the other's first row there.
+        """
+
+        def join(
+            kept: Kept, drawn: Drawn, named: Array, new: Kept, first: Drawn, row: Array, at: Array
+        ) -> tuple[Kept, Drawn, Array]:
+            def taken(old: Array, new: Array) -> Array:
+                return old.at[row].set(new[0]) if old.ndim else old
+
+            kept, drawn = jax.tree.map(taken, (kept, drawn), (new, first))
+            return kept, drawn, named.at[row].set(at)
+
+        rows = NamedSharding(self.mesh, BATCH_SPEC)
+        return jax.jit(join, donate_argnums=0, out_shardings=(*self._shardings, rows))
 
     @cached_property
     def _shardings(self) -> Any:
         """Of what is kept, and of what is drawn."""
 
         def sharding(axes: tuple[str | None, ...]) -> NamedSharding:
-            return NamedSharding(self.mesh, self.decoder.rules.spec((None, *axes), "the cache"))
+            return NamedSharding(self.mesh, self.decoder.rules.spec(axes, "the cache"))
 
-        caches = jax.tree.map(sharding, self.decoder.cache_axes(), is_leaf=_is_axes)
+        axes = [self.decoder.cache_axes(kind) for kind in self.decoder.model.layers]
+        caches = jax.tree.map(sharding, axes, is_leaf=is_axes)
         rows: Any = NamedSharding(self.mesh, BATCH_SPEC)
-        return Kept(caches, rows if self._penalises else None), Drawn(rows, rows, rows)
+        whole: Any = NamedSharding(self.mesh, PartitionSpec())  # each process reads all of it
+        return Kept(caches, rows if self._penalises else None), Drawn(whole, whole, rows)
 
     @property
     def _penalises(self) -> bool:
         return self.sampling.repetition_penalty != 1.0
 
+    def lower_step(self, params: Tree, size: Size) -> jax.stages.Lowered:
+        """The program of a token for devices that need not be there; parameters are abstract."""
+        kept, drawn = self._shardings
+        rows = NamedSharding(self.mesh, BATCH_SPEC)
+        given = jax.ShapeDtypeStruct((size.rows,), jnp.int32, sharding=rows)
+        types = Drawn._make((given, given.update(dtype=jnp.float32), given))
+        drawn = abstractly(types, drawn)
+        with jax.set_mesh(self.mesh):
+            abstract = abstractly(self._empty.eval_shape(size), kept)
+            return self._step.lower(params, abstract, given, drawn)
+
     def _next(
         self, params: Tree, kept: Kept, numbers: Int[Array, " B"], drawn: Drawn
     ) -> tuple[Kept, Drawn]:
         tokens, positions = drawn.tokens[:, None], drawn.positions[:, None]
-        piece: Any = Rows._make((tokens, jnp.full_like(tokens, _TEXT), positions))
+        piece: Any = Rows._make((tokens, jnp.full_like(tokens, TEXT), positions))
         return self._advance(params, kept, numbers, piece)
 
     def _advance(
@@ -190,12 +303,13 @@ class Decoding:
         seen = kept.seen
         if seen is not None:
             each = jnp.arange(seen.shape[0])[:, None]
-            seen = seen.at[each, piece.tokens].max(piece.segment_ids == _TEXT)
+            seen = seen.at[each, piece.tokens].max(piece.segment_ids == TEXT)
         positions = piece.positions[:, -1] + 1
         keys = row_keys(self.seed, numbers, positions)
         choice = sample(logits, seen, keys, self.sampling)
         return Kept(caches, seen), Drawn(choice.tokens, choice.logprobs, positions)
 
 
-def _is_axes(node: object) -> bool:
+def is_axes(node: object) -> bool:
+    """Whether it is the logical axes of one array."""
     return type(node) is tuple

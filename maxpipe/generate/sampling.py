@@ -51,13 +51,23 @@ def sample(
         assert seen is not None, "a penalty needs the tokens that it is for"
         scores = penalised(scores, seen, sampling.repetition_penalty)
     if sampling.temperature == 0.0:
-        tokens = jnp.argmax(scores, axis=-1)
+        tokens = most_likely(scores)
     else:
         scores = filtered(scores / sampling.temperature, sampling)
         tokens = jax.vmap(jax.random.categorical)(keys, scores)
-    normalised = jax.nn.log_softmax(logits)
-    logprobs = jnp.take_along_axis(normalised, tokens[:, None], axis=-1)[:, 0]
-    return Choice(tokens.astype(jnp.int32), logprobs)
+    taken = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return Choice(tokens.astype(jnp.int32), taken - jax.nn.logsumexp(logits, axis=-1))
+
+
+def most_likely(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """The first of the highest scores; the last token where scores are not numbers.
+
+    Two reductions of one number each: on CPU `argmax`, which reduces pairs, takes five times as
+    long.
+    """
+    last = scores.shape[-1] - 1
+    is_best = scores == scores.max(axis=-1, keepdims=True)
+    return jnp.where(is_best, jnp.arange(last + 1), last).min(axis=-1)
 
 
 def penalised(

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -22,12 +23,21 @@ from maxpipe.config.load import Loaded
 from maxpipe.config.schema import Config, MeshConfig
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
+from maxpipe.generate.sampling import Sampling
 from maxpipe.model.decoder import Decoder
-from maxpipe.parallel.mesh import build_mesh, describe
+from maxpipe.parallel.mesh import STAGE, build_mesh, describe
 from maxpipe.processes import runtime
 from maxpipe.train.build import steps_of
 from maxpipe.train.chosen import choose, is_given
+from maxpipe.train.decoders import (
+    AnyDecoding,
+    decoding_of,
+    for_decoding,
+    prepared,
+    prepared_shardings,
+)
 from maxpipe.train.run import fit_to_devices
+from maxpipe.train.state import Partition
 from maxpipe.train.step import Steps
 from maxpipe.words import counted
 
@@ -65,9 +75,13 @@ class Opened(Protocol):
         """Starts the devices and reads the parameters; `say` is called with progress messages."""
         ...
 
+    def decoding(self, say: Say, sampling: Sampling, seed: int) -> tuple[AnyDecoding, Any]:
+        """The same, to generate with: the parameters are as the decoding takes them."""
+        ...
+
 
 def open_model(named: Address | Path, inputs: Sequence[str]) -> Opened:
-    """A checkpoint or a Hugging Face folder, for its parameters alone, on a mesh without stages.
+    """A checkpoint or a Hugging Face folder, for its parameters alone.
 
     `inputs` are files and overrides that change its own config: `mesh` for the devices,
     `train.sequence_length` for the room, which is the folder's `max_position_embeddings`.
@@ -77,7 +91,7 @@ def open_model(named: Address | Path, inputs: Sequence[str]) -> Opened:
         StorageError: the checkpoint is damaged.
     """
     chosen = choose(named, inputs, _saved)
-    _check_layout(chosen.loaded.config)
+    _check_processes(chosen.loaded.config)
     tokenizer = open_tokenizer(chosen.loaded.config.tokenizer)
     chosen.must_have(tokenizer)
     return _Model(chosen.name, chosen.loaded, tokenizer, chosen.params)
@@ -101,9 +115,25 @@ class _Model:
         """Starts the devices and reads the parameters.
 
         Raises:
-            ConfigError: the config does not fit the devices.
+            ConfigError: the config does not fit the devices, or has stages.
             StorageError: the checkpoint is damaged.
         """
+        _check_no_stages(self.loaded.config)
+        parts, params = self._read(say)
+        return Weights(parts.decoder, params, parts.mesh)
+
+    def decoding(self, say: Say, sampling: Sampling, seed: int) -> tuple[AnyDecoding, Any]:
+        """The same for generation, on any mesh."""
+        parts, params = self._read(say)
+        if parts.mesh.shape[STAGE] == 1:
+            params = _by_layer(parts.decoder, params)
+        else:
+            stack = jax.jit(partial(prepared, parts), out_shardings=prepared_shardings(parts))
+            params = stack(params)
+        return decoding_of(parts, sampling, seed), params
+
+    def _read(self, say: Say) -> tuple[Partition, Any]:
+        """The parameters in network order, layers stacked by kind."""
         config = self.loaded.config
         runtime.start(config.runtime, config.mesh.cpu_devices)
         config = _fitted(self.loaded, self.name, say)
@@ -111,7 +141,19 @@ class _Model:
         steps = steps_of(config, mesh, self.tokenizer.byte_lengths)
         say(f"restoring the parameters of {self.name}")
         params = steps.partition.by_kind(self.params(steps))
-        return Weights(steps.partition.decoder, params, mesh)
+        return for_decoding(steps.partition), params
+
+
+def _by_layer(decoder: Decoder, params: Any) -> Any:
+    """`Decoder.by_layer`, a stack at a time: each is freed when its layers are by themselves."""
+    copied = jax.jit(list)
+
+    def split(leaf: jax.Array) -> list[jax.Array]:
+        each = jax.block_until_ready(copied(leaf))
+        leaf.delete()
+        return each
+
+    return decoder.by_layer(params, split)
 
 
 def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,15 +168,18 @@ def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
     return taken | {"train": train, "mesh": {"axis_rules": rules}}
 
 
-def _check_layout(config: Config) -> None:
+def _check_no_stages(config: Config) -> None:
     for key in ("ici_stage", "dcn_stage"):
         if (size := getattr(config.mesh, key)) != 1:
             raise ConfigError.one(
                 f"mesh.{key}",
                 size,
-                "must be 1: tokens are generated without stages.",
+                "must be 1: texts are scored without stages.",
                 f"Set mesh.{key}=1, and mesh.ici_tensor or mesh.ici_data for the devices.",
             )
+
+
+def _check_processes(config: Config) -> None:
     if config.runtime.num_processes != 1:
         raise ConfigError.one(
             "runtime.num_processes",

@@ -8,7 +8,7 @@ every pipelined run is held against; `layer` and `norm` are what the pipeline ru
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -22,7 +22,13 @@ from jaxtyping import Float, Int, Key
 from maxpipe.config.schema import ModelConfig
 from maxpipe.model.families.registry import describe
 from maxpipe.model.initial import initial
-from maxpipe.model.modules.block import Block, cache_axes, empty_cache, norm_module
+from maxpipe.model.modules.block import (
+    Block,
+    cache_axes,
+    empty_cache,
+    norm_module,
+    window,
+)
 from maxpipe.model.modules.part import Context, Output
 from maxpipe.model.spec import Model, Param
 from maxpipe.parallel.sharding import AxisRules
@@ -285,60 +291,64 @@ class Decoder:
 
     # Decoding.
 
-    def empty_caches(self, rows: int, tokens: int) -> Params:
-        """By kind, room for what its layers keep of `tokens` tokens in each row, stacked."""
-        found: Params = {}
-        for name, kind in self.model.kinds.items():
-            one = empty_cache(kind, rows, tokens, self._dtype)
-            count = self.model.layers.count(name)
-            found[name] = jax.tree.map(
-                lambda leaf, count=count: jnp.broadcast_to(leaf, (count, *leaf.shape)), one
-            )
+    def by_layer(self, params: Params, split: Callable[[Array], Sequence[Array]] = list) -> Params:
+        """Parameters with those of each layer by themselves, in network order.
+
+        Decoding reads all of them for each token: a part of a stack would be copied first. `split`
+        makes a stack's leaf the layers'.
+        """
+        stacks = params["layers"]
+        if not isinstance(stacks, Mapping):
+            return params
+        layers = {}
+        for kind, stack in stacks.items():
+            leaves, form = jax.tree.flatten(stack)
+            layers[kind] = iter(map(form.unflatten, zip(*map(split, leaves), strict=True)))
+        return params | {"layers": [next(layers[kind]) for kind in self.model.layers]}
+
+    def empty_cache(self, kind: str, rows: int, tokens: int) -> Any:
+        """Room for what a layer of this kind keeps of `tokens` tokens in each row."""
+        return empty_cache(self.model.kinds[kind], rows, tokens, self._dtype)
+
+    def cache_axes(self, kind: str) -> Any:
+        """Logical axes of what `empty_cache` has, a tuple for each array."""
+        return cache_axes(self.model.kinds[kind])
+
+    def empty_caches(self, rows: int, tokens: int, piece: int = 0) -> list[Any]:
+        """Those of all layers, in network order.
+
+        With `piece`, the most tokens that follow at once, layers with a window have room for what
+        the first of these sees, and for them.
+        """
+        found = []
+        for number, kind in enumerate(self.model.layers):
+            name, places = window(self.model.kinds[kind]), tokens
+            if piece and name and (size := int(self.model.values[name][number])):
+                places = min(tokens, size - 1 + piece)
+            found.append(self.empty_cache(kind, rows, places))
         return found
 
-    def cache_axes(self) -> Params:
-        """Logical axes of all that `empty_caches` has, without the stacking axis."""
-        return {name: cache_axes(kind) for name, kind in self.model.kinds.items()}
+    def continued(
+        self, kind: str, params: Params, x: Array, batch: Params, index: Array, cache: Any
+    ) -> tuple[Float[Array, "B t D"], Any]:
+        """x after a layer, and the layer's cache with this batch's tokens."""
+        context = Context(batch, index, self.model.values, cache)
+        found = self._layer(kind, params, x, context, None)
+        return found.x, found.cache
 
     def extend(
-        self, params: Params, batch: Params, caches: Params, last: int = 0
-    ) -> tuple[Float[Array, "B t V"], Params]:
+        self, params: Params, batch: Params, caches: Sequence[Any], last: int = 0
+    ) -> tuple[Float[Array, "B t V"], list[Any]]:
         """Logits of tokens that follow those in the caches, and the caches with them.
 
-        `last` asks for the logits of that many tokens at the end of each row, 0 for all. The
-        program has one loop for each run of layers of one kind, however many these are.
+        `last` asks for the logits of that many tokens at the end of each row, 0 for all.
         """
-        x, caches = self.embed(params["embedding"], batch["tokens"]), dict(caches)
-        number, places = 0, dict.fromkeys(self.model.kinds, 0)
-        for kind, run in itertools.groupby(self.model.layers):
-            size = len(list(run))
-            # Layers and caches are read where they are: a part of a stack would be copied.
-            indices = (number + jnp.arange(size), places[kind] + jnp.arange(size))
-            body = partial(self._extended, kind, params["layers"][kind], batch)
-            (x, caches[kind]), _ = jax.lax.scan(body, (x, caches[kind]), indices)
-            number, places[kind] = number + size, places[kind] + size
-        return self.logits(params, x[:, -last:]), caches
-
-    def _extended(
-        self,
-        kind: str,
-        stack: Params,
-        batch: Params,
-        carried: tuple[Array, Any],
-        each: tuple[Array, Array],
-    ) -> tuple[tuple[Array, Any], None]:
-        """x and the kind's caches, after the layer that has this number and place in the stack."""
-        (x, caches), (number, place) = carried, each
-        one, cache = jax.tree.map(
-            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), (stack, caches)
-        )
-        found = self._layer(kind, one, x, Context(batch, number, self.model.values, cache), None)
-        caches = jax.tree.map(
-            lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, place, 0),
-            caches,
-            found.cache,
-        )
-        return (found.x, caches), None
+        x, extended = self.embed(params["embedding"], batch["tokens"]), []
+        layers = zip(self.model.layers, self.by_layer(params)["layers"], caches, strict=True)
+        for number, (kind, one, cache) in enumerate(layers):
+            x, cache = self.continued(kind, one, x, batch, jnp.asarray(number), cache)
+            extended.append(cache)
+        return self.logits(params, x[:, -last:]), extended
 
 
 def _targets(batch: Params) -> Float[Array, ""]:

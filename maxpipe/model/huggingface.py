@@ -189,6 +189,10 @@ class Rotary:
     """Type of layers, where `rope_parameters` has entries by type."""
     older: str = "rope_theta"
     """Where the base was written before."""
+    older_type: str = "rope_type"
+    """Where the type was written before."""
+    beside: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
+    """By `rope_type` rows for keys of config.json itself."""
     absent: Theirs = field(default_factory=dict)
     """What transformers takes where nothing is said but perhaps the base."""
 
@@ -211,14 +215,15 @@ class Rotary:
         if kind != "default" and (not isinstance(kind, str) or kind not in self.scalings):
             known = " or ".join(repr(each) for each in ("default", *self.scalings))
             raise Unlike("rope_type", kind, f"must be {known}.")
-        rows = self.scalings.get(kind, ())
+        rows = (*self.scalings.get(kind, ()), *self.beside.get(kind, ()))
         known = {name for row in rows for name in row.names}
         if more := sorted(said.keys() - known - {"rope_theta", "rope_type", "type"}):
             raise Unlike(f"rope_parameters.{more[0]}", said[more[0]], f"is no key of {kind!r}.")
-        if not rows:
-            return found | dict(self.unscaled)
+        if kind == "default":
+            found |= dict(self.unscaled)
+        lengths = {name: theirs[name] for name in _LENGTHS if theirs.get(name) is not None}
         for row in rows:
-            found |= row.read(said, ours)
+            found |= row.read({**lengths, **said}, ours)
         return found
 
     def write(self, ours: Ours) -> Theirs:
@@ -227,12 +232,18 @@ class Rotary:
         if kind != "default":
             for row in self.scalings[kind]:
                 scaling |= row.write(ours)
-            scaling = {"rope_type": kind, **scaling}
         said = {"rope_theta": ours[self.theta], "rope_type": kind, **scaling}
         written: dict[str, Any] = {self.older: ours[self.theta]}
+        for row in self.beside.get(kind, ()):
+            written |= row.write(ours)
         if self.scalings:
-            written["rope_scaling"] = scaling or None
+            known_before = {self.older_type: kind, **scaling} if scaling else None
+            written["rope_scaling"] = known_before
         return written | {"rope_parameters": {self.layers: said} if self.layers else said}
+
+
+_LENGTHS = ("original_max_position_embeddings", "max_position_embeddings")
+"""Keys of config.json itself that stand for what scalings lack."""
 
 
 def _object(theirs: Theirs, key: str) -> Mapping[str, Any]:

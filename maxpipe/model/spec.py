@@ -138,6 +138,8 @@ class Held:
     (`count.scored_keys`)."""
     once: tuple[Dims, ...] = ()
     """In the compute type, not for every token but once: parameters and their like."""
+    wide_once: tuple[Dims, ...] = ()
+    """The same in four bytes."""
     pairs: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """For each scored pair of tokens, over all heads: copies in the compute type, copies in
     float32, and bytes of other types."""
@@ -150,6 +152,7 @@ class Held:
             self.flags + other.flags,
             self.blocks + other.blocks,
             self.once + other.once,
+            self.wide_once + other.wide_once,
             (narrow, wide, rest),
         )
 
@@ -230,6 +233,11 @@ class Part(Protocol):
 
     summaries: ClassVar[Mapping[str, Summary]] = {}
     """What a run writes of both, by tag."""
+
+    @property
+    def note(self) -> str:
+        """How it is computed, where a config does not say; for plans and for the start of a run."""
+        return ""
 
 
 @dataclass(frozen=True)
@@ -420,6 +428,12 @@ class Model:
             for part in kind.parts.values():
                 found |= part.summaries
         return found
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Those of its parts, each once."""
+        parts = (part for kind in self.kinds.values() for part in kind.parts.values())
+        return tuple(dict.fromkeys(part.note for part in parts if part.note))
 
     @cached_property
     def activations(self) -> Mapping[str, tuple[str, ...]]:

@@ -113,8 +113,7 @@ def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> 
     automatic ones (tensor, context, expert) are named. In a program that is automatic throughout,
     dims without a name stay as they are: rows are split over the batch axes there.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    automatic = {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}
+    automatic = automatic_axes()
     if not automatic:
         return x
     spec = rules.spec(logical)
@@ -124,3 +123,9 @@ def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> 
     if not automatic.isdisjoint(BATCH_AXES):
         dims = [PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in dims]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*dims))
+
+
+def automatic_axes() -> set[str]:
+    """Mesh axes of more than one device that are left to the compiler here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}

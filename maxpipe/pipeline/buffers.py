@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from maxpipe.pipeline.collectives import vary
+from maxpipe.parallel.per_device import vary
 from maxpipe.pipeline.remat import Kept
 
 Tree = Any

@@ -47,24 +47,6 @@ def over_automatic_axes(
     return jax.shard_map(run, in_specs=spec, out_specs=spec, axis_names=divided)
 
 
-def vary(tree: Any) -> Any:
-    """Marks every leaf as possibly different on each device.
-
-    Inside the per-device program jax tracks over which axes a value is the same. A value that
-    is the same everywhere gets its gradient summed over devices behind our back, and makes a
-    conditional on the stage index silently wrong (jax#40823); a varying one does neither.
-    """
-
-    def mark(leaf: jax.Array) -> jax.Array:
-        kind: Any = jax.typeof(leaf)
-        # jax 0.10 has `vma`; later releases moved it.
-        known = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
-        missing = tuple(axis for axis in _present(MANUAL_AXES) if axis not in known)
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(mark, tree)
-
-
 def index_on(axis: str) -> jax.Array:
     """This device's position on the axis."""
     return lax.axis_index(axis) if _present(axis) else jnp.int32(0)

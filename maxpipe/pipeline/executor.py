@@ -21,9 +21,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float
 
 from maxpipe.parallel.mesh import BATCH_AXES, STAGE
+from maxpipe.parallel.per_device import vary
 from maxpipe.parallel.sharding import BATCH_SPEC, restrict
 from maxpipe.pipeline.carry import Table
-from maxpipe.pipeline.collectives import from_position, program_axes, sum_over, vary
+from maxpipe.pipeline.collectives import from_position, program_axes, sum_over
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.network import Network, Plan
 from maxpipe.pipeline.program import Program

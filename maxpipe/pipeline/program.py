@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxpipe.parallel.mesh import BATCH_AXES, STAGE
+from maxpipe.parallel.per_device import vary
 from maxpipe.pipeline import scopes
 from maxpipe.pipeline.buffers import microbatch, read, room, write
 from maxpipe.pipeline.carry import Buffers, Gradients, Row, Table
-from maxpipe.pipeline.collectives import from_position, index_on, shift, sum_over, vary
+from maxpipe.pipeline.collectives import from_position, index_on, shift, sum_over
 from maxpipe.pipeline.network import Plan
 from maxpipe.pipeline.outside import OutsideLayers
 from maxpipe.pipeline.slots import LayerSlots, Reports, SlotRow, Work

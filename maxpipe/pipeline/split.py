@@ -42,6 +42,7 @@ _DEAR = {
     "conv_general_dilated",
     "custom_call",
     "pallas_call",
+    "shard_map",
     "while",
     "scan",
     "cond",
@@ -166,13 +167,24 @@ class Flat:
         """Evaluate these equations in order."""
         for index in equations:
             equation, inputs, outputs = self.equations[index]
+            if equation.primitive.name == "pvary" and _varies(env[inputs[0]], equation):
+                env[outputs[0]] = env[inputs[0]]
+                continue
             parameters: Any = equation.primitive.get_bind_params(equation.params)
             # Until 0.11 sub-programs came apart from the other parameters.
             subfuns, parameters = parameters if isinstance(parameters, tuple) else ((), parameters)
             with equation.ctx.manager:
-                found = equation.primitive.bind(*subfuns, *(env[v] for v in inputs), **parameters)
-            found = found if equation.primitive.multiple_results else [found]
+                bound = equation.primitive.bind(*subfuns, *(env[v] for v in inputs), **parameters)
+            found: Any = bound if equation.primitive.multiple_results else [bound]
+            found = found.unflatten() if hasattr(found, "unflatten") else found  # 0.10's shard_map
             env.update(zip(outputs, found, strict=True))
+
+
+def _varies(value: Any, mark: jex.JaxprEqn) -> bool:
+    """Whether a value is marked already as different on each device, as one that was kept is."""
+    kind: Any = jax.typeof(value)
+    known = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
+    return set(mark.params["axes"]) <= set(known)
 
 
 def _inner_program(equation: jex.JaxprEqn) -> tuple[Any, Sequence[Any]] | None:

@@ -24,6 +24,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from maxpipe.parallel.mesh import FSDP, STAGE
+from maxpipe.parallel.per_device import vary
 from maxpipe.pipeline.collectives import (
     exchange,
     from_position,
@@ -33,7 +34,6 @@ from maxpipe.pipeline.collectives import (
     scatter_sum,
     size_of,
     sum_over,
-    vary,
 )
 from maxpipe.pipeline.weights import (
     LayerWeights,

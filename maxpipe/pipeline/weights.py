@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from maxpipe.parallel.mesh import AUTOMATIC_AXES, DATA, FSDP
+from maxpipe.parallel.per_device import vary
 from maxpipe.parallel.sharding import fsdp_dim, restrict
 from maxpipe.pipeline.collectives import (
     gather_shards,
@@ -24,7 +25,6 @@ from maxpipe.pipeline.collectives import (
     scatter_sum,
     size_of,
     sum_over,
-    vary,
 )
 from maxpipe.pipeline.trainable import trained
 

@@ -30,8 +30,9 @@ from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware, shipped
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.mesh import STAGE, build_mesh
+from maxpipe.parallel.per_device import vary
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.pipeline.collectives import gather_shards, program_axes, scatter_sum, shift, vary
+from maxpipe.pipeline.collectives import gather_shards, program_axes, scatter_sum, shift
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.remat import Remat
 from maxpipe.pipeline.slots import LayerSlots, SlotRow

@@ -100,7 +100,12 @@ class Report:
     model_flops: float
     """What the model needs: forward and backward."""
     cycles: float
-    """The compiler's estimate, synchronous collectives left out; 0 where it gives none."""
+    """The compiler's estimate, synchronous collectives left out, and what kernels take at
+    `kernel_efficiency`; 0 where it gives none."""
+    kernel_flops: float
+    """Of `flops`, those of kernels, for which the compiler has no estimate."""
+    kernel_efficiency: float
+    """Share of the peak at which these are counted."""
     seconds: float
     """The same as time."""
     collectives: list[Traffic]
@@ -220,6 +225,9 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
     rows, tokens = steps.shape
     clock = topology.hardware.clock_ghz * 1e9
     needed = train_flops_per_token(describe(config.model), tokens) * rows * tokens / mesh.size
+    efficiency = topology.hardware.matmul_efficiency
+    kernels = busiest.kernel_flops / (topology.hardware.flops * efficiency)
+    cycles = busiest.cycles + kernels * clock
     return Report(
         topology=topology.name,
         num_devices=topology.num_devices,
@@ -238,8 +246,10 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
         memory_bytes=topology.hardware.memory_bytes,
         flops=found.flops,
         model_flops=needed,
-        cycles=busiest.cycles,
-        seconds=busiest.cycles / clock if clock else 0.0,
+        cycles=cycles,
+        kernel_flops=found.kernel_flops,
+        kernel_efficiency=efficiency,
+        seconds=cycles / clock if clock else 0.0,
         collectives=traffic(found.collectives, mesh),
         copies=len(found.copies),
         buffers={

@@ -52,7 +52,13 @@ class Entry:
     count: float
     """Executions per run of the program."""
     flops: float = 0.0
-    """Operations of the matmuls in one execution, a multiply-add counting 2."""
+    """Operations of the matmuls in one execution, a multiply-add counting 2; of a kernel what it
+    states itself."""
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it is a program of its own, for which the compiler has no estimate of cycles."""
+        return self.instruction.opcode == "custom-call"
 
     @property
     def cycles(self) -> float:
@@ -112,13 +118,18 @@ class Profile:
 
     @property
     def cycles(self) -> float:
-        """All estimates; synchronous collectives have none."""
+        """All estimates; synchronous collectives and kernels have none."""
         return sum(entry.cycles for entry in self.entries)
 
     @property
     def flops(self) -> float:
-        """Operations of all matmuls."""
+        """Operations of all matmuls and kernels."""
         return sum(entry.flops * entry.count for entry in self.entries)
+
+    @property
+    def kernel_flops(self) -> float:
+        """Of them, those of kernels."""
+        return sum(entry.flops * entry.count for entry in self.entries if entry.is_kernel)
 
     def largest(self, number: int) -> list[Entry]:
         """The entries with the most cycles over all executions."""
@@ -248,6 +259,9 @@ class _Walk:
         if each.opcode == "fusion":
             inside = self._inside(each)
             return sum(self._flops(other, inside) for other in inside.values())
+        if each.opcode == "custom-call":
+            stated = re.search(r'"cost_estimate":\{"flops":"(\d+)"', each.attributes)
+            return float(stated.group(1)) if stated else 0.0
         if each.opcode not in ("dot", "convolution"):
             return 0.0
         left, right = (computation[name].shape for name in each.operands[:2])

@@ -49,6 +49,11 @@ def compiled(report: Report) -> str:
     if report.cycles:
         busy = f"{report.cycles / 1e9:.3g} Gcycles"
         lines.append(f"compute: {busy} by the compiler's estimate, {report.seconds:.3g} s")
+        if report.kernel_flops:
+            lines.append(
+                f"  with kernels, for which it has none, of {report.kernel_flops / 1e12:.4g} TFLOP "
+                f"at {report.kernel_efficiency:.0%} of the peak"
+            )
     lines += ["", *_table(report.collectives)]
     if report.copies:
         lines.append(f"copies of whole buffers inside loops: {report.copies}")
@@ -101,6 +106,7 @@ def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "parameters": parameters,
         "active_parameters": active_params(sizes.model),
         "trained_parameters": trained,
+        "notes": list(sizes.model.notes),
         "tokens_per_step": tokens,
         "steps": total_steps(config.train),
         "flops_per_step": candidate.cost.model_flops * sizes.num_devices,
@@ -153,6 +159,7 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
         f"{values['tokens_per_step']:,} tokens and "
         f"{values['flops_per_step'] / 1e15:.4g} PFLOP in a step, checkpoints of "
         f"{gib(values['checkpoint_bytes'])}",
+        *(f"  {note}" for note in values["notes"]),
         "",
         f"memory of one device: {gib(values['total_bytes'])} of {gib(values['memory_bytes'])} "
         f"({share:.0%}): {fits}",

@@ -337,7 +337,8 @@ class Sizes:
         tokens = self.config.train.sequence_length
         in_blocks = sum(copies * self.activated(dims) for copies, dims in held.blocks)
         found += size * in_blocks * scored_keys(tokens) / tokens
-        return found + size * sum(self.elements(dims, whole=True) for dims in held.once)
+        found += size * sum(self.elements(dims, whole=True) for dims in held.once)
+        return found + 4 * sum(self.elements(dims, whole=True) for dims in held.wide_once)
 
     @cached_property
     def kept_names(self) -> frozenset[str]:

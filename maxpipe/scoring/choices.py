@@ -158,7 +158,7 @@ class Exam:
     def results(
         self, model: Requests, moved: Callable[[int], object] = lambda done: None
     ) -> Iterator[Result]:
-        """The result of each question, in order; `moved` is told how many rows are done.
+        """The result of each question, in order; `moved` is called with the number of rows done.
 
         Raises:
             NumbersError: the model gives numbers that are not finite.

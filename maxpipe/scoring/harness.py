@@ -60,7 +60,7 @@ class HarnessModel(LM):
         rows = 16 if str(batch_size).startswith("auto") else int(batch_size)
         self._requests = Requests(opened.load(_say), self._texts, rows)
 
-    # Requests. The harness may keep answers: the hook is told each.
+    # Requests. The harness may keep answers: its hook is called with each.
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         """Log-likelihood of the second argument after the first, and whether it is greedy."""

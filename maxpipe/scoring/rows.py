@@ -64,7 +64,7 @@ class Scorer:
     ) -> list[Score]:
         """The score of each row. The result does not depend on the rows beside it.
 
-        `stops` is asked, and `moved` told the number of rows that are done, after each batch.
+        After each batch `stops` is called, and `moved` with the number of rows that are done.
 
         Raises:
             NumbersError: the model gives numbers that are not finite.

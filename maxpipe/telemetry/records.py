@@ -1,4 +1,4 @@
-"""Writers of `metrics.jsonl`, `tensorboard/` and `events.jsonl` in a run's folder.
+"""Writers of the records in a run's folder: metrics, events, samples and TensorBoard's.
 
 Nothing here may stop a run: a full disk loses records, never steps. The run's folder is made by
 the code that starts the run, never here. `ours` is called before each record: where the
@@ -22,7 +22,7 @@ from typing import Any, TypedDict
 
 from maxpipe.boundary import files, redact
 from maxpipe.boundary.typed import parse
-from maxpipe.config.paths import EVENTS_FILE, METRICS_FILE, TENSORBOARD_FOLDER
+from maxpipe.config.paths import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, TENSORBOARD_FOLDER
 
 _log = logging.getLogger("maxpipe")
 
@@ -149,7 +149,8 @@ def _ends_inside_a_line(path: Path) -> bool:
 
 
 class MetricWriter:
-    """`metrics.jsonl`, one object with its time per logged step, and what TensorBoard shows.
+    """`metrics.jsonl`, one object with its time per logged step, `samples.jsonl`, which is alike,
+    and what TensorBoard shows.
 
     Records of steps after `resume_step`, the last step in the restored
     checkpoint, are dropped: they are about to be made again. Numbers that are
@@ -166,6 +167,7 @@ class MetricWriter:
     ):
         self._file: _SafeFile | None = None
         self._events: _TensorBoardFile | None = None
+        self._samples = _SafeFile(run_dir / SAMPLES_FILE, ours)
         self._last: tuple[int, int, dict[str, object]] | None = None  # step, offset, record
         if process_index != 0:
             return
@@ -174,6 +176,7 @@ class MetricWriter:
             if not ours():
                 return
             self._last = _drop_after(self._file.path, resume_step)
+            _drop_after(self._samples.path, resume_step)
         if tensorboard:
             self._events = _TensorBoardFile(run_dir / TENSORBOARD_FOLDER, resume_step, ours)
 
@@ -193,10 +196,22 @@ class MetricWriter:
         if self._events is not None:
             self._events.scalars(step, values)
 
-    def text(self, tag: str, markdown: str) -> None:
+    def samples(self, step: int, samples: Sequence[Mapping[str, object]]) -> None:
+        """Record what the model made of prompts after `step`, each with `prompt` and `text`."""
+        if self._file is None:
+            return
+        record = {"step": step, "time": _now(), "samples": [*samples]}
+        self._samples.append(_json_line(redact.within(record)))
+        for number, each in enumerate(samples):
+            both = f"{each['prompt']}{each['text']}"
+            # Indented it is shown as it is, whatever of Markdown it has.
+            shown = "\n".join(f"    {line}" for line in both.splitlines())
+            self.text(f"samples/{number}", shown, step)
+
+    def text(self, tag: str, markdown: str, step: int = 0) -> None:
         """Show a text in TensorBoard, e.g. the resolved config."""
         if self._events is not None:
-            self._events.text(tag, redact.text(markdown))
+            self._events.text(tag, redact.text(markdown), step)
 
     def show(self, summary: Callable[[], Any]) -> None:
         """Show the result of `make` in TensorBoard; without TensorBoard it is not called."""
@@ -296,7 +311,7 @@ class _TensorBoardFile:
     def summary(self, summary: Any) -> None:
         self._write(summary=summary)
 
-    def text(self, tag: str, markdown: str) -> None:
+    def text(self, tag: str, markdown: str, step: int) -> None:
         metadata = self._summary.SummaryMetadata(
             plugin_data=self._summary.SummaryMetadata.PluginData(plugin_name="text"),
             data_class=self._summary.DATA_CLASS_TENSOR,
@@ -306,7 +321,7 @@ class _TensorBoardFile:
         )
         summary = self._summary.Summary()
         summary.value.add(tag=tag, metadata=metadata, tensor=tensor)
-        self._write(summary=summary)
+        self._write(step=step, summary=summary)
 
     def _write(self, **fields: Any) -> None:
         record = BytesIO()

@@ -127,8 +127,8 @@ def _choose_checkpoint(
 
     def params(loaded: Loaded, steps: Steps) -> Any:
         def accept(facts: Facts) -> None:
-            wanted = to_dict(loaded.config)["model"]
-            check_model(facts.config["model"], wanted, loaded.origins, "leave it out")
+            wanted, saved = to_dict(loaded.config)["model"], facts.config["model"]
+            check_model(saved, wanted, loaded.origins, "leave it out", weights_alone=True)
 
         wanted = {"params": steps.abstract_saved["params"]}
         with Checkpoints(home, write=False) as checkpoints:
@@ -155,7 +155,8 @@ def _choose_folder(
     }
     name = str(source.folder)
     loaded = load(inputs, saved_of(known), name)
-    check_model(model, to_dict(loaded.config)["model"], loaded.origins, "leave it out")
+    wanted = to_dict(loaded.config)["model"]
+    check_model(model, wanted, loaded.origins, "leave it out", weights_alone=True)
 
     def params(loaded: Loaded, steps: Steps) -> Any:
         return of_folder(source, steps.abstract_saved["params"])
@@ -167,7 +168,7 @@ def _dtypes(source: Source) -> dict[str, str]:
     """Keys of `model`: weights are kept as they are stored, and float32 is computed in that."""
     if source.dtype == "F32":
         return {"param_dtype": "float32", "compute_dtype": "float32"}
-    return {"param_dtype": "bfloat16" if source.dtype == "BF16" else "float32"}
+    return {"param_dtype": source.param_dtype}
 
 
 @contextlib.contextmanager

@@ -87,6 +87,14 @@ def evaluate_model(
             f"must be named: {chosen.name} has weights alone, and no documents for validation.",
             "Give text with --data FILE_OR_FOLDER, or with data.source and data.path.",
         )
+    data = chosen.loaded.config.data
+    if chosen.is_given("data.path") and data.source in ("corpus", "synthetic"):
+        raise ConfigError.one(
+            "data.path",
+            data.path,
+            f"is not read with data.source={data.source}.",
+            "Give --data PATH instead, or data.source=text or data.source=jsonl beside it.",
+        )
     phases = Phases()
     with _processes(chosen.loaded.config, phases) as stops:
         if jax.process_index():

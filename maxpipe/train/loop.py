@@ -96,6 +96,9 @@ def _train_on(run: Run) -> None:
             if config.eval.every and step % config.eval.every == 0:
                 with meter.paused(EVAL):
                     evaluated = run.evaluate(step)
+            if config.eval.sample_every and step % config.eval.sample_every == 0:
+                with meter.paused(EVAL):
+                    run.sample(step)
             if checked and step % checked == 0:
                 with meter.paused(LOOP):
                     run.compare_replicas(step)

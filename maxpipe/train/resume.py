@@ -63,6 +63,11 @@ _FROZEN = "model.frozen"
 _FREE_MODEL_KEYS = frozenset(
     {"model.dropout", "model.attention", "model.compute_dtype", "model.ahead_loss_weight", _FROZEN}
 )
+_FREE_FAMILY_KEYS = frozenset({"dispatch"})
+"""Of those in a family's section, whatever the family."""
+
+# That of the optimizer's state, too, which weights alone have none of: they are cast.
+_TYPE = "model.param_dtype"
 
 # Settings that may change of a finished run: how often it is saved and evaluated, its name, its
 # machine, and the key that gives its length.
@@ -234,7 +239,7 @@ def _check_weights(saved: Mapping[str, Any], loaded: Loaded) -> None:
     key, before = "vocab_size", saved.get("vocab_size")
     if isinstance(before, int) and before < wanted[key]:
         wanted[key] = before
-    check_model(saved, wanted, loaded.origins, _NEW_START)
+    check_model(saved, wanted, loaded.origins, _NEW_START, weights_alone=True)
 
 
 def _of_other(loaded: Loaded) -> Facts | None:
@@ -325,15 +330,22 @@ def _saved_there(run_dir: Path, folder: str) -> int:
     return steps[-1] if steps else 0
 
 
+def _is_free(key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    return key in _FREE_MODEL_KEYS or (name in _FREE_FAMILY_KEYS and section != "model")
+
+
 def check_model(
     saved: Mapping[str, Any],
     wanted: Mapping[str, Any],
     origins: Mapping[str, str],
     otherwise: str = "run.name to a new name",
+    *,
+    weights_alone: bool = False,
 ) -> None:
     """Compares the `model` sections of a checkpoint and of a config.
 
-    `otherwise` is the other action for the user.
+    `otherwise` is the other action for the user. With `weights_alone` they may be of another type.
 
     Raises:
         ConfigError: with every key that must be as it was saved.
@@ -347,7 +359,7 @@ def check_model(
             f"Set {key}={shown(then[key])}, or {otherwise}.",
         )
         for key in sorted(then)
-        if key not in _FREE_MODEL_KEYS and then[key] != now.get(key)
+        if not (_is_free(key) or (weights_alone and key == _TYPE)) and then[key] != now.get(key)
     ]
     if problems:
         raise ConfigError(problems)

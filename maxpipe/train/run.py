@@ -30,7 +30,7 @@ from maxpipe.checkpoint.storage import home, run_folder
 from maxpipe.config.check import cautions, check, total_steps, where
 from maxpipe.config.keys import flat
 from maxpipe.config.load import Loaded, to_dict, to_yaml
-from maxpipe.config.paths import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
+from maxpipe.config.paths import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, SAMPLES_FILE
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, Loader
 from maxpipe.errors import ConfigError, ExitCode, Preempted, ReplicaError, StorageError
@@ -52,6 +52,7 @@ from maxpipe.train.evaluate import evaluate
 from maxpipe.train.replicas import explain
 from maxpipe.train.resume import OWN_KEYS, OWN_SECTIONS, Start, restore_or_init
 from maxpipe.train.room import check_forecast, check_program
+from maxpipe.train.samples import Samples
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
 from maxpipe.train.watch import Watch
@@ -61,7 +62,8 @@ _log = logging.getLogger("maxpipe")
 _MOST_TICKS = 160
 """Of the timeline that TensorBoard shows."""
 
-WRITTEN_FILES = (CONFIG_FILE, METRICS_FILE, f"{METRICS_FILE}.new", EVENTS_FILE)
+_RECORDS = (METRICS_FILE, f"{METRICS_FILE}.new", SAMPLES_FILE, f"{SAMPLES_FILE}.new", EVENTS_FILE)
+WRITTEN_FILES = (CONFIG_FILE, *_RECORDS)
 
 
 @dataclass
@@ -85,6 +87,7 @@ class Run:
     eval_step: Any
     watch: Watch
     restore: Callable[[], Start]
+    samples: Samples | None
     compared: int = -1
     """The last step after which replicas were compared."""
     evaluated: tuple[int, dict[str, float]] = (0, {})
@@ -133,6 +136,14 @@ class Run:
             f"{metrics['eval/nats_per_byte']:.4f} nats per byte"
         )
         return metrics
+
+    def sample(self, step: int) -> None:
+        """Shows and records what the model makes of the prompts after `step`."""
+        assert self.samples is not None
+        found = self.samples.take(self.state.params)
+        self.writer.samples(step, found)
+        for each in found:
+            self.console.note(f"sample after step {step}: {each['prompt']}{each['text']}")
 
     def compare_replicas(self, step: int) -> None:
         """Check that copies on several devices are the same.
@@ -183,8 +194,7 @@ def set_up(
         StorageError: checkpoints cannot be read or written.
     """
     config = loaded.config
-    run_dir, process = run_folder(config.run), link.index
-    length = total_steps(config.train)
+    run_dir, process, length = run_folder(config.run), link.index, total_steps(config.train)
     check_forecast(config, console.warn)
     check_writable(run_dir, WRITTEN_FILES)
     locks = _locks(config, stack) if process == 0 else []
@@ -205,13 +215,13 @@ def set_up(
         for each in (*loaded.cautions, *cautions(config)):
             console.warn(each.line)
     _check_same_data(link, datasets)
+    samples = _samples(config, steps, datasets)
     restore = partial(restore_or_init, loaded, steps, checkpoints, datasets, console)
     with phases.enter(RESTORE):
         begin = restore()
     # All leaves: on CPUs, waiting for one array of a state that failed to allocate never ends.
     jax.block_until_ready(begin.state)
-    first = int(begin.state.step)
-    phases.progress(first)
+    phases.progress(first := int(begin.state.step))
     _must_not_be_over(loaded, first, length)
     console.note(begin.words)
     with phases.enter(COMPILE):
@@ -249,9 +259,18 @@ def set_up(
             facts=begin.facts,
         ),
         restore=restore,
+        samples=samples,
     )
     stack.callback(lambda: run.writer.close())  # a roll back opens another one
     return run
+
+
+def _samples(config: Config, steps: Steps, datasets: Datasets) -> Samples | None:
+    """What samples are taken with, if any are."""
+    if not config.eval.sample_every:
+        return None
+    room, seed = config.train.sequence_length, config.run.seed
+    return Samples(config.eval, steps.partition, datasets.tokenizer, room=room, seed=seed)
 
 
 def _must_not_be_over(loaded: Loaded, first: int, length: int) -> None:
@@ -430,7 +449,7 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
     tokens = config.train.batch_size * config.train.sequence_length
     device, processes = mesh.devices.flat[0], counted(jax.process_count(), "process")
     documents = counted(datasets.train.fingerprint()["documents"], "document")
-    model = config.model
+    model, described = config.model, registry.describe(config.model)
     saved_in = home(run_folder(config.run), config.checkpoint)
     return [
         ("run", str(run_folder(config.run))),
@@ -442,10 +461,11 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
         ("mesh", describe(mesh)),
         (
             "model",
-            f"{_parameters(registry.describe(model))}, "
+            f"{_parameters(described)}, "
             f"{counted(model.num_layers, 'layer')}, "
             f"{model.compute_dtype} compute, {model.param_dtype} parameters",
         ),
+        *(("layers", note) for note in described.notes),
         (
             "pipeline",
             f"{schedule.name}, {schedule.sizes()}, "

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxpipe.checkpoint.trees import by_name
 from maxpipe.exchange.source import Source
 
 Tree = Any
@@ -24,26 +25,29 @@ _VOCABULARY: Mapping[str, int] = {"embedding": 0, "head": 1}
 def of_folder(source: Source, abstract: Tree) -> Tree:
     """A folder's parameters, placed like `abstract`.
 
-    Each process reads what its devices hold, one part of one parameter at a time.
+    Each process reads what its devices hold, one device's part of one parameter at a time.
 
     Raises:
         ConfigError: a file cannot be read, or holds NaN or infinity.
     """
+    size = _vocabulary(abstract)
 
-    def read(path: tuple[Any, ...], leaf: Any) -> jax.Array:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        parts: dict[str, np.ndarray] = {}  # copies on several devices are read once
+    def read(name: str, leaf: Any) -> jax.Array:
+        places: dict[str, list[Any]] = {}  # copies on several devices are read once
+        regions = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+        for device, region in regions.items():
+            places.setdefault(str(region), []).append(device)
+        shards = {}
+        for devices in places.values():
+            values = source.region(name, np.dtype(leaf.dtype), regions[devices[0]], size)
+            for device in devices:
+                shards[device] = jax.device_put(values, device)
+            jax.block_until_ready(shards[devices[-1]])  # `values` are then free
+        return jax.make_array_from_single_device_arrays(
+            leaf.shape, leaf.sharding, [shards[device] for device in regions]
+        )
 
-        def part(index: Any) -> np.ndarray:
-            if (key := str(index)) not in parts:
-                parts.clear()
-                size = _vocabulary(abstract)
-                parts[key] = source.region(name, np.dtype(leaf.dtype), index, size)
-            return parts[key]
-
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
-
-    return jax.tree_util.tree_map_with_path(read, abstract)
+    return by_name(read, abstract)
 
 
 def _vocabulary(params: Tree) -> int:

@@ -135,3 +135,13 @@ def test_the_written_config_keeps_the_name(here: Path):
 
     (here / "written.yml").write_text(to_yaml(load(["tiny", "my-run.yml"]).config))
     assert load(["written.yml"]).config.run.name == "my-run"
+
+
+def test_a_folder_leads_to_its_config(tmp_path: Path):
+    run, model = tmp_path / "run", tmp_path / "model"
+    run.mkdir()
+    model.mkdir()
+    (run / "config.yml").write_text("")
+    (model / "config.json").write_text("{}")
+    assert f"give {run / 'config.yml'}." in refused(str(run))
+    assert f"Run `maxpipe import {model} --out" in refused(str(model))

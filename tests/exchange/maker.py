@@ -71,6 +71,47 @@ def mixtral(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensor
     return config, _drawn({**_ends(tied=False), **_layers(_ATTENTION, experts, norms)}, dtype)
 
 
+def qwen3_next(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """The same of Qwen3-Next, with a layer that predicts one token more."""
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
+    sizes = {"linear_key_head_dim": 3, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3}
+    routed = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 7}
+    config = {
+        **{"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **SIZES},
+        **{**heads, **sizes, **routed, "shared_expert_intermediate_size": 9},
+        **{"full_attention_interval": 2, "partial_rotary_factor": 0.67, **changes},
+    }
+    hidden = {"gate_proj": (7, WIDTH), "up_proj": (7, WIDTH), "down_proj": (WIDTH, 7)}
+    shared = {"gate_proj": (9, WIDTH), "up_proj": (9, WIDTH), "down_proj": (WIDTH, 9)}
+    mlp = {
+        f"mlp.experts.{number}.{name}": shape
+        for number in range(EXPERTS)
+        for name, shape in hidden.items()
+    }
+    mlp |= {f"mlp.shared_expert.{name}": shape for name, shape in shared.items()}
+    mlp |= {"mlp.gate": (EXPERTS, WIDTH), "mlp.shared_expert_gate": (1, WIDTH)}
+    full: dict[str, tuple[int, ...]] = {
+        **_ATTENTION,
+        "self_attn.q_proj": (2 * HEADS * HEAD, WIDTH),
+        **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (HEAD,)),
+    }
+    delta: dict[str, tuple[int, ...]] = {
+        "linear_attn.in_proj_qkvz": (2 * (3 + 3 + 15 + 15), WIDTH),
+        "linear_attn.in_proj_ba": (2 * (3 + 3), WIDTH),
+        "linear_attn.conv1d": (6 + 6 + 30, 1, 3),
+        "linear_attn.norm": (5,),
+        "linear_attn.out_proj": (WIDTH, 30),
+    }
+    norms = ("input_layernorm", "post_attention_layernorm")
+    found = _ends(tied=False)
+    for layer in range(LAYERS):
+        each = _layers(full if layer % 2 else delta, mlp, norms)
+        found |= {name: shape for name, shape in each.items() if f".{layer}." in name[:16]}
+        if not layer % 2:
+            found |= {f"model.layers.{layer}.linear_attn.{x}": (6,) for x in ("A_log", "dt_bias")}
+    return config, _drawn(found | {"mtp.fc.weight": (WIDTH, 2 * WIDTH)}, dtype)
+
+
 def gpt_oss(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
     """The same of GPT-OSS, whose gates and what they are multiplied with alternate."""
     config = {

@@ -1,8 +1,9 @@
 """Runs in an environment with transformers: makes folders, and logits of folders.
 
-Usage: oracle.py make JOBS | oracle.py logits JOBS | oracle.py quantise JOBS. JOBS is a JSON list;
-of each entry `folder` is the Hugging Face folder, `tokens` the file with ids `[rows, tokens]`,
-`logits` the file to write.
+Usage: oracle.py make | logits | quantise | train | losses | greedy JOBS. JOBS is a JSON list; of
+each entry `folder` is the Hugging Face folder, `tokens` the file with ids `[rows, tokens]`,
+`logits` the file to write. The last three read `documents`, a JSON file, and write `trained`, a
+folder, or `found`, a JSON file.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ def main() -> None:
             made(job).save_pretrained(job["folder"], max_shard_size=job["max_shard_size"])
         if action == "quantise":
             quantise(made(job), Path(job["folder"]))
+            continue
+        if action in DOCUMENTS:
+            DOCUMENTS[action](job, json.loads(Path(job["documents"]).read_text()))
             continue
         # Also of what was made: where that was not float32 its buffers have been rounded.
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -69,6 +73,69 @@ def quantise(model: Any, folder: Path) -> None:
         "modules_to_not_convert": [*left, "lm_head"],
     }
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def loaded(job: dict[str, Any]) -> Any:
+    """The folder's model."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        job["folder"], dtype=torch.float32, **EAGER
+    )
+
+
+def loss(model: Any, documents: list[list[int]]) -> Any:
+    """The sum over all tokens that follow others; each document is a row of its own."""
+    total = 0.0
+    for document in documents:
+        ids = torch.tensor([document])
+        logits = model(ids[:, :-1]).logits[0]
+        total = total + torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+    return total
+
+
+def train(job: dict[str, Any], steps: list[list[list[int]]]) -> None:
+    """AdamW on the mean over the tokens of each step; what is a vector does not decay."""
+    model = loaded(job).train()
+    groups: dict[bool, list[Any]] = {True: [], False: []}
+    for parameter in model.parameters():
+        groups[parameter.ndim > 1].append(parameter)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": groups[True], "weight_decay": job["weight_decay"]},
+            {"params": groups[False], "weight_decay": 0.0},
+        ],
+        lr=job["learning_rate"],
+        betas=tuple(job["betas"]),
+        eps=job["epsilon"],
+    )
+    for documents in steps:
+        optimizer.zero_grad()
+        count = sum(len(document) - 1 for document in documents)
+        (loss(model, documents) / count).backward()
+        optimizer.step()
+    model.save_pretrained(job["trained"])
+
+
+def losses(job: dict[str, Any], documents: list[list[int]]) -> None:
+    """The sum of the loss over all documents."""
+    with torch.no_grad():
+        found = float(loss(loaded(job).eval(), documents))
+    Path(job["found"]).write_text(json.dumps(found))
+
+
+def greedy(job: dict[str, Any], prompts: list[list[int]]) -> None:
+    """The tokens that follow each prompt, the largest logit's each time."""
+    model, found = loaded(job).eval(), []
+    with torch.no_grad():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            for _ in range(job["count"]):
+                last = model(ids, use_cache=False).logits[:, -1]
+                ids = torch.cat([ids, last.argmax(-1, keepdim=True)], 1)
+            found.append(ids[0, len(prompt) :].tolist())
+    Path(job["found"]).write_text(json.dumps(found))
+
+
+DOCUMENTS = {"train": train, "losses": losses, "greedy": greedy}
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ TEXTS = ["The cat sat on the mat.", "naïve 語 😀", "", "One two three,\nfour
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama in float32 with a tokenizer, beside it `texts` and `lines.jsonl`."""
+    """A Llama in float32 with a tokenizer, its import, and text in `texts` and `lines.jsonl`."""
     base = tmp_path_factory.mktemp("eval")
     config, tensors = maker.llama("F32", VOCAB, tie_word_embeddings=True)
     tensors = {name: each * np.float32(0.5) for name, each in tensors.items()}
@@ -43,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (base / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
     (base / "lines.jsonl").write_text(lines)
+    assert main(["import", str(base / "hf"), "--out", str(base / "imported")]) == 0
     return base
 
 
@@ -74,8 +75,6 @@ def test_loss_of_a_folder_on_named_text(
     monkeypatch.setattr(runtime, "start", lambda *_: None)  # the devices of the tests
     monkeypatch.chdir(folder)
     assert opened("hf").dtype == "F32"
-    assert main(["import", "hf", "--out", "imported"]) == 0
-    capsys.readouterr()
     size = len("".join(TEXTS).encode())
     for model, data in (("hf", "texts"), ("hf:hf", "lines.jsonl"), ("imported", "lines.jsonl")):
         options = ["train.sequence_length=91", "model.compute_dtype=float32", "--json"]
@@ -94,6 +93,7 @@ def test_loss_of_a_folder_on_named_text(
 MISTAKES = {
     "hf": "must be named: hf has weights alone",
     "imported": "must be named: ",
+    "hf data.path=texts": "is not read with data.source=corpus",
     "hf --data nowhere": "must be a file, a folder or a glob pattern",
     "hf --data .": "must hold files of one kind",
     "hf --data texts data.path=other": "and data.path=other says it, too",

@@ -6,6 +6,8 @@ import errno
 import fcntl
 import json
 import os
+import random
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,25 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint.address import parse
-from maxpipe.checkpoint.manager import Checkpoints
+from maxpipe.checkpoint.folder import Folder
 from maxpipe.cli import main
-from maxpipe.exchange import source
+from maxpipe.errors import ConfigError
+from maxpipe.exchange import incoming, source
 from maxpipe.exchange.outgoing import export
 from maxpipe.exchange.source import opened
 from tests.exchange import maker
 
 Capture = pytest.CaptureFixture[str]
 
-MAKERS = {"gemma3": maker.gemma3, "mixtral": maker.mixtral, "gpt_oss": maker.gpt_oss}
+TRAVELLING = {"tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
+TRAVELLING |= {"qwen.tiktoken", "tiktoken.model"}
+
+MAKERS = {
+    "gemma3": maker.gemma3,
+    "mixtral": maker.mixtral,
+    "gpt_oss": maker.gpt_oss,
+    "qwen3_next": maker.qwen3_next,
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +43,9 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("imported")
     config, tensors = maker.llama(bos_token_id=3)
     maker.write(base / "hf", config, tensors, files=3)
-    for name in ("tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+    for name in TRAVELLING:
         (base / "hf" / name).write_text(f'{{"of": "{name}"}}')
+    (base / "hf" / ".hidden.model").write_text("no tokenizer")
     (base / "hf" / "modeling_llama.py").write_text("raise SystemExit")
     assert main(["import", str(base / "hf"), "--out", str(base / "ckpt")]) == 0
     return base
@@ -49,9 +61,8 @@ def test_what_was_imported_is_exported_again(
     wanted = json.loads((imported / "hf" / "config.json").read_text())
     assert wanted.items() <= config.items()
     assert config["dtype"] == config["torch_dtype"] == "bfloat16"
-    travelling = {"tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
-    assert {*os.listdir(out)} == travelling | {"config.json", "model.safetensors"}
-    for name in travelling:
+    assert {*os.listdir(out)} == TRAVELLING | {"config.json", "model.safetensors"}
+    for name in TRAVELLING:
         assert (out / name).read_bytes() == (imported / "hf" / name).read_bytes()
     assert os.stat(out).st_mode & 0o777 == os.stat(imported / "ckpt").st_mode & 0o777 != 0o700
     # The same command twice.
@@ -60,13 +71,21 @@ def test_what_was_imported_is_exported_again(
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16")]
+    ("kind", "dtype"),
+    [("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16"), ("qwen3_next", "BF16")],
 )
-def test_other_families_and_types(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_other_families_and_types(
+    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    # Parts of layers, and blocks of parts, as only large models have them.
+    monkeypatch.setattr(incoming, "_SLAB_BYTES", 400)
+    monkeypatch.setattr(source, "_BLOCK_ELEMENTS", 30)
     config, tensors = MAKERS[kind](dtype)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)
     maker.write(tmp_path / "hf", config, tensors, files=2)
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 0
+    if tensors.pop("mtp.fc.weight", None) is not None:
+        assert "left out, as this model does not use them: mtp.fc" in capsys.readouterr().out
     export(parse(str(tmp_path / "ckpt")), str(tmp_path / "out"), None, print, shard_bytes=3000)
     maker.same_bits(maker.read(tmp_path / "out"), tensors)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -243,9 +262,19 @@ def test_a_full_disk_leaves_nothing(
     monkeypatch.setattr(os, "posix_fallocate", full)
     assert main(["export", str(imported / "ckpt"), str(tmp_path / "out")]) == 74
     assert "No space left" in capsys.readouterr().err
-    monkeypatch.setattr(Checkpoints, "save", full)
-    assert main(["import", str(imported / "hf"), "--out", str(tmp_path / "ckpt")]) == 74
-    assert "No space left" in capsys.readouterr().err
+    importing = ["import", str(imported / "hf"), "--out", str(tmp_path / "ckpt")]
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "free_bytes", lambda _: 4321)
+        assert main(importing) == 74
+    assert "4,321 are free" in capsys.readouterr().err
+    # It fills up while the weights are being written.
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        assert main(importing) == 74
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large" in capsys.readouterr().err
     assert not os.listdir(tmp_path)
 
 
@@ -269,7 +298,8 @@ def test_a_damaged_checkpoint_is_not_exported(
 
     copy = tmp_path / "copy"
     shutil.copytree(imported / "ckpt", copy)
-    largest = max(copy.rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
+    arrays = (path for path in (copy / "checkpoints" / "0" / "state").rglob("*") if path.is_file())
+    largest = max(arrays, key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
@@ -297,3 +327,22 @@ def test_what_a_type_cannot_hold_is_refused(tmp_path: Path, capsys: Capture) -> 
     assert main(command) == 2
     assert NORM in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00002-of-00003.safetensors"])
+def test_bytes_that_are_others_are_refused_or_make_no_difference(name: str, tmp_path: Path) -> None:
+    folder = maker.write(tmp_path / "hf", *maker.llama("F32"), files=3)
+    good = (folder / name).read_bytes()
+    end = len(good) if name == "config.json" else 8 + int.from_bytes(good[:8], "little")
+    draw, refused = random.Random(name), 0
+    for _ in range(60):
+        content = bytearray(good)
+        for _ in range(draw.choice((1, 3, 20))):
+            content[draw.randrange(end)] = draw.randrange(256)
+        (folder / name).write_bytes(content)
+        try:
+            opened(str(folder))
+        except ConfigError as error:
+            assert str(folder) in str(error) and len(str(error).splitlines()) % 3 == 0
+            refused += 1
+    assert refused > 50

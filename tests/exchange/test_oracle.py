@@ -31,6 +31,11 @@ CASES = 3
 NUM_TOKENS = 23
 
 
+def cases(kind: str) -> int:
+    """Of Llama one for each scaling."""
+    return 6 if kind in ("llama", "phi3") else CASES
+
+
 @cache
 def reason() -> str:
     """Why there is no oracle; empty if there is one."""
@@ -65,12 +70,35 @@ def sizes(draw: random.Random) -> dict[str, Any]:
 
 
 def llama(draw: random.Random) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": draw.choice((5000.0, 500000.0))}
-    if draw.random() < 0.7:
-        rope |= {"rope_type": "llama3", "factor": draw.choice((2.0, 8.0, 32.0))}
-        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        rope |= {"original_max_position_embeddings": draw.choice((8, 16))}
-    return {"rope_parameters": rope, "tie_word_embeddings": draw.random() < 0.5}
+    return {"tie_word_embeddings": draw.random() < 0.5}
+
+
+def scaled(number: int, draw: random.Random, size: int) -> dict[str, Any]:
+    """Rotary positions: each scaling in turn, in rows that are longer than the original context."""
+    original, factor = draw.choice((8, 16)), draw.choice((2.0, 4.0, 32.0))
+    rope = default_rope(draw)
+    context = {"original_max_position_embeddings": original}
+    kind = ("longrope", "dynamic", "yarn", "llama3", "linear", "default")[number % 6]
+    if kind == "default":
+        return {"rope_parameters": rope}
+    rope |= {"rope_type": kind, "factor": factor}
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **context}
+    if kind == "yarn":
+        rope |= {"original_max_position_embeddings": draw.choice((64, 256))}
+        rope |= draw.choice(
+            ({}, {"attention_factor": 1.25}, {"mscale": 0.7, "mscale_all_dim": 1.3})
+        )
+    if kind == "longrope":
+        rope |= {name: [draw.uniform(1, 8) for _ in range(size // 2)] for name in FACTORS}
+        rope |= context
+        return {"rope_parameters": rope, "max_position_embeddings": int(factor * original)}
+    return {"rope_parameters": rope} | (
+        {"max_position_embeddings": original} if kind == "dynamic" else {}
+    )
+
+
+FACTORS = ("short_factor", "long_factor")
 
 
 def gemma3(draw: random.Random) -> dict[str, Any]:
@@ -109,18 +137,14 @@ def yarn(draw: random.Random) -> dict[str, Any]:
 
 def even(config: dict[str, Any]) -> dict[str, Any]:
     """For classes whose heads share the width: an even part of it."""
-    return {"hidden_size": 8 * config["num_attention_heads"]}
+    return {"hidden_size": 8 * config["num_attention_heads"], "head_dim": 8}
 
 
 def mistral(draw: random.Random) -> dict[str, Any]:
-    return {"rope_parameters": default_rope(draw), "sliding_window": draw.choice((None, 5, 9))}
+    return {"sliding_window": draw.choice((None, 5, 9))}
 
 
-def qwen2(draw: random.Random) -> dict[str, Any]:
-    return {"rope_parameters": yarn(draw), "tie_word_embeddings": draw.random() < 0.5}
-
-
-qwen3 = qwen2
+qwen2 = qwen3 = llama
 
 
 def qwen3_moe(draw: random.Random) -> dict[str, Any]:
@@ -131,6 +155,29 @@ def qwen3_moe(draw: random.Random) -> dict[str, Any]:
         "norm_topk_prob": draw.random() < 0.5,
         "decoder_sparse_step": draw.choice((1, 2)),
         "mlp_only_layers": draw.choice(([], [0], [1])),
+    }
+
+
+def qwen3_next(draw: random.Random) -> dict[str, Any]:
+    key_heads, head = draw.choice((1, 2, 3)), draw.choice((8, 12, 20))
+    factor = draw.choice((0.25, 0.5)) if head % 8 == 0 else 0.5
+    rope = yarn(draw)
+    return {
+        "head_dim": head,
+        "partial_rotary_factor": factor,
+        "rope_parameters": rope | {"partial_rotary_factor": factor},
+        "full_attention_interval": draw.choice((2, 3, 4)),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * draw.choice((1, 2, 3)),
+        "linear_key_head_dim": draw.choice((5, 6, 8)),
+        "linear_value_head_dim": draw.choice((3, 7, 10)),
+        "linear_conv_kernel_dim": draw.choice((2, 3, 4)),
+        "num_experts": draw.choice((3, 5, 7)),
+        "num_experts_per_tok": draw.choice((1, 2, 3)),
+        "moe_intermediate_size": draw.randrange(23, 41, 2),
+        "shared_expert_intermediate_size": draw.randrange(13, 41, 2),
+        "norm_topk_prob": draw.random() < 0.5,
+        "tie_word_embeddings": draw.random() < 0.5,
     }
 
 
@@ -174,7 +221,19 @@ def granite(draw: random.Random) -> dict[str, Any]:
 
 def phi3(draw: random.Random) -> dict[str, Any]:
     ids = {"pad_token_id": 0, "eos_token_id": 1}  # its defaults are beyond these vocabularies
-    return plain(draw) | ids | {"sliding_window": draw.choice((None, 5))}
+    window, turned = draw.choice((None, 5)), draw.choice((1.0, 0.75, 0.5))
+    rope = default_rope(draw)
+    found: dict[str, Any] = ids | {"sliding_window": window, "partial_rotary_factor": turned}
+    found |= {"tie_word_embeddings": draw.random() < 0.5}
+    original = draw.choice((0, 8, 64))
+    if original:
+        factors = {
+            name: [draw.uniform(1, 8) for _ in range(int(8 * turned) // 2)] for name in FACTORS
+        }
+        rope |= {"rope_type": "longrope", **factors}
+        found["original_max_position_embeddings"] = original
+        found["max_position_embeddings"] = original * draw.choice((1, 4, 32))
+    return found | {"rope_parameters": rope}
 
 
 def deepseek(draw: random.Random) -> dict[str, Any]:
@@ -215,6 +274,7 @@ def deepseek_v3(draw: random.Random) -> dict[str, Any]:
 
 
 HEADS_SHARE_THE_WIDTH = {"qwen2", "olmo2", "granite", "phi3"}
+SCALED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 CLASSES = {
     "llama": (llama, "LlamaConfig", "LlamaForCausalLM"),
     "gemma3": (gemma3, "Gemma3TextConfig", "Gemma3ForCausalLM"),
@@ -223,6 +283,7 @@ CLASSES = {
     "qwen2": (qwen2, "Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": (qwen3, "Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3_moe": (qwen3_moe, "Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "qwen3_next": (qwen3_next, "Qwen3NextConfig", "Qwen3NextForCausalLM"),
     "gpt_oss": (gpt_oss, "GptOssConfig", "GptOssForCausalLM"),
     "gemma2": (gemma2, "Gemma2Config", "Gemma2ForCausalLM"),
     "olmo2": (plain, "Olmo2Config", "Olmo2ForCausalLM"),
@@ -233,36 +294,46 @@ CLASSES = {
 }
 
 
+def job_of(kind: str, number: int, base: Path, **changes: Any) -> dict[str, Any]:
+    """A model to make; `changes` are keys of its config.json."""
+    own, config_class, architecture = CLASSES[kind]
+    name = f"{kind}-{number}"
+    draw = random.Random(name)
+    config = sizes(draw) | own(draw)
+    if kind in HEADS_SHARE_THE_WIDTH:
+        config |= even(config)
+    if kind in SCALED:
+        config |= scaled(number + SCALED.index(kind), draw, config["head_dim"])
+    if kind in (*HEADS_SHARE_THE_WIDTH, "deepseek_v2", "deepseek_v3"):
+        del config["head_dim"]
+    config |= changes
+    job = {
+        "folder": str(base / name),
+        "config_class": config_class,
+        "architecture": architecture,
+        "config": config,
+        "seed": number,
+        "dtype": ("float32", "bfloat16", "float16")[number % 3],
+        "max_shard_size": "20KB" if number % 2 else "1GB",
+        "tokens": str(base / f"{name}-tokens.npy"),
+        "logits": str(base / f"{name}-logits.npy"),
+    }
+    ids = np.random.default_rng(number).integers(0, config["vocab_size"], (2, NUM_TOKENS))
+    np.save(job["tokens"], ids)
+    return job
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Jobs by name; of each transformers has written the folder and its logits."""
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     base = tmp_path_factory.mktemp("oracle")
-    jobs = {}
-    for kind, (own, config_class, architecture) in CLASSES.items():
-        for number in range(CASES):
-            name = f"{kind}-{number}"
-            draw = random.Random(name)
-            config = sizes(draw) | own(draw)
-            if kind in HEADS_SHARE_THE_WIDTH:
-                config |= even(config)
-            if kind in (*HEADS_SHARE_THE_WIDTH, "deepseek_v2", "deepseek_v3"):
-                del config["head_dim"]
-            dtype = ("float32", "bfloat16", "float16")[number % 3]
-            jobs[name] = {
-                "folder": str(base / name),
-                "config_class": config_class,
-                "architecture": architecture,
-                "config": config,
-                "seed": number,
-                "dtype": dtype,
-                "max_shard_size": "20KB" if number % 2 else "1GB",
-                "tokens": str(base / f"{name}-tokens.npy"),
-                "logits": str(base / f"{name}-logits.npy"),
-            }
-            ids = np.random.default_rng(number).integers(0, config["vocab_size"], (2, NUM_TOKENS))
-            np.save(jobs[name]["tokens"], ids)
+    jobs = {
+        f"{kind}-{number}": job_of(kind, number, base)
+        for kind in CLASSES
+        for number in range(cases(kind))
+    }
     asked("make", [*jobs.values()], base)
     return jobs
 
@@ -282,7 +353,7 @@ def exported(folders: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPa
     return base, jobs
 
 
-NAMES = [f"{kind}-{number}" for kind in CLASSES for number in range(CASES)]
+NAMES = [f"{kind}-{number}" for kind in CLASSES for number in range(cases(kind))]
 
 
 @pytest.mark.parametrize("name", NAMES)

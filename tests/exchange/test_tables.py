@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from maxpipe.config.keys import flat
 from maxpipe.config.load import load
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import ConfigError
-from maxpipe.exchange.mapping import count, form_of, mapped
+from maxpipe.exchange.mapping import count, form_of, mapped, readable, slab
 from maxpipe.exchange.sections import described, table_for, to_json, values
 from maxpipe.model.count import num_params
 from maxpipe.model.families.registry import FAMILIES, describe
@@ -103,6 +104,37 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_scaling": None,
         "rope_theta": 1000000.0,
         "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "qwen3-next-80b-a3b": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "shared_expert_intermediate_size": 512,
         "tie_word_embeddings": False,
         "use_sliding_window": False,
         "vocab_size": 151936,
@@ -299,6 +331,22 @@ def test_all_shipped_models_come_back_from_their_config_json(tmp_path: Path) -> 
         assert count(both.tensors) == count(both.shapes) == num_params(describe(config)), name
 
 
+@pytest.mark.parametrize("most", [1, 700, 3 * 10**6, 10**12])
+def test_slabs_are_small_parts_of_whole_rows(most: int) -> None:
+    for name in ("llama3-8b", "phi4", "mixtral-8x7b"):
+        config = model(name)
+        both = mapped(describe(config), table_for(config)[0])
+        for param, shape in both.shapes.items():
+            found, piece = slab(both, param, most), both.pieces[param][0]
+            row = math.prod(piece.shape) // piece.sizes[piece.lead]
+            assert math.prod(found) <= max(most, row), (name, param)
+            if most == 10**12:
+                assert found == shape
+            assert all(1 <= part <= size for part, size in zip(found, shape, strict=True))
+            # Of as many rows as that allows, and each chunk is read once by an export.
+            assert readable(both, param, found) == found
+
+
 def test_every_parameter_of_a_family_has_a_row() -> None:
     for family in FAMILIES.values():
         for table in family.huggingface:
@@ -331,6 +379,34 @@ def test_both_spellings_of_rotary_positions_say_the_same(tmp_path: Path) -> None
     assert found == said(tmp_path / "new", new)
     assert (found["rope_theta"], found["llama.rope_scaling"]) == (7000.0, 8.0)
     assert found["llama.rope_original_tokens"] == 64
+
+
+def test_a_scaling_without_a_length_has_that_of_the_longest_context(tmp_path: Path) -> None:
+    for kind in ("yarn", "dynamic"):
+        config, _ = maker.llama(rope_scaling={"type": kind, "factor": 4})
+        found = said(tmp_path / "x", config)
+        assert (found["llama.rope_type"], found["llama.rope_original_tokens"]) == (kind, 77)
+
+
+def test_phi_has_factors_of_pairs_and_entries_that_stay(tmp_path: Path) -> None:
+    """As config.json of Phi-3 mini 128k and of Phi-4 mini have them."""
+    factors = {"short_factor": [1, 1.25, 1.5], "long_factor": [1.5, 4, 16]}
+    config = {
+        **maker.SIZES,
+        **{"architectures": ["Phi3ForCausalLM"], "hidden_size": 32, "head_dim": None},
+        **{"max_position_embeddings": 131072, "original_max_position_embeddings": 4096},
+        **{"partial_rotary_factor": 0.75, "rope_scaling": {"type": "su", **factors}},
+    }
+    found = said(tmp_path / "x", config)
+    assert (found["phi3.rope_size"], found["phi3.rope_scaling"]) == (6, 32.0)
+    assert found["phi3.rope_long"] == [1.5, 4.0, 16.0]
+    table, written = table_for(described(tmp_path / "x").config)
+    # Releases before 5 of transformers refuse any other key in it.
+    assert written["rope_scaling"] == {"type": "longrope", **factors}
+    assert written["max_position_embeddings"] == 131072
+    assert written["original_max_position_embeddings"] == 4096
+    text = to_json(table, written, {}, "bfloat16", {"max_position_embeddings": 77})
+    assert said(tmp_path / "x", json.loads(text)) == found
 
 
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
@@ -376,6 +452,30 @@ def test_layers_with_experts_are_checked(
         said(tmp_path / "x", config | changes)
 
 
+LINEAR = ["linear_attention", "linear_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "period", "size"),
+    [
+        ({}, 4, 2),
+        ({"full_attention_interval": 2, "partial_rotary_factor": 1.0}, 2, 8),
+        ({"layer_types": LINEAR, "rope_parameters": {"partial_rotary_factor": 0.5}}, 3, 4),
+        ({"layer_types": [*LINEAR[:2], LINEAR[0]], "partial_rotary_factor": 0.99}, 4, None),
+    ],
+)
+def test_layers_with_states_are_named_either_way(
+    changes: dict[str, Any], period: int, size: int | None, tmp_path: Path
+) -> None:
+    config = {**maker.SIZES, "head_dim": 8, "architectures": ["Qwen3NextForCausalLM"], **changes}
+    if size is None:
+        with pytest.raises(ConfigError, match="makes 7 of 8 entries of a head turn"):
+            said(tmp_path / "x", config)
+        return
+    found = said(tmp_path / "x", config)
+    assert (found["qwen3_next.attention_period"], found["qwen3_next.rope_size"]) == (period, size)
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no architecture": ({"architectures": None}, "architectures"),
     "another architecture": ({"architectures": ["LLamaForCausalLM"]}, "LlamaForCausalLM?"),
@@ -384,7 +484,25 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "biases": ({"attention_bias": True}, "attention_bias"),
     "another activation": ({"hidden_act": "gelu"}, "hidden_act"),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    "another scaling": ({"rope_scaling": {"type": "yarn", "factor": 4}}, "'llama3'"),
+    "another scaling": ({"rope_scaling": {"type": "axial", "factor": 4}}, "'llama3'"),
+    "a ramp of another size": (
+        {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 16}},
+        "beta_fast",
+    ),
+    "few factors": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2, 2, 2]}},
+        "rope_short",
+    ),
+    "factors that are texts": (
+        {"rope_scaling": {"type": "longrope", "short_factor": "x", "long_factor": ["y"]}},
+        "rope_short",
+    ),
+    "a factor less than 1": ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling"),
+    "a factor of text": ({"rope_scaling": {"type": "dynamic", "factor": "2"}}, "must be a number"),
+    "a length of text": (
+        {"rope_scaling": {"type": "yarn", "factor": 4, "mscale": "2", "mscale_all_dim": 1}},
+        "rope_scaling",
+    ),
     "scaling as a list": ({"rope_scaling": []}, "must be an object"),
     "scaling without factor": ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),
     "more in a scaling": (

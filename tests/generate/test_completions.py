@@ -12,7 +12,7 @@ import pytest
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError, NumbersError
 from maxpipe.generate.completions import Completion, Limits, complete, encoded
-from maxpipe.generate.decoding import Decoding, Size
+from maxpipe.generate.decoding import Decoding, Refill, Size
 
 BYTES = ByteTokenizer()
 
@@ -20,7 +20,7 @@ BYTES = ByteTokenizer()
 class Script:
     """Rows that follow what is written for them, whatever the model."""
 
-    shards = 2
+    shards, refills = 2, False
 
     def __init__(self, *texts: bytes, logprob: float = -0.5):
         self.texts, self.logprob = texts, logprob
@@ -28,8 +28,14 @@ class Script:
         self.steps = 0
 
     def run(
-        self, params: Any, prompts: Sequence[Sequence[int]], numbers: Sequence[int], size: Size
+        self,
+        params: Any,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        size: Size,
+        refill: Refill | None = None,
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        assert refill is None
         self.sizes.append(size)
         for step in range(size.more):
             self.steps += 1

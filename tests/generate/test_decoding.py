@@ -3,94 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 
 from maxpipe.config.schema import MeshConfig, ModelConfig
-from maxpipe.generate.decoding import Decoding, Size, padded, side_by_side
-from maxpipe.generate.sampling import Sampling
+from maxpipe.generate.decoding import Decoding, Drawn, NewRow, Size, padded, side_by_side
 from maxpipe.model.decoder import Decoder
-from maxpipe.model.families.deepseek import DeepseekConfig
-from maxpipe.model.families.gemma3 import Gemma3Config
-from maxpipe.model.families.moe import MoeConfig
-from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
-
-LLAMA = ModelConfig(
-    num_layers=3,
-    d_model=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=6,
-    d_mlp=24,
-    vocab_size=40,
-    compute_dtype="float32",
-)
-GEMMA = dataclasses.replace(
-    LLAMA, family="gemma3", tied_embeddings=True, own=Gemma3Config(window=5, period=2)
-)
-MOE = dataclasses.replace(
-    LLAMA, family="moe", own=MoeConfig(num_dense_layers=1, num_experts=3, top_k=2, d_expert=12)
-)
-DEEPSEEK = dataclasses.replace(
+from tests.generate.small import (
+    DEEPSEEK,
+    DRAWN,
+    GEMMA,
     LLAMA,
-    family="deepseek",
-    num_kv_heads=4,
-    own=DeepseekConfig(
-        kv_rank=10, rope_size=4, value_size=6, num_experts=4, d_expert=12, scores="sigmoid"
-    ),
+    MOE,
+    MORE,
+    NEXT,
+    ONE_DEVICE,
+    PROMPTS,
+    decoding_of,
+    followed,
 )
-GREEDY = Sampling(temperature=0.0)
-DRAWN = Sampling(temperature=1.3, top_k=17, top_p=0.9, repetition_penalty=1.2)
-GENERATOR = np.random.default_rng(11)
-PROMPTS = [GENERATOR.integers(0, 40, size).tolist() for size in (3, 21, 1, 9, 14)]
-MORE = 7
-ONE_DEVICE = MeshConfig()
-
-
-def _is_axes(node: object) -> bool:
-    return isinstance(node, tuple)
-
-
-def decoding_of(
-    model: ModelConfig,
-    sampling: Sampling = GREEDY,
-    mesh: MeshConfig = ONE_DEVICE,
-) -> tuple[Decoding, Any]:
-    """Something to generate with on the first devices, and its parameters on them."""
-    decoder = Decoder(model, AxisRules.from_config(mesh))
-    count = mesh.ici_data * mesh.ici_fsdp * mesh.ici_tensor
-    grid = build_mesh(mesh, jax.devices()[:count])
-    params = jax.jit(decoder.init)(jax.random.key(2))
-    spec, axes = decoder.rules.spec, decoder.axes()
-    layers = axes["layers"]
-    specs = jax.tree.map(spec, axes, is_leaf=_is_axes)
-    specs |= {"layers": jax.tree.map(lambda each: spec((None, *each)), layers, is_leaf=_is_axes)}
-    placed = jax.tree.map(
-        lambda leaf, spec: jax.device_put(leaf, NamedSharding(grid, spec)),
-        params,
-        specs,
-    )
-    return Decoding(decoder, grid, sampling, seed=5), placed
-
-
-def followed(
-    decoding: Decoding, params: Any, prompts: Sequence[Sequence[int]], numbers: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and log-probabilities `[rows, tokens]` behind the prompts."""
-    shards = decoding.shards
-    rows = -(-len(prompts) // shards) * shards
-    size = Size(rows, padded(max(map(len, prompts))), MORE)
-    steps = list(decoding.run(params, prompts, numbers, size))
-    assert len(steps) == MORE
-    tokens, logprobs = (np.stack(each, axis=1)[: len(prompts)] for each in zip(*steps, strict=True))
-    return tokens, logprobs
 
 
 def by_full_forwards(decoding: Decoding, params: Any, prompt: list[int]) -> tuple[list, list]:
@@ -107,7 +43,9 @@ def by_full_forwards(decoding: Decoding, params: Any, prompt: list[int]) -> tupl
     return row[len(prompt) :], nats
 
 
-@pytest.mark.parametrize("model", [LLAMA, GEMMA, MOE, DEEPSEEK], ids=lambda model: model.family)
+@pytest.mark.parametrize(
+    "model", [LLAMA, GEMMA, MOE, NEXT, DEEPSEEK], ids=lambda model: model.family
+)
 def test_rows_side_by_side_are_what_full_forwards_give(model: ModelConfig) -> None:
     decoding, params = decoding_of(model)
     tokens, logprobs = followed(decoding, params, PROMPTS, range(5))
@@ -139,8 +77,51 @@ def test_long_prompts_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(logprobs, nats, rtol=1e-5)
 
 
+REFILLED = {
+    "window": (GEMMA, ONE_DEVICE),
+    "latents, all axes": (DEEPSEEK, MeshConfig(ici_data=2, ici_fsdp=2)),
+    "tensor": (LLAMA, MeshConfig(ici_tensor=2)),
+}
+
+
+@pytest.mark.parametrize("case", REFILLED)
+def test_prompts_in_the_place_of_rows_that_are_over(case: str) -> None:
+    """Far beyond the caches' room, and with prompts of all sizes."""
+    model, mesh = REFILLED[case]
+    decoding, params = decoding_of(model, DRAWN, mesh)
+    prompts = PROMPTS * 2
+    wanted, nats = followed(decoding, params, prompts, range(10))
+    lengths = [2, 7, 5, 7, 1, 6, 3, 7, 4, 7]
+    waiting, rows = list(range(10)), [0, 1, 2, 3][: max(2, decoding.shards)]
+    del waiting[: len(rows)]
+    found: list[list[tuple[int, float]]] = [[] for _ in prompts]
+    new: list[NewRow] = []
+
+    def refill() -> list[NewRow]:
+        given = new.copy()
+        new.clear()
+        return given
+
+    size = Size(len(rows), padded(max(map(len, prompts))), MORE)
+    drawn = decoding.run(params, prompts[: len(rows)], rows, size, refill)
+    for tokens, logprobs in drawn:
+        for row, number in enumerate(rows):
+            if len(found[number]) < lengths[number]:
+                found[number].append((int(tokens[row]), float(logprobs[row])))
+            if len(found[number]) == lengths[number] and waiting:
+                rows[row] = waiting.pop(0)
+                new.append(NewRow(row, prompts[rows[row]], rows[row]))
+        if [len(each) for each in found] == lengths:
+            break
+    drawn.close()
+    for number, each in enumerate(found):
+        assert [token for token, _ in each] == wanted[number][: lengths[number]].tolist()
+        np.testing.assert_allclose([n for _, n in each], nats[number][: len(each)], rtol=1e-5)
+
+
 MESHES = {
     "all axes": (MOE, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
+    "states": (NEXT, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "tensor-data": (LLAMA, MeshConfig(ici_data=2, ici_tensor=2)),
     "latents": (DEEPSEEK, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "whole kv heads": (LLAMA, MeshConfig(ici_tensor=4, axis_rules={"kv_heads": []})),
@@ -161,27 +142,35 @@ def test_every_mesh_gives_the_same_tokens(case: str) -> None:
 
 def test_caches_are_split_over_rows_and_heads() -> None:
     decoding, _ = decoding_of(LLAMA, mesh=MESHES["tensor-data"][1])
-    caches = decoding._empty(Size(4, 16, 3)).caches["layer"]
-    assert caches.key.shape == (3, 4, 19, 2, 6)
-    assert caches.key.sharding.shard_shape(caches.key.shape) == (3, 2, 19, 1, 6)
-    assert caches.segments.sharding.shard_shape(caches.segments.shape) == (3, 2, 19)
+    cache = decoding._empty(Size(4, 16, 3)).caches[2]
+    assert cache.keys.shape == (4, 2, 19, 6)
+    assert cache.keys.sharding.shard_shape(cache.keys.shape) == (2, 1, 19, 6)
+    assert cache.segments.sharding.shard_shape(cache.segments.shape) == (2, 19)
+
+
+def test_layers_with_a_window_keep_its_tokens() -> None:
+    """The middle one of three sees all; `test_long_prompts_come_in_pieces` goes around the ring."""
+    decoding, _ = decoding_of(GEMMA)
+    caches = jax.eval_shape(lambda: decoding._empty(Size(2, 16, 500))).caches
+    assert [cache.keys.shape[2] for cache in caches] == [5 - 1 + 16, 516, 5 - 1 + 16]
 
 
 def test_the_cache_is_in_the_compute_type() -> None:
     decoder = Decoder(dataclasses.replace(LLAMA, compute_dtype="bfloat16"), AxisRules(()))
-    assert jax.eval_shape(lambda: decoder.empty_caches(1, 2))["layer"].key.dtype == jnp.bfloat16
+    assert jax.eval_shape(lambda: decoder.empty_caches(1, 2))[0].keys.dtype == jnp.bfloat16
 
 
-def test_the_program_does_not_grow_with_depth() -> None:
-    def size(num_layers: int) -> int:
-        decoder = Decoder(dataclasses.replace(LLAMA, num_layers=num_layers), AxisRules(()))
-        params = jax.eval_shape(decoder.init, jax.random.key(0))
-        ids = jax.ShapeDtypeStruct((2, 1), jnp.int32)
-        batch = dict.fromkeys(("tokens", "segment_ids", "positions"), ids)
-        caches = jax.eval_shape(lambda: decoder.empty_caches(2, 8))
-        return len(jax.jit(decoder.extend).lower(params, batch, caches).as_text().splitlines())
-
-    assert size(3) == size(11)
+def test_a_step_copies_neither_parameters_nor_caches() -> None:
+    """The caches are updated where they are; the rest is less than the keys of one layer."""
+    decoding, params = decoding_of(LLAMA)
+    params = jax.jit(decoding.decoder.by_layer)(params)
+    given: Any = jax.ShapeDtypeStruct((2,), jnp.int32)
+    kept = jax.eval_shape(lambda: decoding._empty(Size(2, 16, 5000)))
+    with jax.set_mesh(decoding.mesh):
+        step = decoding._step.lower(params, kept, given, Drawn(given, given, given)).compile()
+    memory, num_bytes = step.memory_analysis(), 4 * kept.caches[0].keys.size
+    assert memory.alias_size_in_bytes >= 3 * 2 * num_bytes
+    assert memory.temp_size_in_bytes < num_bytes
 
 
 @pytest.mark.parametrize(

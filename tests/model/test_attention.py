@@ -68,17 +68,19 @@ def reference(
     """Token by token and head by head in float64; `numbers` are this layer's."""
     rope = part.rope
     theta, factor = (numbers.get(str(each), each) for each in (rope.theta, rope.factor))
-    angles = angles_of(rope, part.head_size, float(theta), float(factor))
+    angles = angles_of(rope, rope.turned or part.head_size, float(theta), float(factor))
     window = numbers.get(part.window, 0)
     scale = part.head_size**-0.5 if part.scale is None else part.scale
 
     def head(b: int, t: int, name: str, n: int) -> np.ndarray:
-        vector = x[b, t] @ weights[name][:, n]
+        vector = (x[b, t] @ weights[name][:, n])[: part.head_size]
         if part.head_norm is not None:
             norm = part.head_norm
             vector = vector / math.sqrt((vector**2).mean() + norm.epsilon)
             vector = vector * (norm.offset + weights[f"{name}_norm"])
-        return turned(vector, int(positions[b, t]), angles)
+        end = rope.turned or part.head_size
+        first = turned(vector[:end], int(positions[b, t]), angles)
+        return np.concatenate([first, vector[end:]])
 
     share = part.num_heads // part.num_kv_heads
     out = np.zeros_like(x)
@@ -95,6 +97,9 @@ def reference(
         mixed = sum(
             p * (x[b, s] @ weights["value"][:, g]) for p, s in zip(shares, seen, strict=True)
         )
+        if part.gated:
+            gate = (x[b, t] @ weights["query"][:, n])[part.head_size :]
+            mixed = mixed / (1 + np.exp(-gate))
         out[b, t] += mixed @ weights["out"][n]
     return out
 
@@ -114,10 +119,11 @@ NORM = RMSNorm(8, 1e-3, offset=1.0)
         (part_with(rope=Rope(50.0, 8.0)), [0]),
         (part_with(6, 2, window="window", rope=Rope("theta", "factor"), scale=0.2), [0, 1]),
         (part_with(soft_cap=0.7, head_norm=NORM, window="window"), [1]),
+        (part_with(6, 2, gated=True, head_norm=NORM, rope=Rope(50.0, turned=2)), [0]),
     ],
     ids=[
         *("full heads", "grouped", "one kv head", "stretched", "linear"),
-        *("by layer", "soft cap"),
+        *("by layer", "soft cap", "gated"),
     ],
 )
 def test_attention_equals_the_plain_loops(part: Part, layers: list[int]) -> None:

@@ -89,6 +89,7 @@ def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int, h
         ("qwen3-32b", 32_762_123_264),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-235b-a22b", 235_093_634_560),
+        ("qwen3-next-80b-a3b", 79_674_391_296),
         ("gpt-oss-20b", 20_914_757_184),
         ("gpt-oss-120b", 116_829_156_672),
         ("gemma2-2b", 2_614_341_888),

@@ -67,6 +67,19 @@ def test_each_pair_has_a_stretch_of_its_own() -> None:
         np.testing.assert_allclose(found, plain / factors, rtol=1e-6)
 
 
+def test_a_larger_base_in_longer_rows() -> None:
+    """The slowest pair is stretched by as much as the row is longer, times the factor less one."""
+    theta, factor, original = 500.0, 3.0, 8
+    for tokens, size in ((5, 6), (8, 6), (9, 6), (24, 10)):
+        inputs = {"positions": jnp.zeros((2, tokens), jnp.int32)}
+        rope = Rope(theta, factor, "dynamic", original)
+        found = rotary_frequencies(rope, size, Context(inputs, jnp.int32(0)))
+        more = factor * max(tokens, original) / original - (factor - 1)
+        base = theta * more ** (size / (size - 2))
+        np.testing.assert_allclose(found, base ** -(np.arange(0, size, 2) / size), rtol=1e-6)
+        np.testing.assert_allclose(found[-1] * more, theta ** -((size - 2) / size), rtol=1e-5)
+
+
 def test_the_rest_of_a_head_does_not_turn() -> None:
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 10))
     positions = jnp.arange(5)[None] + jnp.asarray([[0], [7]])

@@ -13,13 +13,16 @@ import pytest
 from maxpipe.config.load import load
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import ConfigError
+from maxpipe.model import count
 from maxpipe.model.decoder import Decoder
 from maxpipe.model.families.gpt_oss import GptOssConfig
 from maxpipe.model.families.qwen3_moe import Qwen3MoeConfig
+from maxpipe.model.families.qwen3_next import Qwen3NextConfig
 from maxpipe.model.families.registry import describe
 from maxpipe.model.modules.experts import Experts
 from maxpipe.model.parts import experts
 from maxpipe.model.parts.mlp import ClampedSilu
+from maxpipe.model.spec import Products
 from tests.model.parts import RULES, assert_close, context, packed, with_values
 
 CONFIG = ModelConfig(
@@ -32,11 +35,23 @@ CONFIG = ModelConfig(
     vocab_size=37,
     compute_dtype="float32",
 )
+NEXT = Qwen3NextConfig(
+    num_experts=5,
+    d_expert=14,
+    d_shared=11,
+    num_key_heads=2,
+    num_value_heads=6,
+    key_size=5,
+    value_size=7,
+    chunk=4,
+    rope_size=4,
+)
 FAMILY = {"tiny-moe": "moe", "qwen3-30b-a3b": "qwen3_moe"}
 OWN: dict[str, Any] = {
     "qwen3_moe": Qwen3MoeConfig(
         num_experts=5, d_expert=14, expert_period=2, dense_layers=[1], normalised_weights=False
     ),
+    "qwen3_next": NEXT,
     "gpt_oss": GptOssConfig(num_experts=5, d_expert=14, window=3, rope_scaling=4.0),
 }
 
@@ -103,6 +118,66 @@ def test_layers_have_experts_or_an_mlp(period: int, dense: list[int], kinds: str
     own = Qwen3MoeConfig(expert_period=period, dense_layers=dense)
     found = describe(replace(CONFIG, family="qwen3_moe", own=own)).layers
     assert "".join(each[0] for each in found) == kinds
+
+
+@pytest.mark.parametrize(
+    ("layers", "period", "kinds"), [(9, 4, "dddfdddfd"), (3, 4, "ddd"), (2, 1, "ff")]
+)
+def test_each_fourth_layer_sees_all_tokens(layers: int, period: int, kinds: str) -> None:
+    own = replace(NEXT, attention_period=period)
+    found = describe(replace(CONFIG, family="qwen3_next", own=own, num_layers=layers)).layers
+    assert "".join(each[0] for each in found) == kinds
+
+
+def test_layers_with_a_state_cost_the_same_at_any_length() -> None:
+    model = describe(replace(CONFIG, family="qwen3_next", own=NEXT, num_layers=4))
+    short, long = (count.layer_costs(model, tokens) for tokens in (256, 4096))
+    assert short[:3] == long[:3] and short[3] < long[3]
+    fewer = [count.forward_flops_per_token(model, tokens) for tokens in (64, 128)]
+    attention = describe(
+        replace(CONFIG, family="qwen3_next", own=replace(NEXT, attention_period=1))
+    )
+    of_all = [count.forward_flops_per_token(attention, tokens) for tokens in (64, 128)]
+    assert (fewer[1] - fewer[0]) * 5 == of_all[1] - of_all[0]  # one of 4 layers, and all of 5
+    # Of each value head and token the recurrence reads twice and writes once.
+    states = 2 * 3 * 6 * 5 * 7
+    without = describe(
+        replace(CONFIG, family="qwen3_next", own=replace(NEXT, value_size=8), num_layers=4)
+    )
+    part, wider = (each.kinds["delta"].parts["delta"] for each in (model, without))
+    products = [
+        next(each for each in one.operations if isinstance(each, Products)) for one in (part, wider)
+    ]
+    assert 2 * products[0].heads * products[0].needed == states
+    assert products[1].needed == products[0].needed * 8 / 7
+    assert products[0].computed > products[0].needed
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("num_value_heads=24", "must be a multiple of model.qwen3_next.num_key_heads (16)"),
+        ("rope_size=258", "must be even and at most model.head_size (256)"),
+        ("rope_size=63", "must be even and at most model.head_size (256)"),
+        ("chunk=48", "Set model.qwen3_next.chunk=32."),
+        ("kernel=1", "must be from 2 to 64."),
+        ("full_attention_interval=3", "Did you mean model.qwen3_next.attention_period?"),
+    ],
+)
+def test_keys_of_states_are_checked(given: str, text: str) -> None:
+    arguments = ["train.steps=1", "tokenizer.kind=huggingface", "tokenizer.path=x"]
+    with pytest.raises(ConfigError) as caught:
+        load(["qwen3-next-80b-a3b", *arguments, f"model.qwen3_next.{given}"])
+    assert text in str(caught.value)
+
+
+def test_heads_of_states_are_split_over_tensor() -> None:
+    arguments = ["train.steps=1", "tokenizer.kind=huggingface", "tokenizer.path=x"]
+    given = [*arguments, "mesh.ici_tensor=2", "mesh.cpu_devices=2"]
+    load(["qwen3-next-80b-a3b", *given])
+    with pytest.raises(ConfigError, match="must be a multiple of the tensor size"):
+        wrong = ["model.qwen3_next.num_key_heads=3", "model.qwen3_next.num_value_heads=6"]
+        load(["qwen3-next-80b-a3b", *given, *wrong])
 
 
 @pytest.mark.parametrize(

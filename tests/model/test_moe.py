@@ -290,10 +290,16 @@ def test_tokens_beyond_the_capacity_lose_the_expert(capacity: float) -> None:
     assert_close(module(x, replace(here, cache=cache)).x, module_all(x, here).x)
 
 
-def test_scores_of_their_own_shared_experts_and_the_router_s_losses() -> None:
+@pytest.mark.parametrize("gated", [False, True])
+def test_scores_of_their_own_shared_experts_and_the_router_s_losses(gated: bool) -> None:
     shared = GatedMLP(6, 9, 1.0)
     module, w, x = of_experts(
-        scores="sigmoid", weight_scale=2.5, normalised=False, shared=shared, z_weight=0.2
+        scores="sigmoid",
+        weight_scale=2.5,
+        normalised=False,
+        shared=shared,
+        shared_gated=gated,
+        z_weight=0.2,
     )
     here = context([[1] * 5] * 2, [range(5)] * 2)
     here.inputs["loss_mask"] = jnp.ones((2, 5))  # type: ignore[index]
@@ -307,6 +313,8 @@ def test_scores_of_their_own_shared_experts_and_the_router_s_losses() -> None:
             best = np.argsort(-scores)[:2]
             each = [2.5 * scores[expert] * mlp(of_expert(w, expert), wide) for expert in best]
             always = mlp((w[f"shared_{name}"] for name in ("gate", "up", "down")), wide)
+            if gated:
+                always /= 1 + np.exp(-wide @ w["shared_weight"])
             assert_close(found.x[row, token], sum(each) + always)
             z += np.log(np.exp(logits).sum()) ** 2
             likely = scores / scores.sum()
@@ -353,7 +361,7 @@ def test_the_balance_loss_does_not_depend_on_the_cut_and_knows_its_range() -> No
 
 
 def test_the_model_is_described_once() -> None:
-    model = describe(CONFIG)
+    model = describe(replace(CONFIG, own=replace(OWN, dispatch="all")))
     assert model.layers == ("dense", "experts", "experts", "experts")
     assert model.losses == {"balance": 0.3, "router_z": 0.0, "entropy": 0.0}
     listed = {tag for tag, _, families in summaries() if "moe" in families}
@@ -365,7 +373,29 @@ def test_the_model_is_described_once() -> None:
     costs = count.layer_costs(model, 32)
     head = 2 * count.size(model.ends.params["head",])
     assert sum(costs) + head == needed + 2 * 3 * 3 * expert + pairs
+    own_only = describe(CONFIG)
+    assert sum(count.layer_costs(own_only, 32)) + head == needed + pairs
+    assert model.notes == ("all 5 experts for each token",)
+    assert own_only.notes == ("2 of 5 experts for each token, by blocks of rows",)
     assert len({*costs[1:]}) == 1 and costs[0] < costs[1]
+
+
+@pytest.mark.parametrize("over", ["sequence", "microbatch", "devices"])
+def test_the_balance_loss_takes_the_shares_of_the_tokens_it_is_over(over: str) -> None:
+    """Of one device all rows are those of a call."""
+    module, _, x = of_experts(balance_over=over)
+    mask = jnp.asarray([[1.0, 1, 0, 1, 1], [1.0, 0, 1, 1, 1]])
+    here = context([[1] * 5] * 2, [range(5)] * 2)
+    here.inputs["loss_mask"] = mask  # type: ignore[index]
+    found = module(x, here)
+    shares = np.asarray(jax.nn.softmax(x @ module.router[...]))
+    used = np.zeros((2, 4))
+    for row, token in zip(*np.nonzero(mask), strict=True):
+        used[row, np.argsort(-shares[row, token])[:2]] += 1
+    used = used if over == "sequence" else np.tile(used.sum(0), (2, 1))
+    relative = used / used.mean(-1, keepdims=True)
+    wanted = (relative[:, None] * shares * np.asarray(mask)[..., None]).sum()
+    np.testing.assert_allclose(found.losses["balance"], wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -374,6 +404,7 @@ def test_the_model_is_described_once() -> None:
         ("model.moe.top_k=9", "is more than model.moe.num_experts (8)"),
         ("model.moe.num_dense_layers=6", "must be less than model.num_layers (6)"),
         ("model.moe.num_experts=0", "must be at least 1."),
+        ("model.moe.dispatch=all model.moe.capacity_factor=2", "has no meaning with model.moe.cap"),
         ("model.moe.num_groups=3", "must divide model.moe.num_experts (8)"),
         (
             "model.moe.num_groups=4 model.moe.groups_per_token=5",

@@ -40,16 +40,19 @@ def _plain(decoder: Decoder, with_key: bool) -> tuple[Any, Any]:
     return params, jax.jit(jax.value_and_grad(total, has_aux=True))
 
 
-def plain_gradients(decoder: Decoder, batch: Any, key: jax.Array | None) -> tuple[Any, Any, Any]:
+def plain_gradients(
+    decoder: Decoder, batch: Any, key: jax.Array | None, together: Any = None
+) -> tuple[Any, Any, Any]:
     """Parameters, what the plain loop finds, and the objective's gradients, row by row.
 
-    What it finds is the cross entropy and all other losses, for each target token, and the layers'
-    statistics. Rows are added up in float64: one float32 pass over many rows is off by 1e-5 itself.
+    `together` are the numbers of rows that it is given at once, else each by itself. What it finds
+    is the cross entropy and all other losses, for each target token, and the layers' statistics.
+    Rows are added up in float64: one float32 pass over many rows is off by 1e-5 itself.
     """
     params, run = _plain(decoder, key is not None)
     rows = []
-    for row in range(len(batch["tokens"])):
-        (_, reported), gradient = run(params, {k: v[row : row + 1] for k, v in batch.items()}, key)
+    for numbers in np.arange(len(batch["tokens"]))[:, None] if together is None else together:
+        (_, reported), gradient = run(params, {k: v[numbers] for k, v in batch.items()}, key)
         rows.append((reported, gradient))
     (loss, losses, statistics), gradients = jax.tree.map(
         lambda *leaves: sum(np.asarray(leaf, np.float64) for leaf in leaves), *rows
@@ -58,17 +61,18 @@ def plain_gradients(decoder: Decoder, batch: Any, key: jax.Array | None) -> tupl
     return params, (mean(loss), mean(losses), statistics), mean(gradients)
 
 
-def check_gradients(case: Case) -> None:
+def check_gradients(case: Case, together: Any = None) -> None:
     """The engine's loss and gradients equal automatic differentiation of the plain loop.
 
-    So do the losses and statistics of its layers.
+    So do the losses and statistics of its layers. `together` as above.
     """
     steps = steps_of(case, case.rows)
     parts = steps.partition
     key = jax.random.key(7) if case.dropout else None
     batch: Any = batch_of(case.rows, case=case)
     config = replace(parts.decoder.config, frozen=[])
-    plain, reported, wanted = plain_gradients(replace(parts.decoder, config=config), batch, key)
+    decoder = replace(parts.decoder, config=config)
+    plain, reported, wanted = plain_gradients(decoder, batch, key, together)
     wanted = trained(wanted, parts.decoder.trainable())
     run = steps.engine.value_and_grad(steps.train_schedule)
 

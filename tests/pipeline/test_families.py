@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from maxpipe.model.families.deepseek import DeepseekConfig
@@ -19,12 +20,14 @@ from maxpipe.model.families.phi3 import Phi3Config
 from maxpipe.model.families.qwen2 import Qwen2Config
 from maxpipe.model.families.qwen3 import Qwen3Config
 from maxpipe.model.families.qwen3_moe import Qwen3MoeConfig
+from maxpipe.model.families.qwen3_next import Qwen3NextConfig
 from maxpipe.model.families.registry import FAMILIES
 from tests.cases import Case
 from tests.pipeline.test_executor import check_gradients, matrix
 
 GEMMA = Gemma3Config(window=3, period=3, rope_scaling=2.0, query_scale=7.0)
-MOE = MoeConfig(num_experts=5, num_dense_layers=2, d_expert=12, balance_weight=0.3)
+MOE = MoeConfig(num_experts=5, num_dense_layers=2, d_expert=12, balance_weight=0.3, dispatch="all")
+GROUPED = replace(MOE, dispatch="grouped")
 ROOM = MoeConfig(
     num_experts=5,
     num_dense_layers=2,
@@ -69,6 +72,19 @@ GPT_OSS = GptOssConfig(
 GEMMA2 = Gemma2Config(window=3, score_cap=2.0, logit_cap=1.5)
 PHI = Phi3Config(window=4, rope_size=2, rope_short=[1.7], rope_long=[2.5], rope_scaling=4.0)
 GRANITE = GraniteConfig(embed_scale=3.0, score_scale=0.4, branch_scale=0.3, logit_divisor=1.6)
+NEXT = Qwen3NextConfig(
+    num_experts=5,
+    d_expert=12,
+    d_shared=6,
+    num_key_heads=2,
+    num_value_heads=6,
+    key_size=3,
+    value_size=5,
+    kernel=3,
+    chunk=4,
+    rope_size=2,
+    balance_weight=0.3,
+)
 CASES = [
     Case(2, 2, 3, own=GEMMA, tied=True, layers=7, fsdp=2, tensor=2),
     Case(4, 1, 9, own=GEMMA, tied=True, layers=6, schedule="zb_h1", remat="names", data=2),
@@ -77,16 +93,20 @@ CASES = [
     Case(2, 3, 4, own=GEMMA, tied=True, layers=6, gather="visit", fsdp=2, idle="compute"),
     Case(2, 1, 2, own=GEMMA, tied=True, layers=5, gather="step", schedule="1f1b", data=2),
     Case(2, 2, 3, own=ROOM, layers=7, fsdp=2, tensor=2),
-    Case(4, 1, 9, own=MOE, layers=6, schedule="zb_h1", remat="names", data=2),
+    Case(4, 1, 9, own=GROUPED, layers=6, schedule="zb_h1", remat="names", tensor=2),
     Case(3, 2, 4, own=MOE, layers=9, outside=2, remat="chunk", idle="compute", dropout=0.3),
     Case(4, 2, 8, own=ROOM, layers=9, schedule="zb_v", remat="none", fsdp=2),
-    Case(2, 3, 4, own=MOE, layers=7, gather="visit", fsdp=2, idle="compute", tied=True),
+    Case(2, 3, 4, own=GROUPED, layers=7, gather="visit", fsdp=2, idle="compute", tied=True),
     Case(2, 1, 5, own=MOE, layers=6, outside=3, gather="step", schedule="1f1b", remat="none"),
     Case(2, 2, 3, own=V3, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 2, 3, own=QWEN2, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 2, 3, own=Olmo2Config(), layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 1, 5, own=GRANITE, tied=True, layers=5, gather="step", schedule="zb_h1", dropout=0.3),
     Case(2, 2, 5, own=QWEN3_MOE, layers=7, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
+    Case(4, 1, 7, own=NEXT, epsilon=0.01, layers=9, schedule="zb_h1", remat="names", data=2),
+    Case(
+        2, 2, 3, own=NEXT, epsilon=0.01, layers=5, schedule="zb_v", remat="none", fsdp=2, tensor=2
+    ),
     Case(2, 1, 5, own=GPT_OSS, layers=5, fsdp=2, tensor=2, remat="none", schedule="zb_h1"),
     Case(2, 2, 5, own=NO_DENSE, layers=5, schedule="v_half", tensor=2, idle="compute"),
 ]
@@ -97,10 +117,46 @@ def test_a_family_in_the_engine_equals_its_plain_loop(case: Case) -> None:
     check_gradients(case)
 
 
+def rows_together(case: Case, over: str) -> np.ndarray:
+    """Numbers of the rows that meet in a balance loss: one device's in a microbatch, or all's."""
+    devices = case.data * case.fsdp
+    rows = np.arange(case.rows).reshape(devices, case.microbatches, -1)
+    if over == "devices":
+        return rows.swapaxes(0, 1).reshape(case.microbatches, -1)
+    return rows.reshape(devices * case.microbatches, -1)
+
+
+BALANCED = [
+    ("microbatch", Case(2, 1, 3, schedule="zb_h1", data=2, layers=4)),
+    ("devices", Case(2, 1, 3, schedule="zb_h1", data=2, fsdp=2, layers=4, remat="names")),
+    *(
+        pytest.param(over, case, marks=pytest.mark.matrix)
+        for over, case in (
+            ("microbatch", Case(4, 2, 5, schedule="zb_v", fsdp=2, layers=9)),
+            ("devices", Case(4, 2, 5, schedule="zb_v", fsdp=2, layers=9)),
+            ("devices", Case(2, 2, 4, idle="compute", data=2, tensor=2, layers=6)),
+            ("devices", Case(2, 1, 3, schedule="1f1b", data=2, fsdp=2, layers=4, outside=1)),
+            ("devices", Case(1, 1, 1, data=2, fsdp=2, layers=3)),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("over", "case"), BALANCED, ids=str)
+def test_a_balance_loss_over_rows_that_meet_equals_that_of_the_plain_loop(
+    over: Any, case: Case
+) -> None:
+    """Under any schedule: what it depends on is which rows meet."""
+    own = replace(GROUPED, num_dense_layers=1, balance_over=over)
+    check_gradients(replace(case, own=own), rows_together(case, over))
+
+
 FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": GEMMA, "tied": True},
     {"own": MOE},
+    {"own": GROUPED},
     {"own": ROOM},
+    {"own": NEXT, "epsilon": 0.01},
     *({"own": own} for own in (MISTRAL, QWEN2, QWEN3, PHI, Olmo2Config(), GRANITE)),
     *({"own": own} for own in (QWEN3_MOE, GPT_OSS)),
     {"own": GEMMA2, "tied": True},

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -313,3 +314,20 @@ def test_a_program_compiled_for_cpu(devices: list[Any]):
     # XLA for CPU may reduce by an all-reduce: twice the bytes of a reduce-scatter.
     reduced = found.bytes_moved("reduce-scatter", "all-reduce", group_size=2)
     assert reduced in (5 * 3 * shard, 5 * 3 * 2 * shard)
+
+
+def test_a_kernel_counts_what_it_states() -> None:
+    text = SMALL.replace(
+        "%more (p",
+        """%kernel (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+  ROOT %gmm = f32[8,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":"TUzvUg=","cost_estimate":{"flops":"68719476736","transcendentals":"0","bytes_accessed":"9"}}}
+}
+
+%more (p""",
+        1,
+    )
+    module = replace(parse(text), entry="kernel")
+    found = profile(module)
+    assert found.flops == found.kernel_flops == 68719476736 and found.cycles == 0
+    assert profile(parse(text)).kernel_flops == 0

@@ -64,6 +64,21 @@ EXPERTS: dict[str, Any] = {
     "family": "moe",
     "moe": {"num_experts": 5, "num_dense_layers": 2, "d_expert": 28},
 }
+STATES = {
+    "num_layers": 7,
+    "family": "qwen3_next",
+    "qwen3_next": {
+        "num_experts": 5,
+        "d_expert": 28,
+        "d_shared": 38,
+        "num_key_heads": 3,
+        "num_value_heads": 6,
+        "key_size": 7,
+        "value_size": 11,
+        "chunk": 16,
+        "rope_size": 4,
+    },
+}
 BIASED: dict[str, Any] = {
     "num_layers": 6,
     "family": "gpt_oss",
@@ -76,7 +91,16 @@ CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 4, "remat": "names", "layers_outside": 3, "weight_gather": "visit"},
     ),
-    (BIASED, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
+    (
+        BIASED | {"gpt_oss": BIASED["gpt_oss"] | {"dispatch": "all"}},
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_h1"},
+    ),
+    (
+        STATES,
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
+    ),
     ({}, {}, {"microbatches": 2}),
     ({}, {"ici_stage": 2, "ici_fsdp": 2, "ici_data": 2}, {"microbatches": 4, "schedule": "1f1b"}),
     ({}, {"ici_stage": 4, "ici_tensor": 2}, {"microbatches": 8, "repeats": 3}),
@@ -155,8 +179,9 @@ def test_buffers_and_state_are_those_of_the_engine(
 @pytest.mark.parametrize(
     "model",
     [
-        EXPERTS | {"moe": EXPERTS["moe"] | {"normalised_weights": False}},
+        EXPERTS | {"moe": EXPERTS["moe"] | {"normalised_weights": False, "dispatch": "all"}},
         EXPERTS,
+        EXPERTS | {"moe": EXPERTS["moe"] | {"capacity_factor": 1.25, "num_experts": 4}},
         BIASED,
         BIASED | {"compute_dtype": "float32"},
     ],
@@ -168,7 +193,8 @@ def test_experts_keep_a_little_more_than_is_counted(model: dict[str, Any]) -> No
     steps, sizes = steps_of(config), Sizes(config)
     found, table = buffer_bytes(steps), steps.train_schedule
     wanted = buffers(sizes, table)
-    per_sequence = 4 * sizes.rows * 5 * sizes.per_chunk["experts"]
+    num_experts = model[model["family"]]["num_experts"]
+    per_sequence = 4 * sizes.rows * num_experts * sizes.per_chunk["experts"]
     assert found.pop("stash") == wanted.pop("stash") + table.num_stash * per_sequence
     assert wanted == {name: found[name] for name in wanted}
 

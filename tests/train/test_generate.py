@@ -150,7 +150,6 @@ GENERATE_MISTAKES = {
     "{} --prompt x --seed -1": "must be from 0 to 4294967295.",
     "{} --prompt x --stop=": "must not be empty",
     "{} --prompt x --topk 3": "Write --top-k 3.",
-    "{} --prompt x mesh.ici_stage=4 mesh.cpu_devices=4": "must be 1: tokens are generated without",
     "{} --prompt x runtime.num_processes=0": "must be 1: one process generates",
     "{} --prompt x tokenizer.kind=huggingface tokenizer.path=gone.json": "gone.json",
 }

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from maxpipe.cli import main
 from maxpipe.processes import secret
+from tests.exchange import maker
 from tests.train.runs import (
     SAME,
     Run,
@@ -115,6 +117,27 @@ def test_one_process_resumes_what_two_have_saved(
     restore = f"checkpoint.restore_from={together}"
     run("train", *arguments, f"run.dir={tmp_path}", restore, NO_EVALUATION)
     assert saved_digest(tmp_path / "run") == before
+
+
+@pytest.mark.faults
+def test_two_processes_start_from_a_hugging_face_folder(
+    run: Run, start: Start, tmp_path: Path
+) -> None:
+    """Each reads its part of every parameter."""
+    maker.write(tmp_path / "hf", *maker.llama("F32"), files=2)
+    assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 0
+    every = (tmp_path / "ckpt" / "config.yml", f"checkpoint.restore_from=hf:{tmp_path / 'hf'}")
+    every += ("data.source=synthetic", "tokenizer.kind=bytes", "tokenizer.path=", "train.steps=3")
+    every += ("train.batch_size=4", "train.sequence_length=16", "pipeline.microbatches=2")
+    every += ("log.every=1", "eval.every=0", "optim.warmup_steps=0", "runtime.platform=cpu")
+    every += ("mesh.cpu_devices=1", "run.name=run", "model.compute_dtype=float32")
+    with pair(start, *every, "mesh.ici_fsdp=2", f"run.dir={tmp_path / 'two'}") as processes:
+        outputs = ends(processes)
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "with the weights of" in outputs[0]
+    run("train", *every, f"run.dir={tmp_path / 'one'}")
+    one, two = (losses(tmp_path / name / "run") for name in ("one", "two"))
+    assert list(one) == [1, 2, 3] and two == pytest.approx(one, rel=SAME)
 
 
 @pytest.mark.fault("F7")

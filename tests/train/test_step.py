@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxpipe.parallel.per_device import vary
 from maxpipe.pipeline import outside, program, slots
-from maxpipe.pipeline.collectives import vary
 from tests.cases import (
     TOKENS,
     TOLERANCE,

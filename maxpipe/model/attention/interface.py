@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -75,11 +76,15 @@ _EMPTY = -1
 
 
 class Cache(NamedTuple):
-    """Keys and values of earlier tokens, with room for later ones."""
+    """Keys and values of earlier tokens, with room for later ones.
 
-    key: Float[Array, "B S G H"]
+    Each head's lie together: a query reads all of them. Places are a ring: token n is at n modulo
+    their number.
+    """
+
+    keys: Float[Array, "B G S H"]
     """Rotated."""
-    value: Float[Array, "B S G v"]
+    values: Float[Array, "B G S v"]
     segments: Int[Array, "B S"]
     positions: Int[Array, "B S"]
     length: Int[Array, ""]
@@ -88,15 +93,26 @@ class Cache(NamedTuple):
     @classmethod
     def empty(cls, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> Cache:
         """Room for `shape` = (B, S, G, H)."""
-        places = jnp.full(shape[:2], _EMPTY, jnp.int32)
-        none = jnp.zeros(shape, dtype)
+        rows, tokens, heads, size = shape
+        places = jnp.full((rows, tokens), _EMPTY, jnp.int32)
+        none = jnp.zeros((rows, heads, tokens, size), dtype)
         return cls(none, none, places, places, jnp.zeros((), jnp.int32))
 
     @classmethod
     def axes(cls) -> Any:
         """Logical axes of each array."""
-        kept, places = ("batch", None, "kv_heads", "head_size"), ("batch", None)
+        kept, places = ("batch", "kv_heads", None, "head_size"), ("batch", None)
         return cls._make((kept, kept, places, places, ()))
+
+    @property
+    def key(self) -> Float[Array, "B S G H"]:
+        """As backends take them."""
+        return jnp.swapaxes(self.keys, 1, 2)
+
+    @property
+    def value(self) -> Float[Array, "B S G v"]:
+        """As backends take them."""
+        return jnp.swapaxes(self.values, 1, 2)
 
     def extended(
         self,
@@ -105,10 +121,24 @@ class Cache(NamedTuple):
         segments: Int[Array, "B T"],
         positions: Int[Array, "B T"],
     ) -> Cache:
-        """With T tokens more, for which there must be room."""
-        new = (key, value, segments, positions)
-        key, value, segments, positions = (
-            lax.dynamic_update_slice_in_dim(old, more.astype(old.dtype), self.length, axis=1)
-            for old, more in zip(self[:4], new, strict=True)
+        """With T tokens more, in place of the oldest ones where there is no room."""
+        put = partial(_put, start=self.length)
+        return Cache(
+            put(self.keys, jnp.swapaxes(key, 1, 2), 2),
+            put(self.values, jnp.swapaxes(value, 1, 2), 2),
+            put(self.segments, segments, 1),
+            put(self.positions, positions, 1),
+            self.length + key.shape[1],
         )
-        return Cache(key, value, segments, positions, self.length + new[0].shape[1])
+
+
+def _put(old: Array, new: Array, axis: int, start: Int[Array, ""]) -> Array:
+    """New tokens from place `start` of a ring on."""
+    size, count, new = old.shape[axis], new.shape[axis], new.astype(old.dtype)
+    if count == 1:
+        return lax.dynamic_update_slice_in_dim(old, new, start % size, axis)
+    # They may lie on both sides of the ring's end.
+    number = (jnp.arange(size) - start) % size
+    turned = jnp.take(new, jnp.minimum(number, count - 1), axis)
+    is_new = (number < count).reshape([-1 if dim == axis else 1 for dim in range(old.ndim)])
+    return jnp.where(is_new, turned, old)

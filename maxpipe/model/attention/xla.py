@@ -33,7 +33,9 @@ def attend(
         # The first block is the square that `is_causal` is made for.
         square = by_place and start == 0
         seen = mask.seen(start, stop, keys, causal=mask.causal and not square)
-        if mask.soft_cap or mask.sinks is not None or key.shape[-1] != value.shape[-1]:
+        # Behind a cache jax's function puts keys and values in another order first.
+        plain = mask.in_row and not mask.soft_cap and mask.sinks is None
+        if not plain or key.shape[-1] != value.shape[-1]:
             if square:
                 seen &= jnp.tri(stop, dtype=bool)
             parts.append(_mixed(*part, seen, mask))
@@ -57,8 +59,13 @@ def _mixed(
     jax's own function has none of these.
     """
     rows, tokens, heads, size = query.shape
-    grouped = query.reshape(rows, tokens, key.shape[2], -1, size)
-    scores = jnp.einsum("btgnh,bsgh->bgnts", grouped, key, preferred_element_type=jnp.float32)
+    groups, num_keys = key.shape[2], key.shape[1]
+    # Heads in front, as caches have them: one matmul of plain matrices for each.
+    grouped = query.reshape(rows, tokens, groups, -1, size).transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(rows, groups, -1, size)
+    key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+    scores = jnp.einsum("bgxh,bgsh->bgxs", grouped, key, preferred_element_type=jnp.float32)
+    scores = scores.reshape(rows, groups, -1, tokens, num_keys)
     scores *= size**-0.5 if mask.scale is None else mask.scale
     if mask.soft_cap:
         scores = mask.soft_cap * jnp.tanh(scores / mask.soft_cap)
@@ -67,7 +74,9 @@ def _mixed(
         shares = jax.nn.softmax(scores, axis=-1)
     else:
         shares = _beside(scores, mask.sinks.reshape(*scores.shape[1:3], 1, 1))
-    mixed = jnp.einsum("bgnts,bsgh->btgnh", shares.astype(value.dtype), value)
+    shares = shares.astype(value.dtype).reshape(rows, groups, -1, num_keys)
+    mixed = jnp.einsum("bgxs,bgsh->bgxh", shares, value)
+    mixed = mixed.reshape(rows, groups, -1, tokens, value.shape[-1]).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(rows, tokens, heads, value.shape[-1])
 
 

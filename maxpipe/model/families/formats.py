@@ -143,11 +143,13 @@ class LayerTypes:
         return [self.types[number % len(self.types)] for number in range(count)]
 
 
-YARN = (
-    Fixed("attention_factor", (None,)),
+RAMP = (
     Fixed("beta_fast", (32, 32.0), 32),
     Fixed("beta_slow", (1, 1.0), 1),
 )
+"""Where YaRN begins and ends to stretch."""
+
+YARN = (Fixed("attention_factor", (None,)), *RAMP)
 """What is beside factor and original length in YaRN's parameters."""
 
 ENDS = (
@@ -254,35 +256,6 @@ LLAMA = (
     *MLP,
 )
 """All tensors of Llama, which other families have, too."""
-
-
-def yarn(
-    family: str,
-    theta: float = 10000.0,
-    *,
-    whole: bool = True,
-    absent: Theirs | None = None,
-) -> Row:
-    """Rotary positions that YaRN may stretch, by the keys of this family.
-
-    `absent` is what transformers takes where config.json says nothing of rotary positions.
-    """
-    factor = f"{family}.rope_scaling"
-    return Rotary(
-        "rope_theta",
-        theta,
-        {
-            "yarn": (
-                Key("factor", factor),
-                Key("original_max_position_embeddings", f"{family}.rope_original_tokens"),
-                *YARN,
-                Fixed("truncate", (whole,), True),
-            )
-        },
-        unscaled={factor: 1.0},
-        chosen=lambda ours: "default" if ours[factor] == 1 else "yarn",
-        absent=absent or {},
-    )
 
 
 def plain_rope(theta: float = 10000.0) -> Row:

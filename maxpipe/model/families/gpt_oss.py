@@ -10,7 +10,7 @@ from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
 from maxpipe.model.families import formats, generic, mixtures
 from maxpipe.model.families.mixtures import MixtureConfig
-from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key
+from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key, Rotary
 from maxpipe.model.parts.experts import Experts
 from maxpipe.model.parts.mlp import ClampedSilu
 from maxpipe.model.spec import Family, Model, own_keys
@@ -54,6 +54,12 @@ def _rules(config: ModelConfig) -> Iterator[Finding]:
     return mixtures.rules(config, own_keys(config, GptOssConfig))
 
 
+_YARN = (
+    Key("factor", "gpt_oss.rope_scaling"),
+    Key("original_max_position_embeddings", "gpt_oss.rope_original_tokens"),
+    *formats.YARN,
+    Fixed("truncate", (False,), True),
+)
 _ABSENT = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -81,7 +87,14 @@ _HUGGINGFACE = HuggingFace(
         Key("sliding_window", "gpt_oss.window", 128),
         Key("swiglu_alpha", "gpt_oss.gate_slope", 1.702),
         Key("swiglu_limit", "gpt_oss.gate_limit", 7.0),
-        formats.yarn("gpt_oss", 150000.0, whole=False, absent=_ABSENT),
+        Rotary(
+            "rope_theta",
+            150000.0,
+            {"yarn": _YARN},
+            unscaled={"gpt_oss.rope_scaling": 1.0},
+            chosen=lambda ours: "default" if ours["gpt_oss.rope_scaling"] == 1 else "yarn",
+            absent=_ABSENT,
+        ),
         formats.LayerTypes((formats.WINDOWED, formats.FULL)),
         Kept("initial_context_length"),
         Fixed("hidden_act", ("silu",), "silu"),

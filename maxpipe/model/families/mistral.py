@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from maxpipe.config.bounds import Bound
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.families import formats, generic
+from maxpipe.errors import Finding
+from maxpipe.model.families import formats, generic, ropes
+from maxpipe.model.families.ropes import RopeConfig
 from maxpipe.model.huggingface import Fixed, HuggingFace
-from maxpipe.model.parts.attention import Rope
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Family, Model, own_keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MistralConfig:
+class MistralConfig(RopeConfig):
     """Keys of Mistral models only."""
 
     window: int = 0
@@ -23,12 +25,17 @@ class MistralConfig:
 
 def describe(config: ModelConfig) -> Model:
     """One kind of layer."""
-    window = own_keys(config, MistralConfig).window
-    values = {"window": generic.same_everywhere(config, window)} if window else {}
-    attention = generic.attention(config, Rope(config.rope_theta), window="window" * bool(window))
+    own = own_keys(config, MistralConfig)
+    values = {"window": generic.same_everywhere(config, own.window)} if own.window else {}
+    rope, window = ropes.rope(config, own), "window" * bool(own.window)
+    attention = generic.attention(config, rope, window=window)
     return generic.alike(
         config, attention, RMSNorm(config.d_model, config.norm_epsilon), values=values
     )
+
+
+def _rules(config: ModelConfig) -> Iterator[Finding]:
+    return ropes.rules(config, own_keys(config, MistralConfig))
 
 
 _HUGGINGFACE = HuggingFace(
@@ -37,7 +44,7 @@ _HUGGINGFACE = HuggingFace(
     keys=(
         *formats.sizes(kv_heads=8, mlp=14336),
         formats.OrNone("sliding_window", "mistral.window", 4096),
-        formats.plain_rope(),
+        ropes.row("mistral", 131072),
         Fixed("hidden_act", ("silu",), "silu"),
     ),
     tensors=formats.LLAMA,
@@ -48,6 +55,10 @@ FAMILY = Family(
     "mistral",
     MistralConfig,
     describe,
-    bounds=(Bound("window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 sees all"),),
+    bounds=(
+        Bound("window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 sees all"),
+        *ropes.BOUNDS,
+    ),
+    rules=_rules,
     huggingface=(_HUGGINGFACE,),
 )

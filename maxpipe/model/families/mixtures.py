@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
 from maxpipe.model.families import generic
-from maxpipe.model.parts.experts import Experts
+from maxpipe.model.parts.experts import BalanceOver, Experts
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Branch, Kind, Model, Part
 
@@ -28,11 +28,23 @@ class MixtureConfig:
     """Hidden width of one expert. 0 takes `model.d_mlp`."""
     capacity_factor: float = 0.0
     """Tokens of a sequence for which an expert has room, as a multiple of an even share: 1.25 is
-    common. The others lose this expert, second choices first; when text is generated none does. 0
-    computes all experts for all tokens: nothing is lost, and much is computed that is not used."""
+    common. The others lose this expert, second choices first; when text is generated none does. 0:
+    for all, nothing is lost."""
+    dispatch: Literal["auto", "all", "grouped"] = "auto"
+    """How tokens get to their experts without a capacity: `grouped` sorts them by expert and
+    computes those that they are sent to, with a kernel on TPUs and in blocks of rows elsewhere.
+    `all` computes all experts for all tokens, and much that is not used. `auto` is `grouped` if
+    there are at least twice as many experts as a token is sent to."""
     balance_weight: float = 0.01
-    """Coefficient of the balance loss, which is 1 when experts get equally many tokens of each
-    sequence; the objective has it once for each layer with experts. 0 only records it."""
+    """Coefficient of the balance loss, which is 1 when experts get equally many tokens; the
+    objective has it once for each layer with experts. 0 only records it."""
+    balance_over: BalanceOver = "sequence"
+    """Of which tokens the balance loss takes the shares that experts get. `sequence`: of each by
+    itself; the loss depends on nothing else. `microbatch`, as in Switch: of the rows that one
+    device has in a microbatch; it depends on their number, so on batch size, microbatches, data
+    and fsdp. `devices`, known as global-batch: of the rows that all devices have in a microbatch;
+    it depends on the microbatches, and which rows meet in one on data and fsdp. None depends on
+    the schedule, stages or tensor."""
     z_weight: float = 0.0
     """Coefficient of the router's z-loss, the mean square of the logarithm of its partition
     function: keeps logits small. 0 only records it."""
@@ -65,6 +77,8 @@ def experts(config: ModelConfig, own: MixtureConfig, **options: Any) -> Experts:
         own.balance_weight,
         own.z_weight,
         own.capacity_factor,
+        dispatch=own.dispatch,
+        balance_over=own.balance_over,
         **options,
     )
 
@@ -93,8 +107,16 @@ def model(
 
 
 def rules(config: ModelConfig, own: MixtureConfig) -> Iterator[Finding]:
-    """A token goes to different experts."""
+    """A token goes to different experts, by one way."""
     section = f"model.{config.family}"
+    if own.capacity_factor and own.dispatch != "auto":
+        yield Finding(
+            f"{section}.dispatch",
+            f"has no meaning with {section}.capacity_factor={own.capacity_factor:g}: tokens pass "
+            "through the experts that have room for them.",
+            f"Set {section}.dispatch=auto, or {section}.capacity_factor=0 for experts that have "
+            "room for all.",
+        )
     if own.top_k > own.num_experts:
         yield Finding(
             f"{section}.top_k",

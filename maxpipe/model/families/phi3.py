@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from maxpipe.config.bounds import Bound
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
-from maxpipe.model.families import formats, generic
-from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Only, Rotary
-from maxpipe.model.parts.attention import Rope
+from maxpipe.model.families import formats, generic, ropes
+from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key, Ours, Rotary, Theirs, Unlike
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Family, Model, own_keys
 
@@ -40,14 +38,13 @@ class Phi3Config:
 def describe(config: ModelConfig) -> Model:
     """One kind of layer."""
     own = own_keys(config, Phi3Config)
-    gained = math.log(own.rope_scaling) / math.log(own.rope_original_tokens)
-    rope = Rope(
+    rope = ropes.longrope(
         config.rope_theta,
-        original_tokens=own.rope_original_tokens,
+        own.rope_scaling,
+        own.rope_original_tokens,
+        own.rope_short,
+        own.rope_long,
         turned=own.rope_size,
-        stretch=tuple(own.rope_short),
-        stretch_beyond=tuple(own.rope_long),
-        length=math.sqrt(1.0 + gained),
     )
     attention = generic.attention(config, rope, window="window" * bool(own.window))
     values = {"window": generic.same_everywhere(config, own.window)} if own.window else {}
@@ -67,24 +64,57 @@ def _rules(config: ModelConfig) -> Iterator[Finding]:
             "Set model.phi3.rope_size=0 to turn all.",
         )
         return
-    if bool(own.rope_short) != bool(own.rope_long):
-        there, missing = ("short", "long") if own.rope_short else ("long", "short")
-        yield Finding(
-            f"model.phi3.rope_{there}",
-            f"is there without model.phi3.rope_{missing}.",
-            f"Set both, or model.phi3.rope_{there}=[].",
-        )
-    for name, factors in (("rope_short", own.rope_short), ("rope_long", own.rope_long)):
-        if factors and (len(factors) != size // 2 or min(factors) <= 0):
-            yield Finding(
-                f"model.phi3.{name}",
-                f"must be {size // 2} positive factors, one for each pair of the {size} entries of "
-                f"a head that turn, and has {len(factors)}.",
-                f"Give {size // 2}, or set model.phi3.rope_short=[] and model.phi3.rope_long=[].",
-            )
+    yield from ropes.factor_rules("model.phi3", own.rope_short, own.rope_long, size)
 
 
-_ALL_TURN = Fixed("partial_rotary_factor", (1.0, 1), 1.0)
+@dataclass(frozen=True)
+class _Turned:
+    """`partial_rotary_factor`, the share of a head's entries that turn."""
+
+    inside: bool = False
+    """Whether it stands among rotary parameters: it is read there, and not written."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One."""
+        return ("partial_rotary_factor",)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """The number of entries."""
+        share = theirs.get("partial_rotary_factor")
+        if share is None:
+            return {} if self.inside else {"phi3.rope_size": 0}
+        return {"phi3.rope_size": 0 if share == 1 else int(ours["head_size"] * share)}
+
+    def write(self, ours: Ours) -> Theirs:
+        """The share, of which they make the same number."""
+        if self.inside:
+            return {}
+        size, all_of_it = ours["phi3.rope_size"], ours["head_size"]
+        share = (size or all_of_it) / all_of_it
+        if int(all_of_it * share) != (size or all_of_it):
+            rule = f"is no share of {all_of_it} entries that they can say."
+            raise Unlike("model.phi3.rope_size", size, rule)
+        return {"partial_rotary_factor": share}
+
+
+def _chosen(ours: Ours) -> str:
+    if ours["phi3.rope_short"]:
+        return "longrope"
+    if ours["phi3.rope_scaling"] != 1:
+        rule = "must be 1 without model.phi3.rope_short and model.phi3.rope_long."
+        raise Unlike("model.phi3.rope_scaling", ours["phi3.rope_scaling"], rule)
+    return "default"
+
+
+_LONG = (
+    Key("short_factor", "phi3.rope_short"),
+    Key("long_factor", "phi3.rope_long"),
+    Fixed("attention_factor", (None,)),
+    _Turned(inside=True),
+)
+_TYPES = ("longrope", "su", "yarn")
+"""Names that releases have for the one type."""
 
 _HUGGINGFACE = HuggingFace(
     "Phi3ForCausalLM",
@@ -92,12 +122,18 @@ _HUGGINGFACE = HuggingFace(
     keys=(
         *formats.sizes(width=3072, mlp=8192, vocab=32064, epsilon=1e-5),
         formats.OrNone("sliding_window", "phi3.window", 0),
-        Rotary("rope_theta", 10000.0, {"default": (_ALL_TURN,)}, unscaled={}),
-        Only("phi3.rope_size", 0),
-        Only("phi3.rope_short", []),
-        Only("phi3.rope_long", []),
-        Only("phi3.rope_scaling", 1.0),
-        _ALL_TURN,
+        _Turned(),
+        Rotary(
+            "rope_theta",
+            10000.0,
+            {"default": (_Turned(inside=True),), **dict.fromkeys(_TYPES, _LONG)},
+            unscaled={"phi3.rope_short": [], "phi3.rope_long": [], "phi3.rope_scaling": 1.0},
+            chosen=_chosen,
+            older_type="type",
+            beside=dict.fromkeys(
+                _TYPES, (ropes.Longest("phi3.rope_scaling", "phi3.rope_original_tokens"),)
+            ),
+        ),
         Kept("original_max_position_embeddings"),
         Kept("embd_pdrop"),
         Kept("resid_pdrop"),

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from maxpipe.config.bounds import LARGEST, Bound
 from maxpipe.config.schema import ModelConfig
-from maxpipe.model.families import formats, generic
+from maxpipe.errors import Finding
+from maxpipe.model.families import formats, generic, ropes
+from maxpipe.model.families.ropes import RopeConfig
 from maxpipe.model.huggingface import Fixed, HuggingFace, Kept
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Family, Model, own_keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Qwen2Config:
+class Qwen2Config(RopeConfig):
     """Keys of Qwen2 and Qwen2.5 models only."""
-
-    rope_scaling: float = 1.0
-    """Factor by which the context is longer than the one of the training before (YaRN). 1 is that
-    context itself."""
-    rope_original_tokens: int = 32768
-    """Length of that context. Read when `model.qwen2.rope_scaling` is not 1."""
 
 
 def describe(config: ModelConfig) -> Model:
     """One kind of layer."""
     own = own_keys(config, Qwen2Config)
-    rope = generic.yarn(config.rope_theta, own.rope_scaling, own.rope_original_tokens)
+    rope = ropes.rope(config, own)
     attention = generic.attention(config, rope, biased=("query", "key", "value"))
     return generic.alike(config, attention, RMSNorm(config.d_model, config.norm_epsilon))
+
+
+def _rules(config: ModelConfig) -> Iterator[Finding]:
+    return ropes.rules(config, own_keys(config, Qwen2Config))
 
 
 _HUGGINGFACE = HuggingFace(
@@ -36,7 +36,7 @@ _HUGGINGFACE = HuggingFace(
     "qwen2",
     keys=(
         *formats.sizes(kv_heads=32, mlp=22016, vocab=151936),
-        formats.yarn("qwen2"),
+        ropes.row("qwen2", 32768),
         formats.LayerTypes((formats.FULL,)),
         Fixed("use_sliding_window", (False,), False),
         Kept("sliding_window"),
@@ -51,9 +51,7 @@ FAMILY = Family(
     "qwen2",
     Qwen2Config,
     describe,
-    bounds=(
-        Bound("rope_scaling", 1.0, 1, LARGEST, "1 is the original context"),
-        Bound("rope_original_tokens", 32768, 1),
-    ),
+    bounds=ropes.BOUNDS,
+    rules=_rules,
     huggingface=(_HUGGINGFACE,),
 )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from maxpipe.config.bounds import LARGEST, Bound
+from maxpipe.config.bounds import Bound
 from maxpipe.config.schema import ModelConfig
 from maxpipe.errors import Finding
-from maxpipe.model.families import formats, generic, mixtures
+from maxpipe.model.families import formats, generic, mixtures, ropes
 from maxpipe.model.families.mixtures import MixtureConfig
+from maxpipe.model.families.ropes import RopeConfig
 from maxpipe.model.huggingface import Fixed, HuggingFace, Kept, Key
 from maxpipe.model.parts.experts import Experts
 from maxpipe.model.parts.norm import RMSNorm
@@ -17,7 +18,7 @@ from maxpipe.model.spec import Family, Model, own_keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Qwen3MoeConfig(MixtureConfig):
+class Qwen3MoeConfig(MixtureConfig, RopeConfig):
     """Keys of Qwen3 models with experts only."""
 
     expert_period: int = 1
@@ -28,19 +29,13 @@ class Qwen3MoeConfig(MixtureConfig):
     normalised_weights: bool = True
     """Divide the probabilities of a token's experts by their sum, so that its weights add up to 1.
     """
-    rope_scaling: float = 1.0
-    """Factor by which the context is longer than the one of the training before (YaRN). 1 is that
-    context itself."""
-    rope_original_tokens: int = 32768
-    """Length of that context. Read when `model.qwen3_moe.rope_scaling` is not 1."""
 
 
 def describe(config: ModelConfig) -> Model:
     """Two kinds of layers, `dense` and `experts`, or one of them."""
     own = own_keys(config, Qwen3MoeConfig)
-    rope = generic.yarn(config.rope_theta, own.rope_scaling, own.rope_original_tokens)
     head_norm = RMSNorm(config.head_size, config.norm_epsilon)
-    attention = generic.attention(config, rope, head_norm=head_norm)
+    attention = generic.attention(config, ropes.rope(config, own), head_norm=head_norm)
     experts = mixtures.experts(config, own, normalised=own.normalised_weights)
     return mixtures.model(config, attention, experts, _dense(config, own))
 
@@ -56,6 +51,7 @@ def _dense(config: ModelConfig, own: Qwen3MoeConfig) -> list[bool]:
 def _rules(config: ModelConfig) -> Iterator[Finding]:
     own = own_keys(config, Qwen3MoeConfig)
     yield from mixtures.rules(config, own)
+    yield from ropes.rules(config, own)
     count = config.num_layers
     if wrong := [each for each in own.dense_layers if not 0 <= each < count]:
         left = [each for each in own.dense_layers if each not in wrong]
@@ -85,7 +81,7 @@ _HUGGINGFACE = HuggingFace(
         Key("decoder_sparse_step", "qwen3_moe.expert_period", 1),
         Key("mlp_only_layers", "qwen3_moe.dense_layers", []),
         Key("norm_topk_prob", "qwen3_moe.normalised_weights", False),
-        formats.yarn("qwen3_moe"),
+        ropes.row("qwen3_moe", 32768),
         Fixed("use_sliding_window", (False,), False),
         Kept("sliding_window"),
         Kept("max_window_layers"),
@@ -108,9 +104,8 @@ FAMILY = Family(
     describe,
     bounds=(
         *mixtures.BOUNDS,
+        *ropes.BOUNDS,
         Bound("expert_period", 1, 1),
-        Bound("rope_scaling", 1.0, 1, LARGEST, "1 is the original context"),
-        Bound("rope_original_tokens", 32768, 1),
     ),
     rules=_rules,
     reporting=(Experts,),

@@ -21,6 +21,7 @@ from maxpipe.model.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen3_next,
 )
 from maxpipe.model.frozen import freeze
 from maxpipe.model.spec import Ahead, Family, Model, Summary
@@ -29,7 +30,7 @@ FAMILIES: Mapping[str, Family] = {
     each.FAMILY.name: each.FAMILY
     for each in (
         *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite),
-        *(moe, qwen3_moe, gpt_oss, deepseek),
+        *(moe, qwen3_moe, qwen3_next, gpt_oss, deepseek),
     )
 }
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -36,13 +37,16 @@ def rotary_frequencies(
     """
     turned = rope.turned or head_size
     exponent = jnp.arange(0, turned, 2, dtype=jnp.float32) / turned
-    frequencies = context.number(rope.theta) ** -exponent
+    theta = context.number(rope.theta)
+    if rope.scaling == "dynamic" and rope.factor != 1.0:
+        theta *= _growth(rope, turned, context)
+    frequencies = theta**-exponent
     stretch = rope.stretch
     if rope.stretch_beyond and _num_tokens(context) > rope.original_tokens:
         stretch = rope.stretch_beyond
     if stretch:
         frequencies /= jnp.asarray(stretch, jnp.float32)
-    if rope.factor == 1.0:
+    if rope.factor == 1.0 or rope.scaling == "dynamic":
         return frequencies
     factor = context.number(rope.factor)
     if rope.scaling == "linear":
@@ -53,6 +57,13 @@ def rotary_frequencies(
     blend = (turns - _LOW_FREQUENCY_FACTOR) / (_HIGH_FREQUENCY_FACTOR - _LOW_FREQUENCY_FACTOR)
     blend = jnp.clip(blend, 0.0, 1.0)
     return frequencies * (blend + (1.0 - blend) / factor)
+
+
+def _growth(rope: attention.Rope, turned: int, context: Context) -> float | Float[Array, ""]:
+    """Of the base, so that the slowest pair is stretched as much as the row is longer."""
+    longer = max(_num_tokens(context) / rope.original_tokens, 1.0)
+    more = context.number(rope.factor) * (longer - 1.0) + 1.0
+    return more ** (turned / (turned - 2))
 
 
 def _num_tokens(context: Context) -> int:
@@ -125,6 +136,10 @@ class Attention(PartModule):
         segments, positions = context.inputs["segment_ids"], context.inputs["positions"]
         frequencies = rotary_frequencies(part.rope, part.head_size, context)
         query, key, value = (self._projected(name, x) for name in ("query", "key", "value"))
+        gate = None
+        if part.gated:
+            query, gate = jnp.split(query, 2, axis=-1)
+            gate = checkpoint_name(gate, "query_gate")
         if part.head_norm is not None:
             query = rms_normed(query, self.query_norm[...], part.head_norm)
             key = rms_normed(key, self.key_norm[...], part.head_norm)
@@ -154,6 +169,8 @@ class Attention(PartModule):
             )
         mixed = BACKENDS[part.backend](query, key, value, mask)
         mixed = checkpoint_name(mixed, "context")
+        if gate is not None:
+            mixed = mixed * jax.nn.sigmoid(gate)
         out = jnp.einsum("btnh,nhd->btd", mixed, self.out[...].astype(dtype))
         out = self._with_bias("out", out)
         return Output(checkpoint_name(out, "attention_out"), cache=cache)
@@ -162,6 +179,11 @@ class Attention(PartModule):
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
         """Rotated keys, and values, of each key/value head."""
         return Cache.empty((rows, tokens, part.num_kv_heads, part.head_size), dtype)
+
+    @staticmethod
+    def window(part: Any) -> str:
+        """None where the size of the cache says how long rows may become."""
+        return "" if part.rope.stretch_beyond else part.window
 
     @staticmethod
     def cache_axes(part: Any) -> Any:

@@ -43,6 +43,11 @@ def empty_cache(kind: Kind, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
     return _first(lambda module, part: module.empty_cache(part, rows, tokens, dtype), kind)
 
 
+def window(kind: Kind) -> str:
+    """The per-layer value that says what its cache may lack; empty if it may lack nothing."""
+    return _first(lambda module, part: module.window(part) or None, kind) or ""
+
+
 def cache_axes(kind: Kind) -> Any:
     """Logical axes of each array in it."""
     return _first(lambda module, part: module.cache_axes(part), kind)

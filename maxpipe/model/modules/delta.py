@@ -27,7 +27,7 @@ _EPSILON = 1e-6
 """Added to the squared length of queries and keys."""
 _NOWHERE = -1
 """Segment in front of a row."""
-_NAMES = ("conv_query", "conv_key", "conv_value", "decay", "decay_bias")
+_NAMES = ("conv_query", "conv_key", "conv_value", "decay", "decay_bias", "norm")
 
 Weights = Mapping[str, Array]
 
@@ -59,7 +59,7 @@ class Cache(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What a state meets in a chunk, float32, with all factors of decay.
+    """What a state meets in a chunk, in float32 with all factors of decay.
 
     What another document has left, or begins, is multiplied by 0.
     """
@@ -76,6 +76,8 @@ class Chunk(NamedTuple):
     """Shares of what tokens write in what tokens read."""
     keep: Float[Array, "B K r"]
     """Of the state in front, behind the chunk."""
+    gate: Float[Array, "B K r C dv"]
+    """Of what is read, in the compute type."""
 
 
 class GatedDelta(PartModule):
@@ -99,18 +101,14 @@ class GatedDelta(PartModule):
         """Tokens see the past of their own segment only; a segment is tokens side by side."""
         part, rules, dtype = self.part, self.rules, x.dtype
         qkvz, ba = self._projected("qkvz", x), self._projected("ba", x)
-        mixed, gate = jnp.split(qkvz, (part.mixed_size,), axis=-1)
-        before = _empty(part, mixed) if context.cache is None else context.cache
+        before = _empty(part, qkvz) if context.cache is None else context.cache
         segments = context.inputs["segment_ids"]
         weights = {name: getattr(self, name)[...] for name in _NAMES}
-        found: Any = _read(part, weights, mixed, ba, segments, before)
+        found: Any = _read(part, weights, qkvz, ba, segments, before)
         read, state = found
-        gate = gate.reshape(read.shape).astype(jnp.float32)
-        read = rms_normed(read.astype(dtype), self.norm[...], part.norm)
-        read = (read.astype(jnp.float32) * jax.nn.silu(gate)).astype(dtype)
-        read = read.reshape(*x.shape[:2], part.num_value_heads, part.value_size)
         read = checkpoint_name(constrain(read, (None, None, "heads", None), rules), "read")
         out = jnp.einsum("btvh,vhd->btd", read, self.out[...].astype(dtype))
+        mixed = qkvz[..., : part.mixed_size]
         cache = None if context.cache is None else before.extended(mixed, segments, state)
         return Output(checkpoint_name(out, "delta_out"), cache=cache)
 
@@ -124,7 +122,7 @@ class GatedDelta(PartModule):
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
         """The same for any number of tokens."""
         del tokens
-        return _empty(part, jnp.zeros((rows, 0, part.num_key_heads, part.mixed_size), dtype))
+        return _empty(part, jnp.zeros((rows, 0, part.num_key_heads, 0), dtype))
 
     @staticmethod
     def cache_axes(part: Any) -> Any:
@@ -136,11 +134,11 @@ class GatedDelta(PartModule):
 
 def _empty(part: delta.GatedDelta, like: Float[Array, "B T K E"]) -> Cache:
     """In front of rows like these."""
-    rows, _, heads, size = like.shape
+    rows, _, heads, _ = like.shape
     width = part.kernel - 1
     state = (rows, heads, part.group, part.key_size, part.value_size)
     return Cache(
-        lax.full_like(like, 0, shape=(rows, width, heads, size)),
+        lax.full_like(like, 0, shape=(rows, width, heads, part.mixed_size)),
         lax.full_like(like, _NOWHERE, jnp.int32, shape=(rows, width)),
         lax.full_like(like, 0, jnp.float32, shape=state),
     )
@@ -150,66 +148,77 @@ def _empty(part: delta.GatedDelta, like: Float[Array, "B T K E"]) -> Cache:
 def _read(
     part: delta.GatedDelta,
     weights: Weights,
-    mixed: Float[Array, "B T K E"],
+    qkvz: Float[Array, "B T K E"],
     ba: Float[Array, "B T K e"],
     segments: Int[Array, "B T"],
     before: Cache,
-) -> tuple[Float[Array, "B T K r dv"], Float[Array, "B K r dk dv"]]:
-    """What the queries read, and the state behind the last token; float32."""
-    chunks = _chunks(part, weights, mixed, ba, segments, before)
-    state, read = lax.scan(_through, before.state, chunks)
-    return _side_by_side(read, mixed.shape[1]), state
+) -> tuple[Float[Array, "B T V dv"], Float[Array, "B K r dk dv"]]:
+    """What the queries read, normed and gated, and the state behind the last token."""
+    chunks = _chunks(part, weights, qkvz, ba, segments, before)
+    state, read = lax.scan(partial(_through, part, weights["norm"]), before.state, chunks)
+    return _side_by_side(read, qkvz.shape[1]), state
 
 
 def _read_forward(part: delta.GatedDelta, *given: Any) -> tuple[Any, Any]:
-    chunks, before = _chunks(part, *given), given[-1]
+    chunks, (weights, qkvz, *_, before) = _chunks(part, *given), given
 
     def through(state: Array, chunk: Chunk) -> tuple[Array, tuple[Array, Array]]:
-        after, read = _through(state, chunk)
+        after, read = _through(part, weights["norm"], state, chunk)
         return after, (read, state)
 
     state, (read, states) = lax.scan(through, before.state, chunks)
-    return (_side_by_side(read, given[1].shape[1]), state), (given, states)
+    return (_side_by_side(read, qkvz.shape[1]), state), (given, states)
 
 
 def _read_backward(part: delta.GatedDelta, saved: Any, cotangents: Any) -> Any:
-    (weights, mixed, ba, segments, before), states = saved
+    (weights, qkvz, ba, segments, before), states = saved
 
-    def again(weights: Weights, mixed: Array, ba: Array, tail: Array) -> Chunk:
-        return _chunks(part, weights, mixed, ba, segments, before._replace(tail=tail))
+    def again(weights: Weights, qkvz: Array, ba: Array, tail: Array) -> Chunk:
+        return _chunks(part, weights, qkvz, ba, segments, before._replace(tail=tail))
 
-    chunks, pull_chunks = jax.vjp(again, weights, mixed, ba, before.tail)
+    chunks, pull_chunks = jax.vjp(again, weights, qkvz, ba, before.tail)
     d_read, d_state = cotangents
-    size = chunks.mixing.shape[-1]
-    d_read = _cut(d_read, size)
+    d_read = d_read.reshape(*d_read.shape[:2], part.num_key_heads, part.group, part.value_size)
+    d_read = _cut(d_read, chunks.mixing.shape[-1])
 
-    def back(d_state: Array, each: tuple[Array, Chunk, Array]) -> tuple[Array, Chunk]:
-        state, chunk, d_read = each
-        _, pull = jax.vjp(_through, state, chunk)
-        return pull((d_state, d_read))
+    def back(carry: tuple[Array, Array], each: Any) -> tuple[tuple[Array, Array], Chunk]:
+        (d_state, d_norm), (state, chunk, d_read) = carry, each
+        _, pull = jax.vjp(partial(_through, part), weights["norm"], state, chunk)
+        more, d_state, d_chunk = pull((d_state, d_read))
+        return (d_state, d_norm + more.astype(jnp.float32)), d_chunk
 
-    d_state, d_chunks = lax.scan(back, d_state, (states, chunks, d_read), reverse=True)
-    *d_given, d_tail = pull_chunks(d_chunks)
-    return *d_given, None, Cache(d_tail, None, d_state)  # type: ignore[arg-type]
+    nothing = lax.full_like(d_state, 0, shape=weights["norm"].shape)
+    given = (states, chunks, d_read)
+    (d_state, d_norm), d_chunks = lax.scan(back, (d_state, nothing), given, reverse=True)
+    d_weights, d_qkvz, d_ba, d_tail = pull_chunks(d_chunks)
+    d_weights["norm"] += d_norm.astype(d_weights["norm"].dtype)
+    # A split backward keeps these small gradients, instead of all that they are made of.
+    d_weights, d_qkvz, d_ba = lax.optimization_barrier((d_weights, d_qkvz, d_ba))
+    return d_weights, d_qkvz, d_ba, None, Cache(d_tail, None, d_state)  # type: ignore[arg-type]
 
 
 _read.defvjp(_read_forward, _read_backward)
 
 
 def _through(
-    state: Float[Array, "B K r dk dv"], chunk: Chunk
+    part: delta.GatedDelta,
+    norm: Float[Array, " dv"],
+    state: Float[Array, "B K r dk dv"],
+    chunk: Chunk,
 ) -> tuple[Float[Array, "B K r dk dv"], Float[Array, "B K r C dv"]]:
-    """The state behind a chunk, and what the chunk's tokens read."""
+    """The state behind a chunk, and what the chunk's tokens read, normed and gated."""
     written = chunk.value - chunk.known @ state
     read = chunk.query @ state + chunk.mixing @ written
     state = chunk.keep[..., None, None] * state + chunk.key.swapaxes(-1, -2) @ written
-    return state, read
+    dtype = chunk.gate.dtype
+    read = rms_normed(read.astype(dtype), norm, part.norm).astype(jnp.float32)
+    return state, (read * jax.nn.silu(chunk.gate.astype(jnp.float32))).astype(dtype)
 
 
 def _chunks(
     part: delta.GatedDelta,
     weights: Weights,
-    mixed: Float[Array, "B T K E"],
+    qkvz: Float[Array, "B T K E"],
     ba: Float[Array, "B T K e"],
     segments: Int[Array, "B T"],
     before: Cache,
@@ -218,12 +227,14 @@ def _chunks(
 
     The last one is filled up with tokens that write nothing and forget nothing.
     """
-    tokens, group = mixed.shape[1], part.group
+    tokens = qkvz.shape[1]
     size = min(part.chunk, 1 << (tokens - 1).bit_length())
+    by_value = (*qkvz.shape[:3], part.group, part.value_size)
+    mixed, gate = jnp.split(qkvz, (part.mixed_size,), axis=-1)
     query, key, value = _convolved(part, weights, mixed, segments, before)
     key = _cut(key, size)
     query = _cut(query * part.key_size**-0.5, size)
-    value = _cut(value.reshape(*value.shape[:3], group, part.value_size), size)
+    value = _cut(value.reshape(by_value), size)
     write, forget = _gates(part, weights, ba.astype(jnp.float32))
     write = _cut(write[..., None], size)
     # Which document of the chunk each token is in, 0 for the one that came from before.
@@ -248,6 +259,7 @@ def _chunks(
         known=inverse @ (key * since * write),
         mixing=mixing,
         keep=since[..., -1, 0],
+        gate=_cut(gate.reshape(by_value), size),
     )
 
 
@@ -299,7 +311,9 @@ def _gates(
 ) -> tuple[Float[Array, "B T K r"], Float[Array, "B T K r"]]:
     """How much of what is read is corrected, and the logarithm of what is left of the state."""
     heads = (part.num_key_heads, part.group)
-    rate, bias = (weights[name].reshape(heads).astype(jnp.float32) for name in _NAMES[3:])
+    rate, bias = (
+        weights[name].reshape(heads).astype(jnp.float32) for name in ("decay", "decay_bias")
+    )
     write, forget = jnp.split(ba, 2, axis=-1)
     return jax.nn.sigmoid(write), -jnp.exp(rate) * jax.nn.softplus(forget + bias)
 
@@ -313,10 +327,11 @@ def _cut(x: Array, size: int) -> Array:
     return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, -2)
 
 
-def _side_by_side(x: Float[Array, "N B K r C d"], tokens: int) -> Float[Array, "B T K r d"]:
-    """The way back."""
+def _side_by_side(x: Float[Array, "N B K r C d"], tokens: int) -> Float[Array, "B T V d"]:
+    """The way back, for value heads."""
     x = jnp.moveaxis(jnp.moveaxis(x, -2, 2), 0, 1)
-    return x.reshape(len(x), -1, *x.shape[3:])[:, :tokens]
+    rows, count, size, heads, group, width = x.shape
+    return x.reshape(rows, count * size, heads * group, width)[:, :tokens]
 
 
 @jax.custom_vjp

@@ -69,14 +69,14 @@ class LatentAttention(PartModule):
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
         """What turned of a key, and the latent behind it; values are latents."""
         both = Cache.empty((rows, tokens, 1, part.rope_size + part.rank), dtype)
-        return both._replace(value=both.value[..., :0])
+        return both._replace(values=both.values[..., :0])
 
     @staticmethod
     def cache_axes(part: Any) -> Any:
         """Whole on every device: all heads read it."""
         del part
         whole = ("batch", None, None, None)
-        return Cache.axes()._replace(key=whole, value=whole)
+        return Cache.axes()._replace(keys=whole, values=whole)
 
     def _query(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         """Not rotated yet; what will be is in front."""

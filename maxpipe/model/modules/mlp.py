@@ -19,25 +19,30 @@ _FUNCTIONS = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True
 
 
 def gated(
-    gate: Float[Array, "B T *hidden"], up: Float[Array, "B T *hidden"], function: mlp.Gate
-) -> Float[Array, "B T *hidden"]:
-    """`function(gate) * up` or its like, written to memory once for all matmuls that read it.
+    gate: Float[Array, "*rows F"],
+    up: Float[Array, "*rows F"],
+    function: mlp.Gate,
+    weights: Float[Array, "*rows"] | None = None,
+) -> Float[Array, "*rows F"]:
+    """`function(gate) * up` or its like, weighted, written to memory once for all matmuls.
 
     Left alone, XLA for TPU puts this and its derivative into each matmul of the backward
     pass as a producer that is computed again and again: a tenth of a layer's cycles.
     """
-    return _written(function, gate, up)
+    return _written(function, gate, up, *(() if weights is None else (weights,)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _written(function: mlp.Gate, gate: Array, up: Array) -> Array:
-    return _gated(function, gate, up)
+def _written(function: mlp.Gate, *arrays: Array) -> Array:
+    return _gated(function, *arrays)
 
 
-def _gated(function: mlp.Gate, gate: Array, up: Array) -> Array:
+def _gated(function: mlp.Gate, gate: Array, up: Array, weights: Array | None = None) -> Array:
     if isinstance(function, mlp.ClampedSilu):
-        return _clamped(function, gate, up)
-    return _FUNCTIONS[function](gate) * up
+        found = _clamped(function, gate, up)
+    else:
+        found = _FUNCTIONS[function](gate) * up
+    return found if weights is None else found * weights[..., None]
 
 
 def _clamped(function: mlp.ClampedSilu, gate: Array, up: Array) -> Array:
@@ -46,13 +51,13 @@ def _clamped(function: mlp.ClampedSilu, gate: Array, up: Array) -> Array:
     return gate * jax.nn.sigmoid(function.slope * gate) * (up + 1)
 
 
-def _gated_forward(function: mlp.Gate, gate: Array, up: Array) -> tuple[Array, tuple[Array, ...]]:
-    return jax.lax.optimization_barrier(_gated(function, gate, up)), (gate, up)
+def _gated_forward(function: mlp.Gate, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
+    return jax.lax.optimization_barrier(_gated(function, *arrays)), arrays
 
 
 def _gated_backward(
     function: mlp.Gate, saved: tuple[Array, ...], cotangent: Array
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     _, vjp = jax.vjp(partial(_gated, function), *saved)
     return jax.lax.optimization_barrier(vjp(jax.lax.optimization_barrier(cotangent)))
 

@@ -61,8 +61,21 @@ class PartModule(nnx.Module):
 
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
-        """Room for what a layer keeps of `tokens` tokens in each row; None if it keeps nothing."""
+        """Room for what a layer keeps of `tokens` tokens in each row; None if it keeps nothing.
+
+        A tree of arrays with rows in dim 0, and of scalars, which count tokens. A row of another
+        cache may take the place of one of its rows when both have counted to the same number: what
+        goes where must follow from that number, as in a ring.
+        """
         del part, rows, tokens, dtype
+
+    @staticmethod
+    def window(part: Any) -> str:
+        """The per-layer value that says how many tokens a token looks back at, itself included, if
+        a cache that lacks older ones will do; empty if not.
+        """
+        del part
+        return ""
 
     @staticmethod
     def cache_axes(part: Any) -> Any:

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from maxpipe.model.parts import experts
+from maxpipe.parallel.per_device import over_batch
 
 
 class Routes(NamedTuple):
@@ -71,11 +72,14 @@ def _in_best_groups(ranks: Float[Array, "B T E"], groups: experts.Groups) -> Boo
 
 
 def reported(
-    routes: Routes, lost: Float[Array, "B T"] | None, mask: Float[Array, "B T"]
+    routes: Routes,
+    lost: Float[Array, "B T"] | None,
+    mask: Float[Array, "B T"],
+    over: experts.BalanceOver = "sequence",
 ) -> tuple[Mapping[str, Float[Array, ""]], Mapping[str, Float[Array, " E"]]]:
     """(losses, statistics) of the target tokens; `lost` is the fraction of each token's choices."""
     counts = mask.astype(jnp.float32)
-    balance, load = _balance(routes.likely, routes.chosen, counts[..., None])
+    balance, load = _balance(routes, counts[..., None], over)
     likely = lax.stop_gradient(routes.likely)
     entropy = -(likely * jnp.log(jnp.maximum(likely, 1e-30))).sum(-1)
     z = jnp.square(jax.nn.logsumexp(routes.logits, axis=-1))
@@ -87,15 +91,18 @@ def reported(
 
 
 def _balance(
-    shares: Float[Array, "B T E"], chosen: Float[Array, "B T E"], counts: Float[Array, "B T 1"]
+    routes: Routes, counts: Float[Array, "B T 1"], over: experts.BalanceOver
 ) -> tuple[Float[Array, ""], Float[Array, " E"]]:
     """The balance loss, and the tokens of each expert.
 
-    The balance loss of arXiv:2101.03961 for each sequence by itself, so that it does not depend on
-    how a batch is cut. With f the share of a sequence's tokens that an expert gets, and p its mean
-    probability, it is `E / k * sum(f * p)` for each token; gradients flow through p.
+    With f the share of tokens that an expert gets, and p its mean probability, it is
+    `E / k * sum(f * p)` for each token (arXiv:2101.03961); gradients flow through p. f is that of
+    each sequence by itself, of this call's rows, or of those of all devices (arXiv:2501.11873).
     """
-    used, likely = ((counts * each).sum(1) for each in (chosen, shares))
+    used, likely = ((counts * each).sum(1) for each in (routes.chosen, routes.likely))
+    load = used.sum(0)
+    if over != "sequence":
+        used = load if over == "microbatch" else over_batch(load)
     # As many are used as tokens times k: divided by their mean they are E / k * f.
     relative = used / jnp.maximum(used.mean(-1, keepdims=True), 1e-9)
-    return (relative * likely).sum(), used.sum(0)
+    return (relative * likely).sum(), load

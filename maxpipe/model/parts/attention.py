@@ -27,7 +27,7 @@ CANNOT: Mapping[str, frozenset[str]] = {
 """For each backend (`model.attention`) the options of attention that it cannot compute."""
 
 
-Scaling = Literal["linear", "llama3", "yarn"]
+Scaling = Literal["linear", "dynamic", "llama3", "yarn"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,10 @@ class Rope:
     factor: Number = 1.0
     """By which wavelengths are stretched."""
     scaling: Scaling = "linear"
-    """`linear` stretches all; `llama3` those that do not fit `original_tokens` four times; `yarn`
-    (arXiv:2309.00071) those that do not fit 32 times, and what turns is made longer."""
+    """`linear` stretches all; `dynamic` takes a larger base in rows of more than `original_tokens`,
+    when decoding in caches of more; `llama3` stretches those that do not fit `original_tokens` four
+    times; `yarn` (arXiv:2309.00071) those that do not fit 32 times, and what turns is made longer.
+    """
     original_tokens: int = 0
     """Context length that the wavelengths were made for."""
     turned: int = 0
@@ -78,6 +80,9 @@ class Attention(Part):
     """Whether it norms the heads of a token together, with a scale for each entry of each head."""
     biased: tuple[str, ...] = ()
     """Projections to which a bias is added."""
+    gated: bool = False
+    """Whether what heads mix is multiplied by sigmoids (arXiv:2505.06708). Their logits are
+    projected with the queries: the second half of each head's entries."""
     sinks: bool = False
     """Whether each head has a score that takes a share of each query and adds nothing
     (arXiv:2309.17453, learned as in arXiv:2508.10925)."""
@@ -95,7 +100,7 @@ class Attention(Part):
         heads, kv_heads = (self.num_heads, "heads"), (self.num_kv_heads, "kv_heads")
         into, out_of = Normal(self.d_model), self.num_heads * self.head_size
         found = {
-            "query": Param((embed, heads, size), into),
+            "query": Param((embed, heads, (self._projected, "head_size")), into),
             "key": Param((embed, kv_heads, size), into),
             "value": Param((embed, kv_heads, size), into),
             "out": Param((heads, size, embed), Normal(out_of, self.out_gain)),
@@ -115,13 +120,9 @@ class Attention(Part):
     @property
     def activations(self) -> Mapping[str, Dims]:
         """`query` and `key` are rotated; `context` is what attention mixes."""
-        return {
-            "query": self._query,
-            "key": self._key,
-            "value": self._key,
-            "context": self._query,
-            "attention_out": self._width,
-        }
+        found = {"query": self._query, "key": self._key, "value": self._key}
+        found |= {"query_gate": self._query} if self.gated else {}
+        return found | {"context": self._query, "attention_out": self._width}
 
     @property
     def operations(self) -> tuple[Operation, ...]:
@@ -147,8 +148,10 @@ class Attention(Part):
         a soft cap two more, and its probability. Each block of queries keeps the keys and values
         that it reads.
         """
-        narrow, keys = ((1.0, self._width), (2.0, self._query)), ((2.0, self._key),)
-        wide = ((2.0, ((self.head_size, ""),)), (2.0 + self.sinks, self._heads))
+        # Gates keep what they multiply, their sigmoids, and the product.
+        narrow = ((1.0, self._width), (5.0 if self.gated else 2.0, self._query))
+        keys, turned = ((2.0, self._key),), self.rope.turned or self.head_size
+        wide = ((2.0, ((turned, ""),)), (2.0 + self.sinks, self._heads))
         found = Held(narrow=narrow, wide=wide, pairs=(1.0, 3.0 if self.soft_cap else 1.0, 1.0))
         found += Held(narrow=keys) if self._fused else Held(blocks=keys)
         if self.head_norm is not None:
@@ -163,7 +166,8 @@ class Attention(Part):
         """
         del normed
         width = (1.0 if recomputed else 2.0, self._width)
-        found = Held(narrow=(width, (2.0, self._query), (2.0, self._key)))
+        gates = (2.0 if recomputed else 1.0) if self.gated else 0.0
+        found = Held(narrow=(width, (2.0 + gates, self._query), (2.0, self._key)))
         if self.sinks:
             found += Held(wide=((2.0, self._heads),))
         for dims in (self._query, self._key):
@@ -178,6 +182,11 @@ class Attention(Part):
         if self.joint_norm:
             return (), dims
         return dims[:1], ((self.head_size, "norm"),)
+
+    @property
+    def _projected(self) -> int:
+        """Entries of a head in the projection of queries."""
+        return self.head_size * (2 if self.gated else 1)
 
     @property
     def _fused(self) -> bool:

@@ -122,8 +122,9 @@ class GatedDelta(Part):
 
     @property
     def working(self) -> Held:
-        """Of each chunk what its tokens have with each other."""
-        return Held(wide=((6.0, self._pairs), (6.0, self._value)))
+        """What chunks hold and its gradients, of each token and of pairs in a chunk; the states."""
+        wide = ((10.0, self._value), (8.0, self._pairs), (1.0 / self.chunk, self._state))
+        return Held(narrow=((2.0, self._qkvz),), wide=wide)
 
     @property
     def residuals(self) -> Held:
@@ -134,9 +135,14 @@ class GatedDelta(Part):
         )
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
-        """Inputs of the projections and cotangents of their outputs."""
+        """Inputs of the projections and cotangents of their outputs; all other gradients."""
         del normed
-        return Held(narrow=((1.0 if recomputed else 2.0, self._width), (2.0, self._qkvz)))
+        width = (1.0 if recomputed else 2.0, self._width)
+        narrow = (width, (1.0, self._qkvz), (1.0, self._ba), (1.0, self._value))
+        others = {name: each for name, each in self.params.items() if name not in self._projections}
+        return Held(narrow=narrow, once=tuple(each.dims for each in others.values()))
+
+    _projections = ("qkvz", "ba", "out")
 
     @property
     def _width(self) -> Dims:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from maxpipe.model.parts.mlp import Gate, GatedMLP
 from maxpipe.model.spec import (
+    NOTHING,
     Constant,
     Dims,
     Follows,
@@ -20,6 +21,9 @@ from maxpipe.model.spec import (
     Part,
     Summary,
 )
+
+BalanceOver = Literal["sequence", "microbatch", "devices"]
+"""Tokens of which the balance loss takes the shares that experts get."""
 
 
 class Groups(NamedTuple):
@@ -36,8 +40,9 @@ class Groups(NamedTuple):
 class Experts(Part):
     """The weighted sum of each token's experts (arXiv:1701.06538, routed as arXiv:2401.04088).
 
-    Without a capacity all tokens pass through all experts, with a weight of 0 where they are not
-    routed to. With one an expert has room for a number of tokens of a sequence; the others lose it.
+    Without a capacity tokens pass through their own experts, or through all of them with a weight
+    of 0 where they are not routed to: `dispatch`. With one an expert has room for a number of
+    tokens of a sequence; the others lose it.
     """
 
     d_model: int
@@ -61,12 +66,20 @@ class Experts(Part):
     """Factor of the weights of experts."""
     shared: GatedMLP | None = None
     """Added for every token (arXiv:2401.06066)."""
+    shared_gated: bool = False
+    """Whether it is multiplied by a sigmoid of the token's own."""
     normalised: bool = True
     """Whether the probabilities of a token's experts are divided by their sum."""
     function: Gate = "silu"
     """Of the gates."""
+    dispatch: Literal["auto", "all", "grouped"] = "auto"
+    """Whether tokens pass through all experts or through their own. `auto`: through their own when
+    that is at most half of them."""
     groups: Groups | None = None
     """None: a token may go to any experts."""
+    balance_over: BalanceOver = "sequence"
+    """`sequence`: each by itself. `microbatch`: the rows that a device has in one. `devices`: the
+    rows that all devices have in one."""
     balance_rate: float | None = None
     """By how much each step moves an expert's bias towards equal loads (arXiv:2408.15664). Biases
     are added to scores where experts are chosen, and not where they are weighted. None: none."""
@@ -79,8 +92,8 @@ class Experts(Part):
             "mean",
             "",
             "Balance loss, mean over layers with experts, without its coefficient. 1 when experts "
-            "get equally many tokens of each sequence, the number of experts divided by those of a "
-            "token when all go to the same ones.",
+            "get equally many tokens of each sequence, or of what `balance_over` says; the number "
+            "of experts divided by those of a token when all go to the same ones.",
         ),
         "moe/router_z_loss": Summary(
             "router_z",
@@ -140,7 +153,10 @@ class Experts(Part):
             dims = {"logit": (experts,), "gate": (experts, mlp), "up": (experts, mlp)}
             for name, each in (dims | {"down": (experts, embed)}).items():
                 found[f"{name}_bias"] = Param(each, Constant(0.0), decays=False)
-        return found | {f"shared_{name}": param for name, param in self._of_shared("params")}
+        found |= {f"shared_{name}": param for name, param in self._of_shared("params")}
+        if self.shared_gated:
+            found["shared_weight"] = Param((embed,), Normal(self.d_model))
+        return found
 
     @property
     def follows(self) -> Mapping[str, Follows]:
@@ -150,9 +166,8 @@ class Experts(Part):
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """Both inputs of the gates, of all experts."""
-        rows = (math.ceil(self.rows), "experts")
-        hidden = (rows, *self._hidden[1:])
+        """Both inputs of the gates, of all rows of experts."""
+        hidden = ((math.ceil(self.rows), "experts"), *self._hidden)
         found: dict[str, Dims] = {"expert_gate": hidden, "expert_up": hidden}
         return found | {f"shared_{name}": dims for name, dims in self._of_shared("activations")}
 
@@ -169,6 +184,8 @@ class Experts(Part):
         found += [Matmul(name, needed, computed) for name in names]
         if self.shared is not None:
             found += [Matmul(f"shared_{name}") for name in self.shared.params]
+        if self.shared_gated:
+            found.append(Matmul("shared_weight"))
         return tuple(found)
 
     @property
@@ -178,7 +195,7 @@ class Experts(Part):
 
     @property
     def losses(self) -> Mapping[str, float]:
-        """How unequally a sequence's tokens are spread over experts, and how large logits are.
+        """How unequally tokens are spread over experts, and how large logits are.
 
         The others are for the record.
         """
@@ -188,71 +205,134 @@ class Experts(Part):
     @property
     def traffic(self) -> Held:
         """Input and output; the gates' inputs, and what goes into the last matmul, twice."""
-        found = self._with_rows(8.0, width=2.0)
+        found = self._with_rows(6.0, width=2.0, placed=2.0)
         return found if self.shared is None else found + self.shared.traffic
 
     @property
     def working(self) -> Held:
-        """The gates' inputs and outputs, weighted and not, and their gradients."""
-        return self._with_rows(8.0)
+        """The gates' inputs and outputs and their gradients."""
+        return self._with_rows(6.0, placed=2.0)
 
     @property
     def residuals(self) -> Held:
-        """Inputs of all matmuls and of the gates; the weights of experts.
+        """Inputs of all matmuls and of the gates; the weights of experts; where tokens are placed.
 
         In float32 the probabilities, those of the z-loss, which of them are taken, and sums over
         experts. What the balance loss keeps of each sequence is too small to count.
         """
         extra = float(self.normalised)
-        found = self._with_rows(4.0, width=1.0) + Held(
-            narrow=((1.0, self._each),),
-            wide=((3.0 + extra, self._each), (5.0 + 2.0 * extra, ())),
-            flags=((1.0, ()),),
+        found = self._with_rows(3.0, width=1.0, placed=1.0 if self.capacity else 0.0)
+        found += self._weights + Held(
+            wide=((3.0 + extra, self._each), (5.0 + 2.0 * extra, ())), flags=((1.0, ()),)
         )
-        if self._weights_are_read_twice:
-            found += Held(narrow=((1.0, self._each),))
-        return found if self.shared is None else found + self.shared.residuals
+        if self.places_tokens:
+            found += self._places + Held(wide=((2.0, self._choices),))
+        if self.biased and self.places_tokens:
+            found += self._weights_for_biases
+        if self.shared is None:
+            return found
+        # Gated: what it is multiplied with, and what with it.
+        gate = Held(narrow=((1.0, self._width), (2.0, ()))) if self.shared_gated else NOTHING
+        return found + self._beside(self.shared.residuals) + gate
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Inputs of all matmuls and cotangents of their outputs, those of the router in float32.
 
-        Recomputed, what goes into the last matmul follows from the gates' output and the weights.
+        Recomputed, what goes into the last matmul follows from the gates' inputs and the weights,
+        unless it has been needed.
         """
-        found, twice = Held(wide=((1.0, self._each),)), self._weights_are_read_twice
-        if recomputed:
-            weights = ((1.0, self._each),)
+        found = self._places + Held(wide=((1.0, self._each),))
+        if not recomputed:
+            found += self._with_rows(3.0, width=2.0, placed=1.0 if self.capacity else 0.0)
+            found += self._weights_for_biases if self.biased else Held()
+        elif normed:
             found += self._with_rows(3.0, width=1.0)
-            found += Held(wide=weights) if twice else Held(narrow=weights)
         else:
-            found += self._with_rows(3.0, width=2.0) + Held(narrow=((float(twice), self._each),))
+            found += self._with_rows(4.0, width=1.0) + self._weights
+        if self.biased and self.grouped:
+            found += Held(wide=((1.0, self._choices),))
+            found += self._weights_for_biases if recomputed else Held()
         if self.shared is None:
             return found
-        return found + self.shared.deferred(recomputed=recomputed, normed=normed)
+        gate = Held(narrow=((2.0, ()),)) if self.shared_gated else NOTHING
+        held = self.shared.deferred(recomputed=recomputed, normed=normed or self.shared_gated)
+        return found + self._beside(held) + gate
+
+    def _beside(self, held: Held) -> Held:
+        """Of the shared expert: what goes in is there already, and so is what comes back."""
+        return replace(held, narrow=tuple(each for each in held.narrow if each[1] != self._width))
 
     @property
     def rows(self) -> float:
         """Experts that compute something for a token, on average, used or not."""
         if not self.capacity:
-            return float(self.num_experts)
+            return float(self.per_token if self.grouped else self.num_experts)
         return min(self.capacity * self.per_token, float(self.num_experts))
+
+    @property
+    def grouped(self) -> bool:
+        """Whether tokens are sorted by expert, and pass through their own only."""
+        if self.capacity:
+            return False
+        if self.dispatch == "auto":
+            return 2 * self.per_token <= self.num_experts
+        return self.dispatch == "grouped"
+
+    @property
+    def note(self) -> str:
+        """Which experts are computed for a token, and by what."""
+        if self.capacity:
+            return f"{self.num_experts} experts with room for {self.capacity:g} x an even share"
+        if not self.grouped:
+            return f"all {self.num_experts} experts for each token"
+        kernel = not (self.d_model % 128 or self.d_mlp % 128)
+        by = "kernels on TPUs, else blocks of rows" if kernel else "blocks of rows"
+        return f"{self.per_token} of {self.num_experts} experts for each token, by {by}"
+
+    @property
+    def places_tokens(self) -> bool:
+        """Whether tokens are brought to the rows of their experts, and back."""
+        return self.grouped or bool(self.capacity)
 
     def room(self, tokens: int) -> int:
         """Tokens of a sequence for which an expert has room."""
         each = tokens * self.per_token / self.num_experts
         return min(max(math.ceil(self.capacity * each), 1), tokens)
 
-    @property
-    def _weights_are_read_twice(self) -> bool:
-        """By what goes into the last matmul, and by that of its biases."""
-        return self.biased and not self.capacity
-
-    def _with_rows(self, hidden: float, width: float = 0.0) -> Held:
-        """Copies of what all experts compute; of the width, and of that in rows of experts."""
-        share = self.rows / self.num_experts
-        found = Held(narrow=((hidden * share, self._hidden), (width, self._width)))
-        if self.capacity:
-            found += Held(narrow=((2.0 * share, (self._each[0], *self._width)),))
+    def _with_rows(self, hidden: float, width: float = 0.0, placed: float = 0.0) -> Held:
+        """Copies of what experts compute; of the width, for each token and each row of experts."""
+        found = Held(narrow=(self._of_rows(hidden, self._hidden), (width, self._width)))
+        if self.places_tokens:
+            found += Held(narrow=(self._of_rows(placed, self._width),))
         return found
+
+    @property
+    def _weights(self) -> Held:
+        """Those of rows."""
+        return Held(narrow=(self._of_rows(1.0, ()),))
+
+    @property
+    def _weights_for_biases(self) -> Held:
+        """What the biases of the last projection are multiplied with."""
+        return self._weights if self.capacity else Held(narrow=((1.0, self._each),))
+
+    @property
+    def _choices(self) -> Dims:
+        return ((self.per_token, "experts"),)
+
+    @property
+    def _places(self) -> Held:
+        """Which choice is in each row, and how many rows each expert has."""
+        if not self.places_tokens:
+            return Held()
+        counts = (self._each,) if self.grouped else ()
+        return Held(wide=(self._of_rows(1.0, ()),), wide_once=counts)
+
+    def _of_rows(self, copies: float, dims: Dims) -> tuple[float, Dims]:
+        """Copies of something that each row of experts has, as a number for each token."""
+        if self.rows.is_integer():
+            return copies, ((int(self.rows), "experts"), *dims)
+        return copies * self.rows / self.num_experts, (*self._each, *dims)
 
     def _of_shared(self, what: Literal["params", "activations"]) -> Iterable[tuple[str, Any]]:
         return () if self.shared is None else getattr(self.shared, what).items()
@@ -267,4 +347,4 @@ class Experts(Part):
 
     @property
     def _hidden(self) -> Dims:
-        return ((self.num_experts, "experts"), (self.d_mlp, "mlp"))
+        return ((self.d_mlp, "mlp"),)

@@ -1,0 +1,156 @@
+"""Greedy decoding beside transformers on the same CPU: tokens a second of both, in one run.
+
+    ORACLE=.../bin/python python benchmarks/decode.py           # prints the table
+    ORACLE=.../bin/python python benchmarks/decode.py --write   # and writes decode.md
+
+`ORACLE` is a Python with torch and transformers, as for `make test-oracle`. It makes a model with
+random weights, which both load from one folder, and generates when asked. Both are in float32, keep
+keys and values, and have the same cores (`--cores`, one: threads of two programs that wait for each
+other measure the machine's load). Repeats alternate, and the ratio is that of each pair's times.
+The tokens of both are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxpipe.words import counted
+
+ROWS, PROMPT, MORE = 8, 32, 128
+REPEATS = 5
+SEED = 3
+ORACLE = Path(__file__).with_name("decode_oracle.py")
+PREAMBLE = f"""\
+# Decoding beside transformers, on CPU
+
+`ORACLE=.../bin/python python benchmarks/decode.py --write`. {ROWS} prompts of {PROMPT} tokens,
+{MORE} new tokens of each, greedy, float32, keys and values kept, on CORES. Medians of {REPEATS}
+repeats that alternate; prompts are part of the time. Both gave the same tokens.
+
+"""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model in the words of a Llama's config.json."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    vocab_size: int
+
+    def __str__(self) -> str:
+        return f"{self.num_hidden_layers} layers, width {self.hidden_size}, {self.vocab_size} ids"
+
+
+SHAPES = [Shape(256, 6, 8, 4, 704, 4096), Shape(512, 8, 8, 4, 1408, 16384)]
+
+
+@contextmanager
+def peer(python: str, shape: Shape, folder: Path) -> Iterator[Callable[[], tuple[float, Any]]]:
+    """A process with transformers that has made the model; calls are answered by (seconds, ids)."""
+    task = {
+        "config": {**vars(shape), "max_position_embeddings": 2 * (PROMPT + MORE)},
+        "folder": str(folder),
+        "seed": SEED,
+        "prompts": prompts(shape).tolist(),
+        "more": MORE,
+    }
+    command = [python, str(ORACLE), json.dumps(task)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    asked, answers = process.stdin, process.stdout
+
+    def generate() -> tuple[float, Any]:
+        asked.write("generate\n")
+        asked.flush()
+        answer = json.loads(answers.readline())
+        return answer["seconds"], np.array(answer["tokens"])
+
+    try:
+        assert answers.readline() == "ready\n", "transformers did not start"
+        yield generate
+    finally:
+        asked.close()
+        process.wait()
+
+
+def prompts(shape: Shape) -> np.ndarray:
+    return np.random.default_rng(SEED).integers(2, shape.vocab_size, (ROWS, PROMPT))
+
+
+def ours(folder: Path, shape: Shape) -> Callable[[], tuple[float, Any]]:
+    """The same of maxpipe, from the folder."""
+    from maxpipe.generate.decoding import Size
+    from maxpipe.generate.sampling import Sampling
+    from maxpipe.generate.weights import open_model
+
+    inputs = [
+        "tokenizer.kind=bytes",
+        "tokenizer.path=",
+        "model.compute_dtype=float32",
+        "model.param_dtype=float32",
+    ]
+    opened, greedy = open_model(folder, inputs), Sampling(temperature=0.0)
+    decoding, params = opened.decoding(lambda text: None, greedy, seed=0)
+    ids, size = prompts(shape).tolist(), Size(ROWS, PROMPT, MORE)
+
+    def generate() -> tuple[float, Any]:
+        start = time.perf_counter()
+        steps = [tokens for tokens, _ in decoding.run(params, ids, range(ROWS), size)]
+        return time.perf_counter() - start, np.stack(steps, axis=1)
+
+    return generate
+
+
+def measured(python: str, shape: Shape) -> str:
+    """A row of the table."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "model"
+        with peer(python, shape, folder) as theirs:
+            mine = ours(folder, shape)
+            found = [(mine(), theirs()) for _ in range(REPEATS + 1)][1:]  # the first one compiles
+    for (_, wanted), (_, tokens) in found:
+        assert (wanted == tokens).all(), "the two give different tokens"
+    rates = [ROWS * MORE / statistics.median(each[at][0] for each in found) for at in (0, 1)]
+    ratio = statistics.median(theirs[0] / mine[0] for mine, theirs in found)
+    return f"| {shape} | {rates[0]:.0f} | {rates[1]:.0f} | {ratio:.2f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--cores", type=int, default=1)
+    options = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+    python = os.environ.get("ORACLE") or sys.executable
+    head = ["model", "maxpipe tokens/s", "transformers tokens/s", "ratio"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for shape in SHAPES:
+        lines.append(measured(python, shape))
+        print(lines[-1], file=sys.stderr)
+    page = "\n".join([*lines, ""])
+    print(page)
+    preamble = PREAMBLE.replace("CORES", counted(options.cores, "core"))
+    if options.write:
+        Path(__file__).with_suffix(".md").write_text(preamble + page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

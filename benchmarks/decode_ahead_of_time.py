@@ -1,0 +1,103 @@
+"""A token of a 70B model on 32 chips, from the TPU compiler, without a TPU.
+
+    python benchmarks/decode_ahead_of_time.py           # prints the table
+    python benchmarks/decode_ahead_of_time.py --write   # and writes decode_ahead_of_time.md
+
+The step of `maxpipe generate llama3-70b` in bfloat16 is compiled for v5e:4x8 by libtpu on this
+machine (`pip install '.[tpu]'`): the parameters and the caches of all rows are its arguments. Each
+program compiles in a process of its own, minutes where all layers are in it by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+TOPOLOGY, MODEL = "v5e:4x8", "llama3-70b"
+ROWS, ROOM = 64, 4096
+PROMPT = 2048
+GIB = 2**30
+MESHES = ["ici_fsdp=4 ici_tensor=8", "ici_stage=4 ici_tensor=8"]
+PREAMBLE = f"""\
+# A token of a 70B model on 32 chips
+
+`python benchmarks/decode_ahead_of_time.py --write`. Nothing ran on a TPU. `{MODEL}` in bfloat16 on
+{TOPOLOGY}: one token more of each of {ROWS} rows, with caches for {ROOM} tokens of each row. GiB of
+one device; the peak is the compiler's, arguments and outputs included.
+
+"""
+
+
+def compile_one(mesh: str) -> dict[str, Any]:
+    """Compiles one program. Runs in a process of its own."""
+    from maxpipe.plan import topology
+
+    target = topology.parse(TOPOLOGY)
+    topology.prepare(target)
+
+    import jax
+    import numpy as np
+
+    from maxpipe.config.load import load
+    from maxpipe.generate.decoding import Size, abstractly
+    from maxpipe.generate.sampling import Sampling
+    from maxpipe.parallel.mesh import build_mesh
+    from maxpipe.train.build import steps_of
+    from maxpipe.train.decoders import decoding_of, for_decoding, prepared, prepared_shardings
+
+    given = [f"mesh.{each}" for each in mesh.split()]
+    sizes = ["train.steps=1", "train.batch_size=512", f"train.sequence_length={ROOM}"]
+    types = ["model.param_dtype=bfloat16", "model.compute_dtype=bfloat16"]
+    tokenizer = ["tokenizer.kind=huggingface", "tokenizer.path=none"]
+    config = load([MODEL, *given, *sizes, *types, *tokenizer]).config
+    devices = topology.devices(target)
+    steps = steps_of(config, build_mesh(config.mesh, devices), np.zeros(0, np.int32))
+    parts = for_decoding(steps.partition)
+    key = jax.random.key(0)
+    shapes = jax.eval_shape(lambda key: prepared(parts, parts.decoder.init(key)), key)
+    params = abstractly(shapes, prepared_shardings(parts))
+    decoding = decoding_of(parts, Sampling(), 0)
+    lowered = decoding.lower_step(params, Size(ROWS, PROMPT, ROOM - PROMPT))
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    return {
+        "arguments": memory.argument_size_in_bytes / GIB,
+        "temporary": memory.temp_size_in_bytes / GIB,
+        "peak": memory.peak_memory_in_bytes / GIB,
+        "memory": target.hardware.memory_gib,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(compile_one(options.one)))
+        return
+    head = ["mesh", "arguments", "temporary", "peak", "of", "compiled in"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for mesh in MESHES:
+        command = [sys.executable, __file__, "--one", mesh]
+        printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        found = json.loads(printed.splitlines()[-1])
+        cells = [f"{found[name]:.2f}" for name in ("arguments", "temporary", "peak", "memory")]
+        named = mesh.replace("ici_", "").replace("=", " ").replace(" ici", " x ici")
+        lines.append(f"| {named} | {' | '.join(cells)} | {found['seconds']:.0f} s |")
+        print(lines[-1], file=sys.stderr)
+    page = "\n".join([*lines, ""])
+    print(page)
+    if options.write:
+        Path(__file__).with_suffix(".md").write_text(PREAMBLE + page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

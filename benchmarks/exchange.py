@@ -1,0 +1,181 @@
+"""Import and export of Hugging Face folders: memory, and time beside that of copying with hashing.
+
+    python benchmarks/exchange.py                        # prints the table
+    python benchmarks/exchange.py --model llama3-1b      # of a smaller model
+    python benchmarks/exchange.py --write                # and writes exchange.md
+
+A folder with random weights in bfloat16 is made, in files of at most 5 GB. Then in turn: it is
+copied, each byte through SHA-256 and brought to the disk; imported; copied again; and what was
+imported is exported, which must give the same files again. What is read was dropped from the page
+cache before. Memory is the peak of a process' resident set, sampled; it needs three times the
+model's size on the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from maxpipe.config.load import load
+from maxpipe.exchange.mapping import mapped
+from maxpipe.exchange.outgoing import SHARD_BYTES, sharded
+from maxpipe.exchange.safetensors import Writer
+from maxpipe.exchange.sections import FILE, table_for, to_json
+from maxpipe.exchange.source import INDEX
+from maxpipe.model.families.registry import describe
+
+PAGE = Path(__file__).with_suffix(".md")
+LIMITS = {"time": 1.5, "memory": 2.0}
+_BLOCK = 1 << 23
+_POOL = 1 << 25
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One of a process: seconds, and bytes of its peak memory."""
+
+    seconds: float
+    peak: int
+
+
+def make(model: str, folder: Path) -> None:
+    """A folder with the model's shape and random weights."""
+    values = {"train.steps": 1, "tokenizer.kind": "huggingface", "tokenizer.path": "none"}
+    config = load([model, *(f"{key}={value}" for key, value in values.items())]).config.model
+    table, said = table_for(config)
+    both = mapped(describe(config), table)
+    files = sharded(both, dict.fromkeys(both.tensors, "BF16"), SHARD_BYTES)
+    folder.mkdir()
+    draw = np.random.default_rng(17)
+    pool = (draw.standard_normal(_POOL, np.float32) * 0.02).astype("bfloat16")
+    for name, tensors in files.items():
+        with Writer(folder / name, tensors) as writer:
+            for tensor, (_, shape) in tensors.items():
+                width = int(np.prod(shape[1:]))
+                step = max(1, _POOL // 2 // width)
+                for first in range(0, shape[0], step):
+                    rows = min(step, shape[0] - first)
+                    begin = int(draw.integers(_POOL - rows * width + 1))
+                    part = pool[begin : begin + rows * width]
+                    writer.write(tensor, part.reshape(rows, *shape[1:]), first)
+    if len(files) > 1:
+        index = {tensor: name for name, group in files.items() for tensor in group}
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / FILE).write_text(to_json(table, said, {}, "bfloat16", {}))
+
+
+def copied(source: Path, target: Path) -> tuple[Measured, dict[str, str]]:
+    """Copies the weights; their digests, too."""
+    with cold(source):
+        begin, digests = time.monotonic(), {}
+        target.mkdir()
+        for path in sorted(source.glob("*.safetensors")):
+            total = hashlib.sha256()
+            with open(path, "rb") as here, open(target / path.name, "wb") as there:
+                while block := here.read(_BLOCK):
+                    total.update(block)
+                    there.write(block)
+                there.flush()
+                os.fsync(there.fileno())
+            digests[path.name] = total.hexdigest()
+        return Measured(time.monotonic() - begin, 0), digests
+
+
+def run(source: Path, *command: str) -> Measured:
+    """A command of maxpipe in a process of its own."""
+    with cold(source):
+        begin, peak = time.monotonic(), 0
+        process = subprocess.Popen(
+            [sys.executable, "-m", "maxpipe", *command], stdout=subprocess.DEVNULL
+        )
+        while process.poll() is None:
+            with contextlib.suppress(OSError, IndexError):
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                peak = max(peak, 1024 * int(status.partition("VmHWM:")[2].split()[0]))
+            time.sleep(0.05)
+        assert process.returncode == 0, command
+        return Measured(time.monotonic() - begin, peak)
+
+
+@contextlib.contextmanager
+def cold(folder: Path) -> Iterator[None]:
+    """With none of its files in the page cache, and nothing left to be written from before."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    yield
+
+
+def measured(model: str, base: Path) -> str:
+    """The page."""
+    source, copy, checkpoint, out = (base / name for name in ("hf", "copy", "ckpt", "out"))
+    make(model, source)
+    sizes = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
+    copies: list[Measured] = []
+    found: dict[str, Measured] = {}
+    for name, at, command in (
+        ("import", source, ("import", str(source), "--out", str(checkpoint))),
+        ("export", checkpoint, ("export", str(checkpoint), str(out))),
+    ):
+        one, digests = copied(source, copy)
+        shutil.rmtree(copy)
+        copies.append(one)
+        found[name] = run(at, *command)
+        print(f"copy {one.seconds:.1f} s, {name} {found[name].seconds:.1f} s", flush=True)
+    for name, digest in digests.items():
+        with open(out / name, "rb") as file:
+            assert hashlib.file_digest(file, "sha256").hexdigest() == digest, name
+    base_seconds = sum(one.seconds for one in copies) / len(copies)
+    largest = max(sizes.values())
+    lines = [
+        f"{model}: {sum(sizes.values()) / 1e9:.1f} GB of weights in bfloat16, largest file "
+        f"{largest / 1e9:.2f} GB. Copying them, with SHA-256 and fsync, took "
+        f"{' and '.join(f'{one.seconds:.0f} s' for one in copies)}. What was exported is, file by "
+        "file, what was imported.",
+        "",
+        "| command | time | of a copy | at most | peak memory | of the largest file | at most |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"| `maxpipe {name}` | {one.seconds:.0f} s | {one.seconds / base_seconds:.2f} | "
+            f"{LIMITS['time']} | {one.peak / 1e9:.2f} GB | {one.peak / largest:.2f} | "
+            f"{LIMITS['memory']:.0f} |"
+            for name, one in found.items()
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="llama3-8b", help="a model that comes with maxpipe")
+    parser.add_argument("--folder", help="where to write; by default where temporary files are")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as base:
+        table = measured(options.model, Path(base))
+    print(table)
+    if options.write:
+        command = " ".join(["python benchmarks/exchange.py", f"--model {options.model}", "--write"])
+        PAGE.write_text(
+            "# Hugging Face folders, in and out\n\n"
+            f"`{command}`, on {os.cpu_count()} CPU cores.\n\n{table}\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

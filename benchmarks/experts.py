@@ -1,0 +1,218 @@
+"""Cycles of a layer of experts beside a dense one, from the TPU compiler, without a TPU.
+
+    python benchmarks/experts.py            # prints the table
+    python benchmarks/experts.py --write    # and writes experts.md
+
+A layer's forward and backward (gradients of its input and of all weights) is compiled for one
+chip of a v5p, as a turn of a loop, for each form that experts have and for a dense layer of
+the same active size. Needs libtpu (`pip install '.[tpu]'`); nothing runs on a TPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+TOPOLOGY = "v5p:2x2x1"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer, and the tokens of a microbatch on one device."""
+
+    name: str
+    d_model: int
+    d_expert: int
+    num_experts: int
+    per_token: int
+    tokens: int
+    rows: int = 4
+
+
+SHAPES = [
+    Shape("Mixtral 8x7B", 4096, 14336, 8, 2, 8192),
+    Shape("16 experts of 1024", 2048, 1024, 16, 2, 8192),
+    Shape("the same, 4 x the tokens", 2048, 1024, 16, 2, 32768),
+    Shape("Qwen3 30B-A3B", 2048, 768, 128, 8, 8192),
+]
+FORMS = ("dense", "grouped", "capacity", "all")
+CAPACITY = 1.25
+
+
+def measure(shape: Shape, form: str) -> dict[str, Any]:
+    """Compiles one layer. Runs in a process of its own."""
+    from maxpipe.plan import topology
+
+    target = topology.parse(TOPOLOGY)
+    topology.prepare(target)
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from maxpipe.config.schema import MeshConfig
+    from maxpipe.model.modules.experts import Experts
+    from maxpipe.model.modules.mlp import GatedMLP
+    from maxpipe.model.modules.part import Context
+    from maxpipe.model.parts import experts, mlp
+    from maxpipe.parallel.mesh import build_mesh
+    from maxpipe.parallel.sharding import AxisRules
+    from maxpipe.plan.hlo import profile
+    from maxpipe.plan.hlo_text import parse
+    from maxpipe.processes.runtime import compiler_options
+
+    devices = topology.devices(target)
+    mesh = build_mesh(MeshConfig(ici_data=len(devices)), devices)
+    rules = AxisRules.from_config(MeshConfig())
+    options: dict[str, Any] = {"dispatch": form} if form in ("grouped", "all") else {}
+    options |= {"capacity": CAPACITY} if form == "capacity" else {}
+    part: Any = experts.Experts(
+        shape.d_model, shape.d_expert, shape.num_experts, shape.per_token, 1.0, 0.0, **options
+    )
+    if form == "dense":
+        part = mlp.GatedMLP(shape.d_model, shape.per_token * shape.d_expert, 1.0)
+    spec = jax.P("data")
+
+    def layer(weights: Any, x: Any, ids: Any) -> Any:
+        module = (GatedMLP if form == "dense" else Experts)(part, rules)
+        for name, weight in weights.items():
+            getattr(module, name)[...] = weight
+        inputs = {"segment_ids": ids, "positions": ids}
+        return module(x, Context(inputs, jnp.int32(0))).x
+
+    def run(weights: Any, x: Any, ids: Any, turns: Any) -> Any:
+        def turn(_: Any, carry: Any) -> Any:
+            x, _ = carry
+            y, pull = jax.vjp(lambda weights, x: layer(weights, x, ids), weights, x)
+            gradients, x = pull(y)
+            return x, gradients
+
+        weights = jax.lax.pcast(weights, "data", to="varying")
+        empty = jax.tree.map(jnp.zeros_like, weights)
+        x, gradients = jax.lax.fori_loop(0, turns[0], turn, (x, empty))
+        return x, jax.tree.map(lambda leaf: leaf[None], gradients)
+
+    def shaped(dims: tuple[int, ...], kind: str, where: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, kind, sharding=jax.NamedSharding(mesh, where))
+
+    rows = shape.rows * len(devices), shape.tokens // shape.rows
+    arguments = (
+        {name: shaped(param.shape, "bfloat16", jax.P()) for name, param in part.params.items()},
+        shaped((*rows, shape.d_model), "bfloat16", spec),
+        shaped(rows, "int32", spec),
+        shaped((len(devices),), "int32", spec),
+    )
+    settings = compiler_options("tpu", devices[0].device_kind, d_model=shape.d_model)
+    with jax.set_mesh(mesh):
+        body = jax.shard_map(
+            run, in_specs=(jax.P(), spec, spec, spec), out_specs=spec, axis_names={"data"}
+        )
+        compiled = jax.jit(body).lower(*arguments).compile(settings)
+    module = parse(compiled.as_text() or "")
+    loops = [each for each in module.computations[module.entry].values() if each.opcode == "while"]
+    found = profile(replace(module, entry=loops[-1].computation("body") or ""))
+    gathered = sum(
+        2 * np.prod(dims) * 2
+        for computation in module.computations.values()
+        for each in computation.values()
+        if each.opcode == "fusion" and re.match(r"gather", each.name)
+        for dims in [tuple(map(int, re.findall(r"\d+", each.shape.split("]")[0].split("[")[1])))]
+    )
+    hardware = target.hardware
+    return {
+        "cycles": found.cycles,
+        "flops": found.flops - found.kernel_flops,
+        "kernels": found.kernel_flops,
+        "gathered": float(gathered) / (hardware.memory_gb_per_second * 1e9),
+        "clock": hardware.clock_ghz * 1e9,
+        "peak": hardware.flops,
+        "temporary": compiled.memory_analysis().temp_size_in_bytes / 2**20,
+    }
+
+
+def visits(shape: Shape) -> float:
+    """Tiles of rows that a kernel visits, of those that there are."""
+    from maxpipe.model.modules.grouped import outer_tiles
+
+    rows = shape.tokens * shape.per_token
+    tiles = outer_tiles(rows, shape.num_experts, shape.d_model, shape.d_expert, "bfloat16")
+    assert tiles is not None, "sizes are multiples of 128"
+    return 1 + (shape.num_experts - 1) * tiles[0] / rows
+
+
+def table() -> str:
+    head = ["layer", "form", "Mcycles", "of it kernels", "of it gathers", "to dense", "temp MiB"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for shape in SHAPES:
+        found = {form: in_process(shape, form) for form in FORMS}
+        dense = found["dense"]
+        rate = dense["flops"] / dense["cycles"]
+        for form, each in found.items():
+            repeated = visits(shape) if form == "grouped" else 1.0
+            kernels = each["kernels"] * repeated / rate
+            gathers = each["gathered"] * each["clock"]
+            total = each["cycles"] + kernels + gathers
+            each["total"] = total
+            numbers = [f"{number / 1e6:.2f}" for number in (total, kernels, gathers)]
+            cells = [shape.name, form, *numbers, f"{total / dense['total']:.2f}"]
+            lines.append(f"| {' | '.join(cells)} | {each['temporary']:.0f} |")
+            print(lines[-1], file=sys.stderr)
+    return "\n".join([*lines, ""])
+
+
+def in_process(shape: Shape, form: str) -> dict[str, Any]:
+    """From a fresh process."""
+    task = json.dumps({"shape": asdict(shape), "form": form})
+    command = [sys.executable, __file__, "--one", task]
+    return json.loads(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    )
+
+
+LISTED = "\n".join(
+    f"- {each.name}: D {each.d_model}, F {each.d_expert}, {each.per_token} of {each.num_experts} "
+    f"experts, {each.tokens} tokens"
+    for each in SHAPES
+)
+PREAMBLE = f"""\
+# Layers of experts by the TPU compiler's own numbers
+
+`python benchmarks/experts.py --write`. Nothing ran on a TPU. One layer, forward and backward
+(gradients of its input and of all weights, bfloat16), without a balance loss, on one chip of
+{TOPOLOGY}, beside a dense layer as wide as the experts that a token passes through. `grouped`
+drops no token, and neither does `all`; `capacity` has room for {CAPACITY} x an even share.
+
+{LISTED}
+
+Cycles are the compiler's, which has none for kernels and gathers. Kernels are counted at the rate
+of the dense layer beside them, gates and all, for all tiles of rows that they visit: one more for
+each expert that begins inside of a tile. Gathers are counted by the bytes that they read and
+write, at the memory's published rate. Sorts are not counted. Small experts pay for the way to and
+from their rows, and for what a dense layer does at the end of its matmuls: gates and sums.
+
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        task = json.loads(options.one)
+        print(json.dumps(measure(Shape(**task["shape"]), task["form"])))
+        return
+    page = table()
+    print(page)
+    if options.write:
+        Path(__file__).with_suffix(".md").write_text(PREAMBLE + page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

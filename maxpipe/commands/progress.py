@@ -1,0 +1,48 @@
+"""Progress of a command that takes a while."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import Any
+
+_LINE_SECONDS = 5.0
+
+
+class Progress:
+    """A bar on a terminal, elsewhere lines a few seconds apart; both on standard error."""
+
+    def __init__(self, unit: str = "") -> None:
+        self._unit = unit
+        self._bar: Any = None
+        self._task: Any = None
+        self._name = self._of = ""
+        self._next = time.monotonic() + _LINE_SECONDS
+        self._start = time.monotonic()
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(console=Console(stderr=True), transient=True)
+            self._bar.start()
+
+    def report(self, task: str, done: int, total: int) -> None:
+        """What is done of a task; an empty name is the task before, a total of 0 is unknown."""
+        if task:
+            self._name, self._of = task, f"{done} of {total}{self._unit}, " if total else ""
+        if self._bar is not None:
+            if task and (self._task is None or task != self._bar.tasks[-1].description):
+                self._task = self._bar.add_task(task, total=total or None)
+            if task:
+                self._bar.update(self._task, completed=done)
+        elif self._name and (now := time.monotonic()) >= self._next:
+            self._next = now + _LINE_SECONDS
+            line = f"{self._name}: {self._of}{now - self._start:.0f} s"
+            with contextlib.suppress(OSError):  # stderr is closed
+                print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Clears the bar."""
+        if self._bar is not None:
+            self._bar.stop()

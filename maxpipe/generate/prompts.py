@@ -1,0 +1,109 @@
+"""Prompts and conversations in files: a line each, or a JSON object a line. No jax."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from maxpipe.boundary import files
+from maxpipe.boundary.typed import parse
+from maxpipe.data.tokenizers.chat import Message
+from maxpipe.errors import ConfigError
+
+MAX_BYTES = 1 << 28
+"""Of a file."""
+_JSON = (".jsonl", ".json", ".ndjson")
+
+
+def read(path: str | Path, where: str) -> list[str]:
+    """The prompts in a file; `where` names it in errors.
+
+    Raises:
+        ConfigError: it cannot be read, or holds none, or a line is not a prompt.
+    """
+    return parsed(_content(path, where), where, is_json=str(path).endswith(_JSON))
+
+
+def read_conversations(path: str | Path, where: str) -> list[list[Message]]:
+    """The conversations in a file: `messages` of each object of JSON lines, or a user's line each.
+
+    Raises:
+        ConfigError: as `read`, and where a line's messages are none.
+    """
+    raw = _content(path, where)
+    if not str(path).endswith(_JSON):
+        return [said(text) for text in parsed(raw, where)]
+    return [_messages(line, f"{where}, line {place}") for place, line in _lines(raw, where)]
+
+
+def said(text: str) -> list[Message]:
+    """A conversation that begins with this."""
+    return [{"role": "user", "content": text}]
+
+
+def _messages(line: bytes, where: str) -> list[Message]:
+    try:
+        found = parse(line, dict[str, Any])
+        if "messages" not in found and isinstance(found.get("prompt"), str):
+            return said(found["prompt"])
+        messages = found.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise ValueError("it has no list `messages`")
+        if not all(
+            isinstance(each, dict)
+            and isinstance(each.get("role"), str)
+            and isinstance(each.get("content"), str)
+            for each in messages
+        ):
+            raise ValueError("a message lacks a text `role` or `content`")
+    except ValueError as error:
+        raise ConfigError.one(
+            where,
+            None,
+            f"must be an object with messages: {error}.",
+            'Write {"messages": [{"role": "user", "content": "Hello"}]}.',
+        ) from error
+    return messages
+
+
+def _content(path: str | Path, where: str) -> bytes:
+    try:
+        return files.read(path, MAX_BYTES)
+    except OSError as error:
+        raise ConfigError.one(
+            where,
+            None,
+            f"must be a file that can be read: {error.strerror or error}.",
+            "Name a text file with a prompt a line, or JSON lines with `prompt` in each.",
+        ) from error
+
+
+def parsed(raw: bytes, where: str, *, is_json: bool = False) -> list[str]:
+    """The prompts in the content of a file; see `read`."""
+    lines = _lines(raw, where)
+    return [one(line, f"{where}, line {place}", is_json=is_json) for place, line in lines]
+
+
+def _lines(raw: bytes, where: str) -> list[tuple[int, bytes]]:
+    lines = [(place, line) for place, line in enumerate(raw.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise ConfigError.one(
+            where, None, "holds no prompt: each line that is not blank is one.", "Write some."
+        )
+    return lines
+
+
+def one(line: bytes, where: str, *, is_json: bool = False) -> str:
+    """The prompt in a line; see `read`."""
+    try:
+        if not is_json:
+            return line.decode()
+        found = parse(line, dict[str, Any]).get("prompt")
+        if isinstance(found, str):
+            return found
+        raise ValueError("it has no text `prompt`")
+    except ValueError as error:  # that of an encoding, too
+        rule = "must be an object with a text `prompt`" if is_json else "must be UTF-8"
+        raise ConfigError.one(
+            where, None, f"{rule}: {error}.", "Correct the line, or take it out."
+        ) from error

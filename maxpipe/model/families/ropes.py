@@ -1,0 +1,267 @@
+"""Rotary positions of a longer context than the one of the training before, as published models do.
+
+One set of keys for all families whose folders may say any of them, and one row of their tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from maxpipe.config.bounds import LARGEST, Bound
+from maxpipe.config.schema import ModelConfig
+from maxpipe.errors import Finding
+from maxpipe.model.families import formats
+from maxpipe.model.huggingface import Fixed, Key, Only, Ours, Rotary, Row, Theirs, Unlike
+from maxpipe.model.parts.attention import Rope
+
+
+@dataclass(frozen=True, kw_only=True)  # without slots: a family may have keys of several such
+class RopeConfig:
+    """Keys of rotary positions for a longer context."""
+
+    rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] = "yarn"
+    """How wavelengths are stretched: `linear` all by the factor; `dynamic` by a larger base in rows
+    of more than `rope_original_tokens`, which grows with the row (NTK); `llama3` and `yarn` those
+    that do not fit the original context; `longrope` each by a factor of its own."""
+    rope_scaling: float = 1.0
+    """Factor by which the context is longer than the one of the training before. 1 is that context
+    itself, but for `longrope`."""
+    rope_original_tokens: int = 32768
+    """Length of that context. Read when `rope_scaling` is not 1."""
+    rope_length: float = 0.0
+    """With `yarn` and `longrope` a factor of what turns. 0 takes that of their papers, which
+    follows from `rope_scaling`."""
+    rope_short: list[float] = field(default_factory=list, hash=False)  # a list has no hash
+    """With `longrope` the factor of each pair's wavelength in rows of at most
+    `rope_original_tokens`."""
+    rope_long: list[float] = field(default_factory=list, hash=False)
+    """The same in longer rows. When text is generated: in more room than that."""
+
+
+BOUNDS = (
+    Bound("rope_scaling", 1.0, 1, LARGEST, "wavelengths are stretched, 1 leaves them alone"),
+    Bound("rope_original_tokens", 8192, 2),
+    Bound("rope_length", 0.0, 0, LARGEST, "0 takes that of the paper"),
+)
+"""Of these keys."""
+
+
+def rope(config: ModelConfig, own: RopeConfig) -> Rope:
+    """As the keys say."""
+    factor, tokens = own.rope_scaling, own.rope_original_tokens
+    if own.rope_type == "longrope":
+        return longrope(
+            config.rope_theta, factor, tokens, own.rope_short, own.rope_long, own.rope_length
+        )
+    by_paper = 0.1 * math.log(factor) + 1.0 if own.rope_type == "yarn" else 1.0
+    return Rope(
+        config.rope_theta, factor, own.rope_type, tokens, length=own.rope_length or by_paper
+    )
+
+
+def longrope(
+    theta: float,
+    factor: float,
+    tokens: int,
+    short: Sequence[float],
+    long: Sequence[float],
+    length: float = 0.0,
+    turned: int = 0,
+) -> Rope:
+    """A factor for each pair (arXiv:2402.13753); `factor` is by how much the context is longer."""
+    by_paper = math.sqrt(1.0 + math.log(factor) / math.log(tokens))
+    return Rope(
+        theta,
+        original_tokens=tokens,
+        turned=turned,
+        stretch=tuple(short),
+        stretch_beyond=tuple(long),
+        length=length or by_paper,
+    )
+
+
+def rules(config: ModelConfig, own: RopeConfig) -> Iterator[Finding]:
+    """What the keys of each type are."""
+    section = f"model.{config.family}"
+    if own.rope_type == "longrope":
+        yield from factor_rules(section, own.rope_short, own.rope_long, config.head_size, True)
+        return
+    kind = f"is read with {section}.rope_type=longrope only, and it is {own.rope_type}."
+    for name in ("rope_short", "rope_long"):
+        if getattr(own, name):
+            yield Finding(f"{section}.{name}", kind, f"Set {section}.{name}=[].")
+    if own.rope_length and own.rope_type != "yarn":
+        yield Finding(
+            f"{section}.rope_length",
+            f"is read with {section}.rope_type=yarn or longrope only, and it is {own.rope_type}.",
+            f"Set {section}.rope_length=0.",
+        )
+    if own.rope_type == "dynamic" and config.head_size < 4:
+        yield Finding(
+            "model.head_size",
+            f"must be at least 4 with {section}.rope_type=dynamic, which spreads over all pairs "
+            "but one.",
+            f"Set model.head_size=4, or {section}.rope_type=linear.",
+        )
+
+
+def factor_rules(
+    section: str, short: Sequence[float], long: Sequence[float], size: int, wanted: bool = False
+) -> Iterator[Finding]:
+    """One factor for each pair of the `size` entries that turn; none at all unless `wanted`."""
+    none = f"{section}.rope_short=[] and {section}.rope_long=[]"
+    none = f"{section}.rope_type=yarn, {none}" if wanted else none
+    for name, factors in (("rope_short", short), ("rope_long", long)):
+        if len(factors) == size // 2 and min(factors) > 0:
+            continue
+        if wanted or short or long:
+            yield Finding(
+                f"{section}.{name}",
+                f"must be {size // 2} positive factors, one for each pair of the {size} entries of "
+                f"a head that turn, and has {len(factors)}.",
+                f"Give {size // 2}, or set {none}.",
+            )
+
+
+# Tables.
+
+
+@dataclass(frozen=True)
+class _Original:
+    """`original_max_position_embeddings`, for which they take the longest context if it lacks."""
+
+    ours: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One."""
+        return ("original_max_position_embeddings",)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """The length."""
+        for name in ("original_max_position_embeddings", "max_position_embeddings"):
+            if theirs.get(name) is not None:
+                return {self.ours: theirs[name]}
+        raise Unlike("original_max_position_embeddings", None, "is missing, and has no default.")
+
+    def write(self, ours: Ours) -> Theirs:
+        """The length."""
+        return {"original_max_position_embeddings": ours[self.ours]}
+
+
+@dataclass(frozen=True)
+class _Length:
+    """`attention_factor`, or two numbers that it follows from (arXiv:2405.04434)."""
+
+    factor: str
+    ours: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Three."""
+        return ("attention_factor", "mscale", "mscale_all_dim")
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """The factor, 0 where it is that of the paper."""
+        said, above, below = (theirs.get(name) for name in self.names)
+        if said is None and above and below:
+            more = 0.1 * math.log(max(theirs.get("factor") or 1.0, 1.0))
+            said = (above * more + 1.0) / (below * more + 1.0)
+        return {self.ours: said or 0.0}
+
+    def write(self, ours: Ours) -> Theirs:
+        """The factor, if it is not that of the paper."""
+        return {"attention_factor": ours[self.ours]} if ours[self.ours] else {}
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The factor of LongRoPE: the longest context as a multiple of the original one."""
+
+    factor: str
+    original: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that it may follow from."""
+        return ("factor", "original_max_position_embeddings", "max_position_embeddings")
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """Factor and original length."""
+        found = _Original(self.original).read(theirs, ours)
+        factor = theirs.get("factor")
+        if factor is None and theirs.get("max_position_embeddings") is None:
+            raise Unlike("max_position_embeddings", None, "is missing, and has no default.")
+        if factor is None:
+            factor = theirs["max_position_embeddings"] / found[self.original]
+        return {**found, self.factor: max(factor, 1.0)}
+
+    def write(self, ours: Ours) -> Theirs:
+        """Both lengths: releases of readers take the factor from them."""
+        original = ours[self.original]
+        longest = round(original * ours[self.factor])
+        if longest / original != ours[self.factor]:
+            rule = f"must make a whole number of tokens of {original}."
+            raise Unlike(f"model.{self.factor}", ours[self.factor], rule)
+        return {
+            "original_max_position_embeddings": original,
+            "max_position_embeddings": longest,
+        }
+
+
+_WHOLE = Fixed("truncate", (True,), True)
+
+
+def row(family: str, longest: int) -> Row:
+    """Rotary positions by the keys of a family that has all of them.
+
+    `longest` is what transformers takes for `max_position_embeddings` where there is none.
+    """
+    kind, factor, length = (f"{family}.rope_{name}" for name in ("type", "scaling", "length"))
+    original, short, long = (
+        f"{family}.rope_{name}" for name in ("original_tokens", "short", "long")
+    )
+    none = (Only(short, []), Only(long, []))
+    plain = (Key("factor", factor), Only(length, 0.0), *none)
+    scalings: dict[str, tuple[Row, ...]] = {
+        "linear": plain,
+        "dynamic": plain,
+        "llama3": (
+            *plain,
+            _Original(original),
+            Fixed("low_freq_factor", (1.0, 1)),
+            Fixed("high_freq_factor", (4.0, 4)),
+        ),
+        "yarn": (
+            Key("factor", factor),
+            _Original(original),
+            _Length(factor, length),
+            *formats.RAMP,
+            _WHOLE,
+            *none,
+        ),
+        "longrope": (
+            Key("short_factor", short),
+            Key("long_factor", long),
+            _Original(original),
+            _Length(factor, length),
+        ),
+    }
+    return Rotary(
+        "rope_theta",
+        10000.0,
+        {name: (Only(kind, name), *rows) for name, rows in scalings.items()},
+        unscaled={factor: 1.0, length: 0.0, short: [], long: []},
+        chosen=lambda ours: (
+            ours[kind]
+            if ours[kind] == "longrope" or ours[factor] != 1 or ours[length]
+            else "default"
+        ),
+        beside={
+            "dynamic": (Key("max_position_embeddings", original, longest),),
+            "longrope": (Longest(factor, original),),
+        },
+    )

@@ -1,0 +1,480 @@
+"""Products of tokens with the weights of the experts that they are sent to, and with no others.
+
+The choices of all tokens stand in rows sorted by expert. On TPUs the products are kernels
+(megablox, of arXiv:2211.15841), elsewhere a loop over blocks of rows: a block in which an expert
+ends and the next begins is visited for each of them. Gradients of rows and of weights are products
+of their own, so that a split backward can make one now and the other later.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Bool, Float, Int
+
+from maxpipe.parallel.per_device import on_shards, vary
+from maxpipe.parallel.sharding import AxisRules, automatic_axes
+
+
+class Rows(NamedTuple):
+    """Which choice of which token stands where. n tokens have k choices each."""
+
+    choice: Int[Array, " N"]
+    """In each row: a token times k, and which of its choices. n k in a row without one."""
+    row: Int[Array, "n k"]
+    """Of each choice; N if it has none."""
+
+
+def sorted_rows(places: Int[Array, "n k"], num_experts: int) -> tuple[Rows, Int[Array, " E"]]:
+    """A row for each choice, sorted by the experts of each token; and how many each expert has."""
+    flat = places.reshape(-1)
+    choice = sorting(flat)
+    sizes = (flat[:, None] == jnp.arange(num_experts)).sum(0, dtype=jnp.int32)
+    return Rows(choice, sorting(choice).reshape(places.shape)), sizes
+
+
+def sorting(keys: Int[Array, " N"]) -> Int[Array, " N"]:
+    """The order that sorts them, equal ones as they were."""
+    # `argsort` would call the order the same on all devices, as what it sorts along with them is.
+    numbers = vary(jnp.arange(len(keys), dtype=jnp.int32))
+    return lax.sort((keys, numbers), num_keys=1, is_stable=True)[1]
+
+
+def own_vjp(static: int) -> Callable[[Callable[..., Any]], Any]:
+    """`jax.custom_vjp` of a function of which one argument, given by its place, is no array."""
+    return lambda run: jax.custom_vjp(run, nondiff_argnums=(static,))
+
+
+# Rows and tokens. A row has one token and a token k rows: each function is the other's transpose,
+# and nothing is scattered.
+
+
+@own_vjp(static=3)
+def row_weights(
+    weights: Float[Array, "n E"], places: Int[Array, "n k"], rows: Rows, num_experts: int
+) -> Float[Array, " N"]:
+    """Of all experts' weights for each token those of its choices, by row; 0 in other rows."""
+    picked = jnp.where(_is_choice(places, num_experts), weights[:, None], 0).sum(-1)
+    return picked.reshape(-1).at[rows.choice].get(mode="fill", fill_value=0)
+
+
+def _row_weights_backward(
+    num_experts: int,
+    saved: tuple[Int[Array, "n k"], Int[Array, "n k"]],
+    cotangent: Float[Array, " N"],
+) -> tuple[Float[Array, "n E"], None, None]:
+    places, row = saved
+    found = cotangent.at[row].get(mode="fill", fill_value=0)
+    return jnp.where(_is_choice(places, num_experts), found[..., None], 0).sum(1), None, None
+
+
+def _is_choice(places: Int[Array, "n k"], num_experts: int) -> Bool[Array, "n k E"]:
+    return places[..., None] == jnp.arange(num_experts)
+
+
+row_weights.defvjp(
+    lambda weights, places, rows, num_experts: (
+        row_weights(weights, places, rows, num_experts),
+        (places, rows.row),
+    ),
+    _row_weights_backward,
+)
+
+
+@jax.custom_vjp
+def row_biases(
+    biases: Float[Array, "E F"], places: Int[Array, "n k"], rows: Rows
+) -> Float[Array, "N F"]:
+    """Those of each row's expert. As a matmul: its gradient is one, and is not scattered."""
+    return _experts_of(places, rows, biases) @ biases
+
+
+def _experts_of(places: Int[Array, "n k"], rows: Rows, like: Array) -> Float[Array, "N E"]:
+    expert = places.reshape(-1).at[rows.choice].get(mode="clip")
+    return jax.nn.one_hot(expert, len(like), dtype=like.dtype)
+
+
+def _row_biases_backward(
+    saved: tuple[Any, ...], cotangent: Float[Array, "N F"]
+) -> tuple[Float[Array, "E F"], None, None]:
+    places, rows, biases = saved
+    experts = _experts_of(places, rows, biases)
+    found = jnp.einsum("ne,nf->ef", experts, cotangent, preferred_element_type=jnp.float32)
+    return found.astype(biases.dtype), None, None
+
+
+row_biases.defvjp(
+    lambda biases, places, rows: (row_biases(biases, places, rows), (places, rows, biases)),
+    _row_biases_backward,
+)
+
+
+def tokens_of(x: Float[Array, "*tokens D"], rows: Rows) -> Float[Array, "N D"]:
+    """The token in each row; any in a row without one."""
+    index = rows.choice // rows.row.shape[1]
+    return x.reshape(-1, x.shape[-1]).at[index].get(mode="clip")
+
+
+def by_token(
+    arrays: Sequence[Float[Array, "N D"]], row: Int[Array, "n k"], *, complete: bool = True
+) -> Float[Array, "n D"]:
+    """Each token's sum over its rows of all arrays. `complete`: all choices have a row."""
+    total: Any = 0.0
+    for array in arrays:
+        for index in row.T:
+            found = array.at[index].get(mode="clip").astype(jnp.float32)
+            total += found if complete else jnp.where(index[:, None] < len(array), found, 0.0)
+    return total.astype(arrays[0].dtype)
+
+
+# The products of experts with tokens: with the first weights, by row, and with the last ones,
+# summed over each token's rows. The width of an expert is split over `axes`. Sums over it are added
+# up behind those over a token's rows, so that what travels has the size of the tokens.
+
+
+@own_vjp(static=4)
+def expanded(
+    x: Float[Array, "B T D"],
+    weights: tuple[Float[Array, "D E F"], ...],
+    rows: Rows,
+    sizes: Int[Array, " E"],
+    axes: tuple[str, ...],
+) -> tuple[Float[Array, "N F"], ...]:
+    """The token in each row times the weights of its expert, for each of the weights."""
+
+    def run(tokens: Array, weights: tuple[Array, ...], sizes: Array) -> tuple[Array, ...]:
+        return tuple(_product(tokens, weight, sizes, dim=1) for weight in weights)
+
+    split = PartitionSpec(None, axes)
+    run = on_shards(run, (_WHOLE, PartitionSpec(None, None, axes), _WHOLE), split)
+    return run(tokens_of(x, rows), weights, sizes)
+
+
+def _expanded_backward(
+    axes: tuple[str, ...], saved: tuple[Any, ...], cotangents: tuple[Float[Array, "N F"], ...]
+) -> tuple[Any, ...]:
+    x, weights, rows, sizes = saved
+    split, of_weights = PartitionSpec(None, axes), PartitionSpec(None, None, axes)
+
+    def to_tokens(cotangents: Any, weights: Any, row: Array, sizes: Array) -> Array:
+        found = [
+            _product(*pair, sizes, dim=1, transposed=True)
+            for pair in zip(cotangents, weights, strict=True)
+        ]
+        return by_token(found, row)[None]
+
+    def to_weights(tokens: Array, cotangents: Any, sizes: Array) -> tuple[Array, ...]:
+        return tuple(_outer(tokens, each, sizes, dim=1) for each in cotangents)
+
+    to_tokens = on_shards(to_tokens, (split, of_weights, _WHOLE, _WHOLE), PartitionSpec(axes))
+    to_weights = on_shards(to_weights, (_WHOLE, split, _WHOLE), of_weights)
+    d_x = to_tokens(cotangents, weights, rows.row, sizes).sum(0).reshape(x.shape)
+    return d_x, to_weights(tokens_of(x, rows), cotangents, sizes), None, None
+
+
+expanded.defvjp(
+    lambda x, weights, rows, sizes, axes: (
+        expanded(x, weights, rows, sizes, axes),
+        (x, weights, rows, sizes),
+    ),
+    _expanded_backward,
+)
+
+
+@own_vjp(static=4)
+def contracted(
+    hidden: Float[Array, "N F"],
+    weight: Float[Array, "E F D"],
+    rows: Rows,
+    sizes: Int[Array, " E"],
+    axes: tuple[str, ...],
+) -> Float[Array, "n D"]:
+    """The sum over each token's rows of the row times the weights of its expert."""
+
+    def run(hidden: Array, weight: Array, row: Array, sizes: Array) -> Array:
+        return by_token([_product(hidden, weight, sizes, dim=0)], row)[None]
+
+    split = PartitionSpec(None, axes)
+    run = on_shards(run, (split, split, _WHOLE, _WHOLE), PartitionSpec(axes))
+    return run(hidden, weight, rows.row, sizes).sum(0)
+
+
+def _contracted_backward(
+    axes: tuple[str, ...], saved: tuple[Any, ...], cotangent: Float[Array, "n D"]
+) -> tuple[Any, ...]:
+    hidden, weight, rows, sizes = saved
+    split = PartitionSpec(None, axes)
+    to_hidden = on_shards(
+        lambda *arrays: _product(*arrays, dim=0, transposed=True), (_WHOLE, split, _WHOLE), split
+    )
+    to_weight = on_shards(lambda *arrays: _outer(*arrays, dim=0), (split, _WHOLE, _WHOLE), split)
+    cotangents = tokens_of(cotangent, rows)
+    d_hidden = to_hidden(cotangents, weight, sizes)
+    return d_hidden, to_weight(hidden, cotangents, sizes), None, None
+
+
+contracted.defvjp(
+    lambda hidden, weight, rows, sizes, axes: (
+        contracted(hidden, weight, rows, sizes, axes),
+        (hidden, weight, rows, sizes),
+    ),
+    _contracted_backward,
+)
+
+_WHOLE = PartitionSpec()
+
+
+def split_over(rules: AxisRules) -> tuple[str, ...]:
+    """Axes over which the width of an expert is split, and which are the compiler's here."""
+    automatic = automatic_axes()
+    return tuple(axis for axis in dict(rules.table).get("mlp", ()) if axis in automatic)
+
+
+# On one device. Weights have the dim of experts at `dim`, 0 or 1.
+
+
+def _product(
+    rows: Float[Array, "N K"],
+    weights: Float[Array, "_ _ _"],
+    sizes: Int[Array, " E"],
+    *,
+    dim: int,
+    transposed: bool = False,
+) -> Float[Array, "N J"]:
+    """Each row times the weights of its expert, or times their transpose."""
+    loop = partial(product_by_blocks, dim=dim, transposed=transposed)
+    first, second = _without(weights.shape, dim)
+    dims = (second, first) if transposed else (first, second)
+    tiles = product_tiles(len(rows), len(sizes), *dims, rows.dtype)
+    if tiles is None:
+        return loop(rows, weights, sizes)
+    kernel = partial(product_by_kernel, dim=dim, transposed=transposed, tiles=tiles)
+    return lax.platform_dependent(rows, weights, sizes, tpu=kernel, default=loop)
+
+
+def _outer(
+    rows: Float[Array, "N K"],
+    cotangents: Float[Array, "N J"],
+    sizes: Int[Array, " E"],
+    *,
+    dim: int,
+) -> Float[Array, "_ _ _"]:
+    """For each expert the sum over its rows of their outer products."""
+    loop = partial(outer_by_blocks, dim=dim)
+    dims = rows.shape[1], cotangents.shape[1]
+    tiles = outer_tiles(len(rows), len(sizes), *dims, rows.dtype)
+    if tiles is None:
+        return loop(rows, cotangents, sizes)
+    kernel = partial(outer_by_kernel, dim=dim, tiles=tiles)
+    return lax.platform_dependent(rows, cotangents, sizes, tpu=kernel, default=loop)
+
+
+Tiles = tuple[int, int, int]
+"""Of rows and of an expert's weights; where rows are multiplied, of the dim summed over first."""
+
+
+def product_by_kernel(
+    rows: Array,
+    weights: Array,
+    sizes: Array,
+    *,
+    dim: int,
+    transposed: bool,
+    tiles: Tiles,
+    interpret: bool = False,
+) -> Array:
+    """`_product` on a TPU."""
+    return _megablox().gmm(
+        rows,
+        jnp.moveaxis(weights, dim, 0),
+        sizes,
+        rows.dtype,
+        tiles,
+        transpose_rhs=transposed,
+        interpret=interpret,
+    )
+
+
+def outer_by_kernel(
+    rows: Array,
+    cotangents: Array,
+    sizes: Array,
+    *,
+    dim: int,
+    tiles: Tiles,
+    interpret: bool = False,
+) -> Array:
+    """`_outer` on a TPU."""
+    run = _megablox().tgmm
+    found = run(rows.T, cotangents, sizes, rows.dtype, tiles, interpret=interpret)
+    return jnp.moveaxis(found, 0, dim)
+
+
+def _megablox() -> Any:
+    # The package has a function of the module's name, which hides it.
+    return importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+
+
+_LANES = 128
+_LARGEST_TILE = 1024
+_VMEM_BYTES = 12 * 2**20
+"""Of the tiles of a kernel; 16 MiB is what a kernel is given."""
+
+
+def product_tiles(
+    num_rows: int, num_experts: int, contracted: int, width: int, dtype: Any
+) -> Tiles | None:
+    """Tiles of rows, of the dim that is summed over, and of that of the result.
+
+    None if lanes do not divide them. A tile of rows is visited for each expert in it: small, so
+    that experts have several. If there is room the whole sum is one tile: an expert's weights then
+    stay where they are from one tile of its rows to the next.
+    """
+    rows = _rows_tile(num_rows, num_experts)
+    ways = [(contracted, 1024), (contracted, 512), (contracted, 256), (1024, 1024), (512, 512)]
+    return _first_that_fits(
+        [(rows, _divisor(contracted, most), _divisor(width, wide)) for most, wide in ways],
+        lambda m, k, n: m * n,
+        dtype,
+    )
+
+
+def outer_tiles(
+    num_rows: int, num_experts: int, first: int, second: int, dtype: Any
+) -> Tiles | None:
+    """Tiles of rows, which are summed over, and of both dims of the result; None as above."""
+    rows = _rows_tile(num_rows, num_experts)
+    return _first_that_fits(
+        [(rows, _divisor(first, most), _divisor(second, most)) for most in (1024, 512)],
+        lambda m, k, n: k * n,
+        dtype,
+    )
+
+
+def _rows_tile(num_rows: int, num_experts: int) -> int:
+    """Smaller than a block of a loop: turns of a kernel cost less."""
+    return _divisor(num_rows, max(_LANES, block_of(num_rows, num_experts) // 2))
+
+
+def _first_that_fits(
+    tries: Sequence[Tiles], sums: Callable[[int, int, int], int], dtype: Any
+) -> Tiles | None:
+    """Each tile is there twice, to be computed with and to be moved; `sums` are in float32."""
+    size = jnp.dtype(dtype).itemsize
+
+    def fits(tiles: Tiles) -> bool:
+        m, k, n = tiles
+        return 2 * size * (m * k + k * n + m * n) + 4 * sums(m, k, n) <= _VMEM_BYTES
+
+    return next((each for each in tries if all(each) and fits(each)), None)
+
+
+def _divisor(size: int, most: int) -> int:
+    """The largest multiple of the lanes up to `most` that divides a size; 0 if there is none."""
+    largest = min(most, size) // _LANES * _LANES
+    return next((tile for tile in range(largest, 0, -_LANES) if size % tile == 0), 0)
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return shape[:dim] + shape[dim + 1 :]
+
+
+class _Visits(NamedTuple):
+    """What a loop over blocks of rows does in each turn."""
+
+    expert: Int[Array, " V"]
+    start: Int[Array, " V"]
+    """First row of the block."""
+    first: Int[Array, " V"]
+    """Of the expert's rows."""
+    stop: Int[Array, " V"]
+
+
+def block_of(num_rows: int, num_experts: int) -> int:
+    """Rows of a block: at most a quarter of what experts get on average, as they share blocks."""
+    quarter = max(1, num_rows // num_experts // 4)
+    power = 1 << quarter.bit_length() - 1
+    return min(num_rows, max(_SMALLEST_BLOCK, min(_LARGEST_BLOCK, power)))
+
+
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 8, 512
+
+
+def num_visits(num_rows: int, num_experts: int) -> int:
+    """Turns of a loop over blocks: each expert but the first may begin inside of a block."""
+    blocks = -(-num_rows // block_of(num_rows, num_experts))
+    return blocks + min(num_experts, num_rows) - 1
+
+
+def num_visited(num_rows: int, num_experts: int) -> int:
+    """Rows that a loop over blocks multiplies."""
+    return num_visits(num_rows, num_experts) * block_of(num_rows, num_experts)
+
+
+def _visits(sizes: Int[Array, " E"], num_rows: int) -> _Visits:
+    """Turns that are left over visit no row."""
+    block = block_of(num_rows, len(sizes))
+    stops = jnp.cumsum(sizes)
+    firsts = stops - sizes
+    blocks = jnp.where(sizes > 0, (stops - 1) // block - firsts // block + 1, 0)
+    ends = jnp.cumsum(blocks)
+    turns = jnp.arange(num_visits(num_rows, len(sizes)))
+    expert = (turns[:, None] >= ends).sum(1)  # the number of experts in turns that are left over
+    expert, left = jnp.minimum(expert, len(sizes) - 1), expert < len(sizes)
+    number = firsts[expert] // block + turns - (ends - blocks)[expert]
+    # The last block ends with the rows, and begins in the one before.
+    start = jnp.clip(number * block, 0, num_rows - block)
+    first = jnp.maximum(firsts[expert], number * block)
+    return _Visits(expert, start, first, jnp.where(left, stops[expert], 0))
+
+
+def _rows_of(visit: _Visits, block: int) -> Array:
+    """Which rows of a block are the expert's, and are in no block before `[b, 1]`."""
+    row = visit.start + jnp.arange(block)
+    return ((row >= visit.first) & (row < visit.stop))[:, None]
+
+
+def product_by_blocks(
+    rows: Array, weights: Array, sizes: Array, *, dim: int, transposed: bool
+) -> Array:
+    """`_product` anywhere."""
+    num_rows, block = len(rows), block_of(len(rows), len(sizes))
+    width = _without(weights.shape, dim)[0 if transposed else 1]
+
+    def turn(found: Array, visit: _Visits) -> tuple[Array, None]:
+        mine = lax.dynamic_slice_in_dim(rows, visit.start, block)
+        weight = lax.dynamic_index_in_dim(weights, visit.expert, dim, keepdims=False)
+        new = mine @ (weight.T if transposed else weight)
+        old = lax.dynamic_slice_in_dim(found, visit.start, block)
+        new = jnp.where(_rows_of(visit, block), new, old)
+        return lax.dynamic_update_slice_in_dim(found, new, visit.start, 0), None
+
+    empty = vary(jnp.zeros((num_rows, width), rows.dtype))
+    return lax.scan(turn, empty, _visits(sizes, num_rows))[0]
+
+
+def outer_by_blocks(rows: Array, cotangents: Array, sizes: Array, *, dim: int) -> Array:
+    """`_outer` anywhere, added up in float32."""
+    num_rows, block = len(rows), block_of(len(rows), len(sizes))
+
+    def turn(found: Array, visit: _Visits) -> tuple[Array, None]:
+        mine, theirs = (
+            lax.dynamic_slice_in_dim(each, visit.start, block) for each in (rows, cotangents)
+        )
+        mine = jnp.where(_rows_of(visit, block), mine, 0)
+        added = jnp.einsum("bk,bj->kj", mine, theirs, preferred_element_type=jnp.float32)
+        old = lax.dynamic_slice_in_dim(found, visit.expert, 1, dim)
+        new = old + jnp.expand_dims(added, dim)
+        return lax.dynamic_update_slice_in_dim(found, new, visit.expert, dim), None
+
+    shape = [rows.shape[1], cotangents.shape[1]]
+    shape.insert(dim, len(sizes))
+    empty = vary(jnp.zeros(shape, jnp.float32))
+    return lax.scan(turn, empty, _visits(sizes, num_rows))[0].astype(rows.dtype)

@@ -1,0 +1,105 @@
+"""Small models to generate with, and what follows their prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from maxpipe.config.schema import MeshConfig, ModelConfig
+from maxpipe.generate.completions import Extends
+from maxpipe.generate.decoding import Decoding, Size, is_axes, padded
+from maxpipe.generate.sampling import Sampling
+from maxpipe.model.decoder import Decoder
+from maxpipe.model.families.deepseek import DeepseekConfig
+from maxpipe.model.families.gemma3 import Gemma3Config
+from maxpipe.model.families.moe import MoeConfig
+from maxpipe.model.families.qwen3_next import Qwen3NextConfig
+from maxpipe.parallel.mesh import build_mesh
+from maxpipe.parallel.sharding import AxisRules
+
+LLAMA = ModelConfig(
+    num_layers=3,
+    d_model=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=6,
+    d_mlp=24,
+    vocab_size=40,
+    compute_dtype="float32",
+)
+GEMMA = dataclasses.replace(
+    LLAMA, family="gemma3", tied_embeddings=True, own=Gemma3Config(window=5, period=2)
+)
+MOE = dataclasses.replace(
+    LLAMA, family="moe", own=MoeConfig(num_dense_layers=1, num_experts=3, top_k=2, d_expert=12)
+)
+DEEPSEEK = dataclasses.replace(
+    LLAMA,
+    family="deepseek",
+    num_kv_heads=4,
+    own=DeepseekConfig(
+        kv_rank=10, rope_size=4, value_size=6, num_experts=4, d_expert=12, scores="sigmoid"
+    ),
+)
+NEXT = dataclasses.replace(
+    LLAMA,
+    family="qwen3_next",
+    own=Qwen3NextConfig(
+        num_experts=3,
+        d_expert=12,
+        d_shared=10,
+        num_key_heads=2,
+        num_value_heads=4,
+        key_size=5,
+        value_size=3,
+        chunk=4,
+        attention_period=2,
+        rope_size=2,
+    ),
+)
+GREEDY = Sampling(temperature=0.0)
+DRAWN = Sampling(temperature=1.3, top_k=17, top_p=0.9, repetition_penalty=1.2)
+GENERATOR = np.random.default_rng(11)
+PROMPTS = [GENERATOR.integers(0, 40, size).tolist() for size in (3, 21, 1, 9, 14)]
+MORE = 7
+ONE_DEVICE = MeshConfig()
+
+
+def decoding_of(
+    model: ModelConfig,
+    sampling: Sampling = GREEDY,
+    mesh: MeshConfig = ONE_DEVICE,
+) -> tuple[Decoding, Any]:
+    """Something to generate with on the first devices, and its parameters on them."""
+    decoder = Decoder(model, AxisRules.from_config(mesh))
+    count = mesh.ici_data * mesh.ici_fsdp * mesh.ici_tensor
+    grid = build_mesh(mesh, jax.devices()[:count])
+    params = jax.jit(decoder.init)(jax.random.key(2))
+    spec, axes = decoder.rules.spec, decoder.axes()
+    layers = axes["layers"]
+    specs = jax.tree.map(spec, axes, is_leaf=is_axes)
+    specs |= {"layers": jax.tree.map(lambda each: spec((None, *each)), layers, is_leaf=is_axes)}
+    placed = jax.tree.map(
+        lambda leaf, spec: jax.device_put(leaf, NamedSharding(grid, spec)),
+        params,
+        specs,
+    )
+    return Decoding(decoder, grid, sampling, seed=5), placed
+
+
+def followed(
+    decoding: Extends, params: Any, prompts: Sequence[Sequence[int]], numbers: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and log-probabilities `[rows, tokens]` behind the prompts."""
+    shards = decoding.shards
+    rows = -(-len(prompts) // shards) * shards
+    size = Size(rows, padded(max(map(len, prompts))), MORE)
+    steps = list(decoding.run(params, prompts, numbers, size))
+    assert len(steps) == MORE
+    tokens, logprobs = (np.stack(each, axis=1)[: len(prompts)] for each in zip(*steps, strict=True))
+    return tokens, logprobs

@@ -1,0 +1,115 @@
+"""Conversations: from files and as they are typed, by the template of a model's folder."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.config.schema import TokenizerConfig
+from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from maxpipe.errors import ConfigError
+from maxpipe.generate.completions import encoded_chats
+from maxpipe.generate.decoding import Size
+from maxpipe.generate.prompts import read_conversations, said
+
+FOLDER = Path(__file__).parents[1] / "golden/tokenizers/folder"
+ANSWERS = ["first", "second"]
+
+
+class Model:
+    """Gives its answers in turn, ends each by the end of a turn, and remembers the prompts."""
+
+    shards, refills, name, room = 1, False, "folder", 200
+
+    def __init__(self) -> None:
+        self.tokenizer: Tokenizer = open_tokenizer(TokenizerConfig(kind="auto", path=str(FOLDER)))
+        self.asked: list[str] = []
+
+    def decoding(self, say: Any, sampling: Any, seed: int) -> tuple[Any, Any]:
+        return self, None
+
+    def run(
+        self,
+        params: Any,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        size: Size,
+        refill: Any = None,
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        (end,) = {*self.tokenizer.end_ids} - {self.tokenizer.end_id}
+        rows = []
+        for prompt, number in zip(prompts, numbers, strict=True):
+            self.asked.append(self.tokenizer.decode(prompt))
+            rows.append([*self.tokenizer.encode(ANSWERS[number % 2]).tolist(), end])
+        for step in range(size.more):
+            yield np.asarray([row[min(step, len(row) - 1)] for row in rows]), np.zeros(len(rows))
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Model:
+    made = Model()
+    monkeypatch.setattr("maxpipe.generate.weights.open_model", lambda *given: made)
+    return made
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    raw = io.BytesIO("".join(f"{line}\n" for line in lines).encode())
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=raw, isatty=lambda: False))
+
+
+def test_a_conversation_is_remembered(
+    model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A text ends where a turn does, and what comes next follows all before it."""
+    typed(monkeypatch, "Hi", "", "And?")
+    assert main(["generate", f"hf:{FOLDER}", "--chat", "--interactive"]) == 0
+    assert capsys.readouterr().out == "first\nsecond\n"
+    one, two = (model.tokenizer.encode_chat(text).tolist() for text in turns())
+    assert model.asked == [model.tokenizer.decode(one), model.tokenizer.decode(two)]
+    assert "first" in model.asked[1] and "And?" in model.asked[1]
+
+
+def turns() -> list[str]:
+    """What the template makes of the two turns of the conversation."""
+    first = "<|begin_of_text|><|turn|>user\nHi<|stop|><|turn|>assistant\n"
+    return [first, f"{first}first<|stop|><|turn|>user\nAnd?<|stop|><|turn|>assistant\n"]
+
+
+def test_conversations_come_from_files(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, *said("Hi")]
+    lines = [{"messages": messages}, {"prompt": "Hi"}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = ("--chat", "--prompts", str(tmp_path / "chats.jsonl"), "--json")
+    assert main(["generate", f"hf:{FOLDER}", *given]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(each["prompt"], each["text"]) for each in found] == [("Hi", "first"), ("Hi", "second")]
+    assert {each["finish_reason"] for each in found} == {"end"}
+    assert "Be brief." in model.asked[0] and "Be brief." not in model.asked[1]
+
+
+@pytest.mark.parametrize(
+    "line", ['{"messages": []}', '{"messages": [{"role": "user"}]}', "[]", '{"messages": "Hi"}']
+)
+def test_what_is_no_conversation_is_explained(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(f'{{"prompt": "x"}}\n{line}\n')
+    with pytest.raises(ConfigError, match=r"chats.jsonl, line 2") as caught:
+        read_conversations(path, str(path))
+    (problem,) = caught.value.problems
+    assert "must be an object with messages" in problem.rule and "Write {" in problem.action
+
+
+def test_a_chat_needs_a_template() -> None:
+    with pytest.raises(ConfigError, match="needs the chat template of a model's folder"):
+        encoded_chats([said("Hi")], ByteTokenizer(), 99)

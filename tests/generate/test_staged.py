@@ -1,0 +1,54 @@
+"""Tokens of a model whose layers are divided over stages are those of one device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from maxpipe.config.schema import MeshConfig, ModelConfig
+from maxpipe.generate.sampling import Sampling
+from maxpipe.generate.staged import StagedDecoding
+from maxpipe.model.decoder import Decoder
+from maxpipe.parallel.mesh import build_mesh
+from maxpipe.parallel.sharding import AxisRules
+from maxpipe.pipeline.layout import Layout
+from maxpipe.schedule.table import Ring
+from maxpipe.train.state import Partition
+from tests.generate.small import DRAWN, GEMMA, LLAMA, MOE, PROMPTS, decoding_of, followed
+
+
+def staged_of(
+    model: ModelConfig, sampling: Sampling, mesh: MeshConfig, cut: tuple[int, ...]
+) -> tuple[StagedDecoding, Any]:
+    """The same as `decoding_of`, with stages."""
+    decoder = Decoder(model, AxisRules.from_config(mesh))
+    count = mesh.ici_stage * mesh.ici_data * mesh.ici_fsdp * mesh.ici_tensor
+    grid = build_mesh(mesh, jax.devices()[:count])
+    layout = Layout(Ring(len(cut), 1), cut, kinds=decoder.model.layers)
+    parts = Partition(decoder, layout, grid)
+    params = jax.jit(decoder.init)(jax.random.key(2))
+    placed = jax.jit(parts.stack, out_shardings=parts.shardings(parts.specs))(params)
+    return StagedDecoding(decoder, layout, parts.specs, grid, sampling, seed=5), placed
+
+
+DEEP = dataclasses.replace(LLAMA, num_layers=4)
+CASES = {
+    "four stages": (DEEP, MeshConfig(ici_stage=4), (1, 1, 1, 1)),
+    "uneven": (GEMMA, MeshConfig(ici_stage=2), (2, 1)),
+    "kinds, all axes": (MOE, MeshConfig(ici_stage=2, ici_fsdp=2, ici_tensor=2), (1, 2)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stages_give_the_tokens_of_one(case: str) -> None:
+    model, mesh, cut = CASES[case]
+    decoding, params = decoding_of(model, DRAWN)
+    wanted, nats = followed(decoding, params, PROMPTS, range(5))
+    staged, params = staged_of(model, DRAWN, mesh, cut)
+    tokens, logprobs = followed(staged, params, PROMPTS, range(5))
+    assert tokens.tolist() == wanted.tolist()
+    np.testing.assert_allclose(logprobs, nats, rtol=1e-5, atol=1e-5)

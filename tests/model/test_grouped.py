@@ -1,0 +1,197 @@
+"""Tokens through their own experts only: against a loop over tokens, and piece by piece."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.config.schema import MeshConfig
+from maxpipe.model.modules import grouped
+from maxpipe.model.modules.experts import Experts
+from maxpipe.model.modules.part import Context
+from maxpipe.model.parts import experts
+from maxpipe.parallel.mesh import build_mesh
+from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
+from tests.cases import TOLERANCE
+from tests.model.parts import assert_close, context
+
+WIDTH, HIDDEN, EXPERTS, CHOICES = 6, 10, 7, 3
+
+
+def layer(
+    dispatch: Any,
+    params: dict[str, Any],
+    x: Any,
+    rules: AxisRules,
+    cache: Any = None,
+    biased: bool = False,
+) -> Any:
+    """Output of experts with these parameters."""
+    options: dict[str, Any] = {"dispatch": dispatch, "biased": biased}
+    part = experts.Experts(WIDTH, HIDDEN, EXPERTS, CHOICES, 1.0, 0.1, **options)
+    module = Experts(part, rules)
+    for name, value in params.items():
+        getattr(module, name)[...] = value
+    ids = context([[1] * x.shape[1]] * len(x), [range(x.shape[1])] * len(x))
+    return module(x, Context(ids.inputs, ids.index, cache=cache)).x
+
+
+def token_by_token(params: dict[str, Any], x: Any) -> Any:
+    """The same by a loop over tokens and their choices."""
+    out = []
+    for token in x.reshape(-1, WIDTH):
+        scores = jax.nn.softmax(token @ params["router"])
+        best = np.argsort(-np.asarray(jax.lax.stop_gradient(scores)), kind="stable")[:CHOICES]
+        change = 0.0
+        for expert in best:
+            hidden = jax.nn.silu(token @ params["gate"][:, expert])
+            hidden *= token @ params["up"][:, expert]
+            change += scores[expert] / scores[best].sum() * (hidden @ params["down"][expert])
+        out.append(change)
+    return jnp.stack(out).reshape(x.shape)
+
+
+@pytest.fixture(scope="module")
+def given() -> tuple[dict[str, Any], jax.Array]:
+    """Parameters with which one expert gets no token and one gets all, and tokens."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = {
+        "router": jax.random.normal(keys[0], (WIDTH, EXPERTS)),
+        "gate": jax.random.normal(keys[1], (WIDTH, EXPERTS, HIDDEN)),
+        "up": jax.random.normal(keys[2], (WIDTH, EXPERTS, HIDDEN)),
+        "down": jax.random.normal(keys[3], (EXPERTS, HIDDEN, WIDTH)),
+    }
+    params["router"] = params["router"].at[0].set([0.0, -30.0, 0, 0, 30.0, 0, 0])
+    x = jax.random.normal(keys[4], (4, 9, WIDTH))
+    return params, x.at[..., 0].set(1.0)
+
+
+def test_it_equals_a_loop_over_tokens_in_value_and_gradient(given: Any) -> None:
+    params, x = given
+    wanted, pull = jax.vjp(token_by_token, params, x[:2, :4])
+    cotangent = jax.random.normal(jax.random.key(1), wanted.shape)
+    rules = AxisRules.from_config(MeshConfig())
+    for dispatch in ("grouped", "all"):
+        run = partial(layer, dispatch, rules=rules)
+        found, pull_found = jax.vjp(lambda *given, run=run: jax.jit(run)(*given), params, x[:2, :4])
+        assert_close(found, wanted)
+        gradients = jax.tree_util.tree_leaves_with_path(pull(cotangent))
+        for (path, a), b in zip(gradients, jax.tree.leaves(pull_found(cotangent)), strict=True):
+            error = np.abs(a - b).max() / np.abs(a).max()
+            assert error < TOLERANCE, (dispatch, jax.tree_util.keystr(path), error)
+
+
+def test_biases_of_rows_are_those_of_their_experts(given: Any) -> None:
+    params, x = given
+    part = experts.Experts(WIDTH, HIDDEN, EXPERTS, CHOICES, 1.0, 0.1, biased=True)
+    drawn = jax.random.split(jax.random.key(2), len(part.params))
+    params = {
+        name: params.get(name, jax.random.normal(key, param.shape))
+        for key, (name, param) in zip(drawn, part.params.items(), strict=True)
+    }
+    found = []
+    for dispatch in ("all", "grouped"):
+        run = partial(layer, dispatch, rules=AxisRules.from_config(MeshConfig()), biased=True)
+        value, pull = jax.vjp(jax.jit(run), params, x)
+        found.append((value, pull(value)))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        assert np.abs(a - b).max() < TOLERANCE * np.abs(a).max()
+
+
+def test_each_device_sorts_its_own_rows_of_a_batch(given: Any) -> None:
+    """In a program that is automatic throughout, as generation's is."""
+    params, x = given
+    config = MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)
+    mesh, rules = build_mesh(config, jax.devices()[:8]), AxisRules.from_config(config)
+    placed = {
+        name: jax.device_put(params[name], jax.NamedSharding(mesh, rules.spec(axes)))
+        for name, axes in (
+            ("router", ("embed", "experts")),
+            ("gate", ("embed", "experts", "mlp")),
+            ("up", ("embed", "experts", "mlp")),
+            ("down", ("experts", "mlp", "embed")),
+        )
+    }
+    with jax.set_mesh(mesh):
+        run = jax.jit(partial(layer, "grouped", rules=rules))
+        rows = jax.device_put(x, jax.NamedSharding(mesh, BATCH_SPEC))
+        found = run(placed, rows)
+        text = run.lower(placed, rows).compile().as_text() or ""
+    assert re.search(r"= \(s32\[27\].* sort\(", text)
+    assert_close(found, layer("all", params, x, AxisRules.from_config(MeshConfig())))
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_decoding_takes_what_computes_less(given: Any, tokens: int) -> None:
+    params, x = given
+    x = jnp.tile(x, (1, 5, 1))[:1, :tokens]
+    run = partial(layer, rules=AxisRules.from_config(MeshConfig()), cache=())
+    program = str(jax.make_jaxpr(partial(run, "all"))(params, x))
+    assert ("scan[" in program) == (tokens == 40)
+    assert_close(run("grouped", params, x), run("all", params, x))
+
+
+SIZES = [[3, 0, 5, 120], [0, 0, 0, 128], [128, 0, 0, 0], [37, 27, 0, 64]]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_kernels_and_loops_equal_products_one_by_one(sizes: list[int]) -> None:
+    """Kernels are interpreted here."""
+    random = np.random.default_rng(0)
+    ends = np.cumsum(sizes)
+    draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)  # noqa: E731
+    rows, cotangents = draw(128, 128), draw(128, 256)
+    counts = jnp.asarray(sizes, jnp.int32)
+    groups = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    for dim, transposed in ((0, False), (1, True)):
+        weights = jnp.moveaxis(draw(4, 128, 256), 0, dim)
+        given, dims = (cotangents, (256, 128)) if transposed else (rows, (128, 256))
+        each = jnp.moveaxis(weights, dim, 0)
+        each = each.swapaxes(1, 2) if transposed else each
+        wanted = np.concatenate([given[g] @ w for g, w in zip(groups, each, strict=True)])
+        outer = np.stack([rows[g].T @ cotangents[g] for g in groups], dim)
+        options: Any = {"dim": dim, "transposed": transposed}
+        assert_close(grouped.product_by_blocks(given, weights, counts, **options), wanted)
+        options |= {"tiles": grouped.product_tiles(128, 4, *dims, np.float32), "interpret": True}
+        assert options["tiles"] == (128, *dims)
+        assert_close(grouped.product_by_kernel(given, weights, counts, **options), wanted)
+        assert_close(grouped.outer_by_blocks(rows, cotangents, counts, dim=dim), outer)
+        options = {"dim": dim, "interpret": True, "tiles": (128, 128, 256)}
+        assert options["tiles"] == grouped.outer_tiles(128, 4, 128, 256, np.float32)
+        assert_close(grouped.outer_by_kernel(rows, cotangents, counts, **options), outer)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "dims"), [(8, (128, 128)), (384, (96, 128)), (384, (128, 200))]
+)
+def test_kernels_take_whole_tiles(num_rows: int, dims: tuple[int, int]) -> None:
+    assert grouped.product_tiles(num_rows, 3, *dims, np.float32) is None
+    assert grouped.outer_tiles(num_rows, 3, *dims, np.float32) is None
+
+
+def test_tiles_follow_sizes() -> None:
+    """Small experts are whole tiles, and few rows are visited twice."""
+    bf16, fp32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+    assert grouped.product_tiles(65536, 128, 2048, 768, bf16) == (128, 2048, 768)
+    assert grouped.product_tiles(65536, 128, 768, 2048, bf16) == (128, 768, 1024)
+    assert grouped.product_tiles(16384, 8, 4096, 14336, bf16) == (256, 4096, 256)
+    assert grouped.product_tiles(16384, 8, 14336, 4096, bf16) == (256, 1024, 1024)
+    assert grouped.product_tiles(16384, 8, 4096, 14336, fp32) == (256, 512, 512)
+    assert grouped.outer_tiles(16384, 8, 4096, 14336, bf16) == (256, 1024, 1024)
+    assert grouped.outer_tiles(16384, 8, 4096, 14336, fp32) == (256, 512, 512)
+    assert grouped.outer_tiles(384, 3, 640, 1408, bf16) == (128, 640, 128)
+
+
+def test_few_rows_are_multiplied_for_nothing() -> None:
+    for num_rows in (1, 37, 4096, 100_000):
+        for num_experts in (1, 3, 64):
+            even = num_rows / num_experts
+            waste = grouped.num_visited(num_rows, num_experts) / num_rows
+            assert even < 32 or waste < 1.5
+    assert grouped.num_visited(16384, 16) <= 1.25 * 16384
