@@ -57,7 +57,7 @@ def test_commands_in_the_files_work(capsys: Capture):
 
 def test_show_prints_the_file(capsys: Capture):
     assert told(capsys, "configs", "show", "llama3-8b") == shipped.configs()["llama3-8b"].text
-    assert "they are quickstart, gemma2-2b" in told(capsys, "configs", "show", "x", code=2)
+    assert "they are quickstart, deepseek-v2" in told(capsys, "configs", "show", "x", code=2)
     assert "Did you mean llama3-8b?" in told(capsys, "configs", "show", "llama3_8b", code=2)
 
 
