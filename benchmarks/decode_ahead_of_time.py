@@ -5,7 +5,7 @@
 
 The step of `maxpipe generate llama3-70b` in bfloat16 is compiled for v5e:4x8 by libtpu on this
 machine (`pip install '.[tpu]'`): the parameters and the caches of all rows are its arguments. Each
-program compiles in a process of its own, minutes where all layers are in it by themselves.
+program compiles in a process of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOPOLOGY, MODEL = "v5e:4x8", "llama3-70b"
 ROWS, ROOM = 64, 4096
 PROMPT = 2048
 GIB = 2**30
-MESHES = ["ici_fsdp=4 ici_tensor=8", "ici_stage=4 ici_tensor=8"]
+MESHES = ["ici_stage=4 ici_tensor=8"]
 PREAMBLE = f"""\
 # A token of a 70B model on 32 chips
 
@@ -90,7 +90,7 @@ def main() -> None:
         printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
         found = json.loads(printed.splitlines()[-1])
         cells = [f"{found[name]:.2f}" for name in ("arguments", "temporary", "peak", "memory")]
-        named = mesh.replace("ici_", "").replace("=", " ").replace(" ici", " x ici")
+        named = mesh.replace(" ", " x ").replace("ici_", "").replace("=", " ")
         lines.append(f"| {named} | {' | '.join(cells)} | {found['seconds']:.0f} s |")
         print(lines[-1], file=sys.stderr)
     page = "\n".join([*lines, ""])
