@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from maxpipe.data.tokenizer import Tokenizer
@@ -153,9 +154,14 @@ class Requests:
             if sampling not in self._decodings:
                 decoder, _, mesh = self.weights
                 self._decodings[sampling] = Decoding(decoder, mesh, sampling, seed=0)
-            given = (self._decodings[sampling], self.weights.params, self.texts.tokenizer, prompts)
+            given = (self._decodings[sampling], self._by_layer, self.texts.tokenizer, prompts)
             complete(*given, limits, write=write, stops=self.stops)
         return found
+
+    @cached_property
+    def _by_layer(self) -> Any:
+        """The parameters as decoding reads them: a part of a stack would be copied per token."""
+        return self.weights.decoder.by_layer(self.weights.params)
 
     def _settings(self, settings: Mapping[str, Any]) -> tuple[Sampling, Limits]:
         where = "generation settings"
