@@ -8,7 +8,7 @@ of their own, so that a split backward can make one now and the other later.
 
 from __future__ import annotations
 
-import importlib
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -319,7 +319,9 @@ def outer_by_kernel(
 
 def _megablox() -> Any:
     # The package has a function of the module's name, which hides it.
-    return importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    import jax.experimental.pallas.ops.tpu.megablox.gmm  # noqa: F401
+
+    return sys.modules["jax.experimental.pallas.ops.tpu.megablox.gmm"]
 
 
 _LANES = 128
