@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.oracle, pytest.mark.slow]
 
 LAYERS, ROWS, TOKENS, STEPS, NEW = 5, 8, 23, 3, 64
 TRAINED = ("llama", "gemma3", "mixtral")
-LAYOUTS = {"one": [], "staged": ["mesh.cpu_devices=8", "mesh.ici_stage=4", "mesh.ici_fsdp=2"]}
+STAGED = ["mesh.cpu_devices=8", "mesh.ici_stage=4", "mesh.ici_fsdp=2"]
+LAYOUTS = {"one": [], "staged": [*STAGED, "mesh.axis_rules.latent=[]"]}  # latents are of odd size
 OPTIM = {"learning_rate": 1e-3, "weight_decay": 0.1, "epsilon": 1e-8}
 BETAS = (0.9, 0.95)
 LENGTHS = (19, 5, 23, 2, 11, 13, 7, 17, 24, 3, 20, 9)
