@@ -216,15 +216,19 @@ def each(work: Callable[[T], object], tasks: Iterable[T]) -> None:
     """Calls it with each, in a few threads, which have ended when this returns or raises.
 
     Raises:
-        Exception: the first that a call raised; no other call has begun since.
+        Exception: the first that a call raised; none of those that waited is called any more.
     """
     running: set[Future[object]] = set()
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        for task in tasks:
-            running.add(pool.submit(work, task))
-            if len(running) > NUM_THREADS:
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                for one in done:
-                    one.result()
-        for one in running:
-            one.result()
+        try:
+            for task in tasks:
+                running.add(pool.submit(work, task))
+                if len(running) > NUM_THREADS:
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    for one in done:
+                        one.result()
+            for one in running:
+                one.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # one task may wait for a thread
+            raise

@@ -43,11 +43,11 @@ class Kept(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The newest token of each row."""
+    """The newest token of each row; with stages, of the rows of each microbatch."""
 
-    tokens: Int[Array, " B"]
-    logprobs: Float[Array, " B"]
-    positions: Int[Array, " B"]
+    tokens: Int[Array, "*rows"]
+    logprobs: Float[Array, "*rows"]
+    positions: Int[Array, "*rows"]
 
 
 class Rows(NamedTuple):

@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Int
 
 from maxpipe.generate.decoding import (
     TEXT,
+    Drawn,
     Refill,
     Rows,
     Size,
@@ -54,14 +55,6 @@ _ROWS = PartitionSpec(None, BATCH_AXES)
 """Of what is given for each row, `[M, B, ...]`."""
 
 
-class Newest(NamedTuple):
-    """The newest token of each row, `[M, B]`."""
-
-    tokens: Int[Array, "M B"]
-    logprobs: Float[Array, "M B"]
-    positions: Int[Array, "M B"]
-
-
 class Turning(NamedTuple):
     """What the ring has between two ticks. Stages have parts of their own, or copies, along P."""
 
@@ -69,7 +62,7 @@ class Turning(NamedTuple):
     """By kind, `[P, L, M, ...]`."""
     arriving: Float[Array, "P B 1 D"]
     """What each stage computes with next."""
-    newest: Newest
+    newest: Drawn
     """`[P, M, B]`: tokens on their way around the ring."""
     seen: Bool[Array, "P M B V"] | None
     """Tokens of each row, where a repetition penalty asks for them."""
@@ -167,9 +160,9 @@ class StagedDecoding:
             out_specs=_each(lambda spec: restrict(spec, axes), turning),
         )
 
-        def both(*given: Any) -> tuple[Turning, Newest]:
+        def both(*given: Any) -> tuple[Turning, Drawn]:
             found = run(*given)
-            return found, Newest(*(leaf[0] for leaf in found.newest))
+            return found, Drawn(*(leaf[0] for leaf in found.newest))
 
         shardings = self._on_mesh((turning, PartitionSpec()))
         return jax.jit(both, donate_argnums=1, out_shardings=shardings)
@@ -191,7 +184,7 @@ class StagedDecoding:
             return Turning(
                 {kind: stacked(kind) for kind in self.layout.in_ring},
                 jnp.zeros((stages, rows, 1, config.d_model), jnp.dtype(config.compute_dtype)),
-                Newest(none, none.astype(jnp.float32), none),
+                Drawn(none, none.astype(jnp.float32), none),
                 jnp.zeros((*none.shape, config.vocab_size), bool) if self._penalises else None,
             )
 
@@ -211,7 +204,7 @@ class StagedDecoding:
         rows: Any = PartitionSpec(STAGE, *_ROWS)
         arriving: Any = PartitionSpec(STAGE, BATCH_AXES)
         seen = rows if self._penalises else None
-        return Turning(caches, arriving, Newest(rows, rows, rows), seen)
+        return Turning(caches, arriving, Drawn(rows, rows, rows), seen)
 
     def _on_mesh(self, specs: Tree) -> Tree:
         return _each(lambda spec: NamedSharding(self.mesh, spec), specs)
@@ -277,7 +270,7 @@ class StagedDecoding:
 
         return lax.fori_loop(0, stages, tick, turning)
 
-    def _on_way(self, newest: Newest) -> Any:
+    def _on_way(self, newest: Drawn) -> Any:
         """The tokens that are on their way, as a piece of one token."""
         tokens, positions = newest.tokens[..., None], newest.positions[..., None]
         return Rows(tokens, jnp.full_like(tokens, TEXT), positions)
@@ -347,7 +340,7 @@ class StagedDecoding:
             seen = seen.at[at].set(more)
         keys = row_keys(self.seed, numbers[at], positions)
         choice = sample(logits, None if seen is None else seen[at], keys, self.sampling)
-        newest = Newest(
+        newest = Drawn(
             *(
                 old.at[at].set(jnp.where(is_done, new, old[at]))
                 for old, new in zip(turning.newest, (*choice, positions), strict=True)
@@ -368,7 +361,7 @@ class StagedDecoding:
         return vary(table.lookup(held, tokens))
 
 
-def _joined(first: Newest, others: Newest) -> tuple[np.ndarray, np.ndarray]:
+def _joined(first: Drawn, others: Drawn) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and log-probabilities `[rows]`: of the first microbatch, and of the others."""
 
     def joined(first: Array, others: Array) -> np.ndarray:

@@ -149,6 +149,49 @@ RAMP = (
 )
 """Where YaRN begins and ends to stretch."""
 
+
+@dataclass(frozen=True)
+class Period:
+    """`layer_types` of which each n-th one sees all tokens, and a key that says n."""
+
+    ours: str
+    others: str
+    """Type of the layers between."""
+    default: int
+    """n where config.json has neither."""
+    theirs: str
+    also: tuple[str, ...] = ()
+    """Names of theirs that say nothing else."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Both spellings."""
+        return ("layer_types", self.theirs, *self.also)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """The period of which the list of types is made."""
+        types = theirs.get("layer_types")
+        if types is None:
+            period = theirs.get(self.theirs)
+            return {self.ours: self.default if period is None else period}
+        count = ours["num_layers"]
+        if isinstance(types, list) and len(types) == count:
+            # Any period beyond the last layer says that none sees all tokens.
+            first = types.index(FULL) + 1 if FULL in types else max(count + 1, self.default)
+            if types == self._types(count, first):
+                return {self.ours: first}
+        rule = f"must name {count} layers, of which each n-th is {FULL!r} and the others "
+        raise Unlike("layer_types", types, f"{rule}{self.others!r}.")
+
+    def write(self, ours: Ours) -> Theirs:
+        """Both spellings."""
+        period = ours[self.ours]
+        return {"layer_types": self._types(ours["num_layers"], period), self.theirs: period}
+
+    def _types(self, count: int, period: int) -> list[str]:
+        return [self.others if number % period else FULL for number in range(1, count + 1)]
+
+
 YARN = (Fixed("attention_factor", (None,)), *RAMP)
 """What is beside factor and original length in YaRN's parameters."""
 

@@ -11,10 +11,7 @@ from maxpipe.model.huggingface import (
     Fixed,
     HuggingFace,
     Key,
-    Ours,
     Rotary,
-    Theirs,
-    Unlike,
     Whole,
 )
 from maxpipe.model.parts.attention import Rope
@@ -68,42 +65,7 @@ def describe(config: ModelConfig) -> Model:
     )
 
 
-class _Period:
-    """`layer_types`, and before that `sliding_window_pattern`, as `period`."""
-
-    names = ("layer_types", "sliding_window_pattern", "_sliding_window_pattern")
-
-    def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """The period of which the list of types is made."""
-        types = theirs.get("layer_types")
-        if types is None:
-            pattern = theirs.get("sliding_window_pattern")
-            return {"gemma3.period": 6 if pattern is None else pattern}
-        count = ours["num_layers"]
-        if isinstance(types, list) and len(types) == count:
-            # Any period beyond the last layer says that none sees all tokens.
-            first = types.index(_GLOBAL) + 1 if _GLOBAL in types else max(count + 1, 6)
-            if types == _layer_types(count, first):
-                return {"gemma3.period": first}
-        raise Unlike(
-            "layer_types",
-            types,
-            f"must name {count} layers, of which each n-th is {_GLOBAL!r} and the others "
-            f"{_LOCAL!r}.",
-        )
-
-    def write(self, ours: Ours) -> Theirs:
-        """Both spellings."""
-        period = ours["gemma3.period"]
-        types = _layer_types(ours["num_layers"], period)
-        return {"layer_types": types, "sliding_window_pattern": period}
-
-
 _GLOBAL, _LOCAL = formats.FULL, formats.WINDOWED
-
-
-def _layer_types(count: int, period: int) -> list[str]:
-    return [_LOCAL if number % period else _GLOBAL for number in range(1, count + 1)]
 
 
 _HUGGINGFACE = HuggingFace(
@@ -121,7 +83,13 @@ _HUGGINGFACE = HuggingFace(
             tied=True,
         ),
         Key("sliding_window", "gemma3.window", 4096),
-        _Period(),
+        formats.Period(
+            "gemma3.period",
+            _LOCAL,
+            6,
+            "sliding_window_pattern",
+            also=("_sliding_window_pattern",),
+        ),
         Key("query_pre_attn_scalar", "gemma3.query_scale", 256, "head_size", whole=True),
         Rotary(
             "rope_theta",

@@ -137,44 +137,6 @@ def _rules(config: ModelConfig) -> Iterator[Finding]:
         )
 
 
-class _Layers:
-    """`layer_types`, and in released models `full_attention_interval`, as `period`."""
-
-    names = ("layer_types", "full_attention_interval")
-
-    def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """The period of which the list of types is made."""
-        types = theirs.get("layer_types")
-        if types is None:
-            period = theirs.get("full_attention_interval")
-            return {"qwen3_next.attention_period": 4 if period is None else period}
-        count = ours["num_layers"]
-        if isinstance(types, list) and len(types) == count:
-            # Any period beyond the last layer says that none sees all tokens.
-            first = types.index(formats.FULL) + 1 if formats.FULL in types else max(count + 1, 4)
-            if types == _layer_types(count, first):
-                return {"qwen3_next.attention_period": first}
-        raise Unlike(
-            "layer_types",
-            types,
-            f"must name {count} layers, of which each n-th is {formats.FULL!r} and the others "
-            f"{_LINEAR!r}.",
-        )
-
-    def write(self, ours: Ours) -> Theirs:
-        """Both spellings."""
-        period = ours["qwen3_next.attention_period"]
-        types = _layer_types(ours["num_layers"], period)
-        return {"layer_types": types, "full_attention_interval": period}
-
-
-_LINEAR = "linear_attention"
-
-
-def _layer_types(count: int, period: int) -> list[str]:
-    return [_LINEAR if number % period else formats.FULL for number in range(1, count + 1)]
-
-
 @dataclass(frozen=True)
 class _Turning:
     """`partial_rotary_factor`: which share of a head turns."""
@@ -240,7 +202,9 @@ _HUGGINGFACE = HuggingFace(
         *formats.sizes(
             layers=48, width=2048, heads=16, kv_heads=2, head_size=256, mlp=5632, vocab=151936
         ),
-        _Layers(),
+        formats.Period(
+            "qwen3_next.attention_period", "linear_attention", 4, "full_attention_interval"
+        ),
         Key("linear_num_key_heads", "qwen3_next.num_key_heads", 16),
         Key("linear_num_value_heads", "qwen3_next.num_value_heads", 32),
         Key("linear_key_head_dim", "qwen3_next.key_size", 128),
