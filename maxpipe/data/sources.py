@@ -18,7 +18,7 @@ import sysconfig
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -119,7 +119,12 @@ def source_of(path: str, where: str) -> Literal["text", "jsonl", "arrayrecord"]:
     Raises:
         ConfigError: a path without files, or with files of several kinds.
     """
-    names = [os.path.basename(file.path) for file in find_files(path, ())]
+    try:
+        names = [os.path.basename(file.path) for file in find_files(path, ())]
+    except ConfigError as error:
+        action = "Name a file, a folder or a pattern that is there."
+        problems = [replace(each, where=where, action=action) for each in error.problems]
+        raise ConfigError(problems) from None
     kinds = {
         "jsonl" if ".jsonl" in name else "arrayrecord" if ".array" in name else "text"
         for name in names
