@@ -13,7 +13,7 @@ PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq -c $
 BASE := $(VENV)/installed-$(LANE)
 DEV := $(VENV)/installed-dev-$(LANE)
 
-.PHONY: help quickstart test test-fast test-timing test-matrix test-faults test-wheel test-oracle check docs bench clean
+.PHONY: help quickstart test test-fast test-timing test-layouts test-matrix test-faults test-wheel test-oracle check docs bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -25,10 +25,13 @@ test: $(DEV)  ## run all tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-fast: $(DEV)  ## run the tests that take seconds
-	@$(BIN)/python -m pytest -m "not slow and not multihost and not matrix and not faults and not wheel and not timing and not oracle" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not multihost and not layouts and not matrix and not faults and not wheel and not timing and not oracle" $(PYTEST_ARGS)
 
 test-timing: $(DEV)  ## what compares times; leave the machine alone (a minute)
 	@$(BIN)/python -m pytest -m timing tests/plan
+
+test-layouts: $(DEV)  ## more meshes, schedules and families than `make test` (ten minutes)
+	@$(BIN)/python -m pytest -m layouts tests/pipeline tests/train tests/generate tests/model $(PYTEST_ARGS)
 
 test-matrix: $(DEV)  ## every schedule x gather x remat x idle x stages (an hour)
 	@$(BIN)/python -m pytest -m matrix tests/pipeline tests/train/test_step.py -n 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -172,6 +172,14 @@ def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:
 def with_rare(cases: Sequence[Any], rare: Sequence[Any]) -> list[Any]:
     """Parameters of a test, of which the rare ones run with the whole matrix only."""
     return [*cases, *(pytest.param(case, marks=pytest.mark.matrix) for case in rare)]
+
+
+def thinned(cases: Iterable[Any], every: int) -> list[Any]:
+    """Parameters of a test, of which each `every`-th runs by default, the others as `layouts`."""
+    return [
+        case if number % every == 0 else pytest.param(case, marks=pytest.mark.layouts)
+        for number, case in enumerate(cases)
+    ]
 
 
 _ORDINARY = Case()

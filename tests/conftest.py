@@ -49,20 +49,23 @@ gc.set_threshold(200_000, 50, 50)
 
 # Machine code half as fast in half the compile time; partitioning, fusion and memory stay as
 # they are. There is no compilation cache: see `maxpipe.processes.runtime.start`.
-FAST_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+# One test process for each core: threads that compile parts of one program have no core to gain.
+FAST_COMPILE = {
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "XLA_FLAGS": "--xla_cpu_parallel_codegen_split_count=1",
+}
 """Variables of a subprocess that compiles a step, where its speed does not matter."""
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     # A fusion is written as LLVM code at once, not through MLIR: a third of the compile time.
     # XLA ends a process with a flag that it does not know, and later versions lack this one.
-    FAST_COMPILE["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
+    FAST_COMPILE["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 
 def _configure_jax(jax: Any) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     jax.config.update("jax_disable_most_optimizations", True)
-    if flags := FAST_COMPILE.get("XLA_FLAGS"):
-        _read_by_xla(flags)
+    _read_by_xla(FAST_COMPILE["XLA_FLAGS"])
 
 
 def _read_by_xla(flags: str) -> None:

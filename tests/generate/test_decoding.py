@@ -14,6 +14,7 @@ from maxpipe.config.schema import MeshConfig, ModelConfig
 from maxpipe.generate.decoding import Decoding, Drawn, NewRow, Size, padded, side_by_side
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.sharding import AxisRules
+from tests.cases import thinned
 from tests.generate.small import (
     DEEPSEEK,
     DRAWN,
@@ -44,7 +45,7 @@ def by_full_forwards(decoding: Decoding, params: Any, prompt: list[int]) -> tupl
 
 
 @pytest.mark.parametrize(
-    "model", [LLAMA, GEMMA, MOE, NEXT, DEEPSEEK], ids=lambda model: model.family
+    "model", thinned([LLAMA, GEMMA, DEEPSEEK, MOE, NEXT], 2), ids=lambda model: model.family
 )
 def test_rows_side_by_side_are_what_full_forwards_give(model: ModelConfig) -> None:
     decoding, params = decoding_of(model)
@@ -84,7 +85,7 @@ REFILLED = {
 }
 
 
-@pytest.mark.parametrize("case", REFILLED)
+@pytest.mark.parametrize("case", thinned(REFILLED, 3))
 def test_prompts_in_the_place_of_rows_that_are_over(case: str) -> None:
     """Far beyond the caches' room, and with prompts of all sizes."""
     model, mesh = REFILLED[case]
@@ -128,7 +129,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("case", MESHES)
+@pytest.mark.parametrize("case", thinned(MESHES, 3))
 def test_every_mesh_gives_the_same_tokens(case: str) -> None:
     model, mesh = MESHES[case]
     found = []

@@ -23,6 +23,7 @@ from maxpipe.model.modules.experts import Experts
 from maxpipe.model.parts import experts
 from maxpipe.model.parts.mlp import ClampedSilu
 from maxpipe.model.spec import Products
+from tests.cases import thinned
 from tests.model.parts import RULES, assert_close, context, packed, with_values
 
 CONFIG = ModelConfig(
@@ -56,7 +57,7 @@ OWN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("family", thinned(OWN, 2))
 def test_cached_decoding_equals_the_whole_row(family: str) -> None:
     decoder = Decoder(replace(CONFIG, family=family, own=OWN[family]), RULES)
     params = noisy(jax.jit(decoder.init)(jax.random.key(3)))

@@ -16,7 +16,7 @@ from maxpipe.model.decoder import Decoder, cross_entropy
 from maxpipe.pipeline.trainable import trained
 from maxpipe.schedule.catalog import SCHEDULES
 from maxpipe.schedule.notation import read_orders
-from tests.cases import TOLERANCE, Case, batch_of, steps_of
+from tests.cases import TOLERANCE, Case, batch_of, steps_of, thinned
 from tests.conftest import GOLDEN
 
 
@@ -143,7 +143,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=str)
+@pytest.mark.parametrize("case", thinned(SHAPES, 3), ids=str)
 def test_gradients_equal_the_plain_loop(case: Case) -> None:
     check_gradients(case)
 
@@ -197,7 +197,7 @@ VISITS = [
 ]
 
 
-@pytest.mark.parametrize("case", VISITS, ids=str)
+@pytest.mark.parametrize("case", thinned(VISITS, 3), ids=str)
 def test_the_window_of_weights_holds_the_right_chunks(case: Case) -> None:
     """Every number of stages and every group: stages turn to the next chunk at other ticks."""
     check_gradients(replace(case, gather="visit"))
@@ -227,7 +227,7 @@ OUTSIDE = [
 ]
 
 
-@pytest.mark.parametrize("case", OUTSIDE, ids=str)
+@pytest.mark.parametrize("case", thinned(OUTSIDE, 3), ids=str)
 def test_layers_outside_the_ring(case: Case) -> None:
     check_gradients(case)
 
@@ -282,7 +282,7 @@ def matrix() -> list[Case]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", matrix()[::53], ids=str)
+@pytest.mark.parametrize("case", thinned(matrix()[::53], 3), ids=str)
 def test_sample_of_the_matrix(case: Case) -> None:
     check_gradients(case)
 

@@ -22,7 +22,7 @@ from maxpipe.model.families.qwen3 import Qwen3Config
 from maxpipe.model.families.qwen3_moe import Qwen3MoeConfig
 from maxpipe.model.families.qwen3_next import Qwen3NextConfig
 from maxpipe.model.families.registry import FAMILIES
-from tests.cases import Case
+from tests.cases import Case, thinned
 from tests.pipeline.test_executor import check_gradients, matrix
 
 GEMMA = Gemma3Config(window=3, period=3, rope_scaling=2.0, query_scale=7.0)
@@ -112,7 +112,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 4), ids=str)
 def test_a_family_in_the_engine_equals_its_plain_loop(case: Case) -> None:
     check_gradients(case)
 
