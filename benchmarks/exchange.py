@@ -5,10 +5,11 @@
     python benchmarks/exchange.py --write                # and writes exchange.md
 
 A folder with random weights in bfloat16 is made, in files of at most 5 GB. Then in turn: it is
-copied, each byte through SHA-256 and brought to the disk; imported; copied again; and what was
-imported is exported, which must give the same files again. What is read was dropped from the page
-cache before. Memory is the peak of a process' resident set, sampled; it needs three times the
-model's size on the disk.
+copied, each byte through SHA-256 and brought to the disk; imported; copied again; what was imported
+is exported, which must give the same files again; and it is copied once more. Each command is
+compared with the copies before and after it, as disks and other work on the machine change. What is
+read was dropped from the page cache before. Memory is the peak of a process' resident set, sampled;
+it needs three times the model's size on the disk.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def make(model: str, folder: Path) -> None:
     (folder / FILE).write_text(to_json(table, said, {}, "bfloat16", {}))
 
 
-def copied(source: Path, target: Path) -> tuple[Measured, dict[str, str]]:
-    """Copies the weights; their digests, too."""
+def copied(source: Path, target: Path) -> tuple[float, dict[str, str]]:
+    """Copies the weights; the seconds, and the files' digests."""
     with cold(source):
         begin, digests = time.monotonic(), {}
         target.mkdir()
@@ -91,7 +92,7 @@ def copied(source: Path, target: Path) -> tuple[Measured, dict[str, str]]:
                 there.flush()
                 os.fsync(there.fileno())
             digests[path.name] = total.hexdigest()
-        return Measured(time.monotonic() - begin, 0), digests
+        return time.monotonic() - begin, digests
 
 
 def run(source: Path, *command: str) -> Measured:
@@ -126,35 +127,38 @@ def measured(model: str, base: Path) -> str:
     source, copy, checkpoint, out = (base / name for name in ("hf", "copy", "ckpt", "out"))
     make(model, source)
     sizes = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
-    copies: list[Measured] = []
+    copies: list[float] = []
     found: dict[str, Measured] = {}
     for name, at, command in (
         ("import", source, ("import", str(source), "--out", str(checkpoint))),
         ("export", checkpoint, ("export", str(checkpoint), str(out))),
     ):
-        one, digests = copied(source, copy)
+        copies.append(copied(source, copy)[0])
         shutil.rmtree(copy)
-        copies.append(one)
         found[name] = run(at, *command)
-        print(f"copy {one.seconds:.1f} s, {name} {found[name].seconds:.1f} s", flush=True)
+        print(f"copy {copies[-1]:.1f} s, {name} {found[name].seconds:.1f} s", flush=True)
+    shutil.rmtree(checkpoint)
+    seconds, digests = copied(source, copy)
+    copies.append(seconds)
     for name, digest in digests.items():
         with open(out / name, "rb") as file:
             assert hashlib.file_digest(file, "sha256").hexdigest() == digest, name
-    base_seconds = sum(one.seconds for one in copies) / len(copies)
+    ratios = [2 * one.seconds / sum(copies[at : at + 2]) for at, one in enumerate(found.values())]
     largest = max(sizes.values())
     lines = [
         f"{model}: {sum(sizes.values()) / 1e9:.1f} GB of weights in bfloat16, largest file "
         f"{largest / 1e9:.2f} GB. Copying them, with SHA-256 and fsync, took "
-        f"{' and '.join(f'{one.seconds:.0f} s' for one in copies)}. What was exported is, file by "
+        f"{', '.join(f'{one:.0f} s' for one in copies)}: before, between and after the commands, "
+        "each of which is compared with the two copies beside it. What was exported is, file by "
         "file, what was imported.",
         "",
         "| command | time | of a copy | at most | peak memory | of the largest file | at most |",
         "|---|---|---|---|---|---|---|",
         *(
-            f"| `maxpipe {name}` | {one.seconds:.0f} s | {one.seconds / base_seconds:.2f} | "
+            f"| `maxpipe {name}` | {one.seconds:.0f} s | {ratio:.2f} | "
             f"{LIMITS['time']} | {one.peak / 1e9:.2f} GB | {one.peak / largest:.2f} | "
             f"{LIMITS['memory']:.0f} |"
-            for name, one in found.items()
+            for (name, one), ratio in zip(found.items(), ratios, strict=True)
         ),
     ]
     return "\n".join(lines)
