@@ -37,7 +37,7 @@ T = TypeVar("T")
 _DATA = "ocdbt.process_0/d"
 """Folder of an item in which arrays are written."""
 
-NUM_THREADS = 2
+NUM_THREADS = 3
 """Slabs at a time: while one is written the next is read."""
 
 
