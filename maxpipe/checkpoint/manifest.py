@@ -9,12 +9,12 @@ the arrays were read back and compared; it holds a digest of itself. Version 1 l
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from io import BufferedIOBase
 from typing import Any, Literal, NotRequired, TypedDict
 
 from etils import epath
@@ -122,8 +122,7 @@ def _whole(folder: epath.Path) -> list[str]:
 def _on_disk(path: epath.Path) -> File:
     _flush(path)
     found = retried(lambda: _digest(path, False))
-    with open_file(path) as file:
-        _drop(file)
+    _drop(path)
     return found
 
 
@@ -138,7 +137,7 @@ def listed(folder: epath.Path, ahead: Mapping[str, File] | None = None) -> dict[
     names, known = _names(folder), ahead or {}
     found = {name: known[name] for name in names if name in known}
     left = [name for name in names if name not in found]
-    for name, file in zip(left, _digests(folder, left, flush=True, drop=True), strict=True):
+    for name, file in zip(left, _digests(folder, left, flush=True), strict=True):
         if isinstance(file, OSError):
             raise file
         found[name] = file
@@ -190,13 +189,19 @@ def arrays(folder: epath.Path, step: int) -> dict[str, Entry] | None:
     return _read(folder, step).get("arrays")
 
 
-def faults(folder: epath.Path, step: int, share: tuple[int, int] = (0, 1)) -> list[str]:
+def faults(
+    folder: epath.Path,
+    step: int,
+    share: tuple[int, int] = (0, 1),
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[str]:
     """What is wrong with the files of `folder`, which has a manifest: file and reason each.
 
     `share` (i, n) reads the bytes of each n-th file only, from the i-th: n processes which
-    do that for every i have read all.
+    do that for every i have read all. Others may read the files meanwhile.
 
     Raises:
+        InterruptedError: `stopped` is true.
         OSError: the files cannot be reached, which says nothing about what is in them.
         StorageError: the manifest was written by a later release.
     """
@@ -220,7 +225,10 @@ def faults(folder: epath.Path, step: int, share: tuple[int, int] = (0, 1)) -> li
         names.remove(name)  # a file that has grown huge is not read
         size = expected[name]["bytes"]
         wrong.append(f"{name} has {present[name]} bytes, not the {size} that were saved")
-    return wrong + _changed(folder, names, expected, drop=True)
+    for name in names:  # all of them first: what others read meanwhile is read once
+        with contextlib.suppress(OSError):  # of one that cannot be read, either
+            _drop(folder / name)
+    return wrong + _changed(folder, names, expected, stopped)
 
 
 def _read(folder: epath.Path, step: int) -> _Content:
@@ -248,10 +256,13 @@ def _names(folder: epath.Path) -> list[str]:
 
 
 def _changed(
-    folder: epath.Path, names: list[str], expected: Mapping[str, File], *, drop: bool = False
+    folder: epath.Path,
+    names: list[str],
+    expected: Mapping[str, File],
+    stopped: Callable[[], bool] = lambda: False,
 ) -> list[str]:
     wrong = []
-    for name, found in zip(names, _digests(folder, names, drop=drop), strict=True):
+    for name, found in zip(names, _digests(folder, names, stopped), strict=True):
         size = expected[name]["bytes"]
         if isinstance(found, OSError):
             if not is_damage(found):
@@ -265,15 +276,24 @@ def _changed(
 
 
 def _digests(
-    folder: epath.Path, names: Sequence[str], *, flush: bool = False, drop: bool = False
+    folder: epath.Path,
+    names: Sequence[str],
+    stopped: Callable[[], bool] = lambda: False,
+    *,
+    flush: bool = False,
 ) -> list[File | OSError]:
-    """Size and SHA-256 of each file, once `flush` brought it to the disk, or what went wrong."""
+    """Size and SHA-256 of each file, or what went wrong.
+
+    With `flush` the file is brought to the disk before, and read from there.
+    """
 
     def one(name: str) -> File | OSError:
+        if stopped():
+            return InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
         try:
             if flush:
                 _flush(folder / name)
-            return retried(lambda: _digest(folder / name, drop))
+            return retried(lambda: _digest(folder / name, flush))
         except OSError as error:
             return error
 
@@ -283,17 +303,19 @@ def _digests(
 
 def _digest(path: epath.Path, drop: bool) -> File:
     """Size and SHA-256; with `drop`, of the content on disk, not of the page cache."""
-    with reading(path), open_file(path) as file:
-        if drop and not in_bucket(path):
-            _drop(file)
-        digest = hashlib.file_digest(file, "sha256")
-        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
+    with reading(path):
+        if drop:
+            _drop(path)
+        with open_file(path) as file:
+            digest = hashlib.file_digest(file, "sha256")
+            return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
-def _drop(file: BufferedIOBase) -> None:
-    """Out of the page cache."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def _drop(path: epath.Path) -> None:
+    """Out of the page cache, if it can be in one."""
+    if not in_bucket(path) and hasattr(os, "posix_fadvise"):
+        with open_file(path) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _flush(path: epath.Path) -> None:
