@@ -148,7 +148,7 @@ def measured(model: str, base: Path) -> str:
         shutil.rmtree(copy)
         found[name] = run(at, *command)
         loads.append(os.getloadavg()[0])
-        print(f"copy {copies[-1]}, {name} {found[name]}, load {loads[-1]:.1f}", flush=True)
+        print(f"copy {copies[-1].seconds:.1f} s, {name} {found[name].seconds:.1f} s", flush=True)
     shutil.rmtree(checkpoint)
     last, digests = copied(source, copy)
     copies.append(last)
