@@ -5,10 +5,11 @@
     python benchmarks/exchange.py --write                # and writes exchange.md
 
 A folder with random weights in bfloat16 is made, in files of at most 5 GB. Then in turn: it is
-copied, each byte through SHA-256 and brought to the disk; imported; copied again; and what was
-imported is exported, which must give the same files again. What is read was dropped from the page
-cache before. Memory is the peak of a process' resident set, sampled; it needs three times the
-model's size on the disk.
+copied, each byte through SHA-256 and brought to the disk; imported; copied again; what was imported
+is exported, which must give the same files again; and it is copied once more. Each command is
+compared with the copies before and after it, as disks and other work on the machine change. What is
+read was dropped from the page cache before. Memory is the peak of a process' resident set, sampled;
+it needs three times the model's size on the disk.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import contextlib
 import hashlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -45,10 +47,11 @@ _POOL = 1 << 25
 
 @dataclass(frozen=True)
 class Measured:
-    """One of a process: seconds, and bytes of its peak memory."""
+    """Seconds, seconds of all cores together, and bytes of peak memory."""
 
     seconds: float
-    peak: int
+    cores: float
+    peak: int = 0
 
 
 def make(model: str, folder: Path) -> None:
@@ -80,7 +83,7 @@ def make(model: str, folder: Path) -> None:
 def copied(source: Path, target: Path) -> tuple[Measured, dict[str, str]]:
     """Copies the weights; their digests, too."""
     with cold(source):
-        begin, digests = time.monotonic(), {}
+        begin, before, digests = time.monotonic(), used(resource.RUSAGE_SELF), {}
         target.mkdir()
         for path in sorted(source.glob("*.safetensors")):
             total = hashlib.sha256()
@@ -91,13 +94,14 @@ def copied(source: Path, target: Path) -> tuple[Measured, dict[str, str]]:
                 there.flush()
                 os.fsync(there.fileno())
             digests[path.name] = total.hexdigest()
-        return Measured(time.monotonic() - begin, 0), digests
+        cores = used(resource.RUSAGE_SELF) - before
+        return Measured(time.monotonic() - begin, cores), digests
 
 
 def run(source: Path, *command: str) -> Measured:
     """A command of maxpipe in a process of its own."""
     with cold(source):
-        begin, peak = time.monotonic(), 0
+        begin, before, peak = time.monotonic(), used(resource.RUSAGE_CHILDREN), 0
         process = subprocess.Popen(
             [sys.executable, "-m", "maxpipe", *command], stdout=subprocess.DEVNULL
         )
@@ -107,7 +111,14 @@ def run(source: Path, *command: str) -> Measured:
                 peak = max(peak, 1024 * int(status.partition("VmHWM:")[2].split()[0]))
             time.sleep(0.05)
         assert process.returncode == 0, command
-        return Measured(time.monotonic() - begin, peak)
+        cores = used(resource.RUSAGE_CHILDREN) - before
+        return Measured(time.monotonic() - begin, cores, peak)
+
+
+def used(whose: int) -> float:
+    """Seconds of cores that this process, or its children that have ended, have taken."""
+    usage = resource.getrusage(whose)
+    return usage.ru_utime + usage.ru_stime
 
 
 @contextlib.contextmanager
@@ -128,35 +139,44 @@ def measured(model: str, base: Path) -> str:
     sizes = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
     copies: list[Measured] = []
     found: dict[str, Measured] = {}
+    loads = [os.getloadavg()[0]]
     for name, at, command in (
         ("import", source, ("import", str(source), "--out", str(checkpoint))),
         ("export", checkpoint, ("export", str(checkpoint), str(out))),
     ):
-        one, digests = copied(source, copy)
+        copies.append(copied(source, copy)[0])
         shutil.rmtree(copy)
-        copies.append(one)
         found[name] = run(at, *command)
-        print(f"copy {one.seconds:.1f} s, {name} {found[name].seconds:.1f} s", flush=True)
+        loads.append(os.getloadavg()[0])
+        print(f"copy {copies[-1].seconds:.1f} s, {name} {found[name].seconds:.1f} s", flush=True)
+    shutil.rmtree(checkpoint)
+    last, digests = copied(source, copy)
+    copies.append(last)
     for name, digest in digests.items():
         with open(out / name, "rb") as file:
             assert hashlib.file_digest(file, "sha256").hexdigest() == digest, name
-    base_seconds = sum(one.seconds for one in copies) / len(copies)
     largest = max(sizes.values())
     lines = [
         f"{model}: {sum(sizes.values()) / 1e9:.1f} GB of weights in bfloat16, largest file "
         f"{largest / 1e9:.2f} GB. Copying them, with SHA-256 and fsync, took "
-        f"{' and '.join(f'{one.seconds:.0f} s' for one in copies)}. What was exported is, file by "
-        "file, what was imported.",
+        f"{', '.join(f'{one.seconds:.0f} s' for one in copies)}, before, between and after the "
+        "commands, each of which is compared with the two copies beside it; of one core, "
+        f"{', '.join(f'{one.cores:.0f} s' for one in copies)}. What was exported is, file by file, "
+        "what was imported. The average number of tasks that wanted a core, on "
+        f"{os.cpu_count()} of them, was {', '.join(f'{load:.1f}' for load in loads)}: before, "
+        "after the import and after the export.",
         "",
-        "| command | time | of a copy | at most | peak memory | of the largest file | at most |",
-        "|---|---|---|---|---|---|---|",
-        *(
-            f"| `maxpipe {name}` | {one.seconds:.0f} s | {one.seconds / base_seconds:.2f} | "
-            f"{LIMITS['time']} | {one.peak / 1e9:.2f} GB | {one.peak / largest:.2f} | "
-            f"{LIMITS['memory']:.0f} |"
-            for name, one in found.items()
-        ),
+        "| command | time | of a copy | at most | core seconds | peak memory | of the largest file "
+        "| at most |",
+        "|---|---|---|---|---|---|---|---|",
     ]
+    for at, (name, one) in enumerate(found.items()):
+        ratio = 2 * one.seconds / sum(each.seconds for each in copies[at : at + 2])
+        lines.append(
+            f"| `maxpipe {name}` | {one.seconds:.0f} s | {ratio:.2f} | {LIMITS['time']} | "
+            f"{one.cores:.0f} | {one.peak / 1e9:.2f} GB | {one.peak / largest:.2f} | "
+            f"{LIMITS['memory']:.0f} |"
+        )
     return "\n".join(lines)
 
 

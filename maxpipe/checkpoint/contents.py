@@ -194,8 +194,10 @@ def facts_faults(folder: epath.Path, expected: Recorded) -> list[str]:
     return []
 
 
-def seal(folder: epath.Path, step: int) -> int:
+def seal(folder: epath.Path, step: int, ahead: Mapping[str, manifest.File] | None = None) -> int:
     """Read a step back, compare it with what was in memory, and write its manifest.
+
+    `ahead` has digests of files that are on the disk, and not in the page cache.
 
     Returns:
         The bytes of all files.
@@ -214,12 +216,14 @@ def seal(folder: epath.Path, step: int) -> int:
             raise NotSaved(f"{copies.ITEM} is missing")
         if bad := digests.non_finite(expected.arrays):
             raise _not_finite(folder, bad)
-        files = manifest.listed(folder)
-        # After the files, so that the arrays are decoded from the disk, not from the page cache.
-        if wrong := faults(folder, step, expected):
-            raise NotSaved("; ".join(wrong[:3]))
+        files = manifest.listed(folder, ahead)
+        with ThreadPoolExecutor(1) as pool:
+            # After the files, so that all is read from the disk, not from the page cache.
+            again = pool.submit(manifest.changed, folder, files)
+            wrong = faults(folder, step, expected)
+            wrong += again.result()
         entries = {name: one.entry() for name, one in expected.arrays.items()}
-        if wrong := manifest.write(folder, step, files, entries):
+        if wrong := wrong or manifest.write(folder, step, files, entries):
             raise NotSaved("; ".join(wrong[:3]))
         return sum(file["bytes"] for file in files.values())
 
@@ -237,7 +241,8 @@ def adopt(folder: epath.Path, step: int) -> None:
     with reaching(folder):
         files = manifest.listed(folder)
         entries = {name: one.entry() for name, one in decoded(folder).items()}
-        if wrong := manifest.write(folder, step, files, entries):
+        wrong = manifest.changed(folder, files)
+        if wrong := wrong or manifest.write(folder, step, files, entries):
             raise NotSaved("; ".join(wrong[:3]))
 
 

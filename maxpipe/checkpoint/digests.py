@@ -23,6 +23,8 @@ _MODULO = 2**64
 _BLOCK = 1 << 18
 """Elements at a time: more would leave the processor's cache, fewer wait more often for other
 threads."""
+_SHORT = 64
+"""Rows with fewer elements would be too many calls: several are taken as one."""
 # Of numbers that are not finite, all bits of the exponent are set.
 _EXPONENTS = {
     "float16": np.uint16(0x7C00),
@@ -198,23 +200,32 @@ def _sum(words: np.ndarray, start: tuple[int, ...]) -> int:
         split -= 1
         inner *= shape[split]
     row = _keys(split, shape[split:], start[split:])
+    wide = np.empty(min(_BLOCK, words.size), np.uint64)
     if not split:
-        return int(_dot(words.reshape(-1), row))
+        return _dot(words.reshape(1, -1), np.ones(1, np.uint64), row, wide)
     axis, size = split - 1, shape[split - 1]
     outer = _keys(0, shape[:axis], start[:axis])
     lines = words.reshape(outer.size, size * inner)
     step, total = max(1, _BLOCK // inner), 0
     for begin in range(0, size, step):
         end = min(begin + step, size)
-        along = _axis_keys(axis, start[axis] + begin, start[axis] + end)
-        keys = np.multiply.outer(along, row).reshape(-1)
+        along, keys = _axis_keys(axis, start[axis] + begin, start[axis] + end), row
+        if inner < _SHORT:
+            along, keys = np.ones(1, np.uint64), np.multiply.outer(along, row).reshape(-1)
         for line, key in zip(lines, outer, strict=True):
-            total += int(_dot(line[begin * inner : end * inner], keys)) * int(key)
+            part = line[begin * inner : end * inner].reshape(along.size, -1)
+            total += _dot(part, along, keys, wide) * int(key)
     return total
 
 
-def _dot(words: np.ndarray, keys: np.ndarray) -> np.uint64:
-    return np.dot(words.astype(np.uint64), keys)
+def _dot(words: np.ndarray, along: np.ndarray, row: np.ndarray, wide: np.ndarray) -> int:
+    """Of a matrix with the keys of both of its dims; `wide` is memory to work in.
+
+    einsum multiplies 64-bit integers several at a time, dot one by one.
+    """
+    wide = wide[: words.size].reshape(words.shape)
+    np.copyto(wide, words)
+    return int(np.einsum("i,i->", np.einsum("ij,j->i", wide, row), along))
 
 
 def _keys(axis: int, sizes: Sequence[int], start: Sequence[int]) -> np.ndarray:

@@ -8,10 +8,13 @@ the arrays were read back and compared; it holds a digest of itself. Version 1 l
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NotRequired, TypedDict
 
 from etils import epath
@@ -28,7 +31,8 @@ FILE = "manifest.json"
 _VERSION = 2
 _PARTIAL = f"{FILE}.partial"
 _OWN = (FILE, _PARTIAL)
-_CHUNK_BYTES = 1 << 20
+_LOOK_EVERY = 8
+"""Writers that end, before new files are looked for."""
 _MOST_BYTES = 1 << 26
 # Reading dominates, on network file systems most of all.
 _NUM_THREADS = 16
@@ -50,30 +54,114 @@ class _Content(TypedDict):
     arrays: NotRequired[dict[str, Entry]]
 
 
-def listed(folder: epath.Path) -> dict[str, File]:
+class Ahead:
+    """Digests of the files of a folder on a local disk, taken while others are still written.
+
+    Each file must be written by one call, inside `writing`; several threads may be there at once.
+    Such a file is on the disk, and no longer in the page cache: who reads it, reads the disk.
+    """
+
+    def __init__(self, folder: epath.Path):
+        self._folder, self._lock = folder, threading.Lock()
+        self._pool = ThreadPoolExecutor(1)
+        self._writers: set[object] = set()
+        self._ended = 0
+        self._seen: list[tuple[list[str], set[object]]] = []
+        """Names, and the writers that have to end before these files are whole."""
+        self._found: dict[str, Future[File]] = {}
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Files are written inside."""
+        writer = object()
+        with self._lock:
+            self._writers.add(writer)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._end(writer)
+
+    def _end(self, writer: object) -> None:
+        self._writers.remove(writer)
+        self._ended += 1
+        for _, writers in self._seen:
+            writers.discard(writer)
+        while self._seen and not self._seen[0][1]:
+            for name in self._seen.pop(0)[0]:
+                self._found[name] = self._pool.submit(_on_disk, self._folder / name)
+        if self._ended % _LOOK_EVERY == 0:
+            known = {name for names, _ in self._seen for name in names} | self._found.keys()
+            # Names with a dot are of files that get another name when they are whole.
+            new = [name for name in _whole(self._folder) if name not in known]
+            self._seen.append((new, set(self._writers)))
+
+    def listed(self) -> dict[str, File]:
+        """Size and digest by name; some files are not among them.
+
+        Raises:
+            OSError: a file cannot be read, or not be brought to the disk.
+        """
+        found = {name: one.result() for name, one in self._found.items()}
+        if found:
+            _flush_folder(self._folder)
+        return found
+
+
+def _whole(folder: epath.Path) -> list[str]:
+    # Names with a dot are of files that get another one when they are whole.
+    return [name for name in os.listdir(folder) if "." not in name] if folder.is_dir() else []
+
+
+def _on_disk(path: epath.Path) -> File:
+    _flush(path)
+    found = retried(lambda: _digest(path, False))
+    _drop(path)
+    return found
+
+
+def listed(folder: epath.Path, ahead: Mapping[str, File] | None = None) -> dict[str, File]:
     """Size and digest of each file of `folder`, all of which are on the disk then.
+
+    Those of `ahead` are, and are not read.
 
     Raises:
         OSError: a file cannot be read.
     """
-    found, names = {}, _names(folder)
-    for name, file in zip(names, _digests(folder, names, flush=True, drop=True), strict=True):
+    names, known = _names(folder), ahead or {}
+    found = {name: known[name] for name in names if name in known}
+    left = [name for name in names if name not in found]
+    for name, file in zip(left, _digests(folder, left, flush=True), strict=True):
         if isinstance(file, OSError):
             raise file
         found[name] = file
     return found
 
 
+def changed(folder: epath.Path, files: Mapping[str, File]) -> list[str]:
+    """What is wrong with the files that were listed, which are read once more.
+
+    A bit that flipped while they were listed would make a good checkpoint look damaged for ever.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    return _changed(folder, list(files), files)
+
+
 def write(
     folder: epath.Path, step: int, files: Mapping[str, File], arrays: Mapping[str, Entry]
 ) -> list[str]:
-    """Write the manifest, if it is right; returns what is wrong.
-
-    The files are compared with it once more: a bit that flipped while they were listed would
-    make a good checkpoint look damaged for ever.
+    """Write the manifest of files that have not changed; returns what is wrong with it.
 
     Raises:
-        OSError: a file cannot be read, or the manifest not be written.
+        OSError: it cannot be written.
     """
     text = signed({"version": _VERSION, "step": step, "files": dict(files), "arrays": dict(arrays)})
     partial = folder / _PARTIAL
@@ -81,8 +169,6 @@ def write(
     _flush(partial)
     if partial.read_text() != text:
         return [f"{FILE} has other content than was written"]
-    if wrong := _changed(folder, list(files), files):
-        return wrong
     partial.replace(folder / FILE)
     return []
 
@@ -103,13 +189,19 @@ def arrays(folder: epath.Path, step: int) -> dict[str, Entry] | None:
     return _read(folder, step).get("arrays")
 
 
-def faults(folder: epath.Path, step: int, share: tuple[int, int] = (0, 1)) -> list[str]:
+def faults(
+    folder: epath.Path,
+    step: int,
+    share: tuple[int, int] = (0, 1),
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[str]:
     """What is wrong with the files of `folder`, which has a manifest: file and reason each.
 
     `share` (i, n) reads the bytes of each n-th file only, from the i-th: n processes which
-    do that for every i have read all.
+    do that for every i have read all. Others may read the files meanwhile.
 
     Raises:
+        InterruptedError: `stopped` is true.
         OSError: the files cannot be reached, which says nothing about what is in them.
         StorageError: the manifest was written by a later release.
     """
@@ -133,7 +225,10 @@ def faults(folder: epath.Path, step: int, share: tuple[int, int] = (0, 1)) -> li
         names.remove(name)  # a file that has grown huge is not read
         size = expected[name]["bytes"]
         wrong.append(f"{name} has {present[name]} bytes, not the {size} that were saved")
-    return wrong + _changed(folder, names, expected, drop=True)
+    for name in names:  # all of them first: what others read meanwhile is read once
+        with contextlib.suppress(OSError):  # of one that cannot be read, either
+            _drop(folder / name)
+    return wrong + _changed(folder, names, expected, stopped)
 
 
 def _read(folder: epath.Path, step: int) -> _Content:
@@ -161,10 +256,13 @@ def _names(folder: epath.Path) -> list[str]:
 
 
 def _changed(
-    folder: epath.Path, names: list[str], expected: Mapping[str, File], *, drop: bool = False
+    folder: epath.Path,
+    names: list[str],
+    expected: Mapping[str, File],
+    stopped: Callable[[], bool] = lambda: False,
 ) -> list[str]:
     wrong = []
-    for name, found in zip(names, _digests(folder, names, drop=drop), strict=True):
+    for name, found in zip(names, _digests(folder, names, stopped), strict=True):
         size = expected[name]["bytes"]
         if isinstance(found, OSError):
             if not is_damage(found):
@@ -178,15 +276,24 @@ def _changed(
 
 
 def _digests(
-    folder: epath.Path, names: Sequence[str], *, flush: bool = False, drop: bool = False
+    folder: epath.Path,
+    names: Sequence[str],
+    stopped: Callable[[], bool] = lambda: False,
+    *,
+    flush: bool = False,
 ) -> list[File | OSError]:
-    """Size and SHA-256 of each file, once `flush` brought it to the disk, or what went wrong."""
+    """Size and SHA-256 of each file, or what went wrong.
+
+    With `flush` the file is brought to the disk before, and read from there.
+    """
 
     def one(name: str) -> File | OSError:
+        if stopped():
+            return InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
         try:
             if flush:
                 _flush(folder / name)
-            return retried(lambda: _digest(folder / name, drop))
+            return retried(lambda: _digest(folder / name, flush))
         except OSError as error:
             return error
 
@@ -196,14 +303,19 @@ def _digests(
 
 def _digest(path: epath.Path, drop: bool) -> File:
     """Size and SHA-256; with `drop`, of the content on disk, not of the page cache."""
-    total, size = hashlib.sha256(), 0
-    with reading(path), open_file(path) as file:
-        if drop and not in_bucket(path) and hasattr(os, "posix_fadvise"):
+    with reading(path):
+        if drop:
+            _drop(path)
+        with open_file(path) as file:
+            digest = hashlib.file_digest(file, "sha256")
+            return {"bytes": file.tell(), "sha256": digest.hexdigest()}
+
+
+def _drop(path: epath.Path) -> None:
+    """Out of the page cache, if it can be in one."""
+    if not in_bucket(path) and hasattr(os, "posix_fadvise"):
+        with open_file(path) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while chunk := file.read(_CHUNK_BYTES):
-            total.update(chunk)
-            size += len(chunk)
-    return {"bytes": size, "sha256": total.hexdigest()}
 
 
 def _flush(path: epath.Path) -> None:
@@ -214,3 +326,12 @@ def _flush(path: epath.Path) -> None:
     if not in_bucket(path):
         with open_file(path) as file:
             os.fsync(file.fileno())
+
+
+def _flush_folder(path: epath.Path) -> None:
+    """The same for the names of the files in it."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint import future
 
-from maxpipe.checkpoint import copies
+from maxpipe.checkpoint import copies, manifest
 from maxpipe.checkpoint.contents import FACTS, STATE, seal
 from maxpipe.checkpoint.digests import Sum
 from maxpipe.checkpoint.folder import Facts, Folder
@@ -34,7 +34,10 @@ Region = tuple[slice, ...]
 Tree = Any
 T = TypeVar("T")
 
-NUM_THREADS = 2
+_DATA = "ocdbt.process_0/d"
+"""Folder of an item in which arrays are written."""
+
+NUM_THREADS = 3
 """Slabs at a time: while one is written the next is read."""
 
 
@@ -105,7 +108,7 @@ def save(
         raise
     finally:
         checkpointer.close()
-    seal(folder / facts.step, facts.step)
+    seal(folder / facts.step, facts.step, handler.ahead)
 
 
 class _Handler(ocp.type_handlers.TypeHandler):
@@ -117,6 +120,8 @@ class _Handler(ocp.type_handlers.TypeHandler):
         self._begun = self._stopped = False
         self.error: BaseException | None = None
         """Of `Slabs.read`, as it was raised."""
+        self.ahead: dict[str, manifest.File] = {}
+        """Digests of files, by their names in the step's folder."""
 
     def typestr(self) -> str:
         """As arrays of numpy are called."""
@@ -157,7 +162,10 @@ class _Handler(ocp.type_handlers.TypeHandler):
                 part.add(values, [each.start for each in region])
                 with lock:
                     sums[name].join(part)
-                target[region].write(values, can_reference_source_data_indefinitely=True).result()
+                with ahead.writing():
+                    target[region].write(
+                        values, can_reference_source_data_indefinitely=True
+                    ).result()
                 self._written(values.nbytes)
 
             tasks = (
@@ -165,9 +173,12 @@ class _Handler(ocp.type_handlers.TypeHandler):
                 for name, (one, _) in arrays.items()
                 for region in regions(one.shape, one.slab)
             )
-            each(put, itertools.takewhile(lambda _: not self._stopped, tasks))
-            if self._stopped:
-                raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
+            with manifest.Ahead(infos[0].parent_dir / _DATA) as ahead:
+                each(put, itertools.takewhile(lambda _: not self._stopped, tasks))
+                if self._stopped:
+                    raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
+                files = ahead.listed()
+            self.ahead = {f"{STATE}/{_DATA}/{name}": one for name, one in files.items()}
             found = sums
         finally:
             self._sums.set_result(found)
@@ -197,6 +208,7 @@ def _created(one: Slabs, info: Any) -> Any:
         process_index=0,
     )
     spec["metadata"]["compressor"] = None
+    spec["kvstore"]["base"]["file_io_sync"] = False  # they are brought to the disk by `Ahead`
     return tensorstore.open(
         tensorstore.Spec(spec), create=True, open=True, context=info.ts_context
     ).result()

@@ -14,8 +14,9 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, cast
 
 from etils import epath
 
@@ -238,14 +239,14 @@ def entries(folder: epath.Path) -> list[epath.Path]:
     return [folder / os.path.basename(name) for name in names]
 
 
-def open_file(path: epath.Path) -> IO[bytes]:
+def open_file(path: epath.Path) -> BufferedIOBase:
     """A file or object to read.
 
     Raises:
         OSError: it cannot be read. On a disk it has to be a regular file.
     """
     if in_bucket(path):
-        return path.open("rb")
+        return cast(BufferedIOBase, path.open("rb"))
     return os.fdopen(opened(path), "rb")
 
 

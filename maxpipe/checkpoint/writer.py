@@ -52,6 +52,30 @@ class Save:
     error: BaseException | None = None
 
 
+_CHUNK_BYTES = 1 << 26
+"""Of a chunk of a large array, the least that is read at a time; an export then needs little memory
+whatever the mesh of the run."""
+
+_EVEN, _FEW = 16, 256
+"""Larger sizes than the second are multiples of the first in arrays that are cut."""
+
+_LAYERS = "layers"
+"""Where layers are stacked along the first dim."""
+
+
+def _chunks(state: Tree) -> Tree:
+    """How large arrays are cut; of those with several layers, a chunk has one."""
+
+    def chunk(path: Any, leaf: Any) -> ocp.SaveArgs | None:
+        # Of sizes with few divisors orbax makes chunks of single rows.
+        if leaf.nbytes <= _CHUNK_BYTES or any(size % _EVEN for size in leaf.shape if size > _FEW):
+            return None
+        stacked = any(getattr(key, "key", None) == _LAYERS for key in path)
+        return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,) if stacked else ())
+
+    return jax.tree_util.tree_map_with_path(chunk, state)
+
+
 class Writer:
     """`then(save)` runs in the background after a save succeeded, on process 0.
 
@@ -90,7 +114,7 @@ class Writer:
         content = facts.to_json()
         items = ocp.args.Composite(
             **{
-                STATE: ocp.args.StandardSave(state),
+                STATE: ocp.args.StandardSave(state, _chunks(state)),
                 FACTS: ocp.args.JsonSave(content),
                 copies.ITEM: copies.Save(
                     facts.step, content, functools.partial(copies.awaited_sums, shapes, copied)

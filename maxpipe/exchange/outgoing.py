@@ -12,7 +12,8 @@ import json
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,9 +98,8 @@ def export(
         say("left out: the heads that predict further ahead, which only training uses")
     types = _types(chosen, both, dtype)
     say(f"{chosen.name}: {table.architecture}, checking its files")
-    _check_files(chosen)
     target = full(out, _OUT).absolute()
-    with appearing(out, _OUT) as here:
+    with appearing(out, _OUT) as here, _checking(chosen):
         names = _write_tensors(chosen, both, sharded(both, types, shard_bytes), here, report)
         kept = _kept(chosen.beside)
         most = next(name for name, short in TYPES.items() if short == _most(types))
@@ -145,13 +145,33 @@ def _damaged(path: epath.Path, reason: str) -> StorageError:
     )
 
 
-def _check_files(chosen: _Chosen) -> None:
-    """Every byte, where there is a manifest; what is decoded is compared below in any case."""
-    with answering(chosen.path):
-        if manifest.is_in(chosen.path) and (
-            wrong := manifest.faults(chosen.path, chosen.facts.step)
-        ):
-            raise _damaged(chosen.path, "; ".join(wrong[:3]))
+@contextlib.contextmanager
+def _checking(chosen: _Chosen) -> Iterator[None]:
+    """Meanwhile every byte is checked, where there is a manifest.
+
+    What is decoded is compared with what was saved in any case.
+
+    Raises:
+        StorageError: a file is damaged, or cannot be reached.
+    """
+    over = threading.Event()
+
+    def check() -> list[str]:
+        step = chosen.facts.step
+        if not manifest.is_in(chosen.path):
+            return []
+        return manifest.faults(chosen.path, step, stopped=over.is_set)
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(check)
+        try:
+            yield
+            with answering(chosen.path):
+                wrong = found.result()
+        finally:
+            over.set()
+    if wrong:
+        raise _damaged(chosen.path, "; ".join(wrong[:3]))
 
 
 def _types(chosen: _Chosen, both: Mapped, dtype: str | None) -> dict[str, str]:

@@ -48,6 +48,51 @@ def test_restored_is_what_was_saved(saved: Path):
                 assert isinstance(array, np.ndarray)
 
 
+def test_large_arrays_are_cut_into_chunks_of_one_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """But not those whose sizes would leave single rows."""
+    monkeypatch.setattr(writer, "_CHUNK_BYTES", 20_000)
+    draw = np.random.default_rng(5)
+    params = {
+        "embedding": draw.normal(size=(512, 64)).astype("float32"),
+        "odd": draw.normal(size=(521, 64)).astype("float32"),
+        "layers": {
+            "gate": draw.normal(size=(6, 64, 96)).astype("float32"),
+            "scale": draw.normal(size=(6, 64)).astype("float32"),
+        },
+    }
+    state = {"params": jax.tree.map(jax.numpy.asarray, params)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, lambda: state, config(1), data(1), {}, last=True)
+    step = Folder(tmp_path / FOLDER) / 1
+    chunks = {
+        name: contents.stored(step, f"params.{name}").chunk_layout.read_chunk.shape
+        for name in ("embedding", "odd", "layers.gate", "layers.scale")
+    }
+    assert chunks["odd"] == (521, 64) and chunks["layers.scale"] == (6, 64)
+    assert chunks["embedding"] == (64, 64) and chunks["layers.gate"] == (1, 64, 48)
+    assert not contents.faults(step, 1, contents.recorded(step, 1))
+    assert digest(restore(tmp_path, 1)) == digest(state)
+
+
+def test_chunks_are_parts_of_what_a_device_holds(
+    tmp_path: Path, devices: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(writer, "_CHUNK_BYTES", 3_000)
+    mesh = jax.make_mesh((2, 4), ("x", "y"), devices=devices[:8])
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", None, "y"))
+    gate = jax.device_put(np.random.default_rng(6).normal(size=(6, 64, 96)), place)
+    state = {"params": {"layers": {"gate": gate}}}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, lambda: state, config(1), data(1), {}, last=True)
+    step = Folder(tmp_path / FOLDER) / 1
+    stored = contents.stored(step, "params.layers.gate")
+    assert stored.chunk_layout.read_chunk.shape == (1, 64, 8)
+    assert not contents.faults(step, 1, contents.recorded(step, 1))
+    assert digest(restore(tmp_path, 1)) == digest(state)
+
+
 def test_restored_is_placed_as_the_reader_asks(saved: Path, devices: list[Any]):
     mesh = jax.make_mesh((2,), ("x",), devices=devices[:2])
     spec = jax.sharding.PartitionSpec

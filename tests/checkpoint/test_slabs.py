@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,11 +14,13 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from etils import epath
 
-from maxpipe.checkpoint import contents, slabs
+from maxpipe.checkpoint import contents, damage, manifest, slabs
 from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.restore import restore
 from maxpipe.errors import NumbersError
+from tests.checkpoint.test_injected import DAMAGES
 
 ARRAYS = {
     "a": np.random.default_rng(1).normal(size=(5, 7, 9)).astype(ml_dtypes.bfloat16),
@@ -114,3 +120,117 @@ def test_the_first_error_ends_the_work() -> None:
     with pytest.raises(ValueError, match="three"):
         slabs.each(work, range(1000))
     assert len(done) < 20
+
+
+# --- files that are digested while others are written ---------------------------------------
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "_LOOK_EVERY", 1)
+
+
+@pytest.mark.usefixtures("often")
+def test_files_are_digested_once_before_all_are_written(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And then once more, as each file is."""
+    real, early, later = manifest._digest, list[str](), list[str]()
+    done = False
+
+    def digest(path: Any, drop: bool) -> manifest.File:
+        (later if done else early).append(path.name)
+        return real(path, drop)
+
+    def sealed(*arguments: Any) -> int:
+        nonlocal done
+        done = True
+        return contents.seal(*arguments)
+
+    monkeypatch.setattr(manifest, "_digest", digest)
+    monkeypatch.setattr(slabs, "seal", sealed)
+    slabs.save(folder, FACTS, state())
+    data = {path.name for path in (folder / 4 / "state" / "ocdbt.process_0" / "d").iterdir()}
+    assert len(early) == len({*early}) > 5 and {*early} <= data
+    assert all(later.count(name) == 1 for name in early)
+    assert not manifest.faults(folder / 4, 4)
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.fault("K1")
+@pytest.mark.parametrize("name", [name for name in DAMAGES if name != "names"])
+def test_what_turns_after_its_digest_is_never_sealed(
+    name: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for a damage to names that are not here."""
+
+    def seal(step: Any, number: int, ahead: Any) -> int:
+        assert ahead
+        DAMAGES[name](Path(step))
+        return contents.seal(step, number, ahead)
+
+    monkeypatch.setattr(slabs, "seal", seal)
+    with pytest.raises(contents.NotSaved):
+        slabs.save(folder, FACTS, state())
+    assert not manifest.is_in(folder / 4)
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.fault("K1")
+def test_a_bit_that_turns_in_an_early_digest_is_noticed(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = manifest._digest, [1]
+
+    def digest(path: Any, drop: bool) -> manifest.File:
+        found = real(path, drop)
+        if left[0]:
+            left[0] -= 1
+            found["sha256"] = found["sha256"][::-1]
+        return found
+
+    monkeypatch.setattr(manifest, "_digest", digest)
+    with pytest.raises(contents.NotSaved, match="other content than was saved"):
+        slabs.save(folder, FACTS, state())
+    assert not manifest.is_in(folder / 4)
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("name", ["_flush", "_digest", "_drop", "_flush_folder"])
+def test_a_disk_that_fails_while_others_are_written_ends_the_save(
+    name: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second fsync would succeed: the kernel reports what it could not write once."""
+    begun, failed = threading.active_count(), [0]
+    real, most = getattr(manifest, name), damage.ATTEMPTS if name == "_digest" else 1
+
+    def fail(*arguments: Any) -> Any:
+        failed[0] += 1
+        if failed[0] <= most:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*arguments)
+
+    monkeypatch.setattr(manifest, name, fail)
+    monkeypatch.setattr(damage, "PAUSE_SECONDS", 0.0)
+    with pytest.raises(OSError, match="Input/output error"):
+        slabs.save(folder, FACTS, state({"c": ARRAYS["c"]}))
+    assert failed[0] >= most and not folder.steps()
+    assert threading.active_count() <= begun + 1
+
+
+@pytest.mark.usefixtures("often")
+def test_a_file_is_digested_when_who_may_write_it_has_ended(tmp_path: Path) -> None:
+    with manifest.Ahead(epath.Path(tmp_path)) as ahead, contextlib.ExitStack() as first:
+        first.enter_context(ahead.writing())
+        (tmp_path / "a").write_bytes(b"half")
+        (tmp_path / "b.__lock").write_bytes(b"half")
+        with ahead.writing():
+            (tmp_path / "c").write_bytes(b"whole")
+        assert not ahead.listed()
+        (tmp_path / "a").write_bytes(b"all of it")
+        first.close()
+        found = ahead.listed()
+    assert found == {
+        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in (("a", b"all of it"), ("c", b"whole"))
+    }

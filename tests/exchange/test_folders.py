@@ -8,6 +8,8 @@ import json
 import os
 import random
 import resource
+import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maxpipe.checkpoint import manifest
 from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.folder import Folder
 from maxpipe.cli import main
@@ -294,8 +297,6 @@ def test_what_a_killed_command_left_is_removed(imported: Path, tmp_path: Path) -
 def test_a_damaged_checkpoint_is_not_exported(
     imported: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(imported / "ckpt", copy)
     arrays = (path for path in (copy / "checkpoints" / "0" / "state").rglob("*") if path.is_file())
@@ -306,6 +307,42 @@ def test_a_damaged_checkpoint_is_not_exported(
     assert main(["export", str(copy), str(tmp_path / "out")]) == 74
     assert "other content" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["copy"]
+
+
+def test_a_file_without_arrays_is_checked_too(
+    imported: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    shutil.copytree(imported / "ckpt", tmp_path / "copy")
+    path = tmp_path / "copy" / "checkpoints" / "0" / "_CHECKPOINT_METADATA"
+    path.write_bytes(path.read_bytes() + b" ")
+    assert main(["export", str(tmp_path / "copy"), str(tmp_path / "out")]) == 74
+    assert "_CHECKPOINT_METADATA has" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["copy"]
+
+
+def test_the_check_of_files_ends_with_an_export_that_fails(
+    imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    real, begun, over = manifest._digest, threading.Event(), threading.Event()
+    read: list[str] = []
+
+    def digest(path: Any, drop: bool) -> manifest.File:
+        read.append(str(path))
+        begun.set()
+        assert over.wait(60)
+        return real(path, drop)
+
+    def fail(*_: object) -> None:
+        assert begun.wait(60)
+        threading.Timer(0.2, over.set).start()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(manifest, "_NUM_THREADS", 1)
+    monkeypatch.setattr(manifest, "_digest", digest)
+    monkeypatch.setattr("maxpipe.exchange.outgoing._write_param", fail)
+    assert main(["export", str(imported / "ckpt"), str(tmp_path / "out")]) == 74
+    assert "Input/output error" in capsys.readouterr().err
+    assert len(read) == 1 and not os.listdir(tmp_path)
 
 
 def test_types_that_are_asked_for(imported: Path, tmp_path: Path) -> None:
