@@ -18,6 +18,7 @@ import pytest
 from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.folder import Folder
 from maxpipe.cli import main
+from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
 from maxpipe.exchange import incoming, source
 from maxpipe.exchange.outgoing import export
@@ -238,6 +239,38 @@ def test_what_is_no_folder_is_refused(folder: str, tmp_path: Path, capsys: Captu
     assert main(["import", folder, "--out", str(tmp_path / "ckpt")]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 3
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a b", "ünï", "v@2", "x#y", "it's", ".dot", "a\nmesh: 3\n#"])
+def test_the_config_of_an_import_starts_a_run_whatever_its_folder_is_called(
+    name: str, tmp_path: Path
+) -> None:
+    folder = maker.write(tmp_path / "hf", *maker.llama())
+    out = tmp_path / name
+    assert main(["import", str(folder), "--out", str(out)]) == 0
+    data = ["data.source=text", "data.path=x", "train.steps=1"]
+    found = load([str(out / "config.yml"), *data]).config
+    assert found.checkpoint.restore_from == str(out)
+    assert found.run.name.endswith("-tuned")
+
+
+@pytest.mark.parametrize(
+    ("stored", "computed"), [("F32", "float32"), ("BF16", "bfloat16"), ("F16", "bfloat16")]
+)
+@pytest.mark.parametrize(("most", "rows"), [(77, 77), (5000, 1024), (None, 1024), (1, 1024)])
+def test_an_import_computes_as_its_folder_does(
+    stored: str, computed: str, most: int | None, rows: int, tmp_path: Path, capsys: Capture
+) -> None:
+    folder = maker.write(tmp_path / "hf", *maker.llama(stored, max_position_embeddings=most))
+    assert main(["import", str(folder), "--out", str(tmp_path / "ckpt")]) == 0
+    assert f" train.sequence_length={rows} " in capsys.readouterr().out
+    data = ["data.source=text", "data.path=x", "train.steps=1"]
+    run = load([str(tmp_path / "ckpt" / "config.yml"), *data]).config.model
+    assert (run.compute_dtype, run.param_dtype) == (computed, "float32")
+    saved = Folder(tmp_path / "ckpt" / "checkpoints").facts(0).config
+    assert saved["model"]["compute_dtype"] == computed
+    assert saved["model"]["param_dtype"] == opened(str(folder)).model_dtypes["param_dtype"]
+    assert saved["train"]["sequence_length"] == rows
 
 
 def test_ctrl_c_leaves_nothing(
