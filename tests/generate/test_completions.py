@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from maxpipe.data.tokenizer import ByteTokenizer
+from maxpipe.config.schema import TokenizerConfig
+from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, NumbersError
-from maxpipe.generate.completions import Completion, Limits, complete, encoded
+from maxpipe.generate.completions import Completion, Limits, complete, encoded, encoded_chats
 from maxpipe.generate.decoding import Decoding, Refill, Size
 
 BYTES = ByteTokenizer()
+GOLDEN = Path(__file__).parents[1] / "golden/tokenizers/folder"
+FOLDER = open_tokenizer(TokenizerConfig(kind="auto", path=str(GOLDEN)))
 
 
 class Script:
@@ -112,6 +116,15 @@ def test_a_prompt_must_leave_room() -> None:
     assert problem.action.endswith("set train.sequence_length=10 to go beyond that.")
 
 
-def test_a_prompt_must_be_text() -> None:
-    with pytest.raises(ConfigError, match="must be UTF-8"):
-        encoded(["\udcff"], BYTES, 99)
+@pytest.mark.parametrize("tokenizer", [BYTES, FOLDER])
+def test_a_prompt_must_be_text(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="must be UTF-8") as caught:
+        encoded(["ok", "\udcff"], tokenizer, 99)
+    assert caught.value.problems[0].where == "prompt 2"
+
+
+def test_what_is_said_must_be_text() -> None:
+    said = [[{"role": "user", "content": text}] for text in ("ok", "\ud800")]
+    with pytest.raises(ConfigError, match="must be UTF-8") as caught:
+        encoded_chats(said, FOLDER, 999)
+    assert caught.value.problems[0].where == "prompt 2"
