@@ -20,7 +20,7 @@ from maxpipe.config.check import DEFAULT
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.exchange.source import Source, opened
+from maxpipe.exchange.source import opened
 from maxpipe.train.resume import check_model
 from maxpipe.train.step import Steps
 from maxpipe.train.weights import of_folder
