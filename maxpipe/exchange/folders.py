@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ _VOCABULARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(model|tiktoken)")
 _MOST_VOCABULARIES = 8
 _MAX_BYTES = 1 << 28
 _SUFFIX = ".partial"
+_PATIENCE_SECONDS = 3.0
 
 
 @contextlib.contextmanager
@@ -70,7 +72,16 @@ def appearing(path: str, option: str) -> Iterator[Path]:
         raise unwritable(where, error) from error
     finally:
         os.close(held)
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
+
+
+def _remove(folder: Path) -> None:
+    """Removes it, even if threads of a library still write into it for a moment after Ctrl-C."""
+    end = time.monotonic() + _PATIENCE_SECONDS
+    shutil.rmtree(folder, ignore_errors=True)
+    while os.path.lexists(folder) and time.monotonic() < end:
+        time.sleep(0.02)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def unwritable(where: Path, error: OSError) -> StorageError:

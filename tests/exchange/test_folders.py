@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import random
 import resource
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +19,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maxpipe.checkpoint import slabs
 from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.folder import Folder
 from maxpipe.cli import main
 from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
 from maxpipe.exchange import incoming, source
+from maxpipe.exchange.folders import appearing
 from maxpipe.exchange.outgoing import export
 from maxpipe.exchange.source import opened
 from tests.exchange import maker
@@ -284,6 +290,37 @@ def test_ctrl_c_leaves_nothing(
     monkeypatch.setattr("maxpipe.exchange.outgoing._write_param", interrupt)
     assert main(["export", str(imported / "ckpt"), str(tmp_path / "out")]) == 130
     assert not os.listdir(tmp_path)
+
+
+def test_threads_that_still_write_after_ctrl_c_leave_nothing(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        for number in range(300):
+            with contextlib.suppress(OSError):
+                (folder / "inside").mkdir(exist_ok=True)
+                (folder / "inside" / str(number)).touch()
+            time.sleep(0.001)
+
+    def interrupted() -> None:
+        with appearing(str(tmp_path / "out"), "--out") as here:
+            threads.append(threading.Thread(target=write, args=(here,)))
+            threads[0].start()
+            time.sleep(0.02)
+            raise KeyboardInterrupt
+
+    threads: list[threading.Thread] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    threads[0].join()
+    assert not os.listdir(tmp_path)
+
+
+def test_a_save_that_was_stopped_does_not_begin() -> None:
+    """orbax may call the handler after Ctrl-C, in a thread of its own."""
+    handler = slabs._Handler(lambda count: None)
+    handler.stop()
+    with pytest.raises(InterruptedError):
+        asyncio.run(handler.serialize([], []))
+    assert handler.sums() is None
 
 
 def test_a_full_disk_leaves_nothing(
