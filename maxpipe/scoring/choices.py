@@ -236,11 +236,14 @@ def written(path: str | None, where: str) -> Iterator[Callable[[Result], None]]:
         descriptor = files.opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     except OSError as error:
         raise unwritable(error) from error
-    with open(descriptor, "w", encoding="utf-8", buffering=1) as stream:
+    # Without a buffer: what a full disk refused would be tried again, and fail again, at the end.
+    with open(descriptor, "wb", buffering=0) as stream:
 
         def write(result: Result) -> None:
+            line = memoryview(f"{json.dumps(result)}\n".encode())
             try:
-                print(json.dumps(result), file=stream)
+                while line:
+                    line = line[stream.write(line) :]
             except OSError as error:
                 raise unwritable(error) from error
 

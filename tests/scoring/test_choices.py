@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import signal
 from pathlib import Path
 
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.errors import ConfigError
+from maxpipe.errors import ConfigError, StorageError
 from maxpipe.scoring.choices import Exam, Question, Result, read, summary, written
 from maxpipe.scoring.requests import Requests, Texts
 from tests.scoring.model import BYTES, logprobs, weights
@@ -151,3 +153,21 @@ def test_results_replace_results_alone(tmp_path: Path) -> None:
         ):
             write(result)
         assert path.read_text() == content
+
+
+def test_a_disk_that_becomes_full_is_explained(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    result = Result(
+        line=1, answer=0, chosen=1, chosen_by_bytes=1, loglikelihoods=[-1.5] * 99, bytes=[3]
+    )
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        with (
+            pytest.raises(StorageError, match="cannot be written"),
+            written(str(tmp_path / "results.jsonl"), "--jsonl") as write,
+        ):
+            write(result)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
