@@ -138,8 +138,15 @@ def encoded_chats(
     found = []
     for number, text in enumerate(chat.render(conversations), first):
         said = str(conversations[number - first][-1]["content"])
-        prompt = Prompt(number, said, tokenizer.encode_chat(text).tolist())
-        found.append(_with_room(prompt, room))
+        ids = tokenizer.encode_chat(text).tolist()
+        if not ids:
+            raise ConfigError.one(
+                chat.path,
+                None,
+                f"must make a text of messages, and makes none of prompt {number + 1}.",
+                "Correct the template, or leave --chat out.",
+            )
+        found.append(_with_room(Prompt(number, said, ids), room))
     return found
 
 

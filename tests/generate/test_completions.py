@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,3 +129,12 @@ def test_what_is_said_must_be_text() -> None:
     with pytest.raises(ConfigError, match="must be UTF-8") as caught:
         encoded_chats(said, FOLDER, 999)
     assert caught.value.problems[0].where == "prompt 2"
+
+
+@pytest.mark.parametrize("template", ["", "{{ nothing }}", "{% if false %}x{% endif %}"])
+def test_a_template_that_makes_no_text_is_refused(template: str, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN, tmp_path / "folder")
+    (tmp_path / "folder" / "chat_template.jinja").write_text(template)
+    tokenizer = open_tokenizer(TokenizerConfig(kind="auto", path=str(tmp_path / "folder")))
+    with pytest.raises(ConfigError, match="makes none of prompt 1"):
+        encoded_chats([[{"role": "user", "content": "Hi"}]], tokenizer, 99)
