@@ -10,6 +10,8 @@ import json
 import os
 import random
 import resource
+import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -312,6 +314,23 @@ def test_threads_that_still_write_after_ctrl_c_leave_nothing(tmp_path: Path) -> 
         interrupted()
     threads[0].join()
     assert not os.listdir(tmp_path)
+
+
+def test_a_second_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, remove = signal.getsignal(signal.SIGINT), shutil.rmtree
+
+    def interrupted(*given: Any, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        remove(*given, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with (
+        pytest.raises(KeyboardInterrupt, match="first"),
+        appearing(str(tmp_path / "out"), "--out") as here,
+    ):
+        (here / "inside").touch()
+        raise KeyboardInterrupt("first")
+    assert not os.listdir(tmp_path) and signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_save_that_was_stopped_does_not_begin() -> None:
