@@ -117,7 +117,7 @@ class _Handler(ocp.type_handlers.TypeHandler):
     def __init__(self, written: Callable[[int], None]):
         self._written = written
         self._sums: Future[dict[str, Sum] | None] = Future()
-        self._begun = self._stopped = False
+        self._turn, self._begun, self._stopped = threading.Lock(), False, False
         self.error: BaseException | None = None
         """Of `Slabs.read`, as it was raised."""
         self.ahead: dict[str, manifest.File] = {}
@@ -132,16 +132,20 @@ class _Handler(ocp.type_handlers.TypeHandler):
         return self._sums.result()
 
     def stop(self) -> None:
-        """Returns when no thread writes any more."""
-        self._stopped = True
+        """Returns when no thread writes any more, and none begins."""
+        with self._turn:
+            self._stopped = True
         if self._begun:
             self._sums.result()
         else:
             self._sums.set_result(None)
 
     async def serialize(self, values: Any, infos: Any, args: Any = None) -> Sequence[future.Future]:
-        """Starts to write."""
-        self._begun = True
+        """Starts to write. After Ctrl-C orbax may still call it, in a thread of its own."""
+        with self._turn:
+            if self._stopped:
+                raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
+            self._begun = True
         writing = self._write(values, infos)
         return [future.CommitFutureAwaitingContractedSignals(writing, name="slabs")]
 

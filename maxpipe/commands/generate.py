@@ -89,7 +89,11 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         return options.prompt or []
     where = f"command line: --prompts {options.prompts}"
     if options.prompts == _STDIN:
-        return parsed(sys.stdin.buffer.read(MAX_BYTES), where)
+        raw = sys.stdin.buffer.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            rule = f"must be at most {MAX_BYTES} bytes."
+            raise ConfigError.one(where, None, rule, "Give it in parts.")
+        return parsed(raw, where)
     return read(options.prompts, where)
 
 
@@ -186,7 +190,11 @@ def _check(options: argparse.Namespace) -> None:
         "top_k": (options.top_k >= 0, "at least 0", "0 for all tokens"),
         "top_p": (0 < options.top_p <= 1, "above 0 and at most 1", "1 for all tokens"),
         "min_p": (0 <= options.min_p <= 1, "from 0 to 1", "0 for all tokens"),
-        "repetition_penalty": (options.repetition_penalty > 0, "above 0", "1 for no penalty"),
+        "repetition_penalty": (
+            1e-3 <= options.repetition_penalty <= 1e3,  # logits stay finite in float32
+            "from 0.001 to 1000",
+            "1 for no penalty",
+        ),
         "seed": (0 <= options.seed < 1 << 32, "from 0 to 4294967295", "0"),
     }
     for name, (is_right, rule, action) in allowed.items():

@@ -17,11 +17,28 @@ be even. Vocabularies of public models begin at 30,000."""
 def check_training(
     config: Config, origins: Mapping[str, str], skip: Collection[str] = ()
 ) -> list[Problem]:
-    """Finds a valid config that should not be trained: a model for real text without any.
+    """Finds a valid config that should not be trained: it would not be on the text that is meant.
 
-    Forecasts and compiled steps need neither text nor tokenizer; a run with the built-in ones
-    for a model with its own vocabulary would waste its time.
+    Forecasts and compiled steps need neither text nor tokenizer.
     """
+    unread = [] if "data.source" in skip else _unread_path(config, origins)
+    return unread + _built_in_for_a_public_model(config, origins, skip)
+
+
+def _unread_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
+    """A path that the source does not read: the run would be on other text than the user's."""
+    source, path = config.data.source, config.data.path
+    if not path or source not in ("corpus", "synthetic"):
+        return []
+    rule = f"is not read with data.source={source}."
+    action = "Set data.source=text, or jsonl, arrayrecord or tfds, or leave data.path out."
+    return [Problem(where("data.path", origins), path, rule, action)]
+
+
+def _built_in_for_a_public_model(
+    config: Config, origins: Mapping[str, str], skip: Collection[str]
+) -> list[Problem]:
+    """A model with its own vocabulary on the built-in text or tokenizer would waste its time."""
     vocabulary = config.model.vocab_size
     if not {"model.vocab_size", "tokenizer.kind", "data.source"}.isdisjoint(skip):
         return []

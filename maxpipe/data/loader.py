@@ -337,7 +337,7 @@ def build_once_through(
             "data.validation_fraction",
             data.validation_fraction,
             "leaves no documents for validation.",
-            "Evaluate on all documents with --split all, or on others with data.path=FILES.",
+            "Evaluate on all documents with --split all, or on others with --data FILES.",
         )
     size = eval_batch_size or batch_size
     return found.loader(order, batch_size=size, repeat=False), found.tokenizer

@@ -7,7 +7,10 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +30,7 @@ _VOCABULARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(model|tiktoken)")
 _MOST_VOCABULARIES = 8
 _MAX_BYTES = 1 << 28
 _SUFFIX = ".partial"
+_PATIENCE_SECONDS = 3.0
 
 
 @contextlib.contextmanager
@@ -70,7 +74,33 @@ def appearing(path: str, option: str) -> Iterator[Path]:
         raise unwritable(where, error) from error
     finally:
         os.close(held)
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
+
+
+def _remove(folder: Path) -> None:
+    """Removes it, even if threads of a library still write into it for a moment after Ctrl-C.
+
+    A second Ctrl-C does not end it.
+    """
+    end = time.monotonic() + _PATIENCE_SECONDS
+    with _uninterrupted():
+        shutil.rmtree(folder, ignore_errors=True)
+        while os.path.lexists(folder) and time.monotonic() < end:
+            time.sleep(0.02)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C has no effect inside; only the main thread is interrupted at all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def unwritable(where: Path, error: OSError) -> StorageError:

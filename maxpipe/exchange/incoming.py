@@ -17,7 +17,8 @@ from maxpipe.checkpoint.trees import named
 from maxpipe.config.documents import one_line
 from maxpipe.config.load import load, to_dict
 from maxpipe.config.paths import CONFIG_FILE
-from maxpipe.config.schema import TokenizerConfig
+from maxpipe.config.rules import folder_name
+from maxpipe.config.schema import TokenizerConfig, TrainConfig
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.errors import ConfigError
 from maxpipe.exchange.folders import TRAVELLING, appearing, travel, unwritable, vocabularies
@@ -59,6 +60,7 @@ def import_folder(folder: str, out: str, say: Say, report: Report = unreported) 
     for line in remarks(source):
         say(line)
     target = full(out, _OUT).absolute()
+    length = min(source.row_tokens, TrainConfig().sequence_length)
     with appearing(out, _OUT) as here:
         beside = here / FOLDER
         beside.mkdir()
@@ -67,8 +69,8 @@ def import_folder(folder: str, out: str, say: Say, report: Report = unreported) 
         saved = load(
             [],
             {
-                "train": {"steps": 1},
-                "model": {"param_dtype": source.param_dtype, **source.described.section},
+                "train": {"steps": 1, "sequence_length": length},
+                "model": {**source.model_dtypes, **source.described.section},
                 "tokenizer": tokenizer,
             },
             str(source.folder / FILE),
@@ -91,7 +93,8 @@ def import_folder(folder: str, out: str, say: Say, report: Report = unreported) 
         (here / CONFIG_FILE).write_text(_config(section, tokenizer, target), encoding="utf-8")
     say(f"wrote {target}")
     config = shlex.quote(str(target / CONFIG_FILE))
-    say(f"next: maxpipe train {config} data.source=... train.steps=...")
+    rows = f"train.sequence_length={length}"
+    say(f"next: maxpipe train {config} data.source=text data.path=... {rows} train.steps=...")
 
 
 _OUT = "command line: --out"
@@ -169,9 +172,9 @@ def _config(section: dict[str, Any], tokenizer: dict[str, str], target: Path) ->
     own = section.pop(family, {})
     return "\n".join(
         [
-            f"# A run that starts from the weights in {target}.",
+            f"# A run that starts from the weights in {one_line(str(target))}.",
             "run:",
-            f"  name: {one_line(f'{target.name}-tuned')}",
+            f"  name: {one_line(f'{folder_name(target.name)}-tuned')}",
             "model:",
             *(f"  {name}: {one_line(value)}" for name, value in section.items()),
             *([f"  {family}:"] if own else []),

@@ -42,6 +42,8 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _SHOWN = 5
 _LACKING = 1000
 """More tensors than these are not looked for."""
+_UNKNOWN_LENGTH = 2048
+"""Tokens of a row, where config.json does not say."""
 _VOCAB = "vocab"
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -81,9 +83,17 @@ class Source:
         return Counter(self.dtypes.values()).most_common(1)[0][0]
 
     @property
-    def param_dtype(self) -> str:
-        """`model.param_dtype` for evaluation and generation."""
-        return "bfloat16" if self.dtype == "BF16" else "float32"
+    def model_dtypes(self) -> dict[str, str]:
+        """Keys of `model`: weights are kept as they are stored; float32 is computed in that."""
+        if self.dtype == "F32":
+            return {"param_dtype": "float32", "compute_dtype": "float32"}
+        return {"param_dtype": "bfloat16" if self.dtype == "BF16" else "float32"}
+
+    @property
+    def row_tokens(self) -> int:
+        """The longest row that config.json says the model was made for."""
+        most = self.described.kept.get("max_position_embeddings")
+        return most if type(most) is int and 2 <= most < 2**31 else _UNKNOWN_LENGTH
 
     def stored(self, name: str) -> np.dtype:
         """The type that holds all numbers of one of our parameters."""

@@ -93,17 +93,26 @@ def encoded(texts: Sequence[str], tokenizer: Tokenizer, room: int, first: int = 
     """
     found = []
     for number, text in enumerate(texts, first):
-        try:
-            ids = [tokenizer.begin_id, *tokenizer.encode(text).tolist()]
-        except UnicodeEncodeError as error:
-            raise ConfigError.one(
-                f"prompt {number + 1}",
-                ascii(text[:40]),
-                "must be UTF-8.",
-                "Convert it, with `iconv -t UTF-8` perhaps.",
-            ) from error
+        _check_text(number, text)
+        ids = [tokenizer.begin_id, *tokenizer.encode(text).tolist()]
         found.append(_with_room(Prompt(number, text, ids), room))
     return found
+
+
+def _check_text(number: int, text: str) -> None:
+    """Raises ConfigError for half of a surrogate pair, of which each tokenizer says another thing.
+
+    Bytes of the command line that are not UTF-8 are such, and escapes in JSON may be.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError.one(
+            f"prompt {number + 1}",
+            ascii(text[:40]),
+            "must be UTF-8.",
+            "Convert it, with `iconv -t UTF-8` perhaps.",
+        ) from error
 
 
 def encoded_chats(
@@ -123,11 +132,21 @@ def encoded_chats(
             "needs the chat template of a model's folder, and the tokenizer has none.",
             "Leave --chat out, or name the folder: tokenizer.kind=auto tokenizer.path=FOLDER.",
         )
+    for number, messages in enumerate(conversations, first):
+        for each in messages:
+            _check_text(number, str(each["content"]))
     found = []
     for number, text in enumerate(chat.render(conversations), first):
         said = str(conversations[number - first][-1]["content"])
-        prompt = Prompt(number, said, tokenizer.encode_chat(text).tolist())
-        found.append(_with_room(prompt, room))
+        ids = tokenizer.encode_chat(text).tolist()
+        if not ids:
+            raise ConfigError.one(
+                chat.path,
+                None,
+                f"must make a text of messages, and makes none of prompt {number + 1}.",
+                "Correct the template, or leave --chat out.",
+            )
+        found.append(_with_room(Prompt(number, said, ids), room))
     return found
 
 

@@ -53,7 +53,7 @@ def sample(
     if sampling.temperature == 0.0:
         tokens = most_likely(scores)
     else:
-        scores = filtered(scores / sampling.temperature, sampling)
+        scores = filtered(tempered(scores, sampling.temperature), sampling)
         tokens = jax.vmap(jax.random.categorical)(keys, scores)
     taken = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     return Choice(tokens.astype(jnp.int32), taken - jax.nn.logsumexp(logits, axis=-1))
@@ -68,6 +68,15 @@ def most_likely(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
     last = scores.shape[-1] - 1
     is_best = scores == scores.max(axis=-1, keepdims=True)
     return jnp.where(is_best, jnp.arange(last + 1), last).min(axis=-1)
+
+
+def tempered(scores: Float[Array, "B V"], temperature: float) -> Float[Array, "B V"]:
+    """Scores divided by the temperature, counted from the highest, which is 0.
+
+    So a tiny temperature, which may be 0 in float32, leaves the highest, and none overflows.
+    """
+    below = scores - scores.max(axis=-1, keepdims=True)
+    return jnp.where(below == 0, 0.0, below / temperature)
 
 
 def penalised(

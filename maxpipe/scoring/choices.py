@@ -17,6 +17,7 @@ from maxpipe.errors import ConfigError, Problem, StorageError
 from maxpipe.scoring.requests import Requests, Texts
 
 _MAX_FILE_BYTES = 1 << 28
+_MAX_LINE_BYTES = 1 << 24
 _MOST_PROBLEMS = 20
 _CONTEXTS = ("context", "prompt")
 _AT_ONCE = 64
@@ -214,7 +215,10 @@ def summary(results: Sequence[Result]) -> Summary:
 def written(path: str | None, where: str) -> Iterator[Callable[[Result], None]]:
     """Writes results to a file as they come, a JSON object a line; without a path nowhere.
 
+    Results that are there are replaced, and nothing else.
+
     Raises:
+        ConfigError: there is another file, that of the questions perhaps.
         StorageError: it cannot be written.
     """
     if path is None:
@@ -226,15 +230,37 @@ def written(path: str | None, where: str) -> Iterator[Callable[[Result], None]]:
         return StorageError.unwritable(f"{where} = {path}", error, action)
 
     try:
+        if not _is_free(path):
+            rule = "is there already, and holds other things than results of questions."
+            raise ConfigError.one(where, path, rule, "Name another file, or delete it first.")
         descriptor = files.opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     except OSError as error:
         raise unwritable(error) from error
-    with open(descriptor, "w", encoding="utf-8", buffering=1) as stream:
+    # Without a buffer: what a full disk refused would be tried again, and fail again, at the end.
+    with open(descriptor, "wb", buffering=0) as stream:
 
         def write(result: Result) -> None:
+            line = memoryview(f"{json.dumps(result)}\n".encode())
             try:
-                print(json.dumps(result), file=stream)
+                while line:
+                    line = line[stream.write(line) :]
             except OSError as error:
                 raise unwritable(error) from error
 
         yield write
+
+
+def _is_free(path: str) -> bool:
+    """Whether nothing is there, or an empty file, or results of before.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        with open(files.opened(path), "rb") as stream:
+            first = stream.readline(_MAX_LINE_BYTES)
+    except FileNotFoundError:
+        return True
+    with contextlib.suppress(ValueError):
+        return not first or bool(parse(first, Result))
+    return False

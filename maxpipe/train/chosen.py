@@ -20,14 +20,12 @@ from maxpipe.config.check import DEFAULT
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.exchange.source import Source, opened
+from maxpipe.exchange.source import opened
 from maxpipe.train.resume import check_model
 from maxpipe.train.step import Steps
 from maxpipe.train.weights import of_folder
 
 _OF_ITS_PROCESSES = ("num_processes", "process_id", "coordinator", "executable")
-_UNKNOWN_LENGTH = 2048
-"""Tokens of a row, where config.json does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +143,11 @@ def _choose_folder(
 ) -> Chosen:
     """The same of a Hugging Face folder, which has a model, a tokenizer and a length of rows."""
     source = opened(str(folder))
-    section, most = source.described.section, source.described.kept.get("max_position_embeddings")
-    model = {**_dtypes(source), **section}
-    length = most if isinstance(most, int) and 1 <= most < 2**31 else _UNKNOWN_LENGTH
+    model = {**source.model_dtypes, **source.described.section}
     known = {
         "model": model,
         "tokenizer": {"kind": "auto", "path": str(source.folder)},
-        "train": {"steps": 1, "sequence_length": length},
+        "train": {"steps": 1, "sequence_length": source.row_tokens},
     }
     name = str(source.folder)
     loaded = load(inputs, saved_of(known), name)
@@ -162,13 +158,6 @@ def _choose_folder(
         return of_folder(source, steps.abstract_saved["params"])
 
     return Chosen(name, loaded, None, {}, params)
-
-
-def _dtypes(source: Source) -> dict[str, str]:
-    """Keys of `model`: weights are kept as they are stored, and float32 is computed in that."""
-    if source.dtype == "F32":
-        return {"param_dtype": "float32", "compute_dtype": "float32"}
-    return {"param_dtype": source.param_dtype}
 
 
 @contextlib.contextmanager

@@ -47,6 +47,16 @@ def test_who_says_what_is_meant_is_obeyed():
     assert keys("llama3-8b", "model.vocab_size=384") == []
 
 
+@pytest.mark.parametrize("source", ["corpus", "synthetic"])
+def test_a_path_that_no_source_reads_is_refused(source: str):
+    assert keys("quickstart", f"data.source={source}", "data.path=book") == ["data.path"]
+    assert keys("quickstart", f"data.source={source}", "data.path=") == []
+    assert keys("quickstart", "data.source=jsonl", "data.path=book") == []
+    assert keys("quickstart", "data.source=text", "data.source=corps", "data.path=x") == [
+        "data.source"
+    ]
+
+
 @pytest.mark.parametrize("name", sorted(set(shipped.configs()) - set(LARGE)))
 def test_small_vocabularies_are_for_bytes(name: str):
     assert keys(name) == []

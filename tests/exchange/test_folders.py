@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import fcntl
 import json
@@ -9,7 +11,9 @@ import os
 import random
 import resource
 import shutil
+import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +21,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint import manifest
+from maxpipe.checkpoint import manifest, slabs
 from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.folder import Folder
 from maxpipe.cli import main
+from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
 from maxpipe.exchange import incoming, source
+from maxpipe.exchange.folders import appearing
 from maxpipe.exchange.outgoing import export
 from maxpipe.exchange.source import opened
 from tests.exchange import maker
@@ -243,6 +249,38 @@ def test_what_is_no_folder_is_refused(folder: str, tmp_path: Path, capsys: Captu
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["a b", "ünï", "v@2", "x#y", "it's", ".dot", "a\nmesh: 3\n#"])
+def test_the_config_of_an_import_starts_a_run_whatever_its_folder_is_called(
+    name: str, tmp_path: Path
+) -> None:
+    folder = maker.write(tmp_path / "hf", *maker.llama())
+    out = tmp_path / name
+    assert main(["import", str(folder), "--out", str(out)]) == 0
+    data = ["data.source=text", "data.path=x", "train.steps=1"]
+    found = load([str(out / "config.yml"), *data]).config
+    assert found.checkpoint.restore_from == str(out)
+    assert found.run.name.endswith("-tuned")
+
+
+@pytest.mark.parametrize(
+    ("stored", "computed"), [("F32", "float32"), ("BF16", "bfloat16"), ("F16", "bfloat16")]
+)
+@pytest.mark.parametrize(("most", "rows"), [(77, 77), (5000, 1024), (None, 1024), (1, 1024)])
+def test_an_import_computes_as_its_folder_does(
+    stored: str, computed: str, most: int | None, rows: int, tmp_path: Path, capsys: Capture
+) -> None:
+    folder = maker.write(tmp_path / "hf", *maker.llama(stored, max_position_embeddings=most))
+    assert main(["import", str(folder), "--out", str(tmp_path / "ckpt")]) == 0
+    assert f" train.sequence_length={rows} " in capsys.readouterr().out
+    data = ["data.source=text", "data.path=x", "train.steps=1"]
+    run = load([str(tmp_path / "ckpt" / "config.yml"), *data]).config.model
+    assert (run.compute_dtype, run.param_dtype) == (computed, "float32")
+    saved = Folder(tmp_path / "ckpt" / "checkpoints").facts(0).config
+    assert saved["model"]["compute_dtype"] == computed
+    assert saved["model"]["param_dtype"] == opened(str(folder)).model_dtypes["param_dtype"]
+    assert saved["train"]["sequence_length"] == rows
+
+
 def test_ctrl_c_leaves_nothing(
     imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +292,54 @@ def test_ctrl_c_leaves_nothing(
     monkeypatch.setattr("maxpipe.exchange.outgoing._write_param", interrupt)
     assert main(["export", str(imported / "ckpt"), str(tmp_path / "out")]) == 130
     assert not os.listdir(tmp_path)
+
+
+def test_threads_that_still_write_after_ctrl_c_leave_nothing(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        for number in range(300):
+            with contextlib.suppress(OSError):
+                (folder / "inside").mkdir(exist_ok=True)
+                (folder / "inside" / str(number)).touch()
+            time.sleep(0.001)
+
+    def interrupted() -> None:
+        with appearing(str(tmp_path / "out"), "--out") as here:
+            threads.append(threading.Thread(target=write, args=(here,)))
+            threads[0].start()
+            time.sleep(0.02)
+            raise KeyboardInterrupt
+
+    threads: list[threading.Thread] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    threads[0].join()
+    assert not os.listdir(tmp_path)
+
+
+def test_a_second_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, remove = signal.getsignal(signal.SIGINT), shutil.rmtree
+
+    def interrupted(*given: Any, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        remove(*given, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with (
+        pytest.raises(KeyboardInterrupt, match="first"),
+        appearing(str(tmp_path / "out"), "--out") as here,
+    ):
+        (here / "inside").touch()
+        raise KeyboardInterrupt("first")
+    assert not os.listdir(tmp_path) and signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_save_that_was_stopped_does_not_begin() -> None:
+    """orbax may call the handler after Ctrl-C, in a thread of its own."""
+    handler = slabs._Handler(lambda count: None)
+    handler.stop()
+    with pytest.raises(InterruptedError):
+        asyncio.run(handler.serialize([], []))
+    assert handler.sums() is None
 
 
 def test_a_full_disk_leaves_nothing(

@@ -113,3 +113,11 @@ def test_what_is_no_conversation_is_explained(line: str, tmp_path: Path) -> None
 def test_a_chat_needs_a_template() -> None:
     with pytest.raises(ConfigError, match="needs the chat template of a model's folder"):
         encoded_chats([said("Hi")], ByteTokenizer(), 99)
+
+
+def test_standard_input_is_not_cut(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maxpipe.commands.generate.MAX_BYTES", 9)
+    for text, code in ((b"one\ntwo\n", 0), (b"one\ntwo\nthree\n", 2)):
+        given = SimpleNamespace(buffer=io.BytesIO(text), isatty=lambda: False)
+        monkeypatch.setattr(sys, "stdin", given)
+        assert main(["generate", f"hf:{FOLDER}", "--prompts", "-"]) == code

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from maxpipe.data.tokenizer import ByteTokenizer
+from maxpipe.config.schema import TokenizerConfig
+from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, NumbersError
-from maxpipe.generate.completions import Completion, Limits, complete, encoded
+from maxpipe.generate.completions import Completion, Limits, complete, encoded, encoded_chats
 from maxpipe.generate.decoding import Decoding, Refill, Size
 
 BYTES = ByteTokenizer()
+GOLDEN = Path(__file__).parents[1] / "golden/tokenizers/folder"
+FOLDER = open_tokenizer(TokenizerConfig(kind="auto", path=str(GOLDEN)))
 
 
 class Script:
@@ -112,6 +117,24 @@ def test_a_prompt_must_leave_room() -> None:
     assert problem.action.endswith("set train.sequence_length=10 to go beyond that.")
 
 
-def test_a_prompt_must_be_text() -> None:
-    with pytest.raises(ConfigError, match="must be UTF-8"):
-        encoded(["\udcff"], BYTES, 99)
+@pytest.mark.parametrize("tokenizer", [BYTES, FOLDER])
+def test_a_prompt_must_be_text(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="must be UTF-8") as caught:
+        encoded(["ok", "\udcff"], tokenizer, 99)
+    assert caught.value.problems[0].where == "prompt 2"
+
+
+def test_what_is_said_must_be_text() -> None:
+    said = [[{"role": "user", "content": text}] for text in ("ok", "\ud800")]
+    with pytest.raises(ConfigError, match="must be UTF-8") as caught:
+        encoded_chats(said, FOLDER, 999)
+    assert caught.value.problems[0].where == "prompt 2"
+
+
+@pytest.mark.parametrize("template", ["", "{{ nothing }}", "{% if false %}x{% endif %}"])
+def test_a_template_that_makes_no_text_is_refused(template: str, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN, tmp_path / "folder")
+    (tmp_path / "folder" / "chat_template.jinja").write_text(template)
+    tokenizer = open_tokenizer(TokenizerConfig(kind="auto", path=str(tmp_path / "folder")))
+    with pytest.raises(ConfigError, match="makes none of prompt 1"):
+        encoded_chats([[{"role": "user", "content": "Hi"}]], tokenizer, 99)

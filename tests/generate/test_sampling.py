@@ -104,6 +104,15 @@ def test_temperature_zero_takes_the_best_after_the_penalty() -> None:
     assert not SEEN[np.arange(ROWS), other.tokens].any()
 
 
+@pytest.mark.parametrize("temperature", [1e-9, 1e-30, 1e-38, 1e-40, 1e-45, 1e-300])
+def test_a_tiny_temperature_takes_the_best(temperature: float) -> None:
+    drawn = jax.jit(sample, static_argnums=3)
+    found = drawn(jnp.asarray(LOGITS), None, KEYS, Sampling(temperature=temperature))
+    assert found.tokens.tolist() == LOGITS.argmax(-1).tolist()
+    found = drawn(jnp.asarray(LOGITS), None, KEYS, Sampling(temperature=temperature, top_p=0.5))
+    assert found.tokens.tolist() == LOGITS.argmax(-1).tolist()
+
+
 def test_log_probabilities_are_the_models() -> None:
     options = Sampling(temperature=0.3, top_k=3, repetition_penalty=1.4)
     found = sample(jnp.asarray(LOGITS), jnp.asarray(SEEN), KEYS, options)

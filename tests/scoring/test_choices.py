@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import signal
 from pathlib import Path
 
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.errors import ConfigError
-from maxpipe.scoring.choices import Exam, Question, Result, read, summary
+from maxpipe.errors import ConfigError, StorageError
+from maxpipe.scoring.choices import Exam, Question, Result, read, summary, written
 from maxpipe.scoring.requests import Requests, Texts
 from tests.scoring.model import BYTES, logprobs, weights
 from tests.train.runs import SAME, is_explained
@@ -131,3 +133,41 @@ def test_a_question_longer_than_a_row_is_refused(tmp_path: Path) -> None:
     exam.check(Texts(BYTES, 16), "q.jsonl")
     with pytest.raises(ConfigError, match=r"q.jsonl:7\n  has 16 tokens, and a row has 15"):
         exam.check(Texts(BYTES, 15), "q.jsonl")
+
+
+def test_results_replace_results_alone(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    result = Result(
+        line=1, answer=0, chosen=1, chosen_by_bytes=1, loglikelihoods=[-1.5, -1.0], bytes=[3, 2]
+    )
+    path.write_text("")
+    for _ in range(2):  # the same command twice
+        with written(str(path), "--jsonl") as write:
+            write(result)
+        assert json.loads(path.read_text()) == result
+    for content in (json.dumps(LINES[0]), "run: {name: x}\n", "\n", "[" * 99, "x" * (1 << 25)):
+        path.write_text(content)
+        with (
+            pytest.raises(ConfigError, match="is there already"),
+            written(str(path), "--jsonl") as write,
+        ):
+            write(result)
+        assert path.read_text() == content
+
+
+def test_a_disk_that_becomes_full_is_explained(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    result = Result(
+        line=1, answer=0, chosen=1, chosen_by_bytes=1, loglikelihoods=[-1.5] * 99, bytes=[3]
+    )
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        with (
+            pytest.raises(StorageError, match="cannot be written"),
+            written(str(tmp_path / "results.jsonl"), "--jsonl") as write,
+        ):
+            write(result)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
