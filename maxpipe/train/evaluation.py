@@ -79,22 +79,8 @@ def evaluate_model(
         Preempted: the processes were asked to stop.
     """
     chosen = choose(named, inputs, _folder if isinstance(named, Path) else _saved)
+    _check_documents(chosen)
     is_other = chosen.is_given(*_SOURCE)
-    if not is_other and not _has_run(chosen):
-        raise ConfigError.one(
-            "data",
-            None,
-            f"must be named: {chosen.name} has weights alone, and no documents for validation.",
-            "Give text with --data FILE_OR_FOLDER, or with data.source and data.path.",
-        )
-    data = chosen.loaded.config.data
-    if chosen.is_given("data.path") and data.source in ("corpus", "synthetic"):
-        raise ConfigError.one(
-            "data.path",
-            data.path,
-            f"is not read with data.source={data.source}.",
-            "Give --data PATH instead, or data.source=text or data.source=jsonl beside it.",
-        )
     phases = Phases()
     with _processes(chosen.loaded.config, phases) as stops:
         if jax.process_index():
@@ -124,17 +110,41 @@ def evaluate_model(
             with phases.enter(EVAL), ready as source, _in_batches(config, stops) as stops:
                 reported = _reported(source, count, phases, say)
                 totals = evaluate(step, params, reported, stops)
-    if totals is None and config.runtime.num_processes == 1:
-        raise KeyboardInterrupt
     if totals is None:
-        raise Preempted(
-            f"{chosen.name}: evaluation was asked to stop\n"
-            "  Nothing was changed.\n"
-            "  Start the same command again."
-        )
+        raise _stopped(chosen)
     mesh = describe(steps.partition.mesh)
     found = _report(chosen, totals, loader, split, count, mesh)
     return None if jax.process_index() else found
+
+
+def _check_documents(chosen: Chosen) -> None:
+    """Raises ConfigError where no documents are named, or such as are not read."""
+    data = chosen.loaded.config.data
+    if not chosen.is_given(*_SOURCE) and not _has_run(chosen):
+        raise ConfigError.one(
+            "data",
+            None,
+            f"must be named: {chosen.name} has weights alone, and no documents for validation.",
+            "Give text with --data FILE_OR_FOLDER, or with data.source and data.path.",
+        )
+    if chosen.is_given("data.path") and data.source in ("corpus", "synthetic"):
+        raise ConfigError.one(
+            "data.path",
+            data.path,
+            f"is not read with data.source={data.source}.",
+            "Give --data PATH instead, or data.source=text or data.source=jsonl beside it.",
+        )
+
+
+def _stopped(chosen: Chosen) -> BaseException:
+    """What to raise when the processes were asked to stop."""
+    if chosen.loaded.config.runtime.num_processes == 1:
+        return KeyboardInterrupt()
+    return Preempted(
+        f"{chosen.name}: evaluation was asked to stop\n"
+        "  Nothing was changed.\n"
+        "  Start the same command again."
+    )
 
 
 def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
