@@ -136,13 +136,14 @@ def travel(source: Path, target: Path, names: tuple[str, ...] = TRAVELLING) -> l
     What is in `target` already is left as it is.
 
     Raises:
-        ConfigError: one cannot be read.
+        ConfigError: one cannot be read, or is a link out of the folder.
         OSError: one cannot be written.
     """
     copied = []
     for name in dict.fromkeys((*names, *vocabularies(source))):
         if (target / name).exists():
             continue
+        _check_inside(source, source / name)
         try:
             content = read(source / name, _MAX_BYTES)
         except FileNotFoundError:
@@ -154,6 +155,20 @@ def travel(source: Path, target: Path, names: tuple[str, ...] = TRAVELLING) -> l
         write(target / name, content)
         copied.append(name)
     return copied
+
+
+def _check_inside(folder: Path, path: Path) -> None:
+    """Raises ConfigError for a link to elsewhere: with an export anything could be published.
+
+    Links of a download cache lead to its `blobs`, beside the `snapshots` that the folder is in.
+    """
+    if not path.is_symlink():
+        return
+    real, whole = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    blobs = whole.parent.parent / "blobs"
+    if not real.is_relative_to(whole) and not real.is_relative_to(blobs):
+        rule = f"is a link to {real}, out of the folder: what is there would be copied."
+        raise ConfigError.one(str(path), None, rule, "Copy the file itself there, if it is meant.")
 
 
 def vocabularies(folder: Path) -> list[str]:

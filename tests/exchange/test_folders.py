@@ -79,6 +79,28 @@ def test_what_was_imported_is_exported_again(
     assert "nothing is overwritten" in capsys.readouterr().err
 
 
+def test_links_of_a_download_cache_are_followed_and_no_others(
+    imported: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """What a link in somebody's folder leads to would be published with an export."""
+    folder = tmp_path / "models--a--b" / "snapshots" / "main"
+    shutil.copytree(imported / "hf", folder)
+    name, secret = "tokenizer_config.json", tmp_path / "secret"
+    secret.write_text("mine")
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir()
+    (folder / name).rename(blobs / "0a1b")
+    (folder / name).symlink_to("../../blobs/0a1b")
+    assert main(["import", str(folder), "--out", str(tmp_path / "cached")]) == 0
+    copied = (tmp_path / "cached" / "huggingface" / name).read_bytes()
+    assert copied == (blobs / "0a1b").read_bytes()
+    (folder / "qwen.tiktoken").unlink()
+    (folder / "qwen.tiktoken").symlink_to(secret)
+    assert main(["import", str(folder), "--out", str(tmp_path / "other")]) == 2
+    assert f"is a link to {secret}, out of the folder" in capsys.readouterr().err
+    assert {each.name for each in tmp_path.iterdir()} == {"models--a--b", "secret", "cached"}
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16"), ("qwen3_next", "BF16")],
