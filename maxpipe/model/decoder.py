@@ -252,7 +252,9 @@ class Decoder:
                 rest = ((0, 0), (0, further))
                 inputs = batch | {"loss_mask": jnp.pad(mask, rest)}
                 later = jnp.pad(later, (*rest, (0, 0))).astype(hidden.dtype)
-                hidden, more, counted = self.layer_ahead(mine, hidden, later, inputs, jnp.int32(number), key)
+                hidden, more, counted = self.layer_ahead(
+                    mine, hidden, later, inputs, jnp.int32(number), key
+                )
                 losses |= {each: losses.get(each, 0.0) + loss for each, loss in more.items()}
                 statistics.append(counted)
                 own = self.norm(mine["norm"], hidden)

@@ -363,9 +363,7 @@ class Ahead:
     def params(self) -> Mapping[tuple[str, ...], Param]:
         """Of all heads, stacked: what each starts from is said of one."""
         stack = (self.num_heads, "ahead")
-        return {
-            name: replace(param, dims=(stack, *param.dims)) for name, param in self.one.items()
-        }
+        return {name: replace(param, dims=(stack, *param.dims)) for name, param in self.one.items()}
 
     @property
     def losses(self) -> Mapping[str, float]:

@@ -134,7 +134,9 @@ class HeadsAhead:
             name: vary(jnp.zeros((self.count, *leaf.shape), jnp.float32))
             for name, leaf in statistics.items()
         }
-        return Found(losses, Reports({name: vary(jnp.float32(0)) for name in of_layer}, {AHEAD: sums}))
+        return Found(
+            losses, Reports({name: vary(jnp.float32(0)) for name in of_layer}, {AHEAD: sums})
+        )
 
     def finish(self, gradients: Tree) -> Tree:
         """Gradients summed over devices: each stage has those of its part of the vocabulary."""

@@ -36,7 +36,6 @@ from maxpipe.pipeline.collectives import (
     sum_over,
 )
 from maxpipe.pipeline.weights import (
-    LayerWeights,
     WeightSharding,
     gather,
     scatter,

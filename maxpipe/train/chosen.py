@@ -20,7 +20,7 @@ from maxpipe.config.check import DEFAULT
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.exchange.source import Source, opened
+from maxpipe.exchange.source import WITHOUT_AHEAD, Source, opened
 from maxpipe.train.resume import check_model
 from maxpipe.train.step import Steps
 from maxpipe.train.weights import of_folder
@@ -145,8 +145,9 @@ def _choose_folder(
 ) -> Chosen:
     """The same of a Hugging Face folder, which has a model, a tokenizer and a length of rows."""
     source = opened(str(folder))
-    section, most = source.described.section, source.described.kept.get("max_position_embeddings")
-    model = {**_dtypes(source), **section}
+    most = source.described.kept.get("max_position_embeddings")
+    # Heads ahead are for training: they are not read.
+    model = {**_dtypes(source), **source.described.section, **WITHOUT_AHEAD}
     length = most if isinstance(most, int) and 1 <= most < 2**31 else _UNKNOWN_LENGTH
     known = {
         "model": model,

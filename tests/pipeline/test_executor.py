@@ -81,7 +81,9 @@ def check_gradients(case: Case, together: Any = None) -> None:
         layers = found.statistics["layers"], found.statistics.get("outside", {})
         statistics = {kind: {} for kind in parts.decoder.model.kinds}
         statistics |= parts.layout.unstack(*layers)
-        statistics |= {name: found.statistics[name] for name in ("ahead",) if name in found.statistics}
+        statistics |= {
+            name: found.statistics[name] for name in ("ahead",) if name in found.statistics
+        }
         return (found.loss, found.losses, statistics), parts.unstack(found.gradients)
 
     with jax.set_mesh(parts.mesh):
