@@ -63,7 +63,7 @@ def forward_flops_per_token(model: Model, sequence_length: int) -> int:
         + _attention(model, layer, sequence_length)
         for layer, kind in enumerate(model.all_layers)
     )
-    return round(2 * (layers + _projected(model) + sum(_of_heads_ahead(model).values())))
+    return round(2 * (layers + _projected(model) + sum(matrices_ahead(model).values())))
 
 
 def train_flops_per_token(model: Model, sequence_length: int) -> int:
@@ -78,7 +78,7 @@ def train_flops_per_token(model: Model, sequence_length: int) -> int:
             name: not ends.params["ahead", "layer", *name].trainable for name in heads.kind.params
         }
         frozen += heads.num_heads * _frozen_weights(heads.kind, is_frozen)
-    own = _of_heads_ahead(model)
+    own = matrices_ahead(model)
     frozen += sum(weights for name, weights in own.items() if not ends.params[name].trainable)
     head = ends.params["embedding" if ends.head is None else "head",]
     frozen += 0 if head.trainable else _projected(model)
@@ -185,7 +185,7 @@ def _projected(model: Model) -> int:
     return (1 + heads) * size(ends.head or ends.embedding)
 
 
-def _of_heads_ahead(model: Model) -> dict[tuple[str, ...], int]:
+def matrices_ahead(model: Model) -> dict[tuple[str, ...], int]:
     """Entries of the matrices that heads ahead have besides layers, by name."""
     return {
         name: size(param)

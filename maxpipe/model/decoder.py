@@ -214,7 +214,7 @@ class Decoder:
         number: Int[Array, ""],
         key: LayerKey = None,
     ) -> tuple[Float[Array, "B T D"], Losses, Statistics]:
-        """What a head ahead that is a layer hands to the next one, losses and statistics.
+        """What a head ahead that is a layer projects and hands to the next; losses, statistics.
 
         `x` is what it is given, of the first head the final norm's output; `embedded` what the
         embedding has of the tokens further on, and `number` the head's, from 0. The layer has the
@@ -226,7 +226,8 @@ class Decoder:
         projection = params["projection"].astype(x.dtype)
         x = jnp.einsum("btd,de->bte", jnp.concatenate(both, axis=-1), projection)
         index = number + len(self.model.layers)
-        return self.layer(heads.kind_name)(params["layer"], x, inputs, index, key)
+        x, *rest = self.layer(heads.kind_name)(params["layer"], x, inputs, index, key)
+        return self.norm(params["norm"], x), *rest
 
     def _losses_ahead(
         self, params: Params, x: Array, batch: Params, key: LayerKey
@@ -257,7 +258,7 @@ class Decoder:
                 )
                 losses |= {each: losses.get(each, 0.0) + loss for each, loss in more.items()}
                 statistics.append(counted)
-                own = self.norm(mine["norm"], hidden)
+                own = hidden
             logits = self._projected(params, own[:, :-further])
             losses[name] = _nats(logits, batch["targets"][:, further:], mask)
         return losses, jax.tree.map(lambda *leaves: jnp.stack(leaves), *statistics or [{}])

@@ -377,10 +377,12 @@ class LayersAhead(Ahead):
     """Heads of a whole layer each, one behind the other (arXiv:2412.19437, section 2.2).
 
     Head k reads h of the head before it and the embedding e of the token k places further on:
-    `h_k = layer_k([norm(e); norm(h_{k-1})] W_k)`, and projects `norm(h_k)` to the vocabulary. The
-    embedding's table and the output projection are those of the network. h_0 is the output of the
-    final norm: that is what vLLM and SGLang give the published weights, and what Megatron-LM
-    trains; the paper leaves it open. The embedding comes first, as in the published `eh_proj`.
+    `h_k = norm(layer_k([norm(e); norm(h_{k-1})] W_k))`, each norm with a scale of its own, and
+    projects h_k to the vocabulary. The embedding's table and the output projection are those of the
+    network. The paper leaves open where its h is normed. Here it is always what is projected: h_0
+    is the final norm's output. So do transformers and vLLM with the published weights, of which
+    there is one head, and Megatron-LM trains so. The embedding comes first, as in the published
+    `eh_proj`.
     """
 
     kind_name: str

@@ -57,9 +57,8 @@ class Layers(NamedTuple):
 
     layer: Callable[..., tuple[Float[Array, "B T D"], dict[str, Array], dict[str, Array]]]
     """(one head's parameters, x, embeddings of later tokens [B, T, D], inputs, its number, key) ->
-    (output, losses, statistics), as a `LayerFn` returns them."""
-    norm: Callable[[Tree, Float[Array, "B T D"]], Float[Array, "B T D"]]
-    """(parameters of a norm, the layer's output) -> what it projects."""
+    (what it projects and hands on, losses, statistics), the last two as a `LayerFn` returns them.
+    """
     loss_weights: dict[str, float]
     """As those of `Projections`."""
 
@@ -198,12 +197,20 @@ class HeadsAhead:
         def one(turn: Array, state: Any) -> Any:
             d_output, d_embedded, d_head, sums = state
             number = self.count - 1 - turn
-            run = partial(self._kept, inputs=inputs, number=number)
-            params, x = self._params(number), read(given, number)
-            (_, own, losses), pullback, statistics = jax.vjp(run, params, x, embedded, has_aux=True)
-            total, d_own, more = self._scored(inputs, scale, score, number, own)
+            run = partial(self._differentiable, inputs=inputs, number=number)
+            scored = partial(self._scored, inputs, scale, score, number)
+            arguments = self._params(number), read(given, number), embedded
+            if self.keep.remat in ("none", "names"):
+                kept = self._within_slot.wrap(run, at_once=True)
+                (own, losses), pullback, statistics = jax.vjp(kept, *arguments, has_aux=True)
+                total, d_own, more = scored(own)
+            else:
+                total, d_own, more = scored(run(*arguments)[0][0])
+                # Not before: one's logits and the other's activations are not there at once.
+                d_own, arguments = lax.optimization_barrier((d_own, arguments))
+                (_, losses), pullback, statistics = jax.vjp(run, *arguments, has_aux=True)
             of_losses = {name: seeds[name] for name in losses}
-            d_params, d_x, d_more = pullback((d_output, d_own, of_losses))
+            d_params, d_x, d_more = pullback((d_output + d_own, of_losses))
             sums = self._with_head(sums, number, total, d_params)
             sums = _with_reports(sums, number, losses, statistics)
             d_embedded = None if d_embedded is None else d_embedded + d_more
@@ -240,21 +247,18 @@ class HeadsAhead:
         mine = inputs | {"loss_mask": further(inputs, number + 1)[1]}
         return self.heads.layer(params, x, later, mine, number, self.key)
 
-    def _kept(
+    def _differentiable(
         self, params: Tree, x: Array, embedded: Array, *, inputs: Tree, number: Array
-    ) -> tuple[tuple[Array, Array, Tree], Tree]:
-        """((the layer's output, what it projects, losses), statistics), as `keep` says."""
-        heads = self.heads
-        assert isinstance(heads, Layers)
+    ) -> tuple[tuple[Array, Tree], Tree]:
+        """((a head's output, losses), statistics)."""
+        output, losses, statistics = self._layer(params, x, embedded, inputs, number)
+        return (output, losses), statistics
 
-        def run(params: Tree, x: Array, embedded: Array) -> Any:
-            output, losses, statistics = self._layer(params, x, embedded, inputs, number)
-            return (output, heads.norm(params["norm"], output), losses), statistics
-
-        # Nothing is sent to the host and back within a slot.
+    @property
+    def _within_slot(self) -> RematPolicy:
+        """What is kept, but that nothing is sent to the host and back within a slot."""
         names = tuple(name for name in self.keep.names if name not in self.keep.offloaded)
-        keep = replace(self.keep, names=names, offloaded=())
-        return keep.wrap(run, at_once=True)(params, x, embedded)
+        return replace(self.keep, names=names, offloaded=())
 
     def _scored(
         self, inputs: Tree, scale: Array, score: Score, number: Array, own: Array

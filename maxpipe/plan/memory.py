@@ -107,7 +107,10 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
         "partial": 0.0,
         "outside": 0.0,
         "reports": sizes.report_bytes(sizes.layer_slots),
+        "ahead": 0.0,
     }
+    if heads := sizes.heads_ahead:
+        found["ahead"] = 4.0 * heads + sizes.report_bytes(sizes.layers_ahead)
     if schedule.mixed:
         found["deferred"] = schedule.num_deferred * sum(
             length * sizes.deferred_bytes(kind) for kind, length in sizes.per_chunk.items()

@@ -476,7 +476,7 @@ def partition(
 def _heads_ahead(decoder: Decoder) -> ahead.Heads | None:
     ends = decoder.model.ends
     if ends.layers_ahead is not None:
-        return ahead.Layers(decoder.layer_ahead, decoder.norm, dict(ends.losses))
+        return ahead.Layers(decoder.layer_ahead, dict(ends.losses))
     return None if ends.ahead is None else ahead.Projections(decoder.ahead, dict(ends.losses))
 
 

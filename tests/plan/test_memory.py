@@ -119,6 +119,11 @@ CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     ({"vocab_size": 263}, {"ici_stage": 4}, {"microbatches": 6, "schedule": "zb_h1"}),
     ({"heads_ahead": 2}, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4}),
     (
+        EXPERTS | {"heads_ahead": 2, "ahead": "layer"},
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 4, "weight_gather": "step"},
+    ),
+    (
         {},
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 6, "schedule": "zb_h2", "remat": "names"},
@@ -401,12 +406,16 @@ def test_a_chunk_arrives_beside_the_window() -> None:
 
 WORDS = {"vocab_size": 16384}
 WIDE = {"d_model": 256, "d_mlp": 1024}
+LAYERS_AHEAD = {"heads_ahead": 2, "ahead": "layer"}
 NARROW_TYPE = {"compute_dtype": "bfloat16"}
 TEMPORARY: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     ({}, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4, "repeats": 2}),
     ({}, {"ici_stage": 4, "ici_fsdp": 2}, {"microbatches": 8, "remat": "names"}),
     (WORDS, {"ici_fsdp": 8}, {"microbatches": 2}),
     (WORDS | {"heads_ahead": 2}, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 2}),
+    (LAYERS_AHEAD, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4}),
+    (LAYERS_AHEAD | WIDE, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4, "remat": "none"}),
+    (LAYERS_AHEAD | WORDS, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 2}),
     (WORDS, {"ici_fsdp": 4, "ici_tensor": 2}, {"microbatches": 2}),
     (WIDE, {"ici_fsdp": 8}, {"microbatches": 1}),
     (WIDE, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4, "weight_gather": "step"}),

@@ -190,12 +190,14 @@ class _LayersAhead:
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Heads, of a layer each."""
-        count = theirs.get(self.names[0]) or 0
+        said = (theirs.get(name) for name in self.names)
+        count = next((each for each in said if each is not None), 0)
         return {"heads_ahead": count, "ahead": "layer" if count else "projection"}
 
     def write(self, ours: Ours) -> Theirs:
         """The number, unless heads are something else."""
-        return {self.names[0]: ours["heads_ahead"] if ours["ahead"] == "layer" else 0}
+        count = ours["heads_ahead"] if ours["ahead"] == "layer" else 0
+        return dict.fromkeys(self.names, count)
 
 
 _YARN = (
