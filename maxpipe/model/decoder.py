@@ -226,8 +226,9 @@ class Decoder:
         projection = params["projection"].astype(x.dtype)
         x = jnp.einsum("btd,de->bte", jnp.concatenate(both, axis=-1), projection)
         index = number + len(self.model.layers)
-        x, *rest = self.layer(heads.kind_name)(params["layer"], x, inputs, index, key)
-        return self.norm(params["norm"], x), *rest
+        run = self.layer(heads.kind_name)
+        x, losses, statistics = run(params["layer"], x, inputs, index, key)
+        return self.norm(params["norm"], x), losses, statistics
 
     def _losses_ahead(
         self, params: Params, x: Array, batch: Params, key: LayerKey

@@ -10,9 +10,8 @@ before it returns and the embedding of later tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,6 @@ from maxpipe.parallel.per_device import vary
 from maxpipe.pipeline import scopes
 from maxpipe.pipeline.buffers import read, write
 from maxpipe.pipeline.collectives import from_position, index_on, sum_over
-from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.slots import Reports
 from maxpipe.pipeline.vocabulary import Embedding
 from maxpipe.pipeline.weights import LayerWeights
@@ -55,7 +53,7 @@ class Projections(NamedTuple):
 class Layers(NamedTuple):
     """Heads of a layer each, one behind the other; the first reads the final norm's output."""
 
-    layer: Callable[..., tuple[Float[Array, "B T D"], dict[str, Array], dict[str, Array]]]
+    layer: Callable[..., tuple[Float[Array, "B T D"], Mapping[str, Array], Mapping[str, Array]]]
     """(one head's parameters, x, embeddings of later tokens [B, T, D], inputs, its number, key) ->
     (what it projects and hands on, losses, statistics), the last two as a `LayerFn` returns them.
     """
@@ -73,6 +71,21 @@ class Found(NamedTuple):
     """Cross entropy of each head, in nats, float32."""
     reports: Reports | None
     """What layers return besides their output, statistics `[heads, ...]` under `ahead`."""
+
+    def with_loss(self, number: Array, loss: Array) -> Found:
+        """With that of a head."""
+        return self._replace(losses=self.losses.at[number].add(loss))
+
+    def with_reports(self, number: Array, losses: Tree, statistics: Tree) -> Found:
+        """With what a head's layer returns."""
+        reports = self.reports
+        assert reports is not None
+        all_losses = {name: total + losses[name] for name, total in reports.losses.items()}
+        counted = {
+            name: total.at[number].add(statistics[name].astype(jnp.float32))
+            for name, total in reports.statistics[AHEAD].items()
+        }
+        return self._replace(reports=Reports(all_losses, {AHEAD: counted}))
 
 
 class Sums(NamedTuple):
@@ -96,8 +109,6 @@ class HeadsAhead:
     embedding: Embedding
     table: Float[Array, "v d"]
     """What the embedding looks up."""
-    keep: RematPolicy
-    """What of a layer waits for its backward while its logits are there."""
     key: Array | None
     """Of the step's randomness."""
     seeds: dict[str, Array]
@@ -148,6 +159,7 @@ class HeadsAhead:
         self,
         inputs: Tree,
         scale: Float[Array, ""],
+        trips: Int[Array, ""],
         sums: Sums,
         score: Score,
         hidden: Float[Array, "B T D"],
@@ -157,18 +169,20 @@ class HeadsAhead:
         """Adds what the heads find, one after the other: one's logits are in memory at once.
 
         `hidden` is the final norm's output; its cotangent, and that of this stage's columns, are
-        the ordinary head's so far.
+        the ordinary head's so far. `trips` is the number of heads as the compiler does not know it.
         """
-        start = vary((d_hidden, d_head, sums))
-        add = self._add_layers if isinstance(self.heads, Layers) else self._add_projections
         with jax.named_scope(scopes.AHEAD):
-            return add(inputs, scale, score, hidden, start)
+            if isinstance(self.heads, Layers):
+                state = (d_hidden, d_head, sums)
+                return self._add_layers(inputs, scale, trips, score, hidden, state)
+            state = vary((d_hidden, d_head, sums))
+            return self._add_projections(inputs, scale, score, hidden, state)
 
     def _params(self, number: Array | int) -> Tree:
         return self.weights.layer(self.held, number)
 
     def _add_projections(
-        self, inputs: Tree, scale: Array, score: Score, hidden: Array, start: Any
+        self, inputs: Tree, scale: Array, score: Score, hidden: Array, state: Any
     ) -> tuple[Array, Array, Sums]:
         heads = self.heads
         assert isinstance(heads, Projections)
@@ -178,64 +192,88 @@ class HeadsAhead:
             own, pullback = jax.vjp(heads.function, self._params(number), hidden)
             total, d_own, more = self._scored(inputs, scale, score, number, own)
             d_params, d_input = pullback(d_own)
-            sums = self._with_head(sums, number, total, d_params)
+            sums = Sums(
+                sums.found.with_loss(number, total),
+                self.weights.accumulate(sums.gradients, number, d_params),
+                sums.embedding,
+            )
             return d_hidden + d_input.astype(d_hidden.dtype), d_head + more, sums
 
-        return lax.fori_loop(0, self.count, one, start)
+        return lax.fori_loop(0, self.count, one, state)
+
+    def _scored(
+        self, inputs: Tree, scale: Array, score: Score, number: Array, own: Array
+    ) -> tuple[Array, Array, Array]:
+        weights = jnp.asarray([*self.heads.loss_weights.values()], jnp.float32)
+        targets, mask = further(inputs, number + 1)
+        total, d_own, d_head = score(own, targets, mask, scale * weights[number])
+        return total, d_own.astype(own.dtype), d_head
 
     def _add_layers(
-        self, inputs: Tree, scale: Array, score: Score, hidden: Array, start: Any
+        self,
+        inputs: Tree,
+        scale: Array,
+        trips: Array,
+        score: Score,
+        hidden: Array,
+        state: tuple[Array, Array, Sums],
     ) -> tuple[Array, Array, Sums]:
-        """Forward through all but the last, which keeps their inputs, then backward through all."""
-        d_hidden, d_head, sums = start
+        """Forward through all layers, then the logits of all, then backward: three loops.
+
+        Only outputs of layers wait in between, so that neither two layers' activations are in
+        memory at once, nor one's beside logits. XLA would unroll loops of one turn, and merge what
+        is computed twice.
+        """
+        d_hidden, d_head, sums = state
         embedded = vary(self.embedding.lookup(self.table, inputs["tokens"]))
-        given = self._given(hidden, embedded, inputs)
-        # Every stage finds the layers' own losses whole, so that one of them propagates these.
-        counts = index_on(STAGE) == 0
-        seeds = {name: vary(jnp.where(counts, seed, 0)) for name, seed in self.seeds.items()}
 
-        def one(turn: Array, state: Any) -> Any:
-            d_output, d_embedded, d_head, sums = state
+        def forward(number: Array, state: Any) -> Any:
+            outputs, found = state
+            x, params = read(outputs, number), self._params(number)
+            output, *reported = self._layer(params, x, embedded, inputs, number)
+            return write(outputs, number + 1, output), found.with_reports(number, *reported)
+
+        empty = vary(lax.empty((self.count + 1, *hidden.shape), hidden.dtype))
+        start = vary((write(empty, jnp.int32(0), hidden), sums.found))
+        outputs, found = lax.fori_loop(0, trips, forward, start)
+
+        def scored(number: Array, state: Any) -> Any:
+            cotangents, d_head, found = state
+            own = read(outputs, number + 1)
+            total, d_own, more = self._scored(inputs, scale, score, number, own)
+            found = found.with_loss(number, total)
+            return write(cotangents, number, d_own), d_head + more, found
+
+        start = vary((empty[1:], d_head, found))
+        cotangents, d_head, found = lax.fori_loop(0, trips, scored, start)
+        seeds = self._own_seeds()
+
+        def backward(turn: Array, state: Any) -> Any:
+            d_output, d_embedded, gradients = state
             number = self.count - 1 - turn
-            run = partial(self._differentiable, inputs=inputs, number=number)
-            scored = partial(self._scored, inputs, scale, score, number)
-            arguments = self._params(number), read(given, number), embedded
-            if self.keep.remat in ("none", "names"):
-                kept = self._within_slot.wrap(run, at_once=True)
-                (own, losses), pullback, statistics = jax.vjp(kept, *arguments, has_aux=True)
-                total, d_own, more = scored(own)
-            else:
-                total, d_own, more = scored(run(*arguments)[0][0])
-                # Not before: one's logits and the other's activations are not there at once.
-                d_own, arguments = lax.optimization_barrier((d_own, arguments))
-                (_, losses), pullback, statistics = jax.vjp(run, *arguments, has_aux=True)
-            of_losses = {name: seeds[name] for name in losses}
-            d_params, d_x, d_more = pullback((d_output + d_own, of_losses))
-            sums = self._with_head(sums, number, total, d_params)
-            sums = _with_reports(sums, number, losses, statistics)
-            d_embedded = None if d_embedded is None else d_embedded + d_more
-            return d_x, d_embedded, d_head + more, sums
 
-        nothing = vary(jnp.zeros_like(hidden))
-        state = (nothing, nothing if self.reads_embedding else None, d_head, sums)
-        d_input, d_embedded, d_head, sums = lax.fori_loop(0, self.count, one, state)
-        if sums.embedding is not None:
-            assert d_embedded is not None
-            table = self.embedding.accumulate_parts(sums.embedding, inputs["tokens"], d_embedded)
-            sums = sums._replace(embedding=table)
-        return d_hidden + d_input.astype(d_hidden.dtype), d_head, sums
+            def run(params: Tree, x: Array, embedded: Array) -> tuple[Array, Tree]:
+                return self._layer(params, x, embedded, inputs, number)[:2]
 
-    def _given(self, hidden: Array, embedded: Array, inputs: Tree) -> Float[Array, "heads B T D"]:
-        """What each layer is given."""
-        if self.count == 1:
-            return hidden[None]
+            params, x = self._params(number), read(outputs, number)
+            (_, losses), pullback = jax.vjp(run, params, x, embedded)
+            d_output += read(cotangents, number)
+            d_params, d_x, more = pullback((d_output, {name: seeds[name] for name in losses}))
+            gradients = self.weights.accumulate(gradients, number, d_params)
+            return d_x, None if d_embedded is None else d_embedded + more, gradients
 
-        def forward(number: Array, given: Array) -> Array:
-            x, params = read(given, number), self._params(number)
-            return write(given, number + 1, self._layer(params, x, embedded, inputs, number)[0])
+        nothing = jnp.zeros_like(hidden)
+        start = vary((nothing, nothing if self.reads_embedding else None, sums.gradients))
+        d_input, d_embedded, gradients = lax.fori_loop(0, trips, backward, start)
+        table = sums.embedding
+        if table is not None:
+            table = self.embedding.accumulate_parts(table, inputs["tokens"], d_embedded)
+        return d_hidden + d_input.astype(d_hidden.dtype), d_head, Sums(found, gradients, table)
 
-        empty = vary(lax.empty((self.count, *hidden.shape), hidden.dtype))
-        return lax.fori_loop(0, self.count - 1, forward, write(empty, jnp.int32(0), hidden))
+    def _own_seeds(self) -> dict[str, Array]:
+        """Cotangents of the layers' losses: each stage finds these whole, and one propagates."""
+        counts = index_on(STAGE) == 0
+        return {name: vary(jnp.where(counts, seed, 0)) for name, seed in self.seeds.items()}
 
     def _layer(
         self, params: Tree, x: Array, embedded: Array, inputs: Tree, number: Array
@@ -246,43 +284,6 @@ class HeadsAhead:
         later = jnp.where(counts[..., None], jnp.roll(embedded, -(number + 1), axis=1), 0)
         mine = inputs | {"loss_mask": further(inputs, number + 1)[1]}
         return self.heads.layer(params, x, later, mine, number, self.key)
-
-    def _differentiable(
-        self, params: Tree, x: Array, embedded: Array, *, inputs: Tree, number: Array
-    ) -> tuple[tuple[Array, Tree], Tree]:
-        """((a head's output, losses), statistics)."""
-        output, losses, statistics = self._layer(params, x, embedded, inputs, number)
-        return (output, losses), statistics
-
-    @property
-    def _within_slot(self) -> RematPolicy:
-        """What is kept, but that nothing is sent to the host and back within a slot."""
-        names = tuple(name for name in self.keep.names if name not in self.keep.offloaded)
-        return replace(self.keep, names=names, offloaded=())
-
-    def _scored(
-        self, inputs: Tree, scale: Array, score: Score, number: Array, own: Array
-    ) -> tuple[Array, Array, Array]:
-        weights = jnp.asarray([*self.heads.loss_weights.values()], jnp.float32)
-        targets, mask = further(inputs, number + 1)
-        total, d_own, d_head = score(own, targets, mask, scale * weights[number])
-        return total, d_own.astype(own.dtype), d_head
-
-    def _with_head(self, sums: Sums, number: Array, total: Array, d_params: Tree) -> Sums:
-        found = sums.found._replace(losses=sums.found.losses.at[number].add(total))
-        gradients = self.weights.accumulate(sums.gradients, number, d_params)
-        return sums._replace(found=found, gradients=gradients)
-
-
-def _with_reports(sums: Sums, number: Array, losses: Tree, statistics: Tree) -> Sums:
-    reports = sums.found.reports
-    assert reports is not None
-    all_losses = {name: total + losses[name] for name, total in reports.losses.items()}
-    counted = {
-        name: total.at[number].add(statistics[name].astype(jnp.float32))
-        for name, total in reports.statistics[AHEAD].items()
-    }
-    return sums._replace(found=sums.found._replace(reports=Reports(all_losses, {AHEAD: counted})))
 
 
 def joined(reports: Reports, found: Found | None) -> Reports:

@@ -96,7 +96,6 @@ class Program:
             weights.hold(params),
             self.embedding,
             self.table,
-            plan.keep,
             key,
             self.seeds,
         )
@@ -411,8 +410,9 @@ class Program:
         def work(loss: jax.Array, norm: Tree, head: jax.Array, sums: ahead.Sums | None):
             given = self._head_inputs(row, output)
             add = None
-            if self.ahead is not None:
-                add = partial(self.ahead.add, given[-1], scale, sums)
+            if self.ahead is not None and sums is not None:
+                trips = jnp.where(row.loss >= 0, self.ahead.count, 0)
+                add = partial(self.ahead.add, given[-1], scale, trips, sums)
             found, sums = self.loss_head.loss_and_grad(*given, scale, add)
             # Of what is frozen nothing reads the gradient: it is not computed.
             norm = jax.tree.map(

@@ -45,12 +45,8 @@ class RematPolicy:
     offloaded: tuple[str, ...] = ()
     """Names kept in host memory instead of on the device, whether among `names` or not."""
 
-    def wrap(self, layer: Callable[..., Any], *, at_once: bool = False) -> Callable[..., Any]:
-        """The layer with what it recomputes marked.
-
-        `at_once`: forward and backward are in one loop, in which XLA would merge what is computed
-        twice. In different loops there is nothing to be merged by mistake.
-        """
+    def wrap(self, layer: LayerFn) -> LayerFn:
+        """The layer with what it recomputes marked."""
         policies = jax.checkpoint_policies
         if self.remat == "none":
             return layer
@@ -62,7 +58,8 @@ class RematPolicy:
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-        return jax.checkpoint(layer, policy=policy, prevent_cse=at_once)
+        # Forward and backward are in different loops: there is nothing to be merged by mistake.
+        return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
 
 class Kept(NamedTuple):

@@ -159,13 +159,13 @@ class CostModel:
     def layers_ahead(self) -> float:
         """Layers of heads ahead, of a microbatch, and another lookup for them.
 
-        All but the last go forward once more, for what the next one is given.
+        They go forward twice, whatever is kept of others.
         """
         if not (layers := self.sizes.layers_ahead):
             return 0.0
-        again = self.slots("F", {kind: count - 1 for kind, count in layers.items()})
         once = self.slots("F", layers) + self.slots("B", layers)
-        return self.contention * (again + once) + self.embed
+        again = (1.0 - self.recomputed) * self.total(layers, attrgetter("forward"))
+        return self.contention * (once + again) + self.embed
 
     @cached_property
     def embed(self) -> float:

@@ -1,9 +1,9 @@
 """Runs in an environment with transformers: makes folders, and logits of folders.
 
-Usage: oracle.py make | logits | quantise | add_ahead | ahead | train | losses | greedy JOBS. JOBS is a JSON list; of
-each entry `folder` is the Hugging Face folder, `tokens` the file with ids `[rows, tokens]`,
-`logits` the file to write. The last three read `documents`, a JSON file, and write `trained`, a
-folder, or `found`, a JSON file.
+Usage: oracle.py make | logits | quantise | add_ahead | ahead | train | losses | greedy JOBS. JOBS
+is a JSON list; of each entry `folder` is the Hugging Face folder, `tokens` the file with ids
+`[rows, tokens]`, `logits` the file to write. The last three read `documents`, a JSON file, and
+write `trained`, a folder, or `found`, a JSON file.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from tests.pipeline.test_families import GEMMA, GROUPED, NEXT, ROOM, V3, rows_to
 BIASED = replace(V3, balance_weight=0.3)
 
 
-def layers(*sizes: int, ahead: int = 2, **others: Any) -> Case:
-    return Case(*sizes, ahead=ahead, form="layer", **others)
+def layers(stages: int, repeats: int, microbatches: int, ahead: int = 2, **others: Any) -> Case:
+    return Case(stages, repeats, microbatches, ahead=ahead, form="layer", **others)
 
 
 CASES = [
