@@ -216,6 +216,11 @@ def _with_folder(folder: str, loaded: Loaded, steps: Steps, console: Console) ->
     source = open_folder(folder, where("checkpoint.restore_from", loaded.origins))
     wanted = to_dict(config)["model"]
     decided = {**WITHOUT_AHEAD, **source.described.section}
+    if decided["heads_ahead"] and not config.model.heads_ahead:
+        console.note(
+            "model.heads_ahead=0: the folder's layers that predict further ahead are left out"
+        )
+        decided |= {**WITHOUT_AHEAD, "ahead": config.model.ahead}
     # config.json says nothing about other keys, such as dropout.
     own = {
         name: {**wanted.get(name, {}), **keys}
@@ -364,7 +369,7 @@ def check_model(
         for key in sorted(then)
         if not (_is_free(key) or (weights_alone and key == _TYPE))
         and then[key] != now.get(key)
-        and not (key == _AHEAD and not then[_HEADS_AHEAD] and not now.get(_HEADS_AHEAD))
+        and not (key == _AHEAD and not then[_HEADS_AHEAD])
     ]
     if problems:
         raise ConfigError(problems)
