@@ -20,7 +20,7 @@ def layers(stages: int, repeats: int, microbatches: int, ahead: int = 2, **other
 
 CASES = [
     layers(2, 1, 3, schedule="1f1b", fsdp=2, tied=True, layers=3),
-    layers(4, 2, 4, schedule="zb_v", remat="none", layers=8, outside=0, dropout=0.3),
+    layers(2, 2, 2, schedule="zb_v", remat="none", layers=4, dropout=0.3),
     layers(2, 1, 3, ahead=1, own=BIASED, schedule="zb_h1", tensor=2, layers=4, outside=2),
 ]
 RARE = [
@@ -30,6 +30,7 @@ RARE = [
     layers(2, 2, 4, idle="compute", remat="names", frozen=("embedding",)),
     layers(2, 1, 4, tied=True, frozen=("embedding", "ahead.layer.*"), fsdp=2),
     layers(3, 1, 4, frozen=("head", "ahead.projection", "layers.*", "final_norm.*"), data=2),
+    layers(4, 2, 4, schedule="zb_v", remat="none", layers=8, dropout=0.3),
     layers(4, 1, 6, schedule="gpipe", remat="none", outside=1),
     layers(4, 2, 8, schedule="zb_v", remat="names", fsdp=2, layers=9, ahead=1),
     layers(2, 1, 3, ahead=1, own=BIASED, layers=4, fsdp=2, remat="names"),
