@@ -26,7 +26,7 @@ from maxpipe.parallel.mesh import AXES
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.remat import Constants, differentiate
 from maxpipe.plan import sizes as sizes_module
-from maxpipe.plan.compile import build_steps
+from maxpipe.plan.compile import build_steps, executions
 from maxpipe.plan.memory import buffers, memory, state
 from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.train.step import Steps, keep_of
@@ -444,3 +444,13 @@ def test_memory_on_cpus_is_near_the_compilers(
     predicted = memory(Sizes(config), schedule_of(config), platform="cpu")
     assert predicted.arguments == pytest.approx(compiled.argument_size_in_bytes, rel=0.01)
     assert predicted.temporary == pytest.approx(compiled.temp_size_in_bytes, rel=0.1)
+
+
+def test_loops_over_layers_ahead_have_known_trips() -> None:
+    """Their bound is data, so that XLA does not unroll them."""
+    pipeline = {"microbatches": 4}
+    for heads, form in ((0, "layer"), (2, "projection"), (2, "layer")):
+        config = config_of({"heads_ahead": heads, "ahead": form}, {"ici_stage": 2}, pipeline)
+        trips, _ = executions(steps_of(config), "iteration", average=True)
+        wanted = {r"/ahead/while$": 2} if heads and form == "layer" else {}
+        assert {name: count for name, count in trips.items() if "ahead" in name} == wanted
