@@ -56,6 +56,8 @@ class Case:
     tied: bool = False
     ahead: int = 0
     """Heads that predict tokens further ahead."""
+    form: str = "projection"
+    """What they are."""
     own: Any = None
     """Keys of a family other than Llama: its section."""
     epsilon: float = MODEL.norm_epsilon
@@ -85,6 +87,7 @@ class Case:
             dropout=self.dropout,
             tied_embeddings=self.tied,
             heads_ahead=self.ahead,
+            ahead=self.form,  # type: ignore[arg-type]
             norm_epsilon=self.epsilon,
             compute_dtype=self.dtype,  # type: ignore[arg-type]
             frozen=list(self.frozen),

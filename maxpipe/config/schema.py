@@ -64,8 +64,11 @@ class ModelConfig:
     """Use the embedding table as the output projection as well."""
     heads_ahead: int = 0
     """Heads beside the ordinary one that predict the tokens 1, 2, ... places further ahead, in
-    training only (multi-token prediction). Each has a square matrix of its own and shares the
-    output projection."""
+    training only (multi-token prediction). They share the output projection."""
+    ahead: Literal["projection", "layer"] = "projection"
+    """What each of them has of its own: `projection`, a square matrix; or `layer`, a whole layer of
+    the kind of the last one behind a projection of the head before it and of the embedding of the
+    next token, as in DeepSeek-V3. Read when `model.heads_ahead` is not 0."""
     ahead_loss_weight: float = 0.3
     """What the mean of their losses counts in the objective. Read when `model.heads_ahead` is not
     0."""

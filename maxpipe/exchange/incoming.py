@@ -112,6 +112,11 @@ def remarks(source: Source) -> list[str]:
         names = ", ".join(source.left_out[:3])
         more = f" and {len(source.left_out) - 3} more" if len(source.left_out) > 3 else ""
         lines.append(f"left out, as this model does not use them: {names}{more}")
+    if source.without_ahead:
+        lines.append(
+            f"{FILE} says of {counted(source.without_ahead, 'layer')} to predict further ahead, "
+            "and the folder has none: the model starts without (model.heads_ahead=0)"
+        )
     if unknown := source.described.unknown:
         lines.append(
             f"{FILE}: {table.architecture} has no keys {', '.join(map(repr, unknown[:8]))}; they "

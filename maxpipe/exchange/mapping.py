@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.model.huggingface import HuggingFace, Tensor
-from maxpipe.model.spec import Model, Param
+from maxpipe.model.spec import Kind, LayersAhead, Model, Param
 
 Index = tuple[int | slice, ...]
 
@@ -137,72 +137,118 @@ class Mapped:
     params: Mapping[str, Param]
     """By our name, without the layers' dim."""
     tensors: Mapping[str, tuple[int, ...]]
-    """Shapes by their name, in network order."""
+    """Shapes by their name, in network order, copies included."""
+    copies: Mapping[str, tuple[Piece, ...]]
+    """By our name pieces that the tensors have once more; an import may lack them."""
+
+    @property
+    def originals(self) -> Mapping[str, str]:
+        """Each tensor that is a copy, and the one that it is a copy of."""
+        return {
+            piece.tensor: self.pieces[name][0].tensor
+            for name, pieces in self.copies.items()
+            for piece in pieces
+        }
 
 
 def mapped(model: Model, table: HuggingFace, most: int | None = None) -> Mapped:
-    """The parameters of a model, but for heads that predict further ahead, which no table has.
+    """The parameters of a model, but for heads that predict further ahead and are not in the table.
 
     Raises:
         ValueError: it has more than `most` tensors.
     """
-    rows = {row.ours: row for row in table.tensors}
-    assert len(rows) == len(table.tensors), f"{table.architecture} maps a parameter twice"
+    names = {row.ours for row in table.tensors}
+    assert len(names) == len(table.tensors), f"{table.architecture} maps a parameter twice"
     pieces: dict[str, list[Piece]] = {}
     params: dict[str, Param] = {}
     lanes = Counter(row.theirs for row in table.tensors if row.interleaved)
     sizes: dict[str, int] = {}  # rows or lanes of a tensor that are taken
     found: dict[str, tuple[int, ...]] = {}
-    for name, param, row, layer, place in _in_network_order(model, rows):
+    stacks: dict[str, int] = {}
+    for name, param, row, layer, place in _in_network_order(model, table):
         params[name] = param
+        if place >= 0:
+            stacks[name] = place + 1
         for piece in _pieces(param, row, layer, place, sizes, lanes[row.theirs]):
             pieces.setdefault(name, []).append(piece)
             found[piece.tensor] = piece.tensor_shape(sizes[piece.tensor])
             if most is not None and len(found) > most:
                 raise ValueError(f"it has more than {most} tensors")
-    counts = {kind: model.layers.count(kind) for kind in model.kinds}
     shapes = {
-        name: (counts[_kind_of(name, model)], *param.shape)
-        if name.startswith(_LAYERS)
-        else param.shape
+        name: (*([stacks[name]] if name in stacks else []), *param.shape)
         for name, param in params.items()
     }
-    return Mapped({name: tuple(each) for name, each in pieces.items()}, shapes, params, found)
+    copies = {name: tuple(each) for name, each in _copies(model, table, pieces).items()}
+    found |= {piece.tensor: piece.shape for each in copies.values() for piece in each}
+    pieces_of = {name: tuple(each) for name, each in pieces.items()}
+    return Mapped(pieces_of, shapes, params, found, copies)
 
 
-_LAYERS = "layers."
+_LAYERS, _AHEAD = "layers.", "ahead."
+
+
+def _heads(model: Model, table: HuggingFace) -> LayersAhead | None:
+    """Heads ahead that the table has."""
+    return model.ends.layers_ahead if table.ahead else None
+
+
+def _copies(
+    model: Model, table: HuggingFace, pieces: Mapping[str, Sequence[Piece]]
+) -> dict[str, list[Piece]]:
+    """Copies by our name; of a tied table those of both its uses."""
+    found: dict[str, list[Piece]] = {}
+    heads = _heads(model, table)
+    for number in range(heads.num_heads if heads else 0):
+        for name, theirs in table.copies:
+            of = name if name in pieces else _EMBEDDING
+            (original,) = pieces[of]
+            layer = len(model.layers) + number
+            found.setdefault(of, []).append(original._replace(tensor=theirs.format(layer=layer)))
+    return found
+
+
+_EMBEDDING = "embedding"
 
 
 def _in_network_order(
-    model: Model, rows: Mapping[str, Tensor]
+    model: Model, table: HuggingFace
 ) -> Iterator[tuple[str, Param, Tensor, int, int]]:
     """(our name, parameter, row, layer, its place among those of its kind)."""
+    rows = {row.ours: row for row in table.tensors}
     several = len(set(model.layers)) > 1
     ends = {".".join(name): param for name, param in model.ends.params.items()}
-    yield "embedding", ends.pop("embedding"), rows["embedding"], 0, -1
+    yield _EMBEDDING, ends.pop(_EMBEDDING), rows[_EMBEDDING], 0, -1
     places = dict.fromkeys(model.kinds, 0)
-    # By rows of the table, so that parts of one tensor come in its order.
     for layer, kind in enumerate(model.layers):
         place, places[kind] = places[kind], places[kind] + 1
-        left = {".".join(key): param for key, param in model.kinds[kind].params.items()}
-        for name, row in rows.items():
-            if (param := left.pop(name, None)) is not None:
+        prefix = f"{_LAYERS}{kind}." if several else _LAYERS
+        for name, param, row in _of_layer(model.kinds[kind], rows):
+            yield f"{prefix}{name}", param, row, layer, place
+    if (heads := _heads(model, table)) is not None:
+        for place in range(heads.num_heads):
+            layer = len(model.layers) + place
+            for row in table.ahead:
                 yield (
-                    f"{_LAYERS}{kind}.{name}" if several else f"{_LAYERS}{name}",
-                    param,
+                    f"{_AHEAD}{row.ours}",
+                    heads.one[tuple(row.ours.split("."))],
                     row,
                     layer,
                     place,
                 )
-        assert not left, f"the table lacks {', '.join(left)}"
+            for name, param, row in _of_layer(heads.kind, rows):
+                yield f"{_AHEAD}layer.{name}", param, row, layer, place
     for name, param in ends.items():
-        if not name.startswith("ahead."):
+        if not name.startswith(_AHEAD):
             yield name, param, rows[name], 0, -1
 
 
-def _kind_of(name: str, model: Model) -> str:
-    kinds = [*dict.fromkeys(model.layers)]
-    return name.split(".")[1] if len(kinds) > 1 else kinds[0]
+def _of_layer(kind: Kind, rows: Mapping[str, Tensor]) -> Iterator[tuple[str, Param, Tensor]]:
+    """(name, parameter, row), by rows of the table, so that parts of a tensor come in its order."""
+    left = {".".join(key): param for key, param in kind.params.items()}
+    for name, row in rows.items():
+        if (param := left.pop(name, None)) is not None:
+            yield name, param, row
+    assert not left, f"the table lacks {', '.join(left)}"
 
 
 def _pieces(

@@ -94,7 +94,7 @@ def export(
     model = chosen.config.model
     table, said = table_for(model)
     both = mapped(describe(model), table)
-    if model.heads_ahead:
+    if model.heads_ahead and not any(name.startswith("ahead.") for name in both.pieces):
         say("left out: the heads that predict further ahead, which only training uses")
     types = _types(chosen, both, dtype)
     say(f"{chosen.name}: {table.architecture}, checking its files")
@@ -281,7 +281,7 @@ def _write_param(
             with lock:
                 found.join(part)
             wanted = tuple(range(each.start, each.stop) for each in region)
-            for piece in both.pieces[name]:
+            for piece in (*both.pieces[name], *both.copies.get(name, ())):
                 if (parts := part_of(piece, wanted)) is not None:
                     inside, taken = parts
                     tensor = piece.form.to_theirs(values[inside])

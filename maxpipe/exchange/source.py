@@ -11,11 +11,11 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -36,6 +36,8 @@ PREFIX = "hf:"
 """In front of a folder in `checkpoint.restore_from`."""
 
 HEAD, EMBEDDING = "lm_head.weight", "embedding"
+WITHOUT_AHEAD: Mapping[str, Any] = {"heads_ahead": 0, "ahead": "projection"}
+"""Keys of a model without heads that predict further ahead."""
 
 _MAX_INDEX_BYTES = 1 << 26
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
@@ -67,6 +69,8 @@ class Source:
     mapped: Mapped
     left_out: tuple[str, ...]
     """Names of tensors that are not the model's, and known not to be."""
+    without_ahead: int
+    """Layers that predict further ahead, of which config.json says and no tensor is there."""
     _files: Mapping[str, Reader]
     """By the table's name of a tensor."""
     _names: Mapping[str, str]
@@ -74,8 +78,10 @@ class Source:
 
     @cached_property
     def dtypes(self) -> Mapping[str, str]:
-        """Type of each tensor, by the table's name."""
-        return {name: self._entry(name).dtype for name in self.mapped.tensors}
+        """Type of each tensor that is there, by the table's name."""
+        return {
+            name: self._entry(name).dtype for name in self.mapped.tensors if name in self._files
+        }
 
     @property
     def dtype(self) -> str:
@@ -201,28 +207,42 @@ class Source:
                 "Copy the file again, or take the weights from before they went wrong.",
             )
 
-    def check_tied(self) -> None:
-        """That an output projection in the files is the embedding, if that is what it should be.
+    def check_copies(self) -> None:
+        """That tensors that are there twice are the same, bit for bit.
 
         Raises:
-            ConfigError: it is another one.
+            ConfigError: one is another.
         """
+        for copy, original in self.mapped.originals.items():
+            if copy in self._files and not self._is_same(copy, original):
+                raise ConfigError.one(
+                    f"{self._files[copy].path}: {self._names[copy]}",
+                    None,
+                    f"must be {self._names[original]}, bit for bit: layers that predict further "
+                    "ahead share it.",
+                    f"Set num_nextn_predict_layers to 0 in {self.folder / FILE} to leave these "
+                    "layers out.",
+                )
         if HEAD not in self._files or HEAD in self.mapped.tensors:
             return
-        embedding = self.mapped.pieces[EMBEDDING][0].tensor
-        count, width = self.mapped.tensors[embedding]
-        step = max(1, _BLOCK_ELEMENTS // width)
-        for first in range(0, count, step):
-            rows = (first, min(first + step, count))
-            blocks = [self._files[name].read(self._names[name], rows) for name in (HEAD, embedding)]
-            if blocks[0].dtype == blocks[1].dtype and blocks[0].tobytes() == blocks[1].tobytes():
-                continue
+        if not self._is_same(HEAD, self.mapped.pieces[EMBEDDING][0].tensor):
             raise ConfigError.one(
                 f"{self._files[HEAD].path}: {self._names[HEAD]}",
                 None,
                 "must be the embedding's table, bit for bit: config.json says that both are tied.",
                 f"Set tie_word_embeddings to false in {self.folder / FILE} if both are meant.",
             )
+
+    def _is_same(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same bits; both have the same shape."""
+        count, width = self.mapped.tensors[other]
+        step = max(1, _BLOCK_ELEMENTS // width)
+        for first in range(0, count, step):
+            rows = (first, min(first + step, count))
+            a, b = (self._files[name].read(self._names[name], rows) for name in (one, other))
+            if a.dtype != b.dtype or a.tobytes() != b.tobytes():
+                return False
+        return True
 
 
 def opened(folder: str, where: str = "command line: DIR") -> Source:
@@ -241,6 +261,7 @@ def opened(folder: str, where: str = "command line: DIR") -> Source:
         )
     said = described(path)
     present = _tensors(path)
+    said, lacking = _without_ahead(said, present)
     try:
         model = mapped(describe(said.config), said.table, len(present) + _LACKING)
     except ValueError as error:
@@ -249,7 +270,8 @@ def opened(folder: str, where: str = "command line: DIR") -> Source:
     names: dict[str, str] = {}
     files: dict[str, Reader] = {}
     others: list[str] = []
-    unused = [each.format(layers=said.config.num_layers) for each in said.table.unused]
+    layers = said.config.num_layers + said.config.heads_ahead
+    unused = [each.format(layers=layers) for each in said.table.unused]
     patterns = (*unused, *(said.whole.others if said.whole else ()))
     for name, reader in present.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
@@ -260,15 +282,28 @@ def opened(folder: str, where: str = "command line: DIR") -> Source:
             first = shown(names[known])
             raise _wrong(path, f"has {first} and {shown(name)}, which are the same tensor.")
         names[known], files[known] = name, reader
-    tied = HEAD not in model.tensors
-    _check_names(path, model.tensors, names, {HEAD} if tied else set())
-    wanted = dict(model.tensors)
-    if tied and HEAD in names:
-        wanted[HEAD] = model.tensors[model.pieces[EMBEDDING][0].tensor]
+    wanted, copies = dict(model.tensors), {*model.originals}
+    if HEAD not in wanted:
+        wanted[HEAD] = wanted[model.pieces[EMBEDDING][0].tensor]
+        copies.add(HEAD)
+    wanted = {name: shape for name, shape in wanted.items() if name in names or name not in copies}
+    _check_names(path, wanted, names)
     _check_entries(wanted, files, names)
-    source = Source(path, said, said.config, model, tuple(others), files, names)
-    source.check_tied()
+    source = Source(path, said, said.config, model, tuple(others), lacking, files, names)
+    source.check_copies()
     return source
+
+
+def _without_ahead(said: Described, present: Iterable[str]) -> tuple[Described, int]:
+    """What is said of a folder without layers ahead if it has none, and their number.
+
+    transformers leaves them out when it saves, and their number in config.json.
+    """
+    count, layers = said.config.heads_ahead, said.config.num_layers
+    prefixes = tuple(f"model.layers.{layers + number}." for number in range(count))
+    if not count or any(_in_table(name, said).startswith(prefixes) for name in present):
+        return said, 0
+    return replace(said, section={**said.section, **WITHOUT_AHEAD}), count
 
 
 def _in_table(name: str, said: Described) -> str:
@@ -340,11 +375,9 @@ def _wrong(folder: Path, rule: str) -> ConfigError:
     )
 
 
-def _check_names(
-    folder: Path, wanted: Iterable[str], found: Mapping[str, str], allowed: set[str]
-) -> None:
+def _check_names(folder: Path, wanted: Mapping[str, Any], found: Mapping[str, str]) -> None:
     missing = [name for name in wanted if name not in found]
-    surplus = [found[name] for name in found if name not in {*wanted, *allowed}]
+    surplus = [found[name] for name in found if name not in wanted]
     parts = [
         f"{words} {counted(len(names), 'tensor')}: {_listed(names)}"
         for words, names in (("lacks", missing), ("has more than its config.json says:", surplus))

@@ -6,6 +6,7 @@ No jax: the same numbers serve planning, the start-up screen, the MFU and the cu
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 
 from maxpipe.model.spec import Kind, Matmul, Model, Param, Products, Scores
@@ -23,7 +24,7 @@ def layer_params(kind: Kind) -> int:
 
 @lru_cache(maxsize=64)
 def num_params(model: Model) -> int:
-    """Parameters of the whole model; a tied table counts once."""
+    """Parameters of the whole model, heads ahead included; a tied table counts once."""
     outer = sum(map(size, model.ends.params.values()))
     return outer + sum(layer_params(model.kinds[kind]) for kind in model.layers)
 
@@ -33,7 +34,7 @@ def active_params(model: Model) -> int:
     """Of them, those that one token uses: all but the experts that it is not sent to."""
     unused = sum(
         size(part.params[each.param]) * (1.0 - each.needed)
-        for kind in model.layers
+        for kind in model.all_layers
         for part in model.kinds[kind].parts.values()
         for each in part.operations
         if isinstance(each, Matmul)
@@ -60,9 +61,9 @@ def forward_flops_per_token(model: Model, sequence_length: int) -> int:
         _matmul_weights(model.kinds[kind], needed=True)
         + _products(model.kinds[kind], needed=True)
         + _attention(model, layer, sequence_length)
-        for layer, kind in enumerate(model.layers)
+        for layer, kind in enumerate(model.all_layers)
     )
-    return round(2 * (layers + _head_weights(model)))
+    return round(2 * (layers + _projected(model) + sum(matrices_ahead(model).values())))
 
 
 def train_flops_per_token(model: Model, sequence_length: int) -> int:
@@ -70,10 +71,17 @@ def train_flops_per_token(model: Model, sequence_length: int) -> int:
 
     The backward's half that makes gradients of weights is not needed for frozen ones.
     """
-    frozen = sum(_frozen_weights(model.kinds[kind]) for kind in model.layers)
     ends = model.ends
+    frozen = sum(_frozen_weights(model.kinds[kind], {}) for kind in model.layers)
+    if (heads := ends.layers_ahead) is not None:
+        is_frozen = {
+            name: not ends.params["ahead", "layer", *name].trainable for name in heads.kind.params
+        }
+        frozen += heads.num_heads * _frozen_weights(heads.kind, is_frozen)
+    own = matrices_ahead(model)
+    frozen += sum(weights for name, weights in own.items() if not ends.params[name].trainable)
     head = ends.params["embedding" if ends.head is None else "head",]
-    frozen += 0 if head.trainable else _head_weights(model)
+    frozen += 0 if head.trainable else _projected(model)
     return 3 * forward_flops_per_token(model, sequence_length) - round(2 * frozen)
 
 
@@ -127,13 +135,14 @@ def _products(kind: Kind, *, needed: bool) -> float:
     )
 
 
-def _frozen_weights(kind: Kind) -> float:
-    """Of those that a token uses, entries that are not trained."""
+def _frozen_weights(kind: Kind, is_frozen: Mapping[tuple[str, str], bool]) -> float:
+    """Of those that a token uses, entries that are not trained, as the kind or `is_frozen` says."""
     return sum(
         size(part.params[each.param]) * each.needed
         for name, part in kind.parts.items()
         for each in part.operations
-        if isinstance(each, Matmul) and not kind.params[name, each.param].trainable
+        if isinstance(each, Matmul)
+        and is_frozen.get((name, each.param), not kind.params[name, each.param].trainable)
     )
 
 
@@ -149,7 +158,7 @@ def _heads(kind: Kind) -> float:
 
 def _attention(model: Model, layer: int, tokens: int) -> float:
     """Multiply-adds of a layer's scores and mixing that one token needs."""
-    kind = model.kinds[model.layers[layer]]
+    kind = model.kinds[model.all_layers[layer]]
     return sum(
         2 * each.heads * each.head_size * _visible(tokens, _window(model, each, layer))
         for part in kind.parts.values()
@@ -169,13 +178,20 @@ def _visible(tokens: int, window: float) -> float:
     return window - window**2 / (2 * tokens)
 
 
-def _head_weights(model: Model) -> int:
-    """Of the output projection, for each head; a tied table is one as well. Of heads ahead."""
+def _projected(model: Model) -> int:
+    """Entries of the output projection, for each head; a tied table is one as well."""
     ends = model.ends
-    projection = size(ends.head or ends.embedding)
-    if ends.ahead is None:
-        return projection
-    return (1 + ends.ahead.num_heads) * projection + sum(map(size, ends.ahead.params.values()))
+    heads = 0 if ends.ahead is None else ends.ahead.num_heads
+    return (1 + heads) * size(ends.head or ends.embedding)
+
+
+def matrices_ahead(model: Model) -> dict[tuple[str, ...], int]:
+    """Entries of the matrices that heads ahead have besides layers, by name."""
+    return {
+        name: size(param)
+        for name, param in model.ends.params.items()
+        if name in (("ahead", "transform"), ("ahead", "projection"))
+    }
 
 
 QUERY_BLOCK, MAX_BLOCKS = 256, 8

@@ -33,7 +33,9 @@ from maxpipe.model.modules.part import Context, Output
 from maxpipe.model.spec import Model, Param
 from maxpipe.parallel.sharding import AxisRules
 
-_STREAMS = {"embedding": 1, "head": 2, "ahead": 3}
+AHEAD = "ahead"
+"""Name of parameters, and of statistics, of heads that predict further ahead."""
+_STREAMS = {"embedding": 1, "head": 2, AHEAD: 3}
 """Number of the key that each part of the ends is drawn with; layers have 0."""
 
 Params = dict[str, Any]
@@ -51,7 +53,8 @@ class Result(NamedTuple):
     """Float32 sums over all layers and target tokens, by name; those of heads ahead, too, of a
     batch with targets."""
     statistics: Mapping[str, Statistics]
-    """By kind and name: arrays `[layers of the kind, ...]`, sums over tokens."""
+    """By kind and name: arrays `[layers of the kind, ...]`, sums over tokens. Of a batch with
+    targets those of layers ahead `[heads, ...]`, too, under `ahead`."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +96,16 @@ class Decoder:
         """Everything but the layers."""
         found: dict[tuple[str, ...], Array] = {}
         for name, param in self.model.ends.params.items():
-            part = jax.random.fold_in(key, _STREAMS.get(name[0], 1))
-            found |= initial({name: param}, part, self._param_dtype)
-        return _nested(found)
+            if name[0] != AHEAD:
+                part = jax.random.fold_in(key, _STREAMS.get(name[0], 1))
+                found |= initial({name: param}, part, self._param_dtype)
+        outer = _nested(found)
+        if (ahead := self.model.ends.ahead) is not None:
+            base = jax.random.fold_in(key, _STREAMS[AHEAD])
+            keys = jax.vmap(partial(jax.random.fold_in, base))(jnp.arange(ahead.num_heads))
+            draw = partial(initial, ahead.one, dtype=self._param_dtype)
+            outer[AHEAD] = _nested(jax.vmap(lambda key: draw(key=key))(keys))
+        return outer
 
     def axes(self) -> Params:
         """Logical axes of every parameter, those of a kind's layers without the stacking axis."""
@@ -195,18 +205,64 @@ class Decoder:
         transform = params["transform"].astype(hidden.dtype)
         return hidden + jax.nn.silu(jnp.einsum("btd,de->bte", hidden, transform))
 
-    def _losses_ahead(self, params: Params, x: Array, batch: Params) -> dict[str, Array]:
-        """Summed cross entropy in nats of each head ahead, of the last layer's output."""
+    def layer_ahead(
+        self,
+        params: Params,
+        x: Float[Array, "B T D"],
+        embedded: Float[Array, "B T D"],
+        inputs: Params,
+        number: Int[Array, ""],
+        key: LayerKey = None,
+    ) -> tuple[Float[Array, "B T D"], Losses, Statistics]:
+        """What a head ahead that is a layer projects and hands to the next; losses, statistics.
+
+        `x` is what it is given, of the first head the final norm's output; `embedded` what the
+        embedding has of the tokens further on, and `number` the head's, from 0. The layer has the
+        index of one behind the network.
+        """
+        heads = self.model.ends.layers_ahead
+        assert heads is not None
+        both = self.norm(params["embedding_norm"], embedded), self.norm(params["hidden_norm"], x)
+        projection = params["projection"].astype(x.dtype)
+        x = jnp.einsum("btd,de->bte", jnp.concatenate(both, axis=-1), projection)
+        index = number + len(self.model.layers)
+        run = self.layer(heads.kind_name)
+        x, losses, statistics = run(params["layer"], x, inputs, index, key)
+        return self.norm(params["norm"], x), losses, statistics
+
+    def _losses_ahead(
+        self, params: Params, x: Array, batch: Params, key: LayerKey
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Summed cross entropy in nats of each head ahead, of the last layer's output.
+
+        With those of heads that are layers the sums of their losses, and beside them their
+        statistics `[heads, ...]`.
+        """
         losses: dict[str, Array] = {}
+        statistics: list[Statistics] = []
         hidden, ids = self.norm(params["final_norm"], x), batch["segment_ids"]
         for number, name in enumerate(self.model.ends.losses):
-            mine = jax.tree.map(lambda leaf, at=number: leaf[at], params["ahead"])
+            mine = jax.tree.map(lambda leaf, at=number: leaf[at], params[AHEAD])
             further = number + 1
-            logits = self._projected(params, self.ahead(mine, hidden[:, :-further]))
             same = ids[:, further:] == ids[:, :-further]
             mask = jnp.asarray(batch["loss_mask"][:, further:], jnp.float32) * same
+            if self.model.ends.layers_ahead is None:
+                own = self.ahead(mine, hidden)
+            else:
+                tokens = batch["tokens"][:, further:]
+                later = self.embed(params["embedding"], tokens) * same[..., None]
+                rest = ((0, 0), (0, further))
+                inputs = batch | {"loss_mask": jnp.pad(mask, rest)}
+                later = jnp.pad(later, (*rest, (0, 0))).astype(hidden.dtype)
+                hidden, more, counted = self.layer_ahead(
+                    mine, hidden, later, inputs, jnp.int32(number), key
+                )
+                losses |= {each: losses.get(each, 0.0) + loss for each, loss in more.items()}
+                statistics.append(counted)
+                own = hidden
+            logits = self._projected(params, own[:, :-further])
             losses[name] = _nats(logits, batch["targets"][:, further:], mask)
-        return losses
+        return losses, jax.tree.map(lambda *leaves: jnp.stack(leaves), *statistics or [{}])
 
     def _projected(self, params: Params, x: Array) -> Array:
         head = params["embedding"].T if self.model.ends.head is None else params["head"]
@@ -222,7 +278,10 @@ class Decoder:
         """The plain loop over layers, without a pipeline."""
         x, losses, statistics = self._through(params, batch, key)
         if "targets" in batch:
-            losses |= self._losses_ahead(params, x, batch)
+            further, counted = self._losses_ahead(params, x, batch, key)
+            losses |= {name: losses.get(name, 0.0) + loss for name, loss in further.items()}
+            if self.model.ends.layers_ahead is not None:
+                statistics[AHEAD] = counted
         return Result(self.logits(params, x), losses, statistics)
 
     def hidden(self, params: Params, batch: Params) -> Float[Array, "B T D"]:

@@ -295,8 +295,13 @@ class HuggingFace:
     tensors: tuple[Tensor, ...]
     unused: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     """Patterns of the names of tensors that some releases saved and none reads. `{layers}` stands
-    for the number of layers."""
+    for the number of layers, those of heads ahead included."""
     wholes: tuple[Whole, ...] = ()
+    ahead: tuple[Tensor, ...] = ()
+    """Of heads ahead that are layers: what they have besides the layer, whose rows are those of all
+    layers. `{layer}` counts on behind the network. Empty: the class has none."""
+    copies: tuple[tuple[str, str], ...] = ()
+    """(parameter, tensor) of what such a layer's tensors have again."""
 
     def names(self) -> frozenset[str]:
         """Keys of config.json that the table accounts for."""

@@ -354,16 +354,55 @@ class Ahead:
     """Of the mean of their losses, in the objective."""
 
     @property
-    def params(self) -> Mapping[str, Param]:
-        """Of all heads, stacked."""
-        dims = ((self.num_heads, "ahead"), (self.d_model, "embed"), (self.d_model, "norm"))
-        return {"transform": Param(dims, Constant(0.0))}
+    def one(self) -> Mapping[tuple[str, ...], Param]:
+        """Parameters of one head, in the order in which they are drawn."""
+        dims = ((self.d_model, "embed"), (self.d_model, "norm"))
+        return {("transform",): Param(dims, Constant(0.0))}
+
+    @property
+    def params(self) -> Mapping[tuple[str, ...], Param]:
+        """Of all heads, stacked: what each starts from is said of one."""
+        stack = (self.num_heads, "ahead")
+        return {name: replace(param, dims=(stack, *param.dims)) for name, param in self.one.items()}
 
     @property
     def losses(self) -> Mapping[str, float]:
         """Coefficients of the heads' losses by name."""
         weight = self.loss_weight / self.num_heads
         return {f"ahead_{number}": weight for number in range(1, self.num_heads + 1)}
+
+
+@dataclass(frozen=True)
+class LayersAhead(Ahead):
+    """Heads of a whole layer each, one behind the other (arXiv:2412.19437, section 2.2).
+
+    Head k reads h of the head before it and the embedding e of the token k places further on:
+    `h_k = norm(layer_k([norm(e); norm(h_{k-1})] W_k))`, each norm with a scale of its own, and
+    projects h_k to the vocabulary. The embedding's table and the output projection are those of the
+    network. The paper leaves open where its h is normed. Here it is always what is projected: h_0
+    is the final norm's output. So do transformers and vLLM with the published weights, of which
+    there is one head, and Megatron-LM trains so. The embedding comes first, as in the published
+    `eh_proj`.
+    """
+
+    kind_name: str
+    """Of the network's last layer; the layers count as those behind it."""
+    kind: Kind
+    norm: Part
+    """In front of the projection twice, and behind the layer."""
+
+    @property
+    def one(self) -> Mapping[tuple[str, ...], Param]:
+        """Three norms, a projection and a layer."""
+        dims = ((2 * self.d_model, "embed"), (self.d_model, "norm"))
+        found: dict[tuple[str, ...], Param] = {
+            (name, param): declared
+            for name in ("embedding_norm", "hidden_norm")
+            for param, declared in self.norm.params.items()
+        }
+        found["projection",] = Param(dims, Normal(2 * self.d_model))
+        found |= {("layer", *name): param for name, param in self.kind.params.items()}
+        return found | {("norm", name): param for name, param in self.norm.params.items()}
 
 
 @dataclass(frozen=True)
@@ -391,7 +430,7 @@ class Ends:
         found = {("embedding",): self.embedding}
         found |= {("final_norm", name): param for name, param in self.norm.params.items()}
         if self.ahead is not None:
-            found |= {("ahead", name): param for name, param in self.ahead.params.items()}
+            found |= {("ahead", *name): param for name, param in self.ahead.params.items()}
         found |= {} if self.head is None else {("head",): self.head}
         return {name: _unless(param, name in self.frozen) for name, param in found.items()}
 
@@ -399,6 +438,22 @@ class Ends:
     def losses(self) -> Mapping[str, float]:
         """Coefficients of the losses of heads ahead."""
         return {} if self.ahead is None else self.ahead.losses
+
+    @property
+    def layers_ahead(self) -> LayersAhead | None:
+        """Heads ahead, if they are layers."""
+        return self.ahead if isinstance(self.ahead, LayersAhead) else None
+
+    @cached_property
+    def follows(self) -> Mapping[tuple[str, str], Follows]:
+        """(part, name) -> how a parameter of layers ahead moves without a gradient."""
+        if (heads := self.layers_ahead) is None:
+            return {}
+        return {
+            name: how
+            for name, how in heads.kind.follows.items()
+            if ("ahead", "layer", *name) not in self.frozen
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -410,7 +465,13 @@ class Model:
     """The kind of each layer, in network order."""
     ends: Ends
     values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Numbers in which layers differ, for each layer: read by the layer's index."""
+    """Numbers in which layers differ, for each of `all_layers`: read by the layer's index."""
+
+    @property
+    def all_layers(self) -> tuple[str, ...]:
+        """The kind of each layer, with those of heads ahead behind the network's own."""
+        heads = self.ends.layers_ahead
+        return self.layers + (() if heads is None else (heads.kind_name,) * heads.num_heads)
 
     @cached_property
     def losses(self) -> Mapping[str, float]:

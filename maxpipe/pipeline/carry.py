@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from maxpipe.parallel.mesh import STAGE
+from maxpipe.pipeline.ahead import Found
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.outside import OutsideBuffers, OutsideRow
 from maxpipe.pipeline.slots import Idle, Reports, SlotRow
@@ -119,5 +120,5 @@ class Buffers(NamedTuple):
     reports: Reports | None
     """What layers of the ring return besides their output."""
     loss: jax.Array
-    losses_ahead: jax.Array | None
-    """Of each head ahead `[heads]`."""
+    ahead: Found | None
+    """What heads ahead find."""

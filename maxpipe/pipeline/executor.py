@@ -23,6 +23,7 @@ from jaxtyping import Float
 from maxpipe.parallel.mesh import BATCH_AXES, STAGE
 from maxpipe.parallel.per_device import vary
 from maxpipe.parallel.sharding import BATCH_SPEC, restrict
+from maxpipe.pipeline.ahead import AHEAD
 from maxpipe.pipeline.carry import Table
 from maxpipe.pipeline.collectives import from_position, program_axes, sum_over
 from maxpipe.pipeline.layout import Layout
@@ -49,7 +50,7 @@ class Differentiated(NamedTuple):
     """Of the objective, float32, in the form of the parameters; frozen ones are missing."""
     statistics: dict[str, Tree]
     """What the layers report, summed over all rows: by kind `[R, P, L, ...]` under `layers`, and
-    `[layers, ...]` under `outside`."""
+    `[layers, ...]` under `outside`; of layers ahead `[heads, ...]` under `ahead`."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,9 @@ class Engine:
         `batch` is a dict of global arrays `[rows, ...]` with `tokens`, `targets`, `loss_mask`
         and whatever the layers read; rows are sharded over the batch axes.
         """
-        ring, outside = PartitionSpec(None, STAGE), PartitionSpec()
-        statistics = {"layers": ring} | ({"outside": outside} if self.layout.outside else {})
+        ring, everywhere = PartitionSpec(None, STAGE), PartitionSpec()
+        statistics = {"layers": ring} | ({"outside": everywhere} if self.layout.outside else {})
+        statistics |= {AHEAD: everywhere} if self.network.has_layers_ahead else {}
         gradients = trained(self.specs, self._trainable)
         found = Differentiated(PartitionSpec(), PartitionSpec(), gradients, statistics)  # type: ignore[arg-type]
         return self._shard_map(_train, schedule, found)
@@ -155,9 +157,9 @@ def _train(
     loss = sum_over(_of_one_stage(carry.loss), BATCH_AXES)
     reports = program.finish_reports(carry)
     sums = dict(reports.losses)
-    if carry.losses_ahead is not None:
+    if carry.ahead is not None:
         assert plan.network.ahead is not None
-        ahead = sum_over(_of_one_stage(carry.losses_ahead), BATCH_AXES)
+        ahead = sum_over(_of_one_stage(carry.ahead.losses), BATCH_AXES)
         sums |= zip(plan.network.ahead.loss_weights, ahead, strict=True)
     losses = {name: found / count for name, found in sums.items()}
     return Differentiated(loss / count, losses, program.finish(carry.gradients), reports.statistics)

@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxpipe.pipeline.ahead import Heads, Layers
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.remat import LayerFn, RematPolicy
 from maxpipe.pipeline.slots import Idle
-from maxpipe.pipeline.vocabulary import Ahead
 from maxpipe.pipeline.weights import Gather
+from maxpipe.schedule.table import Schedule
 
 Tree = Any
 
@@ -43,8 +44,13 @@ class Network:
     """Factor of the logits."""
     logit_cap: float = 0.0
     """Scaled logits become `cap * tanh(logits / cap)`. 0: as they are."""
-    ahead: Ahead | None = None
+    ahead: Heads | None = None
     """Heads for tokens further ahead, which only training computes."""
+
+    @property
+    def has_layers_ahead(self) -> bool:
+        """Whether they are layers, which report what layers do."""
+        return isinstance(self.ahead, Layers)
 
 
 @dataclass(frozen=True)
@@ -68,3 +74,7 @@ class Plan:
     def gather_outside_ring(self) -> Gather:
         """When weights outside the ring are gathered: no window holds them."""
         return "step" if self.weight_gather == "visit" else self.weight_gather
+
+    def has_heads_ahead(self, schedule: Schedule) -> bool:
+        """Whether a step by this schedule has heads for tokens further ahead."""
+        return schedule.trains and self.network.ahead is not None

@@ -15,7 +15,8 @@ from jax import lax
 
 from maxpipe.parallel.mesh import BATCH_AXES, STAGE
 from maxpipe.parallel.per_device import vary
-from maxpipe.pipeline import scopes
+from maxpipe.pipeline import ahead, scopes
+from maxpipe.pipeline.ahead import HeadsAhead
 from maxpipe.pipeline.buffers import microbatch, read, room, write
 from maxpipe.pipeline.carry import Buffers, Gradients, Row, Table
 from maxpipe.pipeline.collectives import from_position, index_on, shift, sum_over
@@ -24,7 +25,7 @@ from maxpipe.pipeline.outside import OutsideLayers
 from maxpipe.pipeline.slots import LayerSlots, Reports, SlotRow, Work
 from maxpipe.pipeline.trainable import trained
 from maxpipe.pipeline.visits import run_visits
-from maxpipe.pipeline.vocabulary import AheadSums, AheadWeights, Embedding, LossHead
+from maxpipe.pipeline.vocabulary import Embedding, LossHead
 from maxpipe.pipeline.weights import WHOLE, LayerWeights, sum_over_batch
 from maxpipe.schedule.table import Schedule
 
@@ -57,6 +58,7 @@ class Program:
         self.by_visit = schedule.visits.num_window > 0 and plan.weight_gather == "visit"
         self._hold_ends(params)
         key = None if key is None else vary(key)
+        self.ahead = self._ahead(params["ahead"], key) if plan.has_heads_ahead(schedule) else None
         self._hold_layers(params["layers"], key)
         self.outside = self._outside(params["outside"], key) if "outside" in params else None
 
@@ -82,11 +84,21 @@ class Program:
             network.logit_scale,
             network.logit_cap,
         )
-        self.ahead = None
-        if network.ahead is not None and self.schedule.trains:
-            mode, stacked = self.plan.gather_outside_ring, params["ahead"]
-            weights = LayerWeights(mode, _of_one_layer(divisions["ahead"], num_stacked=1), dtype)
-            self.ahead = AheadWeights(network.ahead, weights, weights.hold(stacked))
+
+    def _ahead(self, params: Tree, key: jax.Array | None) -> HeadsAhead:
+        plan, network = self.plan, self.network
+        divisions = _of_one_layer(plan.divisions["ahead"], num_stacked=1)
+        weights = LayerWeights(plan.gather_outside_ring, divisions, network.compute_dtype)
+        assert network.ahead is not None
+        return HeadsAhead(
+            network.ahead,
+            weights,
+            weights.hold(params),
+            self.embedding,
+            self.table,
+            key,
+            self.seeds,
+        )
 
     def _hold_layers(self, params: Tree, key: jax.Array | None) -> None:
         plan, dtype = self.plan, self.network.compute_dtype
@@ -110,11 +122,9 @@ class Program:
         )
         if self.schedule.trains:
             held = self._window(1) if self.by_visit else self.held
-            inputs = microbatch(self.batch, vary(jnp.int32(0)))
+            like, inputs = self._activation(), self._first_inputs()
             halves = self.schedule.mixed
-            self.pieces = self.slots.pieces(
-                held, self._activation(), inputs, self.seeds, halves=halves
-            )
+            self.pieces = self.slots.pieces(held, like, inputs, self.seeds, halves=halves)
 
     def _outside(self, params: Tree, key: jax.Array | None) -> OutsideLayers:
         """The layers in front of the ring: one chunk that every stage holds."""
@@ -129,9 +139,8 @@ class Program:
         slots = LayerSlots(self.network.layers, front, weights, plan.keep, "skip", key, False)
         pieces = None
         if trains:
-            inputs = microbatch(self.batch, vary(jnp.int32(0)))
-            activation = self._activation()
-            pieces = slots.pieces(held, activation, inputs, self.seeds, halves=False)
+            like, inputs = self._activation(), self._first_inputs()
+            pieces = slots.pieces(held, like, inputs, self.seeds, halves=False)
         ends = (self.embedding, self.table)
         return OutsideLayers(slots, held, self.schedule, self.batch, pieces, self.seeds, *ends)
 
@@ -151,6 +160,10 @@ class Program:
         """An empty message `[B, T, D]`."""
         like = jax.eval_shape(self.embedding.lookup, self.table, self.batch["tokens"][0])
         return vary(lax.empty(like.shape, like.dtype))
+
+    def _first_inputs(self) -> Tree:
+        """The arrays of a microbatch, where their shapes are read."""
+        return microbatch(self.batch, vary(jnp.int32(0)))
 
     def buffers(self) -> Buffers:
         """Everything empty, at the sizes that the table declares."""
@@ -172,7 +185,7 @@ class Program:
                 jax.tree.map(wide, trained(self.final_norm, self.plan.trainable["final_norm"])),
                 self.head_weights.zeros(self.head),
                 self.outside and self.outside.zeros(),
-                self.ahead and self.ahead.weights.zeros(self.ahead.held),
+                self.ahead and self.ahead.zeros(),
             )
         return Buffers(
             inbox=room(schedule.num_inbox, empty),
@@ -185,7 +198,7 @@ class Program:
             gradients=vary(gradients),
             reports=reports,
             loss=vary(jnp.float32(0)),
-            losses_ahead=self.ahead and self.ahead.no_losses(),
+            ahead=self.ahead and self.ahead.nothing_found(empty, self._first_inputs()),
         )
 
     def _ports_between_ticks(self) -> tuple[str, ...]:
@@ -394,36 +407,46 @@ class Program:
         gradients, scale = carry.gradients, self.scale
         assert gradients is not None and scale is not None
 
-        def work(loss: jax.Array, norm: Tree, head: jax.Array, ahead: AheadSums | None):
-            found, ahead = self.loss_head.loss_and_grad(
-                *self._head_inputs(row, output), scale, self.ahead, ahead
-            )
+        def work(loss: jax.Array, norm: Tree, head: jax.Array, sums: ahead.Sums | None):
+            given = self._head_inputs(row, output)
+            add = None
+            if self.ahead is not None and sums is not None:
+                trips = jnp.where(row.loss >= 0, self.ahead.count, 0)
+                add = partial(self.ahead.add, given[-1], scale, trips, sums)
+            found, sums = self.loss_head.loss_and_grad(*given, scale, add)
             # Of what is frozen nothing reads the gradient: it is not computed.
             norm = jax.tree.map(
                 jnp.add, norm, trained(found.norm, self.plan.trainable["final_norm"])
             )
             head = self.head_weights.accumulate(head, 0, found.head)
-            return found.output, loss + found.total, norm, head, ahead
+            return found.output, loss + found.total, norm, head, sums
 
-        def rest(loss: jax.Array, norm: Tree, head: jax.Array, ahead: AheadSums | None):
-            return jnp.zeros_like(output), loss, norm, head, ahead
+        def rest(loss: jax.Array, norm: Tree, head: jax.Array, sums: ahead.Sums | None):
+            return jnp.zeros_like(output), loss, norm, head, sums
 
-        ahead = None
-        if carry.losses_ahead is not None:
-            ahead = AheadSums(carry.losses_ahead, gradients.ahead)
+        sums = self._sums_ahead(carry, gradients)
         with jax.named_scope(scopes.HEAD):
-            cotangent, loss, norm, head, ahead = lax.cond(
-                row.loss >= 0, work, rest, carry.loss, gradients.final_norm, gradients.head, ahead
+            cotangent, loss, norm, head, sums = lax.cond(
+                row.loss >= 0, work, rest, carry.loss, gradients.final_norm, gradients.head, sums
             )
-        if ahead is not None:
-            carry = carry._replace(losses_ahead=ahead.losses)
-            gradients = gradients._replace(ahead=ahead.gradients)
+        if sums is not None:
+            carry = carry._replace(ahead=sums.found)
+            gradients = gradients._replace(ahead=sums.gradients)
+            if sums.embedding is not None:
+                gradients = gradients._replace(embedding=sums.embedding)
         place = next(i for i, way in enumerate(self.schedule.arrivals) if way.port == "loss")
         return carry._replace(
             loss=loss,
             gradients=gradients._replace(final_norm=norm, head=head),
             inbox=write(carry.inbox, row.arrivals[place], cotangent),
         )
+
+    def _sums_ahead(self, carry: Buffers, gradients: Gradients) -> ahead.Sums | None:
+        if self.ahead is None:
+            return None
+        assert carry.ahead is not None
+        table = gradients.embedding if self.ahead.reads_embedding else None
+        return ahead.Sums(carry.ahead, gradients.ahead, table)
 
     # Ticks in order.
 
@@ -466,7 +489,7 @@ class Program:
         """Losses of all layers and rows; statistics of each layer, summed over all rows.
 
         Statistics of the ring are `[R, 1, L, ...]`, under `layers`; those of the layers outside it
-        `[layers, ...]`, under `outside`.
+        `[layers, ...]`, under `outside`, and those of layers ahead `[heads, ...]`, under `ahead`.
         """
         assert carry.reports is not None
         losses = {name: sum_over(loss, STAGE) for name, loss in carry.reports.losses.items()}
@@ -483,7 +506,8 @@ class Program:
             )
             for name, loss in front.losses.items():
                 losses[name] = losses.get(name, 0.0) + sum_over(loss, STAGE)
-        return jax.tree.map(lambda leaf: sum_over(leaf, BATCH_AXES), Reports(losses, statistics))
+        found = ahead.joined(Reports(losses, statistics), carry.ahead)
+        return jax.tree.map(lambda leaf: sum_over(leaf, BATCH_AXES), found)
 
     def _stacked(self, kind: str, tree: Tree) -> Tree:
         """`[R * L, ...]` as `[R, 1, L, ...]`."""

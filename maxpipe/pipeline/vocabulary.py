@@ -36,7 +36,6 @@ from maxpipe.pipeline.collectives import (
     sum_over,
 )
 from maxpipe.pipeline.weights import (
-    LayerWeights,
     WeightSharding,
     gather,
     scatter,
@@ -81,6 +80,15 @@ class Embedding(NamedTuple):
     ) -> Float[Array, "v d"]:
         """Adds stage 0's cotangent to the gradient of what is held, float32."""
         return self._add(total, tokens, self._to_columns(vary(from_position(cotangent, STAGE, 0))))
+
+    def accumulate_parts(
+        self,
+        total: Float[Array, "v d"],
+        tokens: Int[Array, "B T"],
+        cotangent: Float[Array, "B T D"],
+    ) -> Float[Array, "v d"]:
+        """Adds a cotangent of which every stage has a part, their sum."""
+        return self._add(total, tokens, self._to_columns(vary(sum_over(cotangent, STAGE))))
 
     def accumulate_own(
         self,
@@ -146,47 +154,6 @@ class Loss(NamedTuple):
     """Of this stage's columns, summed over the microbatch, float32."""
 
 
-class Ahead(NamedTuple):
-    """Heads that predict the tokens 1, 2, ... places behind the ordinary targets."""
-
-    function: Callable[[Any, Float[Array, "B T D"]], Float[Array, "B T D"]]
-    """(one head's parameters, the final norm's output) -> what it projects."""
-    loss_weights: dict[str, float]
-    """By the name of each head's loss, what it counts in the objective."""
-
-    @property
-    def num_heads(self) -> int:
-        """Heads beside the ordinary one."""
-        return len(self.loss_weights)
-
-
-class AheadWeights(NamedTuple):
-    """Heads ahead and their parameters, stacked `[heads, ...]`; every stage holds the same."""
-
-    heads: Ahead
-    weights: LayerWeights
-    held: Any
-    """What parameters are read from."""
-
-    def no_losses(self) -> Float[Array, " heads"]:
-        """Zeros."""
-        return vary(jnp.zeros(self.heads.num_heads, jnp.float32))
-
-    def finish(self, gradients: Any) -> Any:
-        """Gradients summed over devices: each stage has those of its part of the vocabulary."""
-        found = self.weights.finish(gradients)
-        return jax.tree.map(lambda leaf: sum_over(leaf, STAGE), found)
-
-
-class AheadSums(NamedTuple):
-    """What heads ahead add up from microbatch to microbatch."""
-
-    losses: Float[Array, " heads"]
-    """Summed cross entropy of each head, in nats, float32."""
-    gradients: Any
-    """Of their parameters, float32, stacked like them."""
-
-
 class LossHead(NamedTuple):
     """Final norm, projection to the vocabulary and cross entropy."""
 
@@ -218,30 +185,30 @@ class LossHead(NamedTuple):
         output: Float[Array, "B T D"],
         inputs: Any,
         scale: Float[Array, ""],
-        ahead: AheadWeights | None = None,
-        sums: AheadSums | None = None,
-    ) -> tuple[Loss, AheadSums | None]:
+        ahead: Callable[..., Any] | None = None,
+    ) -> tuple[Loss, Any]:
         """The loss and the gradients of `scale` times it.
 
         `output` is read from the last stage, `head` is this stage's part, `inputs` are the
-        microbatch's arrays. Heads ahead share both gradients, and add to `sums`.
+        microbatch's arrays. Heads ahead add to both gradients, and what else they have found is
+        returned: see `HeadsAhead.add`.
         """
         output = self._from_last_stage(output)
         hidden, norm_vjp = jax.vjp(self.norm, vary(norm_params), output)
         targets, mask = inputs["targets"], inputs["loss_mask"]
-        total, d_hidden, d_head = self._differentiated(hidden, head, targets, mask, scale)
+        total, d_hidden, d_head = self._differentiated(head, hidden, targets, mask, scale)
+        sums = None
         if ahead is not None:
-            assert sums is not None
-            start = (d_hidden, d_head, sums)
-            d_hidden, d_head, sums = self._ahead(ahead, head, hidden, inputs, scale, start)
+            score = partial(self._differentiated, head)
+            d_hidden, d_head, sums = ahead(score, hidden, d_hidden, d_head)
         d_hidden = vary(sum_over(d_hidden, STAGE)).astype(hidden.dtype)
         d_norm, d_output = norm_vjp(d_hidden)
         return Loss(total, d_output, d_norm, d_head), sums
 
     def _differentiated(
         self,
-        hidden: Float[Array, "B T D"],
         head: Float[Array, "D v"],
+        hidden: Float[Array, "B T D"],
         targets: Int[Array, "B T"],
         mask: Float[Array, "B T"],
         scale: Float[Array, ""],
@@ -255,38 +222,6 @@ class LossHead(NamedTuple):
         d_head = _product("btd,btv->dv", hidden, error)
         d_hidden = _product("btv,dv->btd", error, head)
         return total, d_hidden, d_head
-
-    def _ahead(
-        self,
-        ahead: AheadWeights,
-        head: Float[Array, "D v"],
-        hidden: Float[Array, "B T D"],
-        inputs: Any,
-        scale: Float[Array, ""],
-        start: tuple[Float[Array, "B T D"], Float[Array, "D v"], AheadSums],
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "D v"], AheadSums]:
-        """Adds what the heads ahead find, one after the other: one's logits are in memory at once.
-
-        A gradient by this stage's columns is propagated through a head's own parameters as it is,
-        which is linear, so that one sum over the stages serves all heads.
-        """
-        loss_weights = jnp.asarray([*ahead.heads.loss_weights.values()], jnp.float32)
-
-        def one(
-            number: Array, found: tuple[Array, Array, AheadSums]
-        ) -> tuple[Array, Array, AheadSums]:
-            d_hidden, d_head, sums = found
-            params = ahead.weights.layer(ahead.held, number)
-            own, pullback = jax.vjp(ahead.heads.function, params, hidden)
-            targets, mask = further(inputs, number + 1)
-            weight = scale * loss_weights[number]
-            total, d_own, more = self._differentiated(own, head, targets, mask, weight)
-            d_params, d_input = pullback(d_own.astype(own.dtype))
-            gradients = ahead.weights.accumulate(sums.gradients, number, d_params)
-            sums = AheadSums(sums.losses.at[number].add(total), gradients)
-            return d_hidden + d_input.astype(d_hidden.dtype), d_head + more, sums
-
-        return jax.lax.fori_loop(0, ahead.heads.num_heads, one, vary(start))
 
     def _from_last_stage(self, output: jax.Array) -> jax.Array:
         return vary(from_position(output, STAGE, self.last_stage))
@@ -321,17 +256,6 @@ class LossHead(NamedTuple):
         picked = sum_over(jnp.where(is_target, logits, 0.0).sum(axis=-1), STAGE)
         total = ((jnp.log(normaliser) + largest - picked) * mask).sum()
         return vary(total), exponent, normaliser, is_target.astype(jnp.float32), slope
-
-
-def further(inputs: Any, distance: Int[Array, ""]) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
-    """Targets `distance` tokens behind the ordinary ones, and which of them count.
-
-    Those count that count where they are the ordinary ones, in the same row and segment.
-    """
-    ids, later = inputs["segment_ids"], lambda name: jnp.roll(inputs[name], -distance, axis=1)
-    in_row = jnp.arange(ids.shape[1]) + distance < ids.shape[1]
-    counts = in_row & (later("segment_ids") == ids)
-    return later("targets"), later("loss_mask") * counts
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:

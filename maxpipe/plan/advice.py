@@ -69,6 +69,7 @@ TERMS: dict[str, Term] = {
         "pipeline.layers_outside=0, pipeline.remat=chunk",
     ),
     "reports": Term("losses and statistics that layers report", "more mesh.ici_stage"),
+    "ahead": Term("losses and statistics of heads ahead", "fewer model.heads_ahead"),
     "logits": Term(
         "logits of a microbatch and their gradient",
         "more mesh.ici_stage or mesh.ici_tensor (they share the vocabulary), more "

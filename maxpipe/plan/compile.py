@@ -326,6 +326,8 @@ def executions(
     for action, turns in per_tick.items():
         trips |= _of_kinds(f"/{SLOTS[action]}/", layout)
         trips[_layer_loop(f"/{SLOTS[action]}/")] = turns
+    if (heads := steps.partition.decoder.model.ends.layers_ahead) is not None:
+        trips[rf"/{scopes.AHEAD}/while$"] = heads.num_heads
     visits = schedule.visits
     if weight_gather == "visit" and visits.num_window:
         turns = len(visits.gather_tick) + 1

@@ -142,18 +142,30 @@ class CostModel:
 
     @cached_property
     def head(self) -> float:
-        """Loss head of a microbatch: all stages share it."""
+        """Loss head of a microbatch: all stages share it. Heads ahead, of which each does all."""
         sizes = self.sizes
         matrix, heads = sizes.head_elements(whole=True), 1 + sizes.heads_ahead
-        trained, ahead = sizes.trained.head_elements(whole=True), sizes.ahead_elements(whole=True)
-        trained_ahead = sizes.trained.ahead_elements(whole=True)
+        trained, ahead = sizes.trained.head_elements(whole=True), sizes.ahead_matrices()
+        trained_ahead = sizes.trained.ahead_matrices()
         flops = 4.0 * (heads * matrix + ahead) + 2.0 * (heads * trained + trained_ahead)
         flops *= sizes.tokens
         moved = heads * (4.0 * 4 * sizes.tokens * sizes.vocabulary + 4.0 * matrix)
         sums = 2 * self.move(
             "stage", 2 * self.around("stage") * self.size * sizes.activation, rounds=2
         )
-        return self.contention * self.work(flops, moved) + sums + self.embed
+        return self.contention * self.work(flops, moved) + sums + self.embed + self.layers_ahead
+
+    @property
+    def layers_ahead(self) -> float:
+        """Layers of heads ahead, of a microbatch, and another lookup for them.
+
+        They go forward twice, whatever is kept of others.
+        """
+        if not (layers := self.sizes.layers_ahead):
+            return 0.0
+        once = self.slots("F", layers) + self.slots("B", layers)
+        again = (1.0 - self.recomputed) * self.total(layers, attrgetter("forward"))
+        return self.contention * (once + again) + self.embed
 
     @cached_property
     def embed(self) -> float:
@@ -370,7 +382,7 @@ def _gathers(model: CostModel, schedule: Schedule) -> float:
     if mode == "iteration":
         return 0.0
     gather = attrgetter("gather")
-    outside = model.total(sizes.outside, gather)
+    outside = model.total(sizes.outside, gather) + model.total(sizes.layers_ahead, gather)
     if mode == "step" or not schedule.visits.num_window:
         return outside + model.total(sizes.layer_slots, gather)
     return outside + len(schedule.visits.gather_tick) * model.total(sizes.per_chunk, gather)
@@ -385,15 +397,16 @@ def _reductions(model: CostModel, schedule: Schedule) -> float:
     elif mode == "visit":
         layers = len(schedule.visits.reduce_tick) * model.total(sizes.per_chunk, scatter)
     if mode != "iteration":
-        layers += model.total(sizes.outside, scatter)
+        layers += model.total(sizes.outside, scatter) + model.total(sizes.layers_ahead, scatter)
     layers += model.move("stage", _summed_over_stages(model))
     over_data = model.move("data", 2 * model.around("data") * 4.0 * sizes.trained.shard_elements)
     return layers + over_data
 
 
 def _summed_over_stages(model: CostModel) -> float:
-    """Bytes that a device sends to sum the gradients of the layers outside the ring."""
-    return 2 * model.around("stage") * 4.0 * model.sizes.trained.outside_elements()
+    """Bytes that a device sends to sum the gradients of layers outside the ring, and behind it."""
+    trained = model.sizes.trained
+    return 2 * model.around("stage") * 4.0 * (trained.outside_elements() + trained.ahead_elements())
 
 
 def _update(model: CostModel) -> float:
@@ -416,6 +429,9 @@ def traffic(model: CostModel, schedule: Schedule) -> dict[tuple[str, str], float
     sizes, pipeline = model.sizes, model.sizes.config.pipeline
     gathered, scattered = attrgetter("gathered"), attrgetter("scattered")
     each, all_layers = sizes.microbatches / sizes.stages, sizes.ring + sizes.outside
+    # Every stage runs those of all microbatches.
+    further = {kind: count * sizes.stages for kind, count in sizes.layers_ahead.items()}
+    all_layers += Counter(further)
     if pipeline.weight_gather == "iteration":
         again = 3 if pipeline.remat == "chunk" else 2
         sent = again * model.total(all_layers, gathered) + model.total(all_layers, scattered)
@@ -424,9 +440,10 @@ def traffic(model: CostModel, schedule: Schedule) -> dict[tuple[str, str], float
         visits, chunk = schedule.visits, sizes.per_chunk
         fsdp = len(visits.gather_tick) * model.total(chunk, gathered)
         fsdp += len(visits.reduce_tick) * model.total(chunk, scattered)
-        fsdp += model.total(sizes.outside, gathered) + model.total(sizes.outside, scattered)
+        held = sizes.outside + Counter(sizes.layers_ahead)
+        fsdp += model.total(held, gathered) + model.total(held, scattered)
     else:
-        held = sizes.outside + Counter(sizes.layer_slots)
+        held = sizes.outside + Counter(sizes.layers_ahead) + Counter(sizes.layer_slots)
         fsdp = model.total(held, gathered) + model.total(held, scattered)
     ways = sum(1 for way in schedule.arrivals if way.step)
     message = model.size * sizes.activation

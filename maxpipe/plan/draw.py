@@ -30,6 +30,7 @@ COLOURS = {
     "inbox": "#6b6510",
     "sent": "#cfc865",
     "reports": "#9c6b4f",
+    "ahead": "#b58863",
     "batch": "#a9b3c4",
 }
 _INK, _GREY, _PALE, _LIMIT = "#1d2633", "#667085", "#eff1f5", "#c4314b"

@@ -107,7 +107,10 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
         "partial": 0.0,
         "outside": 0.0,
         "reports": sizes.report_bytes(sizes.layer_slots),
+        "ahead": 0.0,
     }
+    if heads := sizes.heads_ahead:
+        found["ahead"] = 4.0 * heads + sizes.report_bytes(sizes.layers_ahead)
     if schedule.mixed:
         found["deferred"] = schedule.num_deferred * sum(
             length * sizes.deferred_bytes(kind) for kind, length in sizes.per_chunk.items()
@@ -238,7 +241,10 @@ def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
         weights = WEIGHTS[mode] * size * sizes.layer_elements(name, whole=True)
         return weights + max(_part_on_tpu(sizes, part) for part in kind.parts.values())
 
-    return max(needed(*kind) for kind in sizes.model.kinds.items()) + _chunk_inputs(sizes)
+    ring = max(needed(*kind) for kind in sizes.model.kinds.items()) + _chunk_inputs(sizes)
+    kinds, waiting = sizes.model.kinds, size * (AHEAD_WAITS + 2 * sizes.heads_ahead)
+    behind = [needed(name, kinds[name]) for name in sizes.layers_ahead]
+    return max([ring, *(each + waiting * sizes.activation for each in behind)])
 
 
 def _part_on_tpu(sizes: Sizes, part: Part) -> float:
@@ -276,7 +282,33 @@ def _layer_on_cpu(sizes: Sizes) -> float:
         return alive + CPU_WEIGHTS * sizes.layer_elements(name, whole=True)
 
     size = BYTES[sizes.config.model.compute_dtype]
-    return size * max(needed(*kind) for kind in sizes.model.kinds.items()) + _chunk_inputs(sizes)
+    ring = size * max(needed(*kind) for kind in sizes.model.kinds.items()) + _chunk_inputs(sizes)
+    kinds = sizes.model.kinds
+    behind = [size * needed(name, kinds[name]) for name in sizes.layers_ahead]
+    return max([ring, *(each + _beside_layer_ahead(sizes) for each in behind)])
+
+
+CPU_AHEAD = 28.0
+"""Activations beside those of a layer that is a head ahead: projection, norms, embeddings, and what
+waits for other heads; fitted as above."""
+
+
+def _beside_layer_ahead(sizes: Sizes) -> float:
+    size = BYTES[sizes.config.model.compute_dtype]
+    return size * (CPU_AHEAD + 2 * sizes.heads_ahead) * sizes.activation
+
+
+AHEAD_WAITS = 8.0
+"""Activations that wait beside logits of heads that are layers, besides two for each."""
+
+
+def _waiting_ahead(sizes: Sizes) -> float:
+    """Beside logits where layers predict further ahead: the matrix's gradient, once more."""
+    if not sizes.layers_ahead:
+        return 0.0
+    size = BYTES[sizes.config.model.compute_dtype]
+    waiting = size * (AHEAD_WAITS + 2 * sizes.heads_ahead) * sizes.activation
+    return waiting + 2 * 4.0 * sizes.trained.head_elements(whole=True)
 
 
 def _chunk_inputs(sizes: Sizes) -> float:
@@ -302,4 +334,4 @@ def _logits(sizes: Sizes, *, fused: bool) -> float:
         most = with_gradient if gathers else logits
     else:
         most = max(with_gradient, UNFUSED_LOGITS * logits)
-    return most + BYTES[model.compute_dtype] * matrix * gathers
+    return most + BYTES[model.compute_dtype] * matrix * gathers + _waiting_ahead(sizes)

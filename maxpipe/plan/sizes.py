@@ -13,7 +13,13 @@ from functools import cached_property, lru_cache
 
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import Config
-from maxpipe.model.count import computed_share, layer_costs, scored_keys, scored_pairs
+from maxpipe.model.count import (
+    computed_share,
+    layer_costs,
+    matrices_ahead,
+    scored_keys,
+    scored_pairs,
+)
 from maxpipe.model.families.registry import describe
 from maxpipe.model.spec import Dims, Held, Kind, Model, Param, Part, Products, Scores
 from maxpipe.parallel.axes import MESH_AXES, axis_table
@@ -258,9 +264,23 @@ class Sizes:
         ahead = self.model.ends.ahead
         return 0 if ahead is None else ahead.num_heads
 
+    @property
+    def layers_ahead(self) -> Mapping[str, int]:
+        """Of each kind of layer those that are heads ahead."""
+        heads = self.model.ends.layers_ahead
+        return {} if heads is None else {heads.kind_name: heads.num_heads}
+
     def ahead_elements(self, *, whole: bool = False) -> int:
         """Parameters of all of them, the output projection left out."""
         return self._of_end("ahead", whole=whole)
+
+    def ahead_matrices(self) -> int:
+        """Of them those that meet each token and are not in layers, gathered."""
+        return sum(
+            self.elements(param.dims, whole=True)
+            for name, param in self.model.ends.params.items()
+            if name in matrices_ahead(self.model) and self.counts(param)
+        )
 
     def _of_end(self, first: str, *, whole: bool) -> int:
         """Of an end's part, by the first part of its parameters' names."""

@@ -34,7 +34,9 @@ METRICS = (
         "train/loss_ahead_1",
         "nats per token",
         "Cross-entropy of the first head ahead, the sum over the tokens that it predicts divided "
-        "by the number of those of `train/loss`. `train/loss_ahead_2` is that of the second.",
+        "by the number of those of `train/loss`. `train/loss_ahead_2` is that of the second. With "
+        "`model.ahead=layer` their layers count in the numbers of layers below, each for the "
+        "tokens that it has a target for.",
         "with `model.heads_ahead`",
     ),
     Metric(

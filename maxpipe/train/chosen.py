@@ -20,7 +20,7 @@ from maxpipe.config.check import DEFAULT
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.exchange.source import opened
+from maxpipe.exchange.source import WITHOUT_AHEAD, opened
 from maxpipe.train.resume import check_model
 from maxpipe.train.step import Steps
 from maxpipe.train.weights import of_folder
@@ -143,7 +143,8 @@ def _choose_folder(
 ) -> Chosen:
     """The same of a Hugging Face folder, which has a model, a tokenizer and a length of rows."""
     source = opened(str(folder))
-    model = {**source.model_dtypes, **source.described.section}
+    # Heads ahead are for training: they are not read.
+    model = {**source.model_dtypes, **source.described.section, **WITHOUT_AHEAD}
     known = {
         "model": model,
         "tokenizer": {"kind": "auto", "path": str(source.folder)},

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
+from maxpipe.model.decoder import AHEAD
 from maxpipe.model.spec import Follows, Model
 from maxpipe.train.guard import unless_bad
 
@@ -22,21 +23,31 @@ Tree = Any
 def followed(
     model: Model,
     params: Tree,
-    statistics: Mapping[str, Mapping[str, Mapping[str, Array]]],
+    statistics: Mapping[str, Mapping[str, Any]],
     taken: Bool[Array, ""] | bool,
 ) -> Tree:
     """The parameters after a step, with those that follow statistics moved if it is taken.
 
-    `statistics` are by place (`layers` and `outside`), kind and name.
+    `statistics` are by place (`layers` and `outside`), kind and name; those of layers ahead by
+    name, under `ahead`.
     """
     found = dict(params)
+
+    def move(layers: Tree, follows: Mapping[tuple[str, str], Follows], reported: Tree) -> Tree:
+        for (part, name), how in follows.items():
+            old, own = layers[part][name], layers[part]
+            new = unless_bad(taken, moved(old, reported[how.statistic], how), old)
+            layers = layers | {part: own | {name: new}}
+        return layers
+
     for place, kinds in statistics.items():
+        if place == AHEAD:
+            heads = found[place]
+            found[place] = heads | {"layer": move(heads["layer"], model.ends.follows, kinds)}
+            continue
         layers = dict(found.get(place, {}))
         for kind, reported in kinds.items():
-            for (part, name), how in model.kinds[kind].follows.items():
-                old, own = layers[kind][part][name], layers[kind][part]
-                new = unless_bad(taken, moved(old, reported[how.statistic], how), old)
-                layers[kind] = layers[kind] | {part: own | {name: new}}
+            layers[kind] = move(layers[kind], model.kinds[kind].follows, reported)
         if layers:
             found[place] = layers
     return found

@@ -40,7 +40,7 @@ from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, compare
 from maxpipe.errors import ConfigError, Problem, StorageError
 from maxpipe.exchange.incoming import WEIGHTS_ONLY, remarks
-from maxpipe.exchange.source import folder_of
+from maxpipe.exchange.source import WITHOUT_AHEAD, folder_of
 from maxpipe.exchange.source import opened as open_folder
 from maxpipe.model.families.registry import describe
 from maxpipe.model.frozen import trained
@@ -58,6 +58,8 @@ OWN_KEYS = frozenset(
 )
 
 _FROZEN = "model.frozen"
+_HEADS_AHEAD, _AHEAD = "model.heads_ahead", "model.ahead"
+"""The second is not read where the first is 0."""
 
 # Model keys that may change between a checkpoint and the run that resumes it.
 _FREE_MODEL_KEYS = frozenset(
@@ -212,7 +214,13 @@ def _with_folder(folder: str, loaded: Loaded, steps: Steps, console: Console) ->
     """A new run with the parameters of a Hugging Face folder."""
     config = loaded.config
     source = open_folder(folder, where("checkpoint.restore_from", loaded.origins))
-    wanted, decided = to_dict(config)["model"], source.described.section
+    wanted = to_dict(config)["model"]
+    decided = {**WITHOUT_AHEAD, **source.described.section}
+    if decided["heads_ahead"] and not config.model.heads_ahead:
+        console.note(
+            "model.heads_ahead=0: the folder's layers that predict further ahead are left out"
+        )
+        decided |= {**WITHOUT_AHEAD, "ahead": config.model.ahead}
     # config.json says nothing about other keys, such as dropout.
     own = {
         name: {**wanted.get(name, {}), **keys}
@@ -359,7 +367,9 @@ def check_model(
             f"Set {key}={shown(then[key])}, or {otherwise}.",
         )
         for key in sorted(then)
-        if not (_is_free(key) or (weights_alone and key == _TYPE)) and then[key] != now.get(key)
+        if not (_is_free(key) or (weights_alone and key == _TYPE))
+        and then[key] != now.get(key)
+        and not (key == _AHEAD and not then[_HEADS_AHEAD])
     ]
     if problems:
         raise ConfigError(problems)

@@ -36,12 +36,12 @@ from maxpipe.model.count import layer_costs
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.mesh import BATCH_AXES, STAGE
 from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
+from maxpipe.pipeline import ahead
 from maxpipe.pipeline.executor import Engine
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.network import Network
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.trainable import joined
-from maxpipe.pipeline.vocabulary import Ahead
 from maxpipe.processes.runtime import compiler_options
 from maxpipe.schedule.balance import balanced_cut
 from maxpipe.schedule.catalog import build, forward_only
@@ -335,7 +335,8 @@ class Steps:
         layers = found.statistics["layers"], found.statistics.get("outside", {})
         model, layout = self.partition.decoder.model, self.partition.layout
         metrics |= {f"train/loss_{name}": found.losses[name] for name in model.ends.losses}
-        metrics |= summarised(model, found.losses, layout.unstack(*layers))
+        further = {ahead.AHEAD: found.statistics.get(ahead.AHEAD, {})}
+        metrics |= summarised(model, found.losses, layout.unstack(*layers) | further)
         return TrainState(state.step + 1, params, optimizer, guard), metrics
 
     def _updated(
@@ -444,7 +445,7 @@ def partition(
         ends.embed_scale,
         ends.logit_scale,
         ends.logit_cap,
-        Ahead(decoder.ahead, dict(ends.losses)) if ends.ahead is not None else None,
+        _heads_ahead(decoder),
     )
     lengths = np.zeros(model.vocab_size, np.int32)
     lengths[: len(byte_lengths)] = byte_lengths
@@ -470,6 +471,13 @@ def partition(
         guard=guard,
         reach_after=partial(reach_after, optim),
     )
+
+
+def _heads_ahead(decoder: Decoder) -> ahead.Heads | None:
+    ends = decoder.model.ends
+    if ends.layers_ahead is not None:
+        return ahead.Layers(decoder.layer_ahead, dict(ends.losses))
+    return None if ends.ahead is None else ahead.Projections(decoder.ahead, dict(ends.losses))
 
 
 def keep_of(pipeline: PipelineConfig, model: ModelConfig) -> RematPolicy:

@@ -20,12 +20,12 @@ def summarised(
     """The numbers by tag.
 
     `losses` are sums over layers, for each target token; `statistics` are by kind and name arrays
-    `[layers of the kind, ...]`.
+    `[layers of the kind, ...]`. Layers of heads ahead count as others do, for their own targets.
     """
     found: dict[str, Array] = {}
     for tag, summary in model.summaries.items():
         if summary.take == "mean":
-            layers = sum(summary.of in model.kinds[kind].losses for kind in model.layers)
+            layers = sum(summary.of in model.kinds[kind].losses for kind in model.all_layers)
             if layers:
                 found[tag] = losses[summary.of] / layers
             continue

@@ -1,9 +1,9 @@
 """Runs in an environment with transformers: makes folders, and logits of folders.
 
-Usage: oracle.py make | logits | quantise | train | losses | greedy JOBS. JOBS is a JSON list; of
-each entry `folder` is the Hugging Face folder, `tokens` the file with ids `[rows, tokens]`,
-`logits` the file to write. The last three read `documents`, a JSON file, and write `trained`, a
-folder, or `found`, a JSON file.
+Usage: oracle.py make | logits | quantise | add_ahead | ahead | train | losses | greedy JOBS. JOBS
+is a JSON list; of each entry `folder` is the Hugging Face folder, `tokens` the file with ids
+`[rows, tokens]`, `logits` the file to write. The last three read `documents`, a JSON file, and
+write `trained`, a folder, or `found`, a JSON file.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ def main() -> None:
     for job in jobs:
         if action == "make":
             made(job).save_pretrained(job["folder"], max_shard_size=job["max_shard_size"])
+        if action in AHEAD:
+            AHEAD[action](job)
+            continue
         if action == "quantise":
             quantise(made(job), Path(job["folder"]))
             continue
@@ -73,6 +76,55 @@ def quantise(model: Any, folder: Path) -> None:
         "modules_to_not_convert": [*left, "lm_head"],
     }
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def add_ahead(job: dict[str, Any]) -> None:
+    """To a folder the layers that predict further ahead, as DeepSeek-V3 is published.
+
+    They have the names of the last layer's tensors, and copies of both tables.
+    """
+    folder, count = Path(job["folder"]), job["config"]["num_nextn_predict_layers"]
+    layers = job["config"]["num_hidden_layers"]
+    tensors = load_file(folder / "model.safetensors")
+    table, width = tensors["model.embed_tokens.weight"], job["config"]["hidden_size"]
+    last = f"model.layers.{layers - 1}."
+    shapes = {n.removeprefix(last): each.shape for n, each in tensors.items() if n.startswith(last)}
+    shapes |= {f"{name}.weight": (width,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    shapes["eh_proj.weight"] = (width, 2 * width)
+    for number in range(layers, layers + count):
+        mine = f"model.layers.{number}."
+        for name, shape in shapes.items():
+            dtype = torch.float32 if "bias" in name else table.dtype
+            tensors[mine + name] = torch.normal(0.0, 0.2, tuple(shape)).to(dtype)
+        tensors[f"{mine}embed_tokens.weight"] = table.clone()
+        tensors[f"{mine}shared_head.head.weight"] = tensors.get("lm_head.weight", table).clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def ahead(job: dict[str, Any]) -> None:
+    """Logits of the layers that predict further ahead, given all tokens of each row."""
+    layers, count = (job["config"][n] for n in ("num_hidden_layers", "num_nextn_predict_layers"))
+    # What it passes over, and then reads, has the number of the published model's layers.
+    transformers.DeepseekV3PreTrainedModel._keys_to_ignore_on_load_unexpected = [
+        rf"model\.layers\.{number}\..*" for number in range(layers, layers + count)
+    ]
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        job["folder"], dtype=torch.float32, output_loading_info=True, **EAGER
+    )
+    assert not any(info.values()), info
+    heads = transformers.modeling_layers.MtpModel.from_pretrained(model.eval()).eval()
+    tokens, found = torch.from_numpy(np.load(job["tokens"])), []
+    with torch.no_grad():
+        last = model.model(tokens).last_hidden_state
+        for number in range(count):
+            later = tokens[:, number + 1 :]
+            places = torch.arange(number + 1, tokens.shape[1])[None]
+            last = heads.forward_layer(number, last[:, :-1], places, None, input_ids=later)
+            found.append(model.lm_head(last).numpy())
+    np.savez(job["logits"], *found)
+
+
+AHEAD = {"add_ahead": add_ahead, "ahead": ahead}
 
 
 def loaded(job: dict[str, Any]) -> Any:

@@ -64,26 +64,103 @@ def test_latent_attention_and_groups_are_checked(
     assert str(caught.value).startswith(str(path))
 
 
-def test_layers_that_predict_further_ahead_are_left_out_and_biases_stay_float32(
+COPIES = {
+    "embed_tokens.weight": "model.embed_tokens.weight",
+    "shared_head.head.weight": "lm_head.weight",
+}
+OWN = {f"{each}.weight" for each in ("enorm", "hnorm", "eh_proj", "shared_head.norm")}
+BEHIND = "model.layers.3."
+
+
+def drawn(folder: Path, config: dict[str, Any]) -> maker.Tensors:
+    """All tensors of a model with this config, in bfloat16 but for the biases of routers."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    in_words = described(folder)
+    shapes = mapped(describe(in_words.config), in_words.table).tensors
+    found: maker.Tensors = {}
+    for name, shape in shapes.items():
+        type_ = maker.TYPES["F32" if "bias" in name else "BF16"]
+        found[name] = np.random.default_rng([*name.encode()]).normal(size=shape).astype(type_)
+    for copy, original in COPIES.items():
+        original = original if original in found else "model.embed_tokens.weight"
+        found |= {name: found[original] for name in found if re.match(rf".*\.\d+\.{copy}", name)}
+    return found
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 0) -> str:
+    capsys.readouterr()
+    assert main([*map(str, arguments)]) == code
+    return "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_nextn_predict_layers": 2}])
+def test_layers_that_predict_further_ahead_come_in_and_go_out_bit_for_bit(
+    changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = CONFIG | changes
+    tensors = drawn(tmp_path / "x", config)
+    behind = {name.removeprefix(BEHIND) for name in tensors if name.startswith(BEHIND)}
+    before = {each.removeprefix("model.layers.2.") for each in tensors if ".layers.2." in each}
+    assert behind == before | OWN | {*COPIES}
+    folder = maker.write(tmp_path / "x", config, tensors, files=3)
+    imported, out = tmp_path / "imported", tmp_path / "out"
+    assert "left out" not in said(capsys, "import", folder, "--out", imported)
+    assert "left out" not in said(capsys, "export", imported, out)
+    maker.same_bits(maker.read(out), tensors)
+    count = config["num_nextn_predict_layers"]
+    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == count
+    narrow = tmp_path / "narrow"
+    said(capsys, "export", imported, narrow, "--dtype", "bfloat16")
+    wide = {name for name, array in maker.read(narrow).items() if array.dtype == np.float32}
+    layers = range(1, 3 + count)
+    assert wide == {f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in layers}
+
+
+def test_copies_may_be_missing_and_of_a_tied_table_are_both_the_embedding(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = maker.write(tmp_path / "x", CONFIG, {})
-    said = described(folder)
-    tensors = {
-        name: np.random.default_rng(3).normal(size=shape).astype(np.float32)
-        for name, shape in mapped(describe(said.config), said.table).tensors.items()
+    config = CONFIG | {"tie_word_embeddings": True}
+    tensors = drawn(tmp_path / "x", config)
+    without = {
+        name: array for name, array in tensors.items() if name.removeprefix(BEHIND) not in COPIES
     }
-    ahead = {"model.layers.3.eh_proj.weight": np.ones((12, 24), np.float32)}
-    maker.write(folder, CONFIG, tensors | ahead)
-    imported, out = tmp_path / "imported", tmp_path / "out"
-    assert main(["import", str(folder), "--out", str(imported)]) == 0
-    told = "".join(capsys.readouterr())
-    assert "left out, as this model does not use them: model.layers.3.eh_proj" in told
-    assert main(["export", str(imported), str(out), "--dtype", "bfloat16"]) == 0
-    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
-    found = maker.read(out)
-    assert found.keys() == tensors.keys()
-    exact = {name for name, array in found.items() if array.dtype == np.float32}
-    assert exact == {f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in (1, 2)}
-    for name in exact:
-        np.testing.assert_array_equal(found[name], tensors[name])
+    assert len(tensors) - len(without) == 2
+    folder = maker.write(tmp_path / "x", config, without)
+    said(capsys, "import", folder, "--out", tmp_path / "imported")
+    said(capsys, "export", tmp_path / "imported", tmp_path / "out")
+    maker.same_bits(maker.read(tmp_path / "out"), tensors)
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_copy_that_differs_is_refused(
+    copy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = drawn(tmp_path / "x", CONFIG)
+    other = tensors[BEHIND + copy].copy()
+    other[-1, -1] += 1
+    folder = maker.write(tmp_path / "x", CONFIG, tensors | {BEHIND + copy: other})
+    out = tmp_path / "imported"
+    told = said(capsys, "import", folder, "--out", out, code=2)
+    assert f"{BEHIND}{copy}\n  must be {COPIES[copy]}, bit for bit" in told
+    assert "Set num_nextn_predict_layers to 0" in told and not out.exists()
+    maker.write(folder, CONFIG | {"num_nextn_predict_layers": 0}, tensors)
+    told = said(capsys, "import", folder, "--out", out)
+    assert f"left out, as this model does not use them: {BEHIND}" in told
+
+
+def test_a_folder_without_the_layers_that_it_says_of_starts_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = drawn(tmp_path / "x", CONFIG)
+    less = {name: array for name, array in tensors.items() if not name.startswith(BEHIND)}
+    folder = maker.write(tmp_path / "x", CONFIG, less)
+    told = said(capsys, "import", folder, "--out", tmp_path / "imported")
+    assert "says of 1 layer to predict further ahead, and the folder has none" in told
+    said(capsys, "export", tmp_path / "imported", tmp_path / "out")
+    maker.same_bits(maker.read(tmp_path / "out"), less)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["num_nextn_predict_layers"] == 0
+    maker.write(folder, CONFIG, less | {f"{BEHIND}eh_proj.weight": np.ones((12, 24), np.float32)})
+    told = said(capsys, "import", folder, "--out", tmp_path / "other", code=2)
+    assert f"lacks {len(tensors) - len(less) - 3} tensors: '{BEHIND}enorm.weight'" in told

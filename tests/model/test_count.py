@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from maxpipe.config.schema import MeshConfig, ModelConfig
 from maxpipe.model import count
 from maxpipe.model.decoder import Decoder
 from maxpipe.model.families.registry import describe
-from maxpipe.model.spec import Model
+from maxpipe.model.spec import Model, Scores
 from maxpipe.parallel.sharding import AxisRules
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"
@@ -64,7 +65,8 @@ def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int, h
         ("mixtral-8x7b", 46_702_792_704),
         ("deepseek-v2-lite", 15_706_484_224),
         ("deepseek-v2", 235_741_434_880),
-        ("deepseek-v3", 671_026_419_200),
+        # Published as 671 B, and 685 B of a folder, with two copies of a table in its last layer.
+        ("deepseek-v3", 671_026_419_200 + 11_610_068_224),
         ("llama3-1b", 1_235_814_400),
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
@@ -197,3 +199,45 @@ def test_heads_ahead_count_in_a_step(tied: bool) -> None:
     models = (describe(dataclasses.replace(plain, heads_ahead=heads)) for heads in (0, 3))
     without, three = (count.train_flops_per_token(model, 128) for model in models)
     assert three - without == 6 * 3 * WIDE.d_model * (WIDE.vocab_size + WIDE.d_model)
+
+
+def test_layers_ahead_count_as_layers() -> None:
+    """Behind the network: three of them take what three layers more do, and their projections."""
+    config = dataclasses.replace(published("gemma3-270m"), num_layers=5)
+    longer = describe(dataclasses.replace(config, num_layers=6))
+    one = dataclasses.replace(config, heads_ahead=1, ahead="layer")
+    tokens, width, vocab = 4096, config.d_model, config.vocab_size
+
+    def more(frozen: list[str], counted: Callable[..., int], *arguments: int) -> int:
+        changed = (dataclasses.replace(each, frozen=frozen) for each in (config, one))
+        without, ahead = (counted(describe(each), *arguments) for each in changed)
+        return ahead - without
+
+    # The sixth layer is the first with attention to all tokens; one behind the fifth has none.
+    layer = count.forward_flops_per_token(longer, tokens)
+    layer -= count.forward_flops_per_token(describe(config), tokens)
+    heads = longer.kinds["layer"].parts["attention"].operations
+    (scores,) = (each for each in heads if isinstance(each, Scores))
+    window = longer.values[scores.window][0]
+    pairs = (tokens // 2) - (window - window**2 / (2 * tokens))
+    layer -= round(4 * scores.heads * scores.head_size * pairs)
+    projections = 2 * (2 * width**2 + width * vocab)
+    assert more([], count.forward_flops_per_token, tokens) == layer + projections
+    assert more([], count.train_flops_per_token, tokens) == 3 * (layer + projections)
+    frozen = more(["ahead.projection", "ahead.layer.mlp.*"], count.train_flops_per_token, tokens)
+    mlp = 3 * width * config.d_mlp
+    assert frozen == 3 * (layer + projections) - 2 * (2 * width**2 + mlp)
+    params = more([], count.num_params)
+    assert params == count.layer_params(longer.kinds["layer"]) + 2 * width**2 + 3 * width
+    assert count.num_params(describe(one)) == tree_params(one)
+
+
+def test_a_token_uses_some_experts_of_layers_ahead() -> None:
+    config = published("tiny-moe")
+    one = dataclasses.replace(config, heads_ahead=2, ahead="layer")
+    unused = [
+        count.num_params(model) - count.active_params(model)
+        for model in (describe(config), describe(one))
+    ]
+    layers = describe(config).layers.count("experts")
+    assert unused[1] * layers == unused[0] * (layers + 2)

@@ -368,3 +368,58 @@ def test_heads_ahead_follow_their_formula() -> None:
         assert_close(found.losses[name], wanted)
     mean = sum(losses.values()) / 2
     assert_close(objective, loss + 0.6 * mean / mask.sum())
+
+
+def test_layers_ahead_are_drawn_each_by_itself_and_leave_others_as_they_are() -> None:
+    plain, one, three = (
+        numpy_leaves(jax.jit(decoder_with(heads_ahead=heads, ahead="layer").init)(KEY))
+        for heads in (0, 1, 3)
+    )
+    assert all(np.array_equal(three[name], leaf) for name, leaf in plain.items())
+    assert all(np.array_equal(three[name][:1], one[name]) for name in one.keys() - plain.keys())
+    drawn = [
+        leaf for name, leaf in three.items() if name.startswith("ahead") and "norm" not in name
+    ]
+    assert all(leaf.std() > 0 and not np.array_equal(leaf[0], leaf[2]) for leaf in drawn)
+    assert not np.array_equal(three["ahead.layer.mlp.gate"], three["ahead.layer.mlp.up"])
+
+
+def test_layers_ahead_follow_their_formula_in_each_document_alone() -> None:
+    """Two chained heads by loops over documents, each of which is a row of its own."""
+    decoder = decoder_with(heads_ahead=2, ahead="layer", ahead_loss_weight=0.6)
+    params, batch = jax.jit(decoder.init)(KEY), make_batch(1)
+    batch["loss_mask"] = jnp.asarray([[1, 0, 1, 1, 1, 0, 1, 1]])
+    losses = {"ahead_1": 0.0, "ahead_2": 0.0}
+
+    def rms(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + SMALL.norm_epsilon) * scale
+
+    ahead = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["ahead"])
+    ahead["norm"]["scale"] *= np.linspace(0.5, 1.5, 16)
+    params["ahead"]["norm"] = jax.tree.map(jnp.asarray, ahead["norm"])
+    table = np.asarray(params["embedding"], np.float64)
+    layer = jax.jit(decoder.layer("layer"))
+    for document in (slice(0, 3), slice(3, 8)):
+        own = {n: leaf[:, document] if leaf.ndim > 1 else leaf for n, leaf in batch.items()}
+        hidden = decoder.norm(params["final_norm"], decoder.hidden(params, own))
+        for head in range(2):
+            mine = jax.tree.map(lambda leaf, at=head: leaf[at], ahead)
+            count = own["tokens"].shape[1] - 1 - head
+            places = {n: leaf[:, :count] if leaf.ndim > 1 else leaf for n, leaf in own.items()}
+            later = table[np.asarray(own["tokens"])[:, head + 1 :]]
+            before = np.asarray(hidden, np.float64)[:, :count]
+            norms = mine["embedding_norm"]["scale"], mine["hidden_norm"]["scale"]
+            both = np.concatenate([rms(later, norms[0]), rms(before, norms[1])], -1)
+            x = jnp.asarray(both @ mine["projection"], jnp.float32)
+            x, *_ = layer(mine["layer"], x, places, jnp.int32(3 + head))
+            hidden = rms(np.asarray(x, np.float64), mine["norm"]["scale"])
+            logits = hidden @ np.asarray(params["head"], np.float64)
+            logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+            targets, mask = (np.asarray(own[n])[0, head + 1 :] for n in ("targets", "loss_mask"))
+            losses[f"ahead_{head + 1}"] -= (logs[0, np.arange(count), targets] * mask).sum()
+    found = jax.jit(decoder.run)(params, batch)
+    assert found.losses.keys() == losses.keys()
+    for name, wanted in losses.items():
+        assert_close(found.losses[name], wanted)
+    objective = decoder.loss(params, batch) + 0.3 * sum(losses.values()) / batch["loss_mask"].sum()
+    assert_close(decoder.objective(params, batch), objective)

@@ -33,7 +33,7 @@ def _plain(decoder: Decoder, with_key: bool) -> tuple[Any, Any]:
         return decoder.objective_of(found, row) * count, reported
 
     params = jax.jit(decoder.init)(jax.random.key(0))
-    if "ahead" in params:  # starts at 0, where some of its gradients are 0
+    if "transform" in params.get("ahead", {}):  # starts at 0, where some of its gradients are 0
         shape = params["ahead"]["transform"].shape
         drawn = jax.random.normal(jax.random.key(1), shape) * shape[-1] ** -0.5
         params |= {"ahead": {"transform": drawn}}
@@ -81,6 +81,9 @@ def check_gradients(case: Case, together: Any = None) -> None:
         layers = found.statistics["layers"], found.statistics.get("outside", {})
         statistics = {kind: {} for kind in parts.decoder.model.kinds}
         statistics |= parts.layout.unstack(*layers)
+        statistics |= {
+            name: found.statistics[name] for name in ("ahead",) if name in found.statistics
+        }
         return (found.loss, found.losses, statistics), parts.unstack(found.gradients)
 
     with jax.set_mesh(parts.mesh):

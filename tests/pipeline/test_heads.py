@@ -13,7 +13,7 @@ import pytest
 from maxpipe.model import decoder
 from maxpipe.model.families.gemma3 import Gemma3Config
 from maxpipe.model.families.registry import describe
-from maxpipe.pipeline.vocabulary import further
+from maxpipe.pipeline.ahead import further
 from tests.cases import TOLERANCE, Case, batch_of, steps_of, thinned, with_layer_norms
 from tests.pipeline import test_executor
 from tests.pipeline.test_executor import check_gradients

@@ -26,7 +26,7 @@ from maxpipe.parallel.mesh import AXES
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.remat import Constants, differentiate
 from maxpipe.plan import sizes as sizes_module
-from maxpipe.plan.compile import build_steps
+from maxpipe.plan.compile import build_steps, executions
 from maxpipe.plan.memory import buffers, memory, state
 from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.train.step import Steps, keep_of
@@ -118,6 +118,11 @@ CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     ({}, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4, "remat": "none"}),
     ({"vocab_size": 263}, {"ici_stage": 4}, {"microbatches": 6, "schedule": "zb_h1"}),
     ({"heads_ahead": 2}, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4}),
+    (
+        EXPERTS | {"heads_ahead": 2, "ahead": "layer"},
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 4, "weight_gather": "step"},
+    ),
     (
         {},
         {"ici_stage": 2, "ici_fsdp": 2},
@@ -401,12 +406,15 @@ def test_a_chunk_arrives_beside_the_window() -> None:
 
 WORDS = {"vocab_size": 16384}
 WIDE = {"d_model": 256, "d_mlp": 1024}
+LAYERS_AHEAD = {"heads_ahead": 2, "ahead": "layer"}
 NARROW_TYPE = {"compute_dtype": "bfloat16"}
 TEMPORARY: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     ({}, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4, "repeats": 2}),
     ({}, {"ici_stage": 4, "ici_fsdp": 2}, {"microbatches": 8, "remat": "names"}),
     (WORDS, {"ici_fsdp": 8}, {"microbatches": 2}),
     (WORDS | {"heads_ahead": 2}, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 2}),
+    (LAYERS_AHEAD | WIDE, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4}),
+    (LAYERS_AHEAD | WORDS, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 2}),
     (WORDS, {"ici_fsdp": 4, "ici_tensor": 2}, {"microbatches": 2}),
     (WIDE, {"ici_fsdp": 8}, {"microbatches": 1}),
     (WIDE, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4, "weight_gather": "step"}),
@@ -436,3 +444,13 @@ def test_memory_on_cpus_is_near_the_compilers(
     predicted = memory(Sizes(config), schedule_of(config), platform="cpu")
     assert predicted.arguments == pytest.approx(compiled.argument_size_in_bytes, rel=0.01)
     assert predicted.temporary == pytest.approx(compiled.temp_size_in_bytes, rel=0.1)
+
+
+def test_loops_over_layers_ahead_have_known_trips() -> None:
+    """Their bound is data, so that XLA does not unroll them."""
+    pipeline = {"microbatches": 4}
+    for heads, form in ((0, "layer"), (2, "projection"), (2, "layer")):
+        config = config_of({"heads_ahead": heads, "ahead": form}, {"ici_stage": 2}, pipeline)
+        trips, _ = executions(steps_of(config), "iteration", average=True)
+        wanted = {r"/ahead/while$": 2} if heads and form == "layer" else {}
+        assert {name: count for name, count in trips.items() if "ahead" in name} == wanted

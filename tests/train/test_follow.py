@@ -25,15 +25,19 @@ OWN = MoeConfig(
     balance_rate=RATE,
     balance_weight=0.0,
 )
+AHEAD: Any = {"ahead": 1, "form": "layer"}
 CASES = [
-    Case(4, 1, 8, own=OWN, layers=6, schedule="zb_h1"),
-    Case(2, 1, 4, own=OWN, layers=6, schedule="1f1b", data=2, outside=3, gather="visit"),
+    Case(4, 1, 8, own=OWN, layers=6, schedule="zb_h1", **AHEAD),
+    Case(2, 1, 4, own=OWN, layers=6, schedule="1f1b", data=2, outside=3, gather="visit", **AHEAD),
 ]
 ROWS, STEPS = 16, 3
 
 
 def biases(saved: Any) -> np.ndarray:
-    return np.asarray(saved["params"]["layers"]["experts"]["experts"]["router_bias"])
+    """Of the layers with experts, and of those behind the network."""
+    params = saved["params"]
+    stacks = params["layers"]["experts"], params["ahead"]["layer"]
+    return np.concatenate([np.asarray(each["experts"]["router_bias"]) for each in stacks])
 
 
 def run(case: Case) -> tuple[list[Any], Any]:
@@ -71,8 +75,9 @@ def test_each_step_moves_biases_by_the_loads_of_its_batch(runs: Any) -> None:
         for step in range(STEPS):
             batch = batch_of(ROWS, step, case)
             params = parts.by_kind(saved[step]["params"])
-            load = np.asarray(plain(params, batch).statistics["experts"]["load"])
-            assert load.shape == (4, 5) and load.sum() == 4 * 2 * batch["loss_mask"].sum()
+            found = plain(params, batch).statistics
+            load = np.concatenate([found[name]["load"] for name in ("experts", "ahead")])
+            assert load.shape == (5, 5) and load.sum() == 2 * num_counted(batch)
             wanted = biases(saved[step]).copy()
             for layer, counts in enumerate(load):
                 for expert, count in enumerate(counts):
@@ -81,15 +86,23 @@ def test_each_step_moves_biases_by_the_loads_of_its_batch(runs: Any) -> None:
         assert len({*np.abs(biases(saved[-1])).round(5).ravel()}) > 1
 
 
+def num_counted(batch: Any) -> int:
+    """Target tokens that four layers have, and those that a head has beside them."""
+    ids, mask = batch["segment_ids"], batch["loss_mask"]
+    further = mask[:, 1:] * (ids[:, 1:] == ids[:, :-1])
+    return int(4 * mask.sum() + further.sum())
+
+
 def test_layouts_give_the_same_biases(runs: Any) -> None:
     (one, _), (other, _) = runs
     np.testing.assert_array_equal(biases(one[-1]), biases(other[-1]))
 
 
 def test_frozen_biases_stay_and_are_float32_whatever_the_types() -> None:
-    case = Case(own=OWN, layers=3, dtype="bfloat16", frozen=("*router_bias",))
+    case = Case(own=OWN, layers=3, dtype="bfloat16", frozen=("*router_bias",), **AHEAD)
     steps = steps_of(case, case.rows)
-    assert not steps.partition.decoder.model.kinds["experts"].follows
+    model = steps.partition.decoder.model
+    assert not model.kinds["experts"].follows and not model.ends.follows
     batch = jax.device_put(batch_of(case.rows, case=case), steps.batch_sharding)
     saved = jax.device_get(steps.to_saved(steps.compile_train()(steps.init(), batch)[0]))
     assert biases(saved).dtype == np.float32 and not biases(saved).any()

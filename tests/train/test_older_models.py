@@ -101,6 +101,18 @@ def test_heads_ahead_stay_and_their_weight_may_change() -> None:
         check_model(OLD, *wanted("model.heads_ahead=2"))
 
 
+def test_what_heads_ahead_are_must_stay_where_there_are_some() -> None:
+    check_model(OLD, *wanted("model.ahead=layer"))
+    with pytest.raises(ConfigError) as caught:
+        check_model(OLD, *wanted("model.ahead=layer", "model.heads_ahead=1"))
+    assert [problem.where.split(": ")[-1] for problem in caught.value.problems] == [
+        "model.heads_ahead"
+    ]
+    with_heads = OLD | {"heads_ahead": 1}
+    with pytest.raises(ConfigError, match=r"model\.ahead = layer\n  must be projection"):
+        check_model(with_heads, *wanted("model.ahead=layer", "model.heads_ahead=1"))
+
+
 def test_another_family_is_refused() -> None:
     sizes = [each for each in SIZES if "rope_scaling" not in each]
     config = load([*sizes, "train.steps=1", "model.family=gemma3", "model.tied_embeddings=true"])

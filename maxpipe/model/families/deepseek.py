@@ -181,7 +181,7 @@ class _Shared(Key):
 
 @dataclass(frozen=True)
 class _LayersAhead:
-    """Number of layers behind the network, for training only, which are left out."""
+    """Number of layers behind the network, for training only."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -189,12 +189,15 @@ class _LayersAhead:
         return ("num_nextn_predict_layers", "num_mtp_layers")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Nothing of ours."""
-        return {}
+        """Heads, of a layer each."""
+        said = (theirs.get(name) for name in self.names)
+        count = next((each for each in said if each is not None), 0)
+        return {"heads_ahead": count, "ahead": "layer" if count else "projection"}
 
     def write(self, ours: Ours) -> Theirs:
-        """None."""
-        return {self.names[0]: 0}
+        """The number, unless heads are something else."""
+        count = ours["heads_ahead"] if ours["ahead"] == "layer" else 0
+        return dict.fromkeys(self.names, count)
 
 
 _YARN = (
@@ -299,6 +302,16 @@ _V3 = HuggingFace(
         _LayersAhead(),
     ),
     tensors=_TENSORS,
+    ahead=(
+        Tensor("embedding_norm.scale", f"{_LAYER}enorm.weight", "d -> d"),
+        Tensor("hidden_norm.scale", f"{_LAYER}hnorm.weight", "d -> d"),
+        Tensor("projection", f"{_LAYER}eh_proj.weight", "e d -> d e"),
+        Tensor("norm.scale", f"{_LAYER}shared_head.norm.weight", "d -> d"),
+    ),
+    copies=(
+        ("embedding", f"{_LAYER}embed_tokens.weight"),
+        ("head", f"{_LAYER}shared_head.head.weight"),
+    ),
     unused=("*.rotary_emb.inv_freq", "model.layers.{layers}.*"),
 )
 

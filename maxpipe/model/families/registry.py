@@ -24,7 +24,7 @@ from maxpipe.model.families import (
     qwen3_next,
 )
 from maxpipe.model.frozen import freeze
-from maxpipe.model.spec import Ahead, Family, Model, Summary
+from maxpipe.model.spec import Ahead, Family, LayersAhead, Model, Summary
 
 FAMILIES: Mapping[str, Family] = {
     each.FAMILY.name: each.FAMILY
@@ -53,6 +53,17 @@ def describe(config: ModelConfig) -> Model:
     """
     model = FAMILIES[config.family].describe(config)
     if config.heads_ahead:
-        ahead = Ahead(config.heads_ahead, config.d_model, config.ahead_loss_weight)
-        model = dataclasses.replace(model, ends=dataclasses.replace(model.ends, ahead=ahead))
+        model = _with_heads_ahead(model, config)
     return freeze(model, config.frozen)
+
+
+def _with_heads_ahead(model: Model, config: ModelConfig) -> Model:
+    heads = config.heads_ahead
+    ahead, values = Ahead(heads, config.d_model, config.ahead_loss_weight), model.values
+    if config.ahead == "layer":
+        last = model.layers[-1]
+        own = (last, model.kinds[last], model.ends.norm)
+        ahead = LayersAhead(heads, config.d_model, config.ahead_loss_weight, *own)
+        values = {name: (*each, *each[-1:] * heads) for name, each in values.items()}
+    ends = dataclasses.replace(model.ends, ahead=ahead)
+    return dataclasses.replace(model, ends=ends, values=values)
