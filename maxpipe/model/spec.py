@@ -380,9 +380,8 @@ class LayersAhead(Ahead):
     `h_k = norm(layer_k([norm(e); norm(h_{k-1})] W_k))`, each norm with a scale of its own, and
     projects h_k to the vocabulary. The embedding's table and the output projection are those of the
     network. The paper leaves open where its h is normed. Here it is always what is projected: h_0
-    is the final norm's output. So do transformers and vLLM with the published weights, of which
-    there is one head, and Megatron-LM trains so. The embedding comes first, as in the published
-    `eh_proj`.
+    is the final norm's output. So does transformers with the published weights, of which there is
+    one head. The embedding comes first, as in the published `eh_proj`.
     """
 
     kind_name: str
