@@ -270,9 +270,11 @@ def opened(folder: str, where: str = "command line: DIR") -> Source:
     names: dict[str, str] = {}
     files: dict[str, Reader] = {}
     others: list[str] = []
-    layers = said.config.num_layers + said.config.heads_ahead
-    unused = [each.format(layers=layers) for each in said.table.unused]
-    patterns = (*unused, *(said.whole.others if said.whole else ()))
+    patterns = (
+        *said.table.unused,
+        *_further_behind(said, present),
+        *(said.whole.others if said.whole else ()),
+    )
     for name, reader in present.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             others.append(name)
@@ -304,6 +306,22 @@ def _without_ahead(said: Described, present: Iterable[str]) -> tuple[Described, 
     if not count or any(_in_table(name, said).startswith(prefixes) for name in present):
         return said, 0
     return replace(said, section={**said.section, **WITHOUT_AHEAD}), count
+
+
+def _further_behind(said: Described, present: Iterable[str]) -> frozenset[str]:
+    """Patterns of the tensors of layers ahead that are there and of which config.json does not say.
+
+    A layer is one of them if it has what only they have, so that a number of layers that is too
+    small for the folder is still found.
+    """
+    first = said.config.num_layers + said.config.heads_ahead
+    found = set[str]()
+    for row in said.table.ahead:
+        prefix, suffix = map(re.escape, row.theirs.split("{layer}"))
+        pattern = re.compile(rf"({prefix}(\d{{1,9}})){suffix}")
+        matches = filter(None, map(pattern.fullmatch, present))
+        found |= {f"{match[1]}.*" for match in matches if int(match[2]) >= first}
+    return frozenset(found)
 
 
 def _in_table(name: str, said: Described) -> str:

@@ -294,8 +294,7 @@ class HuggingFace:
     keys: tuple[Row, ...]
     tensors: tuple[Tensor, ...]
     unused: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
-    """Patterns of the names of tensors that some releases saved and none reads. `{layers}` stands
-    for the number of layers, those of heads ahead included."""
+    """Patterns of the names of tensors that some releases saved and none reads."""
     wholes: tuple[Whole, ...] = ()
     ahead: tuple[Tensor, ...] = ()
     """Of heads ahead that are layers: what they have besides the layer, whose rows are those of all

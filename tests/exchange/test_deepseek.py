@@ -149,6 +149,24 @@ def test_a_copy_that_differs_is_refused(
     assert f"left out, as this model does not use them: {BEHIND}" in told
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_layers_further_ahead_than_config_says_are_left_out_but_no_layer_of_the_network(
+    count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = drawn(tmp_path / "x", CONFIG | {"num_nextn_predict_layers": 3})
+    config = CONFIG | {"num_nextn_predict_layers": count}
+    folder = maker.write(tmp_path / "x", config, tensors)
+    imported, out = tmp_path / "imported", tmp_path / "out"
+    assert "left out" in said(capsys, "import", folder, "--out", imported)
+    said(capsys, "export", imported, out)
+    layers = [f"model.layers.{layer}." for layer in range(3 + count, 6)]
+    kept = {name: each for name, each in tensors.items() if not name.startswith((*layers,))}
+    maker.same_bits(maker.read(out), kept)
+    maker.write(folder, config | {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}, tensors)
+    told = said(capsys, "import", folder, "--out", tmp_path / "other", code=2)
+    assert "has more than its config.json says" in told and "'model.layers.2." in told
+
+
 def test_a_folder_without_the_layers_that_it_says_of_starts_without(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -312,7 +312,6 @@ _V3 = HuggingFace(
         ("embedding", f"{_LAYER}embed_tokens.weight"),
         ("head", f"{_LAYER}shared_head.head.weight"),
     ),
-    unused=("*.rotary_emb.inv_freq", "model.layers.{layers}.*"),
 )
 
 FAMILY = Family(
