@@ -31,7 +31,7 @@ test-timing: $(DEV)  ## what compares times; leave the machine alone (a minute)
 	@$(BIN)/python -m pytest -m timing tests/plan
 
 test-layouts: $(DEV)  ## more meshes, schedules and families than `make test` (ten minutes)
-	@$(BIN)/python -m pytest -m layouts tests/pipeline tests/train tests/generate tests/model $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m layouts tests/pipeline tests/train tests/generate tests/model tests/plan $(PYTEST_ARGS)
 
 test-matrix: $(DEV)  ## every schedule x gather x remat x idle x stages (an hour)
 	@$(BIN)/python -m pytest -m matrix tests/pipeline tests/train/test_step.py -n 2

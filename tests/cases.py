@@ -179,10 +179,12 @@ def with_rare(cases: Sequence[Any], rare: Sequence[Any]) -> list[Any]:
 
 def thinned(cases: Iterable[Any], every: int) -> list[Any]:
     """Parameters of a test, of which each `every`-th runs by default, the others as `layouts`."""
-    return [
-        case if number % every == 0 else pytest.param(case, marks=pytest.mark.layouts)
-        for number, case in enumerate(cases)
-    ]
+
+    def rare(case: Any) -> Any:
+        values = case if isinstance(case, tuple) else (case,)
+        return pytest.param(*values, marks=pytest.mark.layouts)
+
+    return [case if number % every == 0 else rare(case) for number, case in enumerate(cases)]
 
 
 _ORDINARY = Case()

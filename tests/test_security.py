@@ -513,6 +513,7 @@ def test_names_of_data_sets_load_no_code(name: str, monkeypatch: pytest.MonkeyPa
 # --- mutations --------------------------------------------------------------------------------
 
 MUTATIONS = 1000
+PARTS = 4
 GARBAGE = [
     *(
         "",
@@ -607,15 +608,16 @@ def mutated(draw: random.Random, lines: list[str], keys: list[str]) -> tuple[byt
 
 @pytest.mark.slow
 @pytest.mark.fault("C1")
-def test_a_thousand_mutated_configs_give_no_traceback(tmp_path: Path, capsys: Capture):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_thousand_mutated_configs_give_no_traceback(part: int, tmp_path: Path, capsys: Capture):
     from maxpipe.config.keys import KEYS
 
-    draw = random.Random(0)
+    draw, count = random.Random(part), MUTATIONS // PARTS
     lines = Path(TINY).read_text(encoding="utf-8").splitlines()
     lines += ["mesh: {ici_stage: 2, axis_rules: {mlp: []}}", "pipeline:", "  cut: [4, 4]"]
     lines += ["  microbatches: 2", "train: {batch_size: 8}", "optim:", "  schedule: linear"]
     path, codes = tmp_path / "run.yml", []
-    for number in range(MUTATIONS):
+    for number in range(count):
         content, overrides = mutated(draw, lines, list(KEYS))
         path.write_bytes(content)
         try:
@@ -629,7 +631,7 @@ def test_a_thousand_mutated_configs_give_no_traceback(tmp_path: Path, capsys: Ca
         assert all(each.isprintable() or each == "\n" for each in err), case
         assert code == 0 or err.count("\n") % 3 == 0 or "\n" in "".join(overrides), case
         codes.append(code)
-    assert codes.count(0) > MUTATIONS / 20 and codes.count(2) > MUTATIONS / 3
+    assert codes.count(0) > count / 20 and codes.count(2) > count / 3
 
 
 # --- a real run ---------------------------------------------------------------------------------

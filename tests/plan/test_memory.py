@@ -30,7 +30,7 @@ from maxpipe.plan.compile import build_steps, executions
 from maxpipe.plan.memory import buffers, memory, state
 from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.train.step import Steps, keep_of
-from tests.cases import buffer_bytes, with_attention, with_layer_norms
+from tests.cases import buffer_bytes, thinned, with_attention, with_layer_norms
 
 ROOT = Path(__file__).parents[2]
 
@@ -165,7 +165,7 @@ def check_buffers(config: Config, steps: Steps) -> None:
         assert size == found[name], name
 
 
-@pytest.mark.parametrize(("model", "mesh", "pipeline"), CASES)
+@pytest.mark.parametrize(("model", "mesh", "pipeline"), thinned(CASES, 2))
 def test_buffers_and_state_are_those_of_the_engine(
     model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
 ) -> None:
