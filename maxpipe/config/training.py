@@ -21,11 +21,11 @@ def check_training(
 
     Forecasts and compiled steps need neither text nor tokenizer.
     """
-    unread = [] if "data.source" in skip else _unread_path(config, origins)
+    unread = [] if "data.source" in skip else unread_path(config, origins)
     return unread + _built_in_for_a_public_model(config, origins, skip)
 
 
-def _unread_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
+def unread_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
     """A path that the source does not read: the run would be on other text than the user's."""
     source, path = config.data.source, config.data.path
     if not path or source not in ("corpus", "synthetic"):

@@ -21,6 +21,7 @@ from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.storage import run_folder
 from maxpipe.config.check import check
 from maxpipe.config.schema import Config, MeshConfig, PipelineConfig, TrainConfig
+from maxpipe.config.training import unread_path
 from maxpipe.data.loader import Loader, Split, build_once_through, compare
 from maxpipe.data.tokenizer import Tokenizer, check_vocab
 from maxpipe.errors import ConfigError, NumbersError, Preempted
@@ -119,7 +120,7 @@ def evaluate_model(
 
 def _check_documents(chosen: Chosen) -> None:
     """Raises ConfigError where no documents are named, or such as are not read."""
-    data = chosen.loaded.config.data
+    loaded = chosen.loaded
     if not chosen.is_given(*_SOURCE) and not _has_run(chosen):
         raise ConfigError.one(
             "data",
@@ -127,13 +128,8 @@ def _check_documents(chosen: Chosen) -> None:
             f"must be named: {chosen.name} has weights alone, and no documents for validation.",
             "Give text with --data FILE_OR_FOLDER, or with data.source and data.path.",
         )
-    if chosen.is_given("data.path") and data.source in ("corpus", "synthetic"):
-        raise ConfigError.one(
-            "data.path",
-            data.path,
-            f"is not read with data.source={data.source}.",
-            "Give --data PATH instead, or data.source=text or data.source=jsonl beside it.",
-        )
+    if chosen.is_given("data.path") and (found := unread_path(loaded.config, loaded.origins)):
+        raise ConfigError(found)
 
 
 def _stopped(chosen: Chosen) -> BaseException:

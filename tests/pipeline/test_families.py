@@ -178,7 +178,7 @@ def test_sample_of_the_matrix(number: int, family: dict[str, Any]) -> None:
     if isinstance(case.own, MoeConfig):
         dense = min(case.own.num_dense_layers, case.layers - 1)
         case = replace(case, own=replace(case.own, num_dense_layers=dense))
-    check_gradients(case, is_steep=True)
+    check_gradients(case)
 
 
 def test_every_family_but_llama_is_here() -> None:

@@ -66,4 +66,4 @@ def test_layers_ahead_in_a_sample_of_the_matrix(number: int, own: Any) -> None:
     if own is not None:
         dense = min(own.num_dense_layers, case.layers - 1)
         case = replace(case, own=replace(own, num_dense_layers=dense))
-    check_gradients(case, is_steep=own is not None)
+    check_gradients(case)
