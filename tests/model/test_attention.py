@@ -330,3 +330,19 @@ def test_cached_decoding_equals_the_whole_row(part: Part) -> None:
         parts.append(found.x)
     assert int(cache.length) == 9
     assert_close(jnp.concatenate(parts, axis=1), whole)
+
+
+def test_some_queries_of_a_row_equal_those_rows_of_all():
+    """As a device has them that holds two pieces of a row: keys are whole, queries are not."""
+    tokens, run = 12, 2
+    key = jax.random.split(jax.random.key(3), 3)
+    query, keys, values = (jax.random.normal(each, (2, tokens, 2, 4)) for each in key)
+    segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(1, 4, (2, tokens))))
+    places = jnp.asarray([2, 3, 8, 9])
+    for window in (0, 3):
+        whole = attend(query, keys, values, Mask(segments, window=window))
+        mine = Mask(
+            segments[:, places], key_segments=segments, places=places, run=run, window=window
+        )
+        part = attend(query[:, places], keys, values, mine)
+        np.testing.assert_allclose(part, whole[:, places], rtol=1e-6, atol=1e-6)

@@ -18,7 +18,7 @@ def attend(
     """Attention in one kernel; what it cannot do is in `parts.attention.CANNOT`."""
     assert not mask.soft_cap and mask.sinks is None, "refused with the config"
     tokens, keys = query.shape[1], key.shape[1]
-    square = mask.causal and mask.in_row
+    square = mask.causal and mask.in_order
     seen = mask.seen(0, tokens, keys, causal=mask.causal and not square)
     return jax.nn.dot_product_attention(
         query,

@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float, Int
 class Mask:
     """Which keys each query sees, and what happens to their scores.
 
-    Queries and keys stand in one row unless keys have segments and positions of their own, as
-    those of a cache do.
+    Queries and keys stand in one row, from its first token on, unless queries have places of their
+    own in it, or keys have positions of their own, as those of a cache do.
     """
 
     segments: Int[Array, "B T"]
@@ -27,10 +27,18 @@ class Mask:
     key_segments: Int[Array, "B S"] | None = None
     """None: those of the queries."""
     key_positions: Int[Array, "B S"] | None = None
+    """None: keys stand in the row, the first at place 0."""
+    places: Int[Array, " T"] | None = None
+    """Of the queries in the row of the keys, when a device has some of them. None: 0 to T - 1."""
+    run: int = 0
+    """With `places`: so many queries stand next to each other in the row, then so many elsewhere.
+    Divides T."""
     causal: bool = True
     """A query sees itself and what is before it."""
     window: int | Int[Array, ""] = 0
     """Tokens that a query sees at most, itself and those right before it. 0: all."""
+    windows: tuple[int, ...] = ()
+    """Sizes of which `window` is one, where it is an array."""
     scale: float | None = None
     """Of the scores. None: `H ** -0.5`."""
     soft_cap: float = 0.0
@@ -40,8 +48,13 @@ class Mask:
 
     @property
     def in_row(self) -> bool:
-        """Whether queries and keys stand in one row, where places tell what is before what."""
-        return self.key_segments is None
+        """Whether keys stand in a row with the queries: places tell what is before what."""
+        return self.key_positions is None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether queries and keys are the same tokens of a row, in its order."""
+        return self.in_row and self.places is None
 
     def seen(self, start: int, stop: int, keys: int, *, causal: bool) -> Bool[Array, "B 1 t s"]:
         """Whether queries from `start` to `stop` see each of the first `keys` keys.
@@ -53,7 +66,8 @@ class Mask:
         if not causal and isinstance(self.window, int) and not self.window:
             return seen
         if self.positions is None or self.key_positions is None:
-            distance = jnp.arange(start, stop)[:, None] - jnp.arange(keys)
+            places = jnp.arange(start, stop) if self.places is None else self.places[start:stop]
+            distance = places[:, None] - jnp.arange(keys)
         else:
             queries = self.positions[:, None, start:stop, None]
             distance = queries - self.key_positions[:, None, None, :keys]

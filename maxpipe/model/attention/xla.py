@@ -24,8 +24,8 @@ def attend(
     chip's main memory. `block` 0 chooses.
     """
     tokens = query.shape[1]
-    by_place = mask.causal and mask.in_row
-    blocks = query_blocks(tokens, block) if by_place else [(0, tokens)]
+    by_place = mask.causal and mask.in_order
+    blocks = query_blocks(tokens, block) if mask.causal and mask.in_row else [(0, tokens)]
     parts = []
     for start, stop in blocks:
         keys = stop if by_place else key.shape[1]

@@ -153,6 +153,7 @@ class Attention(PartModule):
         mask = Mask(
             segments,
             window=context.count(part.window) if part.window else 0,
+            windows=context.counts(part.window) if part.window else (),
             scale=part.scale,
             soft_cap=part.soft_cap,
             sinks=self.sinks[...] if part.sinks else None,

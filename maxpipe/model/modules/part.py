@@ -39,6 +39,10 @@ class Context:
         """This layer's value, a whole number."""
         return jnp.asarray(self.values[name], jnp.int32)[self.index]
 
+    def counts(self, name: str) -> tuple[int, ...]:
+        """The numbers that a value has in any layer, in ascending order."""
+        return tuple(sorted({int(value) for value in self.values[name]}))
+
 
 class Output(NamedTuple):
     """What a part, or a layer, returns."""
