@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -14,6 +15,7 @@ from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, Pipeline
 from maxpipe.model.families.registry import FAMILIES
 from maxpipe.model.parts.norm import LayerNorm
 from maxpipe.model.spec import Branch, Model, Part
+from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.train.step import Steps, partition
@@ -44,6 +46,8 @@ class Case:
     fsdp: int = 1
     data: int = 1
     tensor: int = 1
+    context: int = 1
+    expert: int = 1
     gather: str = "iteration"
     remat: str = "full"
     idle: str = "skip"
@@ -71,12 +75,13 @@ class Case:
     @property
     def tokens(self) -> int:
         """T."""
-        return self.alike or TOKENS
+        pieces = 2 * self.context
+        return self.alike or -(-TOKENS // pieces) * pieces
 
     @property
     def rows(self) -> int:
         """Rows of a step."""
-        return (self.alike or 2) * self.microbatches * self.fsdp * self.data
+        return (self.alike or 2) * self.microbatches * self.fsdp * self.data * self.expert
 
     @property
     def model(self) -> ModelConfig:
@@ -84,6 +89,7 @@ class Case:
         config = replace(
             MODEL,
             num_layers=self.layers,
+            d_model=math.lcm(MODEL.d_model, self.fsdp * self.expert * self.context),
             dropout=self.dropout,
             tied_embeddings=self.tied,
             heads_ahead=self.ahead,
@@ -143,10 +149,15 @@ def with_attention(model: Model, part: Part) -> Model:
 
 def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:
     config = case.model
-    size = case.stages * case.fsdp * case.data * case.tensor
     mesh = MeshConfig(
-        ici_stage=case.stages, ici_fsdp=case.fsdp, ici_data=case.data, ici_tensor=case.tensor
+        ici_stage=case.stages,
+        ici_data=case.data,
+        ici_fsdp=case.fsdp,
+        ici_expert=case.expert,
+        ici_context=case.context,
+        ici_tensor=case.tensor,
     )
+    size = math.prod(getattr(mesh, f"ici_{axis}") for axis in MESH_AXES)
     return partition(
         build_mesh(mesh, jax.devices()[:size]),
         model=config,

@@ -15,9 +15,10 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 
+import maxpipe.config.mesh_rules
 import maxpipe.config.model_rules
 import maxpipe.config.pipeline_rules
-import maxpipe.config.tokenizer_rules  # noqa: F401  all three register their rules
+import maxpipe.config.tokenizer_rules  # noqa: F401  all four register their rules
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import scheme
 from maxpipe.config.keys import FAMILY, KEYS, family_section
@@ -25,12 +26,8 @@ from maxpipe.config.names import list_meant
 from maxpipe.config.ranges import BOUNDS, Bound
 from maxpipe.config.rules import (
     RULES,
-    axis_keys,
-    axis_size,
-    did_you_mean,
     divisors,
     folder_name,
-    is_read,
     rule,
     shown,
     up,
@@ -41,13 +38,6 @@ from maxpipe.errors import Finding, Problem
 from maxpipe.model.families.registry import FAMILIES, describe
 from maxpipe.model.parts.attention import Attention
 from maxpipe.model.parts.latent import LatentAttention
-from maxpipe.parallel.axes import (
-    DEFAULT_AXIS_RULES,
-    LOGICAL_AXES,
-    MESH_AXES,
-    REMAPPINGS,
-    axis_table,
-)
 from maxpipe.words import counted
 
 DEFAULT = "default"
@@ -246,140 +236,6 @@ def _rows_reach_ahead(config: Config) -> Iterator[Finding]:
             f"must be less than train.sequence_length ({tokens}): no token of a sequence is "
             "further ahead.",
             f"Set model.heads_ahead={tokens - 1}, or a longer train.sequence_length.",
-        )
-
-
-# Mesh.
-
-
-def _size_is_a_count(key: str) -> None:
-    @rule(key)
-    def find(config: Config) -> Iterator[Finding]:
-        size = value_of(config, key)
-        if size < 1 and size != -1:
-            yield Finding(
-                key, "must be at least 1, or -1 for the devices that are left.", f"Set {key}=1."
-            )
-
-
-for _key in (f"mesh.{_link}_{_axis}" for _link in ("ici", "dcn") for _axis in MESH_AXES):
-    _size_is_a_count(_key)
-
-
-def _one_rest(link: str) -> None:
-    keys = tuple(f"mesh.{link}_{axis}" for axis in MESH_AXES)
-
-    @rule(*keys)
-    def find(config: Config) -> Iterator[Finding]:
-        first, *others = [key for key in keys if value_of(config, key) == -1] or [""]
-        for key in others:
-            yield Finding(
-                key,
-                f"is the second -1 among mesh.{link}_* ({first} is -1): only one size can be "
-                "what is left.",
-                f"Set {key}=1, or its true size.",
-            )
-
-
-_one_rest("ici")
-_one_rest("dcn")
-
-
-@rule(*axis_keys("context", "expert"))
-def _axis_is_supported(config: Config) -> Iterator[Finding]:
-    for key in axis_keys("context", "expert"):
-        if value_of(config, key) != 1:
-            yield Finding(
-                key,
-                "must be 1: this version splits work over data, fsdp, stage and tensor; "
-                "context and expert are not supported yet.",
-                f"Set {key}=1, and mesh.ici_fsdp or mesh.ici_tensor for the devices.",
-            )
-
-
-@rule("mesh.axis_rules")
-def _axis_rules_are_known(config: Config) -> Iterator[Finding]:
-    for name, axes in config.mesh.axis_rules.items():
-        key = f"mesh.axis_rules.{name}"
-        if name not in REMAPPINGS:
-            guess = did_you_mean(name, REMAPPINGS)
-            owned = name in LOGICAL_AXES
-            yield Finding(
-                key,
-                "cannot be changed: the pipeline owns it."
-                if owned
-                else f"is not a logical axis that can be placed: {', '.join(REMAPPINGS)}.",
-                "Set mesh.axis_rules={} for the default table"
-                f"{f', or rename {name} to {guess}' if guess and not owned else ''}.",
-            )
-        elif tuple(axes) not in REMAPPINGS[name]:
-            allowed = [shown(list(choice)) for choice in REMAPPINGS[name]]
-            yield Finding(
-                key,
-                f"must be {' or '.join(allowed)}.",
-                f"Set {key}={shown(list(DEFAULT_AXIS_RULES[name])).replace(' ', '')}.",
-            )
-
-
-@rule("mesh.axis_rules")
-def _one_split_per_weight(config: Config) -> Iterator[Finding]:
-    rules = config.mesh.axis_rules
-    table = axis_table(config.mesh)
-    split = [name for name in ("heads", "kv_heads") if "tensor" in table[name]]
-    if rules.get("head_size") == ["tensor"] and split:
-        yield Finding(
-            "mesh.axis_rules.head_size",
-            f"splits over tensor, and so does {' and '.join(split)}: a weight that has both dims "
-            "can be split over an axis once.",
-            "Set mesh.axis_rules.head_size=[].",
-        )
-
-
-def _splits_evenly(logical: str, key: str, *partners: str) -> None:
-    """The size behind `key` is a multiple of the mesh axes that split it.
-
-    The suggested size is a multiple of the partners' sizes, too.
-    """
-
-    @rule(key, *partners, "mesh.axis_rules", *axis_keys("fsdp", "tensor"))
-    def find(config: Config) -> Iterator[Finding]:
-        if not is_read(config, key):
-            return
-        axes = axis_table(config.mesh)[logical]
-        shards = math.prod(axis_size(config.mesh, axis) or 1 for axis in axes)
-        size = value_of(config, key)
-        if size % shards:
-            factor = math.lcm(shards, *(value_of(config, partner) for partner in partners))
-            yield Finding(
-                key,
-                f"must be a multiple of the {' x '.join(axes)} size ({shards}): mesh.axis_rules "
-                f"splits {logical} over it.",
-                f"Set {key}={up(size, factor)}, or mesh.axis_rules.{logical}=[] to keep a whole "
-                f"copy, or the {axes[0]} size to {divisors(size)}.",
-            )
-
-
-_splits_evenly("embed", "model.d_model")
-_splits_evenly("heads", "model.num_heads", "model.num_kv_heads")
-_splits_evenly("kv_heads", "model.num_kv_heads")
-_splits_evenly("head_size", "model.head_size")
-_splits_evenly("mlp", "model.d_mlp")
-for _bound in BOUNDS.values():
-    if _bound.axis:
-        _splits_evenly(_bound.axis, _bound.key)
-
-
-@rule("eval.batch_size", *axis_keys("data", "fsdp"))
-def _eval_batch_divides(config: Config) -> Iterator[Finding]:
-    size = config.eval.batch_size
-    data, fsdp = axis_size(config.mesh, "data"), axis_size(config.mesh, "fsdp")
-    shards = (data or 1) * (fsdp or 1)
-    if size % shards:
-        yield Finding(
-            "eval.batch_size",
-            f"must be a multiple of data ({data or 1}) x fsdp ({fsdp or 1}) = {shards}: each "
-            "device gets the same number of sequences.",
-            f"Set eval.batch_size={up(size, shards)}, or 0 for train.batch_size.",
         )
 
 

@@ -27,7 +27,7 @@ from maxpipe.config.assignments import (
     set_twice,
     to_new_key,
 )
-from maxpipe.config.check import DEFAULT, check, did_you_mean, is_override
+from maxpipe.config.check import DEFAULT, check, is_override
 from maxpipe.config.documents import one_line, read_file
 from maxpipe.config.inputs import Input, locate
 from maxpipe.config.keys import (
@@ -42,6 +42,7 @@ from maxpipe.config.keys import (
     sections_of,
 )
 from maxpipe.config.names import Answer, because, key_meant, list_meant, same_key, value_meant
+from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import Config
 from maxpipe.config.training import check_training
 from maxpipe.config.values import READERS, TooLargeError, as_is, refused, texts

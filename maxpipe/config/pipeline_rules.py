@@ -6,7 +6,16 @@ from collections.abc import Iterable, Iterator
 
 from maxpipe.config.keys import KEYS
 from maxpipe.config.names import value_meant
-from maxpipe.config.rules import axis_keys, axis_size, did_you_mean, divisors, rule, up
+from maxpipe.config.rules import (
+    BATCH_AXES,
+    axis_keys,
+    axis_size,
+    batch_shards,
+    did_you_mean,
+    divisors,
+    rule,
+    up,
+)
 from maxpipe.config.schema import Config, ModelConfig
 from maxpipe.errors import Finding
 from maxpipe.model.families.registry import describe
@@ -205,15 +214,13 @@ def _schedule_has_an_end(config: Config) -> Iterator[Finding]:
     )
 
 
-@rule("train.batch_size", "pipeline.microbatches", *axis_keys("data", "fsdp"))
+@rule("train.batch_size", "pipeline.microbatches", *axis_keys(*BATCH_AXES))
 def _batch_divides(config: Config) -> Iterator[Finding]:
     batch, microbatches = config.train.batch_size, config.pipeline.microbatches
-    data, fsdp = axis_size(config.mesh, "data"), axis_size(config.mesh, "fsdp")
-    shards = (data or 1) * (fsdp or 1)
+    shards, sizes = batch_shards(config.mesh)
     if batch % (microbatches * shards) == 0:
         return
-    sizes = [f"pipeline.microbatches ({microbatches})"]
-    sizes += [f"{name} ({size})" for name, size in (("data", data), ("fsdp", fsdp)) if size]
+    sizes = [f"pipeline.microbatches ({microbatches})", *sizes]
     action = f"Set train.batch_size={up(batch, microbatches * shards)}"
     if batch % shards == 0:
         action += f", or pipeline.microbatches to {divisors(batch // shards)}"

@@ -16,11 +16,11 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from maxpipe.config.check import did_you_mean
 from maxpipe.config.keys import KEYS, SECTIONS, default_of, names_in, section_of
 from maxpipe.config.load import Loaded, to_yaml, type_name
 from maxpipe.config.names import key_meant
 from maxpipe.config.ranges import BOUNDS
+from maxpipe.config.rules import did_you_mean
 from maxpipe.errors import ConfigError
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, REMAPPINGS
 from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES

@@ -1,12 +1,13 @@
 """Rules between config values, and phrases that their messages share.
 
 A rule names the keys it reads, so that it is left out when one of them is already known to be
-wrong. `check` and `pipeline_rules` hold the rules themselves.
+wrong. `check` and the modules `*_rules` hold the rules themselves.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 from maxpipe.config.keys import default_of, parted, sections_of
 from maxpipe.config.schema import Config, MeshConfig
 from maxpipe.errors import Finding
+from maxpipe.parallel.axes import DEFAULT_AXIS_RULES
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -90,6 +92,20 @@ def axis_size(mesh: MeshConfig, axis: str) -> int | None:
     """Total size of a mesh axis; None when it depends on the number of devices."""
     ici, dcn = getattr(mesh, f"ici_{axis}"), getattr(mesh, f"dcn_{axis}")
     return ici * dcn if ici >= 1 and dcn >= 1 else None
+
+
+BATCH_AXES = DEFAULT_AXIS_RULES["batch"]
+"""Mesh axes that each see their own rows."""
+
+
+def batch_shards(mesh: MeshConfig) -> tuple[int, list[str]]:
+    """Over how many devices rows are split as far as is known, and the axes as words.
+
+    Not of the expert axis when it has one device, as in most runs.
+    """
+    sizes = {axis: axis_size(mesh, axis) for axis in BATCH_AXES}
+    words = [f"{axis} ({n})" for axis, n in sizes.items() if n and (n > 1 or axis != "expert")]
+    return math.prod(size or 1 for size in sizes.values()), words
 
 
 # Words for messages.

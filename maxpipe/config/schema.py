@@ -112,9 +112,9 @@ class MeshConfig:
     ici_tensor: int = 1
     """Shards of heads and MLP inside a slice."""
     ici_context: int = 1
-    """Not supported yet, must be 1: shards of the sequence inside a slice."""
+    """Shards of each sequence inside a slice."""
     ici_expert: int = 1
-    """Not supported yet, must be 1: shards of the experts inside a slice."""
+    """Shards of the experts inside a slice; each sees its own part of the batch."""
     dcn_data: int = 1
     """Replicas of the parameters across slices."""
     dcn_fsdp: int = 1
@@ -124,9 +124,9 @@ class MeshConfig:
     dcn_tensor: int = 1
     """Shards of heads and MLP across slices."""
     dcn_context: int = 1
-    """Not supported yet, must be 1: shards of the sequence across slices."""
+    """Shards of each sequence across slices."""
     dcn_expert: int = 1
-    """Not supported yet, must be 1: shards of the experts across slices."""
+    """Shards of the experts across slices; each sees its own part of the batch."""
     cpu_devices: int = 1
     """Number of virtual devices when running on CPU. Ignored on TPU and GPU."""
     axis_rules: dict[str, list[str]] = field(default_factory=dict)

@@ -35,16 +35,16 @@ from maxpipe.generate.decoding import (
 )
 from maxpipe.generate.sampling import Sampling, row_keys, sample
 from maxpipe.model.decoder import Decoder
-from maxpipe.parallel.mesh import BATCH_AXES, STAGE
-from maxpipe.parallel.per_device import vary
-from maxpipe.parallel.sharding import restrict
-from maxpipe.pipeline.collectives import (
+from maxpipe.parallel.collectives import (
     from_position,
     gather_shards,
     index_on,
     program_axes,
     shift,
 )
+from maxpipe.parallel.mesh import BATCH_AXES, STAGE
+from maxpipe.parallel.per_device import vary
+from maxpipe.parallel.sharding import restrict
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.vocabulary import Embedding
 from maxpipe.pipeline.weights import WeightSharding, gather

@@ -14,7 +14,7 @@ from maxpipe.config.schema import MeshConfig
 
 LOGICAL_AXES = (
     *("batch", "embed", "heads", "kv_heads", "head_size", "mlp", "experts", "vocab", "norm"),
-    *("ahead", "latent"),
+    *("ahead", "latent", "expert_embed", "routes"),
 )
 """Names that model code gives to the dims of its arrays."""
 
@@ -22,23 +22,26 @@ MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 """Axes of the device mesh, the slowest link first."""
 
 DEFAULT_AXIS_RULES: dict[str, tuple[str, ...]] = {
-    "batch": ("data", "fsdp"),
-    "embed": ("fsdp",),
+    "batch": ("data", "fsdp", "expert"),
+    "embed": ("fsdp", "expert", "context"),
+    "expert_embed": ("fsdp", "context"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_size": (),
     "mlp": ("tensor",),
     "experts": ("expert",),
     "vocab": ("stage", "tensor"),
+    "routes": (),
     "norm": (),
     "ahead": (),
-    "latent": ("fsdp",),
+    "latent": ("fsdp", "expert", "context"),
 }
 """Mesh axes over which each logical axis is split, before `mesh.axis_rules`."""
 
 REMAPPINGS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "embed": ((), ("fsdp",)),
-    "latent": ((), ("fsdp",)),
+    "embed": ((), ("fsdp",), ("fsdp", "expert", "context")),
+    "expert_embed": ((), ("fsdp",), ("fsdp", "context")),
+    "latent": ((), ("fsdp",), ("fsdp", "expert", "context")),
     "heads": ((), ("tensor",)),
     "kv_heads": ((), ("tensor",)),
     "head_size": ((), ("tensor",)),

@@ -26,13 +26,16 @@ EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
 AXES = MESH_AXES
 """Outermost first: neighbours on the last axis are closest."""
 
-MANUAL_AXES = (STAGE, DATA, FSDP)
+MANUAL_AXES = (STAGE, DATA, FSDP, EXPERT, CONTEXT)
 """Axes over which the pipeline's program is written per device; the others are automatic."""
 
 AUTOMATIC_AXES = tuple(axis for axis in AXES if axis not in MANUAL_AXES)
 
-BATCH_AXES = (DATA, FSDP)
-"""Axes that each see their own part of the batch."""
+BATCH_AXES = (DATA, FSDP, EXPERT)
+"""Axes that each see their own rows of the batch."""
+
+TOKEN_AXES = (*BATCH_AXES, CONTEXT)
+"""Axes that each see their own tokens: of losses and gradients every device has a part."""
 
 
 class Device(Protocol):

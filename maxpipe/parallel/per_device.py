@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from maxpipe.parallel.mesh import BATCH_AXES, MANUAL_AXES
+from maxpipe.parallel.mesh import BATCH_AXES, MANUAL_AXES, TOKEN_AXES
 from maxpipe.parallel.sharding import automatic_axes
 
 
@@ -63,12 +63,12 @@ def on_rows_of_device(run: Callable[[Any, Any], Any], rows: Any, shared: Any) ->
     )(rows, shared)
 
 
-def over_batch(count: jax.Array) -> jax.Array:
-    """The sum of a count over the devices that have other rows; nothing is differentiated here.
+def over_devices(count: jax.Array, axes: Sequence[str] = TOKEN_AXES) -> jax.Array:
+    """The sum of a count over devices that have other tokens; nothing is differentiated here.
 
     In a program that is automatic throughout a count is that of all rows already.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    axes = tuple(axis for axis in BATCH_AXES if axis in manual)
+    axes = tuple(axis for axis in axes if axis in manual)
     count = lax.stop_gradient(count)
     return vary(lax.psum(count, axes)) if axes else count

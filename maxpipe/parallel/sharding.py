@@ -64,20 +64,21 @@ def _entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
     return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
 
 
-def _axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Mesh axes of one dim in a spec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def restrict(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     """The spec with only these mesh axes."""
     return PartitionSpec(
-        *(_entry([axis for axis in _axes_of(entry) if axis in axes]) for entry in spec)
+        *(_entry([axis for axis in axes_of(entry) if axis in axes]) for entry in spec)
     )
 
 
 def fsdp_dim(spec: PartitionSpec) -> int | None:
-    """The dim that is sharded over fsdp, if any."""
-    return next((dim for dim, entry in enumerate(spec) if FSDP in _axes_of(entry)), None)
+    """The dim that is sharded over fsdp, and maybe over more axes beside it, if any."""
+    return next((dim for dim, entry in enumerate(spec) if FSDP in axes_of(entry)), None)
 
 
 BATCH_SPEC = PartitionSpec(BATCH_AXES)
@@ -118,7 +119,7 @@ def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> 
         return x
     spec = rules.spec(logical)
     dims: list[Any] = [
-        _entry([axis for axis in _axes_of(entry) if axis in automatic]) for entry in spec
+        _entry([axis for axis in axes_of(entry) if axis in automatic]) for entry in spec
     ]
     if not automatic.isdisjoint(BATCH_AXES):
         dims = [PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in dims]

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from maxpipe.parallel.collectives import from_position, index_on, sum_over
 from maxpipe.parallel.mesh import STAGE
 from maxpipe.parallel.per_device import vary
 from maxpipe.pipeline import scopes
 from maxpipe.pipeline.buffers import read, write
-from maxpipe.pipeline.collectives import from_position, index_on, sum_over
 from maxpipe.pipeline.slots import Reports
 from maxpipe.pipeline.vocabulary import Embedding
 from maxpipe.pipeline.weights import LayerWeights

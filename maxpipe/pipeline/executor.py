@@ -1,7 +1,7 @@
 """Runs a schedule: the layer stack as a ring of stages in one jitted SPMD program.
 
-The program is written per device over the axes stage, data and fsdp (tensor stays
-automatic). One loop walks the ticks of the table, which is an argument of the program; forward and
+The program is written per device over all axes but tensor, which stays automatic. One loop walks
+the ticks of the table, which is an argument of the program; forward and
 backward are both part of the table: nothing differentiates through this program.
 
 The engine sees functions and stacked parameters, never a model class or a config.
@@ -20,12 +20,13 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float
 
-from maxpipe.parallel.mesh import BATCH_AXES, STAGE
+from maxpipe.parallel.collectives import from_position, program_axes, sum_over
+from maxpipe.parallel.context import own_tokens
+from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
 from maxpipe.parallel.per_device import vary
 from maxpipe.parallel.sharding import BATCH_SPEC, restrict
 from maxpipe.pipeline.ahead import AHEAD
 from maxpipe.pipeline.carry import Table
-from maxpipe.pipeline.collectives import from_position, program_axes, sum_over
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.network import Network, Plan
 from maxpipe.pipeline.program import Program
@@ -134,7 +135,7 @@ class Engine:
         if axes:
             in_specs = (self.specs, BATCH_SPEC, PartitionSpec(), table.specs())
             run = jax.shard_map(
-                run,
+                partial(_of_own_tokens, run),
                 mesh=self.mesh,
                 axis_names=set(axes),
                 in_specs=self._per_device(in_specs),
@@ -147,19 +148,26 @@ def _is_spec(node: object) -> bool:
     return isinstance(node, PartitionSpec)
 
 
+def _of_own_tokens(
+    run: Callable[..., Any], params: Tree, batch: Tree, key: jax.Array | None, table: Table
+) -> Any:
+    """`run` on this device's tokens of its rows."""
+    return run(params, own_tokens(batch), key, table)
+
+
 def _train(
     plan: Plan, schedule: Schedule, params: Tree, batch: Tree, key: jax.Array | None, table: Table
 ) -> Differentiated:
-    count = jnp.maximum(sum_over(_targets(batch), BATCH_AXES), 1.0)
+    count = jnp.maximum(sum_over(_targets(batch), TOKEN_AXES), 1.0)
     program = Program(plan, schedule, params, batch, key, vary(1.0 / count))
     carry = program.run(table)
     assert carry.gradients is not None
-    loss = sum_over(_of_one_stage(carry.loss), BATCH_AXES)
+    loss = sum_over(_of_one_stage(carry.loss), TOKEN_AXES)
     reports = program.finish_reports(carry)
     sums = dict(reports.losses)
     if carry.ahead is not None:
         assert plan.network.ahead is not None
-        ahead = sum_over(_of_one_stage(carry.ahead.losses), BATCH_AXES)
+        ahead = sum_over(_of_one_stage(carry.ahead.losses), TOKEN_AXES)
         sums |= zip(plan.network.ahead.loss_weights, ahead, strict=True)
     losses = {name: found / count for name, found in sums.items()}
     return Differentiated(loss / count, losses, program.finish(carry.gradients), reports.statistics)
@@ -170,7 +178,7 @@ def _evaluate(
 ) -> tuple[jax.Array, jax.Array]:
     carry = Program(plan, schedule, params, batch, key, None).run(table)
     sums = jnp.stack([_of_one_stage(carry.loss), _targets(batch)])
-    loss, count = sum_over(sums, BATCH_AXES)
+    loss, count = sum_over(sums, TOKEN_AXES)
     return loss, count
 
 

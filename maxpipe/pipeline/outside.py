@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from maxpipe.parallel.collectives import from_position, index_on, sum_over
 from maxpipe.parallel.mesh import STAGE
 from maxpipe.parallel.per_device import vary
 from maxpipe.pipeline import scopes
 from maxpipe.pipeline.buffers import microbatch, read, room, write
-from maxpipe.pipeline.collectives import from_position, index_on, sum_over
 from maxpipe.pipeline.slots import LayerSlots, Reports, SlotRow, Work
 from maxpipe.pipeline.vocabulary import Embedding
 from maxpipe.schedule.table import IDLE, Schedule

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxpipe.parallel.mesh import BATCH_AXES, STAGE
+from maxpipe.parallel.collectives import from_position, index_on, shift, sum_over
+from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
 from maxpipe.parallel.per_device import vary
 from maxpipe.pipeline import ahead, scopes
 from maxpipe.pipeline.ahead import HeadsAhead
 from maxpipe.pipeline.buffers import microbatch, read, room, write
 from maxpipe.pipeline.carry import Buffers, Gradients, Row, Table
-from maxpipe.pipeline.collectives import from_position, index_on, shift, sum_over
 from maxpipe.pipeline.network import Plan
 from maxpipe.pipeline.outside import OutsideLayers
 from maxpipe.pipeline.slots import LayerSlots, Reports, SlotRow, Work
@@ -507,7 +507,7 @@ class Program:
             for name, loss in front.losses.items():
                 losses[name] = losses.get(name, 0.0) + sum_over(loss, STAGE)
         found = ahead.joined(Reports(losses, statistics), carry.ahead)
-        return jax.tree.map(lambda leaf: sum_over(leaf, BATCH_AXES), found)
+        return jax.tree.map(lambda leaf: sum_over(leaf, TOKEN_AXES), found)
 
     def _stacked(self, kind: str, tree: Tree) -> Tree:
         """`[R * L, ...]` as `[R, 1, L, ...]`."""

@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxpipe.parallel.collectives import index_on
 from maxpipe.parallel.mesh import STAGE
 from maxpipe.parallel.per_device import vary
 from maxpipe.pipeline import scopes
 from maxpipe.pipeline.buffers import microbatch, read, read_all, room, write, write_all
-from maxpipe.pipeline.collectives import index_on
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.remat import Constants, Kept, LayerFn, LayerVJP, RematPolicy, differentiate
 from maxpipe.pipeline.weights import LayerWeights

@@ -5,9 +5,9 @@ stage axis puts the parts together: every stage does an equal share of the work 
 would otherwise sit on the first and the last. Forward and backward are explicit;
 both run in control flow that is the same on all stages.
 
-The embedding's columns stay divided over fsdp: tokens go to all shards and activations come back,
-which is less than the table. In shapes `v` is V / P, this stage's part of the padded vocabulary,
-and `d` the columns of the table that a device holds: D, or D over the size of fsdp.
+The embedding's columns stay divided over fsdp and the axes beside it: tokens go to all shards and
+activations come back, which is less than the table. In shapes `v` is V / P, this stage's part of
+the padded vocabulary, and `d` the columns of the table that a device holds: D, or its shard.
 
 Source: the vocabulary-parallel cross entropy of Megatron-LM (arXiv:1909.08053).
 """
@@ -23,9 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from maxpipe.parallel.mesh import FSDP, STAGE
-from maxpipe.parallel.per_device import vary
-from maxpipe.pipeline.collectives import (
+from maxpipe.parallel.collectives import (
     exchange,
     from_position,
     gather_shards,
@@ -35,6 +33,8 @@ from maxpipe.pipeline.collectives import (
     size_of,
     sum_over,
 )
+from maxpipe.parallel.mesh import STAGE
+from maxpipe.parallel.per_device import vary
 from maxpipe.pipeline.weights import (
     WeightSharding,
     gather,
@@ -53,7 +53,7 @@ class Embedding(NamedTuple):
 
     @property
     def by_column(self) -> bool:
-        """Whether devices along fsdp each look up their own columns."""
+        """Whether devices that share the columns each look up their own."""
         return self.division.dim == 1
 
     def hold(self, shard: Float[Array, "v shard"], dtype: jnp.dtype) -> Float[Array, "v d"]:
@@ -101,7 +101,7 @@ class Embedding(NamedTuple):
         return self._add(total, tokens, gather_shards(columns, STAGE, 0))
 
     def finish(self, total: Float[Array, "v d"]) -> Float[Array, "v shard"]:
-        """Summed over data and fsdp, in the form of the stored shard."""
+        """Summed over devices, in the form of the stored shard."""
         total = total if self.by_column else scatter(total, self.division)
         return sum_over_batch(total, self.division)
 
@@ -122,22 +122,23 @@ class Embedding(NamedTuple):
         return total.at[row].add(vary(cotangent), mode="drop")
 
     def _to_rows(self, x: jax.Array) -> jax.Array:
-        """This device's columns of all shards' rows -> all columns of its own rows."""
-        return exchange(x, FSDP, 0, 2) if self.by_column else x
+        """This device's columns of all shards' tokens -> all columns of its own tokens."""
+        return exchange(x, self.division.axes, 0, 2) if self.by_column else x
 
     def _to_columns(self, x: jax.Array) -> jax.Array:
-        """All columns of this device's rows -> its own columns of all shards' rows."""
+        """All columns of this device's tokens -> its own columns of all shards' tokens."""
         if not self.by_column:
             return x
         # XLA for TPU takes five times as long to exchange from dim 2 to dim 0.
-        return exchange(jnp.concatenate(jnp.split(x, size_of(FSDP), axis=2)), FSDP, 0, 0)
+        axes = self.division.axes
+        return exchange(jnp.concatenate(jnp.split(x, size_of(axes), axis=2)), axes, 0, 0)
 
     def _own_rows(
         self, tokens: Int[Array, "*dims T"], num_rows: int
     ) -> tuple[Int[Array, "*found T"], Bool[Array, "*found T"]]:
         """Row of every token that is looked up here, and whether it is held here."""
         if self.by_column:
-            tokens = gather_shards(tokens, FSDP, tokens.ndim - 2)
+            tokens = gather_shards(tokens, self.division.axes, tokens.ndim - 2)
         row = tokens - index_on(STAGE) * num_rows
         return jnp.clip(row, 0, num_rows - 1), (row >= 0) & (row < num_rows)
 

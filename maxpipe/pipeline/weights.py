@@ -1,4 +1,4 @@
-"""Weights sharded over fsdp: when they are gathered, when gradients are reduced.
+"""Weights sharded over fsdp and axes beside it: when they are gathered, when gradients are reduced.
 
 Everything here runs inside the per-device program and is explicit: no collective
 is left to automatic differentiation. Gathers happen in the compute dtype; gradients
@@ -16,22 +16,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from maxpipe.parallel.mesh import AUTOMATIC_AXES, DATA, FSDP
-from maxpipe.parallel.per_device import vary
-from maxpipe.parallel.sharding import fsdp_dim, restrict
-from maxpipe.pipeline.collectives import (
+from maxpipe.parallel.collectives import (
     gather_shards,
     over_automatic_axes,
     scatter_sum,
     size_of,
     sum_over,
 )
+from maxpipe.parallel.mesh import AUTOMATIC_AXES, TOKEN_AXES
+from maxpipe.parallel.per_device import vary
+from maxpipe.parallel.sharding import axes_of, fsdp_dim, restrict
 from maxpipe.pipeline.trainable import trained
 
 Tree = Any
 Gather = Literal["iteration", "visit", "step"]
 NOT_SHARDED = -1
-"""Stands for "no dim is sharded over fsdp"."""
+"""Stands for "no dim is gathered"."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,12 @@ class WeightSharding:
     """How a parameter is divided among the devices of a stage."""
 
     dim: int
-    """The dim that is sharded over fsdp, or `NOT_SHARDED`."""
+    """The dim whose shards are gathered for use, or `NOT_SHARDED`."""
+    axes: tuple[str, ...] = ()
+    """Axes over which it is sharded, fsdp among them."""
+    kept: tuple[str, ...] = ()
+    """Axes over which another dim is sharded, and stays so: each device of them computes with its
+    own part, for the tokens of all."""
     automatic: tuple[Any, ...] = ()
     """For each dim the automatic axes over which it is sharded, as in a PartitionSpec."""
     trainable: bool = True
@@ -51,7 +56,15 @@ class WeightSharding:
     def of(cls, spec: PartitionSpec, trainable: bool = True, exact: bool = False) -> WeightSharding:
         """From the spec of the whole parameter."""
         dim = NOT_SHARDED if (found := fsdp_dim(spec)) is None else found
-        return cls(dim, tuple(restrict(spec, AUTOMATIC_AXES)), trainable, exact)
+        by_dim = [axes_of(entry) for entry in restrict(spec, TOKEN_AXES)]
+        axes = () if dim == NOT_SHARDED else by_dim.pop(dim)
+        kept = tuple(axis for others in by_dim for axis in others)
+        return cls(dim, axes, kept, tuple(restrict(spec, AUTOMATIC_AXES)), trainable, exact)
+
+    @property
+    def summed_over(self) -> tuple[str, ...]:
+        """Axes whose devices each have a part of a gradient, besides those it is scattered over."""
+        return tuple(axis for axis in TOKEN_AXES if axis not in (*self.axes, *self.kept))
 
     def of_one(self, num_stacked: int) -> WeightSharding:
         """Of one weight, when this is of weights with `num_stacked` dims in front."""
@@ -81,15 +94,17 @@ def gather(shard: jax.Array, division: WeightSharding, dtype: jnp.dtype) -> jax.
     shard = shard if division.exact else shard.astype(dtype)
     if division.dim == NOT_SHARDED:
         return vary(shard)
-    run = partial(gather_shards, axis=FSDP, dim=division.dim)
+    run = partial(gather_shards, axes=division.axes, dim=division.dim)
     return vary(over_automatic_axes(run, division.automatic)(shard))
 
 
 def scatter(gradient: jax.Array, division: WeightSharding) -> jax.Array:
-    """This device's shard of the gradient, summed over fsdp; unsharded ones stay unsummed."""
+    """This device's shard of the gradient, summed over the axes of the shards; unsharded ones stay
+    unsummed.
+    """
     if division.dim == NOT_SHARDED:
         return gradient
-    run = partial(scatter_sum, axis=FSDP, dim=division.dim)
+    run = partial(scatter_sum, axes=division.axes, dim=division.dim)
     return vary(over_automatic_axes(run, division.automatic)(gradient))
 
 
@@ -152,7 +167,7 @@ class LayerWeights:
         return jax.tree.map(add, totals, mine, self._with_gradient)
 
     def finish(self, totals: Tree) -> Tree:
-        """Summed over data and fsdp, in the form of the stored shards."""
+        """Summed over devices, in the form of the stored shards."""
 
         def reduce(total: jax.Array, division: WeightSharding) -> jax.Array:
             if self.mode == "step":
@@ -177,7 +192,7 @@ class LayerWeights:
         def empty(shard: jax.Array, division: WeightSharding) -> jax.Array:
             shape = [num_layers, *shard.shape[1:]]
             if division.dim != NOT_SHARDED:
-                shape[1 + division.dim] *= size_of(FSDP)
+                shape[1 + division.dim] *= size_of(division.axes)
             return vary(jnp.zeros(shape, shard.dtype if division.exact else dtype))
 
         return jax.tree.map(empty, shards, divisions)
@@ -217,5 +232,5 @@ def _add(totals: jax.Array, index: jax.Array | int, part: jax.Array) -> jax.Arra
 
 
 def sum_over_batch(gradient: jax.Array, division: WeightSharding) -> jax.Array:
-    """Sums over the batch axes that `scatter` has not summed over."""
-    return sum_over(gradient, DATA if division.dim != NOT_SHARDED else (DATA, FSDP))
+    """Sums over the devices with other tokens that `scatter` has not summed over."""
+    return sum_over(gradient, division.summed_over)

@@ -29,10 +29,10 @@ from maxpipe.config.schema import Config, MeshConfig, PipelineConfig
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware, shipped
 from maxpipe.model.decoder import Decoder
+from maxpipe.parallel.collectives import gather_shards, program_axes, scatter_sum, shift
 from maxpipe.parallel.mesh import STAGE, build_mesh
 from maxpipe.parallel.per_device import vary
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.pipeline.collectives import gather_shards, program_axes, scatter_sum, shift
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.remat import Remat
 from maxpipe.pipeline.slots import LayerSlots, SlotRow

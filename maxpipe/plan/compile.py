@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.model.count import train_flops_per_token
 from maxpipe.model.families.registry import describe
-from maxpipe.parallel.mesh import AXES, build_mesh
+from maxpipe.parallel.mesh import AXES, BATCH_AXES, build_mesh
 from maxpipe.pipeline import scopes
 from maxpipe.pipeline.layout import Layout
 from maxpipe.plan.advice import capacity, explain_out_of_memory, gib, largest
@@ -298,9 +299,16 @@ def _activation_bytes(steps: Steps) -> int:
     """Of what a stage hands to the next."""
     rows, tokens = steps.shape
     mesh, width = steps.partition.mesh, steps.partition.decoder.config.d_model
-    mine = rows // (mesh.shape["data"] * mesh.shape["fsdp"])
+    mine = rows // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     size = steps.engine.network.compute_dtype.itemsize
-    return mine // steps.train_schedule.num_microbatches * tokens * width * size
+    return (
+        mine
+        // steps.train_schedule.num_microbatches
+        * tokens
+        // mesh.shape["context"]
+        * width
+        * size
+    )
 
 
 def executions(

@@ -151,7 +151,7 @@ def _activations(on: _Mesh) -> Iterator[Sharding]:
             tuple(axis for axis in table.get(logical, ()) if axis == "tensor")
             for _, logical in dims
         ]
-        whole = [table[BATCH], (), *spec]
+        whole = [table[BATCH], ("context",), *spec]
         dtype = config.model.compute_dtype
         return on.place(name, (*tokens, *dims), whole, dtype, ignored="stage")
 

@@ -91,12 +91,13 @@ class Sizes:
     @property
     def rows_per_device(self) -> int:
         """Rows of a step on one device."""
-        return self.config.train.batch_size // (self.axes["data"] * self.fsdp)
+        shards = math.prod(self.axes[axis] for axis in self._table["batch"])
+        return self.config.train.batch_size // shards
 
     @property
     def tokens(self) -> int:
         """B * T: tokens of a microbatch on one device."""
-        return self.rows * self.config.train.sequence_length
+        return self.rows * self.config.train.sequence_length // self.axes["context"]
 
     # The stack.
 
@@ -162,10 +163,11 @@ class Sizes:
         return axis_table(self.config.mesh)
 
     def elements(self, dims: Dims, *, whole: bool = False) -> int:
-        """Of an array's shard on one device; `whole`: gathered over fsdp."""
+        """Of an array's shard on one device; `whole`: gathered over fsdp and the axes beside it."""
         count = 1
         for size, logical in dims:
-            axes = [axis for axis in self._table.get(logical, ()) if not (whole and axis == "fsdp")]
+            axes = self._table.get(logical, ())
+            axes = () if whole and "fsdp" in axes else axes
             count *= -(-size // math.prod(self.axes[axis] for axis in axes))
         return count
 

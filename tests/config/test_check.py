@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.config import check
+from maxpipe.config import check, rules
 from maxpipe.config.keys import KEYS, section_of
 from maxpipe.config.load import load
 from maxpipe.config.ranges import BOUNDS
@@ -18,6 +18,7 @@ from maxpipe.config.schema import Config, MeshConfig, TrainConfig
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.model.families.registry import describe
 from maxpipe.model.frozen import declared
+from maxpipe.parallel import axes
 
 ROOT = Path(__file__).parents[2]
 BASE = [str(ROOT / "configs/model/tiny.yml"), "train.steps=10"]
@@ -74,8 +75,9 @@ BROKEN: list[tuple[str, str, str]] = [
     ("mesh.dcn_stage=-2", "mesh.dcn_stage", "at least 1, or -1"),
     ("mesh.ici_data=-1 mesh.ici_fsdp=-1", "mesh.ici_fsdp", "second -1 among mesh.ici_*"),
     ("mesh.dcn_data=-1 mesh.dcn_stage=-1", "mesh.dcn_data", "second -1 among mesh.dcn_*"),
-    ("mesh.ici_context=2", "mesh.ici_context", "not supported yet"),
-    ("mesh.dcn_expert=-1", "mesh.dcn_expert", "not supported yet"),
+    ("mesh.ici_expert=2 train.batch_size=64", "mesh.ici_expert", "have no experts"),
+    ("mesh.ici_context=3 train.sequence_length=64", "train.sequence_length", "2 x context (3) = 6"),
+    ("mesh.ici_context=2 model.heads_ahead=1", "mesh.ici_context", "tokens further ahead"),
     ("mesh.axis_rules.hedas=[]", "mesh.axis_rules.hedas", "not a logical axis"),
     ("mesh.axis_rules.batch=[]", "mesh.axis_rules.batch", "the pipeline owns it"),
     ("mesh.axis_rules.mlp=[fsdp]", "mesh.axis_rules.mlp", "must be [] or [tensor]"),
@@ -225,7 +227,7 @@ def test_numbers_that_float32_does_not_have_are_refused(value: str):
 
 def test_every_number_has_a_range():
     ours = {key for key, hint in KEYS.items() if hint in (int, float)}
-    sizes = {f"mesh.{link}_{axis}" for link in ("ici", "dcn") for axis in check.MESH_AXES}
+    sizes = {f"mesh.{link}_{axis}" for link in ("ici", "dcn") for axis in axes.MESH_AXES}
     assert ours - sizes == set(BOUNDS)
 
 
@@ -336,18 +338,23 @@ def test_rules_declare_the_keys_they_read():
         assert set(rule.keys) <= set(KEYS)
 
 
+def test_a_linear_attention_has_no_context_axis():
+    with pytest.raises(ConfigError, match="its linear attention reads a sequence from its first"):
+        load([BASE[0], "train.steps=1", "model.family=qwen3_next", "mesh.ici_context=2"])
+
+
 def test_axis_size():
-    assert check.axis_size(MeshConfig(ici_stage=2, dcn_stage=3), "stage") == 6
-    assert check.axis_size(MeshConfig(ici_stage=-1), "stage") is None
-    assert check.axis_size(MeshConfig(dcn_stage=-1), "stage") is None
-    assert check.axis_size(MeshConfig(dcn_stage=0), "stage") is None
+    assert rules.axis_size(MeshConfig(ici_stage=2, dcn_stage=3), "stage") == 6
+    assert rules.axis_size(MeshConfig(ici_stage=-1), "stage") is None
+    assert rules.axis_size(MeshConfig(dcn_stage=-1), "stage") is None
+    assert rules.axis_size(MeshConfig(dcn_stage=0), "stage") is None
 
 
 def test_axis_table_is_the_default_with_changes():
-    table = check.axis_table(MeshConfig(axis_rules={"mlp": []}))
-    assert table == check.DEFAULT_AXIS_RULES | {"mlp": ()}
-    assert set(check.DEFAULT_AXIS_RULES) == set(check.LOGICAL_AXES)
-    assert all(set(axes) <= set(check.MESH_AXES) for axes in table.values())
+    table = axes.axis_table(MeshConfig(axis_rules={"mlp": []}))
+    assert table == axes.DEFAULT_AXIS_RULES | {"mlp": ()}
+    assert set(axes.DEFAULT_AXIS_RULES) == set(axes.LOGICAL_AXES)
+    assert all(set(each) <= set(axes.MESH_AXES) for each in table.values())
 
 
 def test_total_steps_rounds_tokens_up():
@@ -364,7 +371,7 @@ SMALL = st.integers(1, 12)
     st.fixed_dictionaries(
         {},
         optional={
-            **{f"mesh.{link}_{a}": SIZES for link in ("ici", "dcn") for a in check.MESH_AXES},
+            **{f"mesh.{link}_{a}": SIZES for link in ("ici", "dcn") for a in axes.MESH_AXES},
             **{f"pipeline.{name}": SMALL for name in ("microbatches", "repeats", "group")},
             "pipeline.layers_outside": SMALL,
             **{f"model.{name}": SMALL for name in ("num_layers", "num_heads", "num_kv_heads")},

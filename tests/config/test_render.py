@@ -148,11 +148,3 @@ def test_sections_list_whole_sentences():
         assert not re.search(
             r"\b(e\.g|i\.e)\.? \(default", " ".join(render.explain(section).split())
         )
-
-
-@pytest.mark.parametrize("key", ["ici_context", "ici_expert", "dcn_context", "dcn_expert"])
-def test_axes_that_do_not_work_yet_say_so(key: str):
-    assert "Not supported yet, must be 1" in render.explain(f"mesh.{key}")
-    section = render.explain("mesh").partition(key)[2]
-    assert section.lstrip().startswith("Not supported yet")
-    assert re.search(rf"`{key}` .* Not supported yet", render.markdown())

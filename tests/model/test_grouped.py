@@ -112,10 +112,10 @@ def test_each_device_sorts_its_own_rows_of_a_batch(given: Any) -> None:
     placed = {
         name: jax.device_put(params[name], jax.NamedSharding(mesh, rules.spec(axes)))
         for name, axes in (
-            ("router", ("embed", "experts")),
-            ("gate", ("embed", "experts", "mlp")),
-            ("up", ("embed", "experts", "mlp")),
-            ("down", ("experts", "mlp", "embed")),
+            ("router", ("embed", "routes")),
+            ("gate", ("expert_embed", "experts", "mlp")),
+            ("up", ("expert_embed", "experts", "mlp")),
+            ("down", ("experts", "mlp", "expert_embed")),
         )
     }
     with jax.set_mesh(mesh):

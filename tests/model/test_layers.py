@@ -160,7 +160,7 @@ def test_normal_approximation_has_the_same_bits_jitted_and_sharded(devices: list
 
 def test_dropout_zeros_a_fraction_and_keeps_the_mean() -> None:
     keys = jax.random.split(jax.random.key(0), 4)
-    dropped = np.asarray(dropout(jnp.ones((4, 50, 100)), 0.25, keys))
+    dropped = np.asarray(dropout(jnp.ones((4, 50, 100)), 0.25, keys, jnp.arange(50)))
     kept = dropped != 0
     np.testing.assert_array_equal(dropped[kept], np.float32(1 / 0.75))
     # Four standard errors of a share of 20,000 draws.
@@ -170,10 +170,10 @@ def test_dropout_zeros_a_fraction_and_keeps_the_mean() -> None:
 
 def test_dropout_of_an_example_depends_on_its_own_key_only() -> None:
     keys = jax.random.split(jax.random.key(0), 6)
-    x = jnp.ones((6, 3, 8))
-    whole = np.asarray(dropout(x, 0.5, keys))
+    x, places = jnp.ones((6, 3, 8)), jnp.arange(3)
+    whole = np.asarray(dropout(x, 0.5, keys, places))
     for cut in (slice(0, 2), slice(2, 6), slice(5, 6)):
-        np.testing.assert_array_equal(dropout(x[cut], 0.5, keys[cut]), whole[cut])
+        np.testing.assert_array_equal(dropout(x[cut], 0.5, keys[cut], places), whole[cut])
     order = jnp.array([3, 1, 5])
-    np.testing.assert_array_equal(dropout(x[order], 0.5, keys[order]), whole[order])
-    assert dropout(x.astype(jnp.bfloat16), 0.5, keys).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(dropout(x[order], 0.5, keys[order], places), whole[order])
+    assert dropout(x.astype(jnp.bfloat16), 0.5, keys, places).dtype == jnp.bfloat16

@@ -25,6 +25,7 @@ from maxpipe.parallel.sharding import (
     restrict,
 )
 
+WEIGHTS = ("fsdp", "expert", "context")
 RULES = AxisRules.from_config(MeshConfig())
 
 
@@ -36,12 +37,12 @@ def rules_with(**changes: list[str]) -> AxisRules:
 
 
 def test_specs_follow_the_table() -> None:
-    assert RULES.spec(("embed", "heads", "head_size")) == PartitionSpec("fsdp", "tensor", None)
-    assert RULES.spec(("vocab", "embed")) == PartitionSpec(("stage", "tensor"), "fsdp")
+    assert RULES.spec(("embed", "heads", "head_size")) == PartitionSpec(WEIGHTS, "tensor", None)
+    assert RULES.spec(("vocab", "embed")) == PartitionSpec(("stage", "tensor"), WEIGHTS)
     assert RULES.spec(("norm",)) == PartitionSpec(None)
     assert RULES.spec((None, "mlp")) == PartitionSpec(None, "tensor")
     stacked = RULES.spec((*STACK, "mlp", "embed"))
-    assert stacked == PartitionSpec(None, "stage", None, "tensor", "fsdp")
+    assert stacked == PartitionSpec(None, "stage", None, "tensor", WEIGHTS)
     assert RULES.spec(("batch",)) == BATCH_SPEC
 
 
@@ -82,7 +83,8 @@ def test_a_conflict_inside_a_pair_of_axes_is_found() -> None:
             (None, "stage", None, None, ("data", "fsdp")),
             4,
         ),
-        (("tensor", "expert"), (None, None), None),
+        (("tensor", "expert"), (None, "expert"), None),
+        (("expert", ("fsdp", "context")), ("expert", ("fsdp", "context")), 1),
     ],
 )
 def test_restricting_a_spec_and_finding_its_fsdp_dim(

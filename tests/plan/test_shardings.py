@@ -67,7 +67,7 @@ def test_activations_are_split_over_rows_and_tensor() -> None:
     assert stream.shape == (4, 32, 64) and stream.shard == (2, 32, 64)
     # Along tensor both devices have the whole of it.
     assert (stream.replicated, stream.copies) == (("tensor",), 2)
-    assert gate.spec == (("data", "fsdp"), (), ("tensor",))
+    assert gate.spec == (("data", "fsdp", "expert"), ("context",), ("tensor",))
     assert (gate.shard, gate.num_bytes, gate.copies) == ((2, 32, 48), 2 * 2 * 32 * 48, 1)
     assert stream.num_bytes == 2 * Sizes(config).activation
 

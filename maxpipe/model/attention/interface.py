@@ -31,7 +31,7 @@ class Mask:
     places: Int[Array, " T"] | None = None
     """Of the queries in the row of the keys, when a device has some of them. None: 0 to T - 1."""
     run: int = 0
-    """With `places`: so many queries stand next to each other in the row, then so many elsewhere.
+    """With `places`: how many queries stand next to each other in the row; then as many elsewhere.
     Divides T."""
     causal: bool = True
     """A query sees itself and what is before it."""

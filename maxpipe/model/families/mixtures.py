@@ -30,6 +30,11 @@ class MixtureConfig:
     """Tokens of a sequence for which an expert has room, as a multiple of an even share: 1.25 is
     common. The others lose this expert, second choices first; when text is generated none does. 0:
     for all, nothing is lost."""
+    exchange_factor: float = 0.0
+    """With experts on several devices (`mesh.ici_expert`): choices of a microbatch's tokens that a
+    device sends to each of them at most, as a multiple of an even share. The others lose this
+    expert, second choices first. 0: all, however unequal they are, which takes the most memory:
+    room for all that may ever come."""
     dispatch: Literal["auto", "all", "grouped"] = "auto"
     """How tokens get to their experts without a capacity: `grouped` sorts them by expert and
     computes those that they are sent to, with a kernel on TPUs and in blocks of rows elsewhere.
@@ -55,6 +60,7 @@ BOUNDS = (
     Bound("top_k", 2, 1),
     Bound("d_expert", 0, 0, why="0 takes model.d_mlp", axis="mlp"),
     Bound("capacity_factor", 1.25, 0, LARGEST, "0 drops no token"),
+    Bound("exchange_factor", 2, 0, LARGEST, "0 drops no token"),
     Bound("z_weight", 0.001, 0, LARGEST, "0 only records the z-loss"),
     Bound("balance_weight", 0.01, 0, LARGEST, "0 only records the balance loss"),
 )
@@ -77,6 +83,7 @@ def experts(config: ModelConfig, own: MixtureConfig, **options: Any) -> Experts:
         own.balance_weight,
         own.z_weight,
         own.capacity_factor,
+        own.exchange_factor,
         dispatch=own.dispatch,
         balance_over=own.balance_over,
         **options,

@@ -15,9 +15,11 @@ from jaxtyping import Float, Int
 
 from maxpipe.model.attention.backends import BACKENDS
 from maxpipe.model.attention.interface import Cache, Mask
+from maxpipe.model.attention.over_context import attend
 from maxpipe.model.modules.norm import rms_normed
 from maxpipe.model.modules.part import Context, Output, PartModule
 from maxpipe.model.parts import attention
+from maxpipe.parallel.context import num_tokens
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 # Llama 3.1: wavelengths above original/1 are fully stretched, below original/4 left alone.
@@ -69,7 +71,7 @@ def _growth(rope: attention.Rope, turned: int, context: Context) -> float | Floa
 def _num_tokens(context: Context) -> int:
     """The most that a query can see: known before anything is computed, and the same for all."""
     cache = context.cache
-    return (context.inputs["positions"] if cache is None else cache.key).shape[1]
+    return num_tokens(context.inputs) if cache is None else cache.key.shape[1]
 
 
 def _yarn(
@@ -168,7 +170,7 @@ class Attention(PartModule):
                 key_segments=cache.segments,
                 key_positions=cache.positions,
             )
-        mixed = BACKENDS[part.backend](query, key, value, mask)
+        mixed = attend(BACKENDS[part.backend], query, key, value, mask, context.inputs)
         mixed = checkpoint_name(mixed, "context")
         if gate is not None:
             mixed = mixed * jax.nn.sigmoid(gate)

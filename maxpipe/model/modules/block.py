@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Key
+from jaxtyping import Float, Int, Key
 
 from maxpipe.model.modules.attention import Attention
 from maxpipe.model.modules.delta import GatedDelta
@@ -20,6 +20,7 @@ from maxpipe.model.modules.norm import LayerNorm, RMSNorm
 from maxpipe.model.modules.part import Context, Output
 from maxpipe.model.parts import attention, delta, experts, latent, mlp, norm
 from maxpipe.model.spec import Branch, Kind, Part
+from maxpipe.parallel.context import own_places
 from maxpipe.parallel.sharding import AxisRules
 
 _NORMS: Mapping[type, Any] = {norm.RMSNorm: RMSNorm, norm.LayerNorm: LayerNorm}
@@ -84,7 +85,8 @@ class Block(nnx.Module):
             found = self._branch(branch, x, context)
             change = found.x
             if keys is not None and branch.dropout:
-                change = dropout(change, branch.dropout, keys[:, number])
+                places = own_places(x.shape[1])
+                change = dropout(change, branch.dropout, keys[:, number], places)
             x = x + (change if branch.scale == 1.0 else change * branch.scale)
             losses |= found.losses
             statistics |= found.statistics
@@ -100,10 +102,16 @@ class Block(nnx.Module):
         return found
 
 
-def dropout(x: Float[Array, "B T D"], rate: float, keys: Key[Array, " B"]) -> Float[Array, "B T D"]:
-    """Zeros a fraction `rate` of `x`, with one key per example.
+def dropout(
+    x: Float[Array, "B T D"], rate: float, keys: Key[Array, " B"], places: Int[Array, " T"]
+) -> Float[Array, "B T D"]:
+    """Zeros a fraction `rate` of `x`, with one key per example, and `places` of tokens in the row.
 
-    A key per example makes the mask independent of how the batch is cut or sharded.
+    A key per example and token makes the mask independent of how the batch is cut or sharded.
     """
-    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, x.shape[1:]))(keys)
+
+    def kept(key: Key[Array, ""], place: Int[Array, ""]) -> Array:
+        return jax.random.bernoulli(jax.random.fold_in(key, place), 1.0 - rate, x.shape[2:])
+
+    keep = jax.vmap(jax.vmap(kept, (None, 0)), (0, None))(keys, places)
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)

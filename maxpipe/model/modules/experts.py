@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +14,24 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
 from maxpipe.model.modules import grouped
-from maxpipe.model.modules.grouped import Rows, by_token, own_vjp, row_weights, sorting, tokens_of
+from maxpipe.model.modules.exchange import from_experts, to_experts
 from maxpipe.model.modules.mlp import gated, gated_mlp
 from maxpipe.model.modules.part import Context, Output, PartModule
 from maxpipe.model.modules.router import Routes, reported, routed
+from maxpipe.model.modules.rows import (
+    Rows,
+    row_biases,
+    row_weights,
+    rows_in_line,
+    sorted_rows,
+    to_slots,
+    to_tokens,
+)
 from maxpipe.model.parts import experts
-from maxpipe.parallel.per_device import on_rows_of_device
+from maxpipe.parallel.collectives import exchange, gather_shards, scatter_sum, size_of
+from maxpipe.parallel.context import WHOLE_ROW, own_part, whole_rows
+from maxpipe.parallel.mesh import CONTEXT, EXPERT
+from maxpipe.parallel.per_device import on_rows_of_device, vary
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 _PROJECTIONS = ("gate", "up", "down")
@@ -52,17 +66,8 @@ class Experts(PartModule):
         part = self.part
         bias = None if part.balance_rate is None else self.router_bias[...]
         logit_bias = self.logit_bias[...] if part.biased else None
-        routes, lost = routed(x, self.router[...], part, bias, logit_bias), None
-        if self.part.capacity and context.cache is None:
-            slots = self._slots(routes.places, context.inputs["segment_ids"])
-            out = self._with_room(x, routes, slots)
-            lost = (slots.row == len(slots.choice)).mean(-1).reshape(x.shape[:2])
-        elif self._groups(x, context):
-            names = [*_PROJECTIONS, *(f"{name}_bias" for name in _PROJECTIONS if part.biased)]
-            params = {name: getattr(self, name)[...].astype(x.dtype) for name in names}
-            out = on_rows_of_device(self._by_group, (x, routes.places, routes.weights), params)
-        else:
-            out = self._all(x, routes)
+        routes = routed(x, self.router[...], part, bias, logit_bias)
+        out, lost = self._mixed(x, routes, context)
         if self.part.shared is not None:
             always = gated_mlp(x, self, self.part.shared.function, self.rules, "shared_")
             if self.part.shared_gated:
@@ -73,6 +78,42 @@ class Experts(PartModule):
         if mask is None:
             return Output(out)
         return Output(out, *reported(routes, lost, mask, part.balance_over))
+
+    def _mixed(
+        self, x: Float[Array, "B T D"], routes: Routes, context: Context
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"] | None]:
+        """Weighted sums of experts, and of each token the fraction of its choices that are lost."""
+        limited = bool(self.part.capacity) and context.cache is None
+        apart, divided = size_of(EXPERT) > 1, size_of(CONTEXT) > 1
+        if limited and not (apart or divided):
+            slots = self._slots(routes.places, context.inputs["segment_ids"])
+            return self._with_room(x, routes, slots), slots.lost.reshape(x.shape[:2])
+        places = self._admitted(routes.places, context.inputs) if limited else routes.places
+        by_group = limited or self._groups(x, context)
+        lost = (places == self.part.num_experts).mean(-1) if self.part.loses else None
+        if by_group and apart:
+            return self._exchanged(x, places, routes.weights)
+        if by_group:
+            run = partial(self._by_group, complete=not limited)
+            return on_rows_of_device(run, (x, places, routes.weights), self._params(x)), lost
+        return self._all_of_axis(x, routes.weights), lost
+
+    def _exchanged(
+        self, x: Float[Array, "B T D"], places: Int[Array, "B T k"], weights: Float[Array, "B T E"]
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"] | None]:
+        """`_mixed` where experts are on the devices of an axis."""
+        rows, tokens = x.shape[:2]
+        whole = tokens * size_of(CONTEXT)
+        room = self.part.room_between(size_of(EXPERT), rows, tokens, whole)
+        received, sent = to_experts(x, places, weights, room)
+        found = self._by_group(received, self._params(x), complete=False)
+        lost = sent.slots.lost.reshape(x.shape[:2]) if self.part.loses else None
+        return from_experts(found, sent).reshape(x.shape), lost
+
+    def _params(self, x: Array) -> dict[str, Array]:
+        """Those of the experts, in the type of `x`."""
+        names = [*_PROJECTIONS, *(f"{name}_bias" for name in _PROJECTIONS if self.part.biased)]
+        return {name: getattr(self, name)[...].astype(x.dtype) for name in names}
 
     def _groups(self, x: Float[Array, "B T D"], context: Context) -> bool:
         """As declared. In decoding, where a call may have few tokens, if less is computed."""
@@ -86,31 +127,43 @@ class Experts(PartModule):
         self,
         tokens: tuple[Float[Array, "B T D"], Int[Array, "B T k"], Float[Array, "B T E"]],
         params: Mapping[str, Array],
+        *,
+        complete: bool = True,
     ) -> Float[Array, "B T D"]:
-        """Of tokens through their own experts."""
+        """Of tokens through their own experts, of which `params` are. `complete`: all have some."""
         x, *routes = tokens
         places, weights = (each.reshape(-1, each.shape[-1]) for each in routes)
-        rows, sizes = grouped.sorted_rows(places, self.part.num_experts)
-        axes = grouped.split_over(self.rules)
-        gate, up = grouped.expanded(x, (params["gate"], params["up"]), rows, sizes, axes)
+        num_experts = weights.shape[-1]
+        rows, sizes = sorted_rows(places, num_experts)
+        spread = grouped.Spread(grouped.split_over(self.rules), complete)
+        gate, up = grouped.expanded(x, (params["gate"], params["up"]), rows, sizes, spread)
         if self.part.biased:
-            gate += grouped.row_biases(params["gate_bias"], places, rows)
-            up += grouped.row_biases(params["up_bias"], places, rows)
+            gate += row_biases(params["gate_bias"], places, rows)
+            up += row_biases(params["up_bias"], places, rows)
         gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
-        of_rows = row_weights(weights, places, rows, self.part.num_experts).astype(x.dtype)
+        of_rows = row_weights(weights, places, rows, num_experts).astype(x.dtype)
         hidden = constrain(gated(gate, up, self.part.function, of_rows), (None, "mlp"), self.rules)
-        out = grouped.contracted(hidden, params["down"], rows, sizes, axes)
+        out = grouped.contracted(hidden, params["down"], rows, sizes, spread)
         if self.part.biased:
             out += weights.astype(x.dtype) @ params["down_bias"]
         return out.reshape(x.shape)
 
-    def _all(self, x: Float[Array, "B T D"], routes: Routes) -> Float[Array, "B T D"]:
-        """Of all tokens through all experts."""
+    def _all_of_axis(
+        self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"]
+    ) -> Float[Array, "B T D"]:
+        """Of all tokens through all experts, those of other devices of the axis, too."""
+        whole = gather_shards(x, EXPERT, 0)
+        return scatter_sum(self._all(whole, exchange(weights, EXPERT, 2, 0)), EXPERT, 0)
+
+    def _all(
+        self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"]
+    ) -> Float[Array, "B T D"]:
+        """Of all tokens through all experts that are here."""
         gate = jnp.einsum("btd,def->btef", x, self.gate[...].astype(x.dtype))
         up = jnp.einsum("btd,def->btef", x, self.up[...].astype(x.dtype))
         gate, up = self._with_bias("gate", gate), self._with_bias("up", up)
         gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
-        weights = routes.weights.astype(x.dtype)
+        weights = weights.astype(x.dtype)
         hidden = gated(gate, up, self.part.function, weights)
         hidden = constrain(hidden, (None, None, "experts", "mlp"), self.rules)
         out = jnp.einsum("btef,efd->btd", hidden, self.down[...].astype(x.dtype))
@@ -148,62 +201,28 @@ class Experts(PartModule):
             return x
         return x + spread(getattr(self, f"{name}_bias")[...].astype(x.dtype))
 
+    def _admitted(
+        self, places: Int[Array, "B T k"], inputs: Mapping[str, Any]
+    ) -> Int[Array, "B T k"]:
+        """Experts of each token, and E in place of those that have no room for it.
+
+        Who has room follows from whole rows, of which this device may have some tokens.
+        """
+        whole = vary(whole_rows(places, 1))
+        slots = self._slots(whole, inputs.get(WHOLE_ROW, inputs["segment_ids"]))
+        has_room = (slots.row < len(slots.choice)).reshape(whole.shape)
+        return jnp.where(own_part(has_room, 1), places, self.part.num_experts)
+
     def _slots(self, places: Int[Array, "B T k"], segments: Int[Array, "B T"]) -> Rows:
         """The room of all experts as rows: of each expert that for each sequence.
 
-        First choices go before second ones, earlier tokens before later ones (arXiv:2006.16668).
         Padding, of segment 0, takes no room.
         """
-        rows, tokens, chosen = places.shape
-        num_experts, room = self.part.num_experts, self.part.room(tokens)
-        counts, queues = segments > 0, num_experts * rows
-        queue = jnp.where(
-            counts[..., None], places * rows + jnp.arange(rows)[:, None, None], queues
-        )
-        queue = queue.transpose(2, 0, 1).reshape(-1)  # all first choices, then all second ones
-        asks = (places.reshape(rows, -1, 1) == jnp.arange(num_experts)) & jnp.repeat(
-            counts, chosen, axis=1
-        )[..., None]
-        lengths = asks.sum(1, dtype=jnp.int32).T.reshape(-1)
-        first = jnp.cumsum(lengths) - lengths
-        in_line = sorting(queue)
-        before = sorting(in_line) - first.at[queue].get(mode="clip")
-        none = queues * room
-        slot = jnp.where((queue < queues) & (before < room), queue * room + before, none)
-        number = jnp.arange(room)
-        found = in_line.at[first[:, None] + number].get(mode="clip")
-        num_tokens = rows * tokens
-        choice = found % num_tokens * chosen + found // num_tokens
-        choice = jnp.where(number < lengths[:, None], choice, num_tokens * chosen)
-        return Rows(choice.reshape(-1), slot.reshape(chosen, -1).T)
-
-
-# A slot has one token, a token a slot for each of its choices: the transpose of each of the two
-# functions is the other one. So no gradient is scattered, which is slow on TPUs. Empty slots hold
-# some token: its weight is 0, and so is all that comes of it.
-
-
-@own_vjp(static=2)
-def to_slots(x: Float[Array, "B T D"], slots: Rows, shape: tuple[int, ...]) -> Float[Array, "S D"]:
-    """Each slot's token; `shape` is that of `x`."""
-    assert x.shape == shape
-    return tokens_of(x, slots)
-
-
-@jax.custom_vjp
-def to_tokens(x: Float[Array, "S D"], slots: Rows) -> Float[Array, "n D"]:
-    """Each token's sum over its slots."""
-    return by_token([x], slots.row, complete=False)
-
-
-to_slots.defvjp(
-    lambda x, slots, shape: (to_slots(x, slots, shape), slots.row),
-    lambda shape, row, cotangent: (
-        by_token([cotangent], row, complete=False).reshape(shape),
-        None,
-    ),
-)
-to_tokens.defvjp(
-    lambda x, slots: (to_tokens(x, slots), slots),
-    lambda slots, cotangent: (tokens_of(cotangent, slots), None),
-)
+        rows, tokens, _ = places.shape
+        queues = self.part.num_experts * rows
+        queue = places * rows + jnp.arange(rows)[:, None, None]
+        counts = (segments > 0)[..., None]
+        queue = jnp.where(counts, queue, queues)
+        asks = (places[..., None] == jnp.arange(self.part.num_experts)) & counts[..., None]
+        lengths = asks.sum((1, 2), dtype=jnp.int32).T.reshape(-1)
+        return rows_in_line(queue, lengths, self.part.room(tokens))

@@ -13,129 +13,27 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
+from maxpipe.model.modules.rows import Rows, by_token, own_vjp, tokens_of
 from maxpipe.parallel.per_device import on_shards, vary
 from maxpipe.parallel.sharding import AxisRules, automatic_axes
 
 
-class Rows(NamedTuple):
-    """Which choice of which token stands where. n tokens have k choices each."""
+class Spread(NamedTuple):
+    """How products are computed."""
 
-    choice: Int[Array, " N"]
-    """In each row: a token times k, and which of its choices. n k in a row without one."""
-    row: Int[Array, "n k"]
-    """Of each choice; N if it has none."""
-
-
-def sorted_rows(places: Int[Array, "n k"], num_experts: int) -> tuple[Rows, Int[Array, " E"]]:
-    """A row for each choice, sorted by the experts of each token; and how many each expert has."""
-    flat = places.reshape(-1)
-    choice = sorting(flat)
-    sizes = (flat[:, None] == jnp.arange(num_experts)).sum(0, dtype=jnp.int32)
-    return Rows(choice, sorting(choice).reshape(places.shape)), sizes
-
-
-def sorting(keys: Int[Array, " N"]) -> Int[Array, " N"]:
-    """The order that sorts them, equal ones as they were."""
-    # `argsort` would call the order the same on all devices, as what it sorts along with them is.
-    numbers = vary(jnp.arange(len(keys), dtype=jnp.int32))
-    return lax.sort((keys, numbers), num_keys=1, is_stable=True)[1]
-
-
-def own_vjp(static: int) -> Callable[[Callable[..., Any]], Any]:
-    """`jax.custom_vjp` of a function of which one argument, given by its place, is no array."""
-    return lambda run: jax.custom_vjp(run, nondiff_argnums=(static,))
-
-
-# Rows and tokens. A row has one token and a token k rows: each function is the other's transpose,
-# and nothing is scattered.
-
-
-@own_vjp(static=3)
-def row_weights(
-    weights: Float[Array, "n E"], places: Int[Array, "n k"], rows: Rows, num_experts: int
-) -> Float[Array, " N"]:
-    """Of all experts' weights for each token those of its choices, by row; 0 in other rows."""
-    picked = jnp.where(_is_choice(places, num_experts), weights[:, None], 0).sum(-1)
-    return picked.reshape(-1).at[rows.choice].get(mode="fill", fill_value=0)
-
-
-def _row_weights_backward(
-    num_experts: int,
-    saved: tuple[Int[Array, "n k"], Int[Array, "n k"]],
-    cotangent: Float[Array, " N"],
-) -> tuple[Float[Array, "n E"], None, None]:
-    places, row = saved
-    found = cotangent.at[row].get(mode="fill", fill_value=0)
-    return jnp.where(_is_choice(places, num_experts), found[..., None], 0).sum(1), None, None
-
-
-def _is_choice(places: Int[Array, "n k"], num_experts: int) -> Bool[Array, "n k E"]:
-    return places[..., None] == jnp.arange(num_experts)
-
-
-row_weights.defvjp(
-    lambda weights, places, rows, num_experts: (
-        row_weights(weights, places, rows, num_experts),
-        (places, rows.row),
-    ),
-    _row_weights_backward,
-)
-
-
-@jax.custom_vjp
-def row_biases(
-    biases: Float[Array, "E F"], places: Int[Array, "n k"], rows: Rows
-) -> Float[Array, "N F"]:
-    """Those of each row's expert. As a matmul: its gradient is one, and is not scattered."""
-    return _experts_of(places, rows, biases) @ biases
-
-
-def _experts_of(places: Int[Array, "n k"], rows: Rows, like: Array) -> Float[Array, "N E"]:
-    expert = places.reshape(-1).at[rows.choice].get(mode="clip")
-    return jax.nn.one_hot(expert, len(like), dtype=like.dtype)
-
-
-def _row_biases_backward(
-    saved: tuple[Any, ...], cotangent: Float[Array, "N F"]
-) -> tuple[Float[Array, "E F"], None, None]:
-    places, rows, biases = saved
-    experts = _experts_of(places, rows, biases)
-    found = jnp.einsum("ne,nf->ef", experts, cotangent, preferred_element_type=jnp.float32)
-    return found.astype(biases.dtype), None, None
-
-
-row_biases.defvjp(
-    lambda biases, places, rows: (row_biases(biases, places, rows), (places, rows, biases)),
-    _row_biases_backward,
-)
-
-
-def tokens_of(x: Float[Array, "*tokens D"], rows: Rows) -> Float[Array, "N D"]:
-    """The token in each row; any in a row without one."""
-    index = rows.choice // rows.row.shape[1]
-    return x.reshape(-1, x.shape[-1]).at[index].get(mode="clip")
-
-
-def by_token(
-    arrays: Sequence[Float[Array, "N D"]], row: Int[Array, "n k"], *, complete: bool = True
-) -> Float[Array, "n D"]:
-    """Each token's sum over its rows of all arrays. `complete`: all choices have a row."""
-    total: Any = 0.0
-    for array in arrays:
-        for index in row.T:
-            found = array.at[index].get(mode="clip").astype(jnp.float32)
-            total += found if complete else jnp.where(index[:, None] < len(array), found, 0.0)
-    return total.astype(arrays[0].dtype)
+    axes: tuple[str, ...]
+    """Those over which the width of an expert is split."""
+    complete: bool = True
+    """Whether every choice has a row."""
 
 
 # The products of experts with tokens: with the first weights, by row, and with the last ones,
-# summed over each token's rows. The width of an expert is split over `axes`. Sums over it are added
+# summed over each token's rows. The width of an expert is split over axes. Sums over it are added
 # up behind those over a token's rows, so that what travels has the size of the tokens.
 
 
@@ -145,43 +43,45 @@ def expanded(
     weights: tuple[Float[Array, "D E F"], ...],
     rows: Rows,
     sizes: Int[Array, " E"],
-    axes: tuple[str, ...],
+    spread: Spread,
 ) -> tuple[Float[Array, "N F"], ...]:
     """The token in each row times the weights of its expert, for each of the weights."""
 
     def run(tokens: Array, weights: tuple[Array, ...], sizes: Array) -> tuple[Array, ...]:
         return tuple(_product(tokens, weight, sizes, dim=1) for weight in weights)
 
-    split = PartitionSpec(None, axes)
-    run = on_shards(run, (_WHOLE, PartitionSpec(None, None, axes), _WHOLE), split)
+    split = PartitionSpec(None, spread.axes)
+    run = on_shards(run, (_WHOLE, PartitionSpec(None, None, spread.axes), _WHOLE), split)
     return run(tokens_of(x, rows), weights, sizes)
 
 
 def _expanded_backward(
-    axes: tuple[str, ...], saved: tuple[Any, ...], cotangents: tuple[Float[Array, "N F"], ...]
+    spread: Spread, saved: tuple[Any, ...], cotangents: tuple[Float[Array, "N F"], ...]
 ) -> tuple[Any, ...]:
     x, weights, rows, sizes = saved
-    split, of_weights = PartitionSpec(None, axes), PartitionSpec(None, None, axes)
+    split, of_weights = PartitionSpec(None, spread.axes), PartitionSpec(None, None, spread.axes)
 
     def to_tokens(cotangents: Any, weights: Any, row: Array, sizes: Array) -> Array:
         found = [
             _product(*pair, sizes, dim=1, transposed=True)
             for pair in zip(cotangents, weights, strict=True)
         ]
-        return by_token(found, row)[None]
+        return by_token(found, row, complete=spread.complete)[None]
 
     def to_weights(tokens: Array, cotangents: Any, sizes: Array) -> tuple[Array, ...]:
         return tuple(_outer(tokens, each, sizes, dim=1) for each in cotangents)
 
-    to_tokens = on_shards(to_tokens, (split, of_weights, _WHOLE, _WHOLE), PartitionSpec(axes))
+    to_tokens = on_shards(
+        to_tokens, (split, of_weights, _WHOLE, _WHOLE), PartitionSpec(spread.axes)
+    )
     to_weights = on_shards(to_weights, (_WHOLE, split, _WHOLE), of_weights)
     d_x = to_tokens(cotangents, weights, rows.row, sizes).sum(0).reshape(x.shape)
     return d_x, to_weights(tokens_of(x, rows), cotangents, sizes), None, None
 
 
 expanded.defvjp(
-    lambda x, weights, rows, sizes, axes: (
-        expanded(x, weights, rows, sizes, axes),
+    lambda x, weights, rows, sizes, spread: (
+        expanded(x, weights, rows, sizes, spread),
         (x, weights, rows, sizes),
     ),
     _expanded_backward,
@@ -194,23 +94,25 @@ def contracted(
     weight: Float[Array, "E F D"],
     rows: Rows,
     sizes: Int[Array, " E"],
-    axes: tuple[str, ...],
+    spread: Spread,
 ) -> Float[Array, "n D"]:
     """The sum over each token's rows of the row times the weights of its expert."""
 
     def run(hidden: Array, weight: Array, row: Array, sizes: Array) -> Array:
-        return by_token([_product(hidden, weight, sizes, dim=0)], row)[None]
+        return by_token([_product(hidden, weight, sizes, dim=0)], row, complete=spread.complete)[
+            None
+        ]
 
-    split = PartitionSpec(None, axes)
-    run = on_shards(run, (split, split, _WHOLE, _WHOLE), PartitionSpec(axes))
+    split = PartitionSpec(None, spread.axes)
+    run = on_shards(run, (split, split, _WHOLE, _WHOLE), PartitionSpec(spread.axes))
     return run(hidden, weight, rows.row, sizes).sum(0)
 
 
 def _contracted_backward(
-    axes: tuple[str, ...], saved: tuple[Any, ...], cotangent: Float[Array, "n D"]
+    spread: Spread, saved: tuple[Any, ...], cotangent: Float[Array, "n D"]
 ) -> tuple[Any, ...]:
     hidden, weight, rows, sizes = saved
-    split = PartitionSpec(None, axes)
+    split = PartitionSpec(None, spread.axes)
     to_hidden = on_shards(
         lambda *arrays: _product(*arrays, dim=0, transposed=True), (_WHOLE, split, _WHOLE), split
     )
@@ -221,8 +123,8 @@ def _contracted_backward(
 
 
 contracted.defvjp(
-    lambda hidden, weight, rows, sizes, axes: (
-        contracted(hidden, weight, rows, sizes, axes),
+    lambda hidden, weight, rows, sizes, spread: (
+        contracted(hidden, weight, rows, sizes, spread),
         (hidden, weight, rows, sizes),
     ),
     _contracted_backward,

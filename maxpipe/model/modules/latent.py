@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxtyping import Float
 
 from maxpipe.model.attention.backends import BACKENDS
 from maxpipe.model.attention.interface import Cache, Mask
+from maxpipe.model.attention.over_context import attend
 from maxpipe.model.modules.attention import rotary_frequencies, rotate
 from maxpipe.model.modules.norm import rms_normed
 from maxpipe.model.modules.part import Context, Output, PartModule
@@ -58,7 +60,7 @@ class LatentAttention(PartModule):
         mask = Mask(context.inputs["segment_ids"], scale=part.scale)
         cache = context.cache
         if cache is None:
-            mixed = self._expanded(query, small, turned, mask)
+            mixed = self._expanded(query, small, turned, mask, context.inputs)
         else:
             mixed, cache = self._absorbed(query, small, turned, mask, positions, cache)
         mixed = checkpoint_name(mixed, "context")
@@ -101,6 +103,7 @@ class LatentAttention(PartModule):
         small: Float[Array, "B T r"],
         turned: Float[Array, "B T 1 h"],
         mask: Mask,
+        inputs: Mapping[str, Any],
     ) -> Float[Array, "B T N v"]:
         """With keys and values of each head."""
         up_key, up_value = self._up(query.dtype)
@@ -110,7 +113,7 @@ class LatentAttention(PartModule):
         value = jnp.einsum("btr,rnh->btnh", small, up_value)
         key = checkpoint_name(constrain(key, _HEADS, self.rules), "key")
         value = checkpoint_name(constrain(value, _HEADS, self.rules), "value")
-        return BACKENDS[self.part.backend](query, key, value, mask)
+        return attend(BACKENDS[self.part.backend], query, key, value, mask, inputs)
 
     def _absorbed(
         self,

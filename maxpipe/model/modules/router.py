@@ -11,7 +11,8 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from maxpipe.model.parts import experts
-from maxpipe.parallel.per_device import over_batch
+from maxpipe.parallel.mesh import CONTEXT
+from maxpipe.parallel.per_device import over_devices
 
 
 class Routes(NamedTuple):
@@ -101,8 +102,11 @@ def _balance(
     """
     used, likely = ((counts * each).sum(1) for each in (routes.chosen, routes.likely))
     load = used.sum(0)
-    if over != "sequence":
-        used = load if over == "microbatch" else over_batch(load)
+    if over == "devices":
+        used = over_devices(load)
+    else:
+        # A sequence may be divided over devices: each adds its part of what is computed of p.
+        used = over_devices(used if over == "sequence" else load, (CONTEXT,))
     # As many are used as tokens times k: divided by their mean they are E / k * f.
     relative = used / jnp.maximum(used.mean(-1, keepdims=True), 1e-9)
     return (relative * likely).sum(), load

@@ -59,6 +59,9 @@ class Experts(Part):
     """Coefficient of the router's z-loss (arXiv:2202.08906)."""
     capacity: float = 0.0
     """Tokens that an expert has room for, as a multiple of an even share. 0: for all."""
+    exchange: float = 0.0
+    """Choices for which a device has room at each other one of the expert axis, as a multiple of an
+    even share. 0: for all."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """What becomes of the router's logits: probabilities, or scores that do not compete
     (arXiv:2412.19437)."""
@@ -138,20 +141,21 @@ class Experts(Part):
         With the dims that are summed over in front, or with those that are kept at the end, each
         projection of all experts is one plain matmul: nothing is transposed.
         """
-        experts, embed = (self.num_experts, "experts"), (self.d_model, "embed")
+        experts, routes = (self.num_experts, "experts"), (self.num_experts, "routes")
+        embed, within = (self.d_model, "embed"), (self.d_model, "expert_embed")
         mlp = (self.d_mlp, "mlp")
         found = {
-            "router": Param((embed, experts), Normal(self.d_model)),
-            "gate": Param((embed, experts, mlp), Normal(self.d_model)),
-            "up": Param((embed, experts, mlp), Normal(self.d_model)),
-            "down": Param((experts, mlp, embed), Normal(self.d_mlp, self.out_gain)),
+            "router": Param((embed, routes), Normal(self.d_model)),
+            "gate": Param((within, experts, mlp), Normal(self.d_model)),
+            "up": Param((within, experts, mlp), Normal(self.d_model)),
+            "down": Param((experts, mlp, within), Normal(self.d_mlp, self.out_gain)),
         }
         if self.balance_rate is not None:
-            bias = Param((experts,), Constant(0.0), decays=False, trainable=False, exact=True)
+            bias = Param((routes,), Constant(0.0), decays=False, trainable=False, exact=True)
             found["router_bias"] = bias
         if self.biased:
-            dims = {"logit": (experts,), "gate": (experts, mlp), "up": (experts, mlp)}
-            for name, each in (dims | {"down": (experts, embed)}).items():
+            dims = {"logit": (routes,), "gate": (experts, mlp), "up": (experts, mlp)}
+            for name, each in (dims | {"down": (experts, within)}).items():
                 found[f"{name}_bias"] = Param(each, Constant(0.0), decays=False)
         found |= {f"shared_{name}": param for name, param in self._of_shared("params")}
         if self.shared_gated:
@@ -200,7 +204,7 @@ class Experts(Part):
         The others are for the record.
         """
         found = {"balance": self.balance_weight, "router_z": self.z_weight, "entropy": 0.0}
-        return found | ({"dropped": 0.0} if self.capacity else {})
+        return found | ({"dropped": 0.0} if self.loses else {})
 
     @property
     def traffic(self) -> Held:
@@ -293,6 +297,24 @@ class Experts(Part):
     def places_tokens(self) -> bool:
         """Whether tokens are brought to the rows of their experts, and back."""
         return self.grouped or bool(self.capacity)
+
+    @property
+    def loses(self) -> bool:
+        """Whether tokens may lose experts, for which there is no room."""
+        return bool(self.capacity or self.exchange)
+
+    def room_between(self, shards: int, rows: int, tokens: int, whole: int) -> int:
+        """Choices for which a device has room at each of the `shards` of the expert axis.
+
+        It has `tokens` tokens of each of `rows` rows, which have `whole` tokens.
+        """
+        choices, mine = rows * tokens * self.per_token, self.num_experts // shards
+        most = rows * tokens * min(self.per_token, mine)
+        if self.capacity:
+            most = min(most, mine * rows * min(self.room(whole), tokens))
+        if self.exchange:
+            most = min(most, math.ceil(self.exchange * choices / shards))
+        return most
 
     def room(self, tokens: int) -> int:
         """Tokens of a sequence for which an expert has room."""

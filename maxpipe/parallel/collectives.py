@@ -6,6 +6,7 @@ compilers have tripped over. Callers name axes and need not know their sizes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,9 +53,10 @@ def index_on(axis: str) -> jax.Array:
     return lax.axis_index(axis) if _present(axis) else jnp.int32(0)
 
 
-def size_of(axis: str) -> int:
-    """Number of devices along the axis."""
-    return jax.sharding.get_abstract_mesh().shape[axis] if _present(axis) else 1
+def size_of(axes: str | Sequence[str]) -> int:
+    """Number of devices along the axes."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return math.prod(shape[axis] for axis in _present(axes))
 
 
 def sum_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
@@ -81,21 +83,24 @@ def from_position(x: jax.Array, axis: str, position: int | jax.Array) -> jax.Arr
     return sum_over(jnp.where(index_on(axis) == position, x, 0), axis)
 
 
-def gather_shards(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def gather_shards(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
     """Shards along `dim` put together."""
-    return lax.all_gather(x, axis, axis=dim, tiled=True) if _present(axis) else x
+    present = _present(axes)
+    return lax.all_gather(x, present, axis=dim, tiled=True) if present else x
 
 
-def scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """This device's shard along `dim` of the sum over the axis."""
-    if not _present(axis):
+def scatter_sum(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
+    """This device's shard along `dim` of the sum over the axes."""
+    present = _present(axes)
+    if not present:
         return x
-    return _summed(lambda x: lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True), x)
+    return _summed(lambda x: lax.psum_scatter(x, present, scatter_dimension=dim, tiled=True), x)
 
 
-def exchange(x: jax.Array, axis: str, split: int, join: int) -> jax.Array:
-    """To each device of the axis its part along `split`; what arrives is joined along `join`."""
-    return lax.all_to_all(x, axis, split, join, tiled=True) if _present(axis) else x
+def exchange(x: jax.Array, axes: str | Sequence[str], split: int, join: int) -> jax.Array:
+    """To each device of the axes its part along `split`; what arrives is joined along `join`."""
+    present = _present(axes)
+    return lax.all_to_all(x, present, split, join, tiled=True) if present else x
 
 
 def shift(x: jax.Array, axis: str, step: int, size: int) -> jax.Array:

@@ -1,0 +1,211 @@
+"""Rules on the axes of the mesh, and on what they split.
+
+What depends on the devices that there are is checked where the mesh is built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from maxpipe.config.keys import FAMILY, KEYS
+from maxpipe.config.ranges import BOUNDS
+from maxpipe.config.rules import (
+    BATCH_AXES,
+    axis_keys,
+    axis_size,
+    batch_shards,
+    did_you_mean,
+    divisors,
+    is_read,
+    rule,
+    shown,
+    up,
+    value_of,
+)
+from maxpipe.config.schema import Config
+from maxpipe.errors import Finding
+from maxpipe.model.families.registry import describe
+from maxpipe.model.parts.delta import GatedDelta
+from maxpipe.model.parts.experts import Experts
+from maxpipe.parallel.axes import (
+    DEFAULT_AXIS_RULES,
+    LOGICAL_AXES,
+    MESH_AXES,
+    REMAPPINGS,
+    axis_table,
+)
+
+_MODEL_KEYS = tuple(key for key in KEYS if key.startswith("model."))
+
+
+def _size_is_a_count(key: str) -> None:
+    @rule(key)
+    def find(config: Config) -> Iterator[Finding]:
+        size = value_of(config, key)
+        if size < 1 and size != -1:
+            yield Finding(
+                key, "must be at least 1, or -1 for the devices that are left.", f"Set {key}=1."
+            )
+
+
+for _key in (f"mesh.{_link}_{_axis}" for _link in ("ici", "dcn") for _axis in MESH_AXES):
+    _size_is_a_count(_key)
+
+
+def _one_rest(link: str) -> None:
+    keys = tuple(f"mesh.{link}_{axis}" for axis in MESH_AXES)
+
+    @rule(*keys)
+    def find(config: Config) -> Iterator[Finding]:
+        first, *others = [key for key in keys if value_of(config, key) == -1] or [""]
+        for key in others:
+            yield Finding(
+                key,
+                f"is the second -1 among mesh.{link}_* ({first} is -1): only one size can be "
+                "what is left.",
+                f"Set {key}=1, or its true size.",
+            )
+
+
+_one_rest("ici")
+_one_rest("dcn")
+
+
+@rule(*axis_keys("expert"), *_MODEL_KEYS)
+def _experts_divide(config: Config) -> Iterator[Finding]:
+    size = axis_size(config.mesh, "expert") or 1
+    key = next((key for key in axis_keys("expert") if value_of(config, key) != 1), "")
+    if size == 1:
+        return
+    kinds = describe(config.model).kinds.values()
+    if not any(isinstance(part, Experts) for kind in kinds for part in kind.parts.values()):
+        yield Finding(
+            key,
+            f"must be 1: layers of {FAMILY} = {config.model.family} have no experts.",
+            f"Set {key}=1, and mesh.ici_fsdp or mesh.ici_tensor for the devices.",
+        )
+
+
+@rule(*axis_keys("context"), "train.sequence_length")
+def _rows_are_cut_evenly(config: Config) -> Iterator[Finding]:
+    size, tokens = axis_size(config.mesh, "context") or 1, config.train.sequence_length
+    if size > 1 and tokens % (2 * size):
+        yield Finding(
+            "train.sequence_length",
+            f"must be a multiple of 2 x context ({size}) = {2 * size}: each device gets two pieces "
+            "of a sequence, an early and a late one, so that all have as much to do.",
+            f"Set train.sequence_length={up(tokens, 2 * size)}, or the context size to 1.",
+        )
+
+
+@rule(*axis_keys("context"), *_MODEL_KEYS)
+def _layers_read_other_tokens_by_attention(config: Config) -> Iterator[Finding]:
+    if (axis_size(config.mesh, "context") or 1) == 1:
+        return
+    kinds = describe(config.model).kinds.values()
+    key = next(key for key in axis_keys("context") if value_of(config, key) != 1)
+    if any(isinstance(part, GatedDelta) for kind in kinds for part in kind.parts.values()):
+        yield Finding(
+            key,
+            f"must be 1 with {FAMILY} = {config.model.family}: its linear attention reads a "
+            "sequence from its first token to its last, on one device.",
+            f"Set {key}=1, and mesh.ici_fsdp or mesh.ici_tensor for the devices.",
+        )
+    if config.model.heads_ahead:
+        yield Finding(
+            key,
+            f"must be 1 with model.heads_ahead = {config.model.heads_ahead}: tokens further ahead "
+            "are on other devices.",
+            f"Set {key}=1, or model.heads_ahead=0.",
+        )
+
+
+@rule("mesh.axis_rules")
+def _axis_rules_are_known(config: Config) -> Iterator[Finding]:
+    for name, axes in config.mesh.axis_rules.items():
+        key = f"mesh.axis_rules.{name}"
+        if name not in REMAPPINGS:
+            guess = did_you_mean(name, REMAPPINGS)
+            owned = name in LOGICAL_AXES
+            yield Finding(
+                key,
+                "cannot be changed: the pipeline owns it."
+                if owned
+                else f"is not a logical axis that can be placed: {', '.join(REMAPPINGS)}.",
+                "Set mesh.axis_rules={} for the default table"
+                f"{f', or rename {name} to {guess}' if guess and not owned else ''}.",
+            )
+        elif tuple(axes) not in REMAPPINGS[name]:
+            allowed = [shown(list(choice)) for choice in REMAPPINGS[name]]
+            yield Finding(
+                key,
+                f"must be {' or '.join(allowed)}.",
+                f"Set {key}={shown(list(DEFAULT_AXIS_RULES[name])).replace(' ', '')}.",
+            )
+
+
+@rule("mesh.axis_rules")
+def _one_split_per_weight(config: Config) -> Iterator[Finding]:
+    rules = config.mesh.axis_rules
+    table = axis_table(config.mesh)
+    split = [name for name in ("heads", "kv_heads") if "tensor" in table[name]]
+    if rules.get("head_size") == ["tensor"] and split:
+        yield Finding(
+            "mesh.axis_rules.head_size",
+            f"splits over tensor, and so does {' and '.join(split)}: a weight that has both dims "
+            "can be split over an axis once.",
+            "Set mesh.axis_rules.head_size=[].",
+        )
+
+
+_WITHOUT_ROWS = tuple(axis for axis in MESH_AXES if axis not in ("stage", "data"))
+"""Axes that split weights."""
+
+
+def _splits_evenly(logical: str, key: str, *partners: str) -> None:
+    """The size behind `key` is a multiple of the mesh axes that split it.
+
+    The suggested size is a multiple of the partners' sizes, too.
+    """
+
+    @rule(key, *partners, "mesh.axis_rules", *axis_keys(*_WITHOUT_ROWS))
+    def find(config: Config) -> Iterator[Finding]:
+        if not is_read(config, key):
+            return
+        axes = axis_table(config.mesh)[logical]
+        sizes = {axis: axis_size(config.mesh, axis) or 1 for axis in axes}
+        shards, axes = math.prod(sizes.values()), [axis for axis in axes if sizes[axis] > 1]
+        size = value_of(config, key)
+        if size % shards:
+            factor = math.lcm(shards, *(value_of(config, partner) for partner in partners))
+            yield Finding(
+                key,
+                f"must be a multiple of the {' x '.join(axes)} size ({shards}): mesh.axis_rules "
+                f"splits {logical} over it.",
+                f"Set {key}={up(size, factor)}, or mesh.axis_rules.{logical}=[] to keep a whole "
+                f"copy, or the {axes[0]} size to {divisors(size)}.",
+            )
+
+
+_splits_evenly("embed", "model.d_model")
+_splits_evenly("heads", "model.num_heads", "model.num_kv_heads")
+_splits_evenly("kv_heads", "model.num_kv_heads")
+_splits_evenly("head_size", "model.head_size")
+_splits_evenly("mlp", "model.d_mlp")
+for _bound in BOUNDS.values():
+    if _bound.axis:
+        _splits_evenly(_bound.axis, _bound.key)
+
+
+@rule("eval.batch_size", *axis_keys(*BATCH_AXES))
+def _eval_batch_divides(config: Config) -> Iterator[Finding]:
+    size = config.eval.batch_size
+    shards, sizes = batch_shards(config.mesh)
+    if size % shards:
+        yield Finding(
+            "eval.batch_size",
+            f"must be a multiple of {' x '.join(sizes)} = {shards}: each device gets the same "
+            "number of sequences.",
+            f"Set eval.batch_size={up(size, shards)}, or 0 for train.batch_size.",
+        )

@@ -1,0 +1,183 @@
+"""Tokens brought to rows, and rows back to tokens: one row for each choice of an expert.
+
+A row has one token and a token some rows, so that each function's transpose is another of them: no
+gradient is scattered, which is slow on TPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from maxpipe.parallel.per_device import vary
+
+
+class Rows(NamedTuple):
+    """Which choice of which token stands where. n tokens have k choices each."""
+
+    choice: Int[Array, " N"]
+    """In each row: a token times k, and which of its choices. n k in a row without one."""
+    row: Int[Array, "n k"]
+    """Of each choice; N if it has none."""
+
+    @property
+    def lost(self) -> Float[Array, " n"]:
+        """Fraction of each token's choices that have no row."""
+        return (self.row == len(self.choice)).mean(-1)
+
+
+def sorted_rows(places: Int[Array, "n k"], num_experts: int) -> tuple[Rows, Int[Array, " E"]]:
+    """A row for each choice, sorted by the experts of each token; and how many each expert has.
+
+    A choice of `num_experts` is one of no expert: it has no row.
+    """
+    flat = places.reshape(-1)
+    choice = sorting(flat)
+    sizes = (flat[:, None] == jnp.arange(num_experts)).sum(0, dtype=jnp.int32)
+    row = jnp.where(flat < num_experts, sorting(choice), len(flat))
+    return Rows(choice, row.reshape(places.shape)), sizes
+
+
+def rows_in_line(queue: Int[Array, "B T k"], lengths: Int[Array, " Q"], room: int) -> Rows:
+    """Room for some choices of each queue as rows, the first queue's first.
+
+    First choices go before second ones, earlier tokens before later ones (arXiv:2006.16668). Of the
+    queues, whose `lengths` are given, a choice of Q stands in none.
+    """
+    chosen, num_queues = queue.shape[-1], len(lengths)
+    queue = queue.transpose(2, 0, 1).reshape(-1)  # all first choices, then all second ones
+    first = jnp.cumsum(lengths) - lengths
+    in_line = sorting(queue)
+    before = sorting(in_line) - first.at[queue].get(mode="clip")
+    none, num_choices = num_queues * room, len(queue)
+    row = jnp.where((queue < num_queues) & (before < room), queue * room + before, none)
+    number, num_tokens = jnp.arange(room), num_choices // chosen
+    found = in_line.at[first[:, None] + number].get(mode="clip")
+    choice = found % num_tokens * chosen + found // num_tokens
+    choice = jnp.where(number < lengths[:, None], choice, num_choices)
+    return Rows(choice.reshape(-1), row.reshape(chosen, -1).T)
+
+
+def sorting(keys: Int[Array, " N"]) -> Int[Array, " N"]:
+    """The order that sorts them, equal ones as they were."""
+    # `argsort` would call the order the same on all devices, as what it sorts along with them is.
+    numbers = vary(jnp.arange(len(keys), dtype=jnp.int32))
+    return lax.sort((keys, numbers), num_keys=1, is_stable=True)[1]
+
+
+def own_vjp(static: int) -> Callable[[Callable[..., Any]], Any]:
+    """`jax.custom_vjp` of a function of which one argument, given by its place, is no array."""
+    return lambda run: jax.custom_vjp(run, nondiff_argnums=(static,))
+
+
+@own_vjp(static=3)
+def row_weights(
+    weights: Float[Array, "n E"], places: Int[Array, "n k"], rows: Rows, num_experts: int
+) -> Float[Array, " N"]:
+    """Of all experts' weights for each token those of its choices, by row; 0 in other rows."""
+    picked = jnp.where(_is_choice(places, num_experts), weights[:, None], 0).sum(-1)
+    return picked.reshape(-1).at[rows.choice].get(mode="fill", fill_value=0)
+
+
+def _row_weights_backward(
+    num_experts: int,
+    saved: tuple[Int[Array, "n k"], Int[Array, "n k"]],
+    cotangent: Float[Array, " N"],
+) -> tuple[Float[Array, "n E"], None, None]:
+    places, row = saved
+    found = cotangent.at[row].get(mode="fill", fill_value=0)
+    return jnp.where(_is_choice(places, num_experts), found[..., None], 0).sum(1), None, None
+
+
+def _is_choice(places: Int[Array, "n k"], num_experts: int) -> Bool[Array, "n k E"]:
+    return places[..., None] == jnp.arange(num_experts)
+
+
+row_weights.defvjp(
+    lambda weights, places, rows, num_experts: (
+        row_weights(weights, places, rows, num_experts),
+        (places, rows.row),
+    ),
+    _row_weights_backward,
+)
+
+
+@jax.custom_vjp
+def row_biases(
+    biases: Float[Array, "E F"], places: Int[Array, "n k"], rows: Rows
+) -> Float[Array, "N F"]:
+    """Those of each row's expert. As a matmul: its gradient is one, and is not scattered."""
+    return _experts_of(places, rows, biases) @ biases
+
+
+def _experts_of(places: Int[Array, "n k"], rows: Rows, like: Array) -> Float[Array, "N E"]:
+    expert = places.reshape(-1).at[rows.choice].get(mode="clip")
+    return jax.nn.one_hot(expert, len(like), dtype=like.dtype)
+
+
+def _row_biases_backward(
+    saved: tuple[Any, ...], cotangent: Float[Array, "N F"]
+) -> tuple[Float[Array, "E F"], None, None]:
+    places, rows, biases = saved
+    experts = _experts_of(places, rows, biases)
+    found = jnp.einsum("ne,nf->ef", experts, cotangent, preferred_element_type=jnp.float32)
+    return found.astype(biases.dtype), None, None
+
+
+row_biases.defvjp(
+    lambda biases, places, rows: (row_biases(biases, places, rows), (places, rows, biases)),
+    _row_biases_backward,
+)
+
+
+def tokens_of(x: Float[Array, "*tokens D"], rows: Rows) -> Float[Array, "N D"]:
+    """The token in each row; any in a row without one."""
+    index = rows.choice // rows.row.shape[1]
+    return x.reshape(-1, x.shape[-1]).at[index].get(mode="clip")
+
+
+def by_token(
+    arrays: Sequence[Float[Array, "N D"]], row: Int[Array, "n k"], *, complete: bool = True
+) -> Float[Array, "n D"]:
+    """Each token's sum over its rows of all arrays. `complete`: all choices have a row."""
+    total: Any = 0.0
+    for array in arrays:
+        for index in row.T:
+            found = array.at[index].get(mode="clip").astype(jnp.float32)
+            total += found if complete else jnp.where(index[:, None] < len(array), found, 0.0)
+    return total.astype(arrays[0].dtype)
+
+
+# Rows of which some have no token, as those have that room is left in. They hold some token: its
+# weight is 0, and so is all that comes of it.
+
+
+@own_vjp(static=2)
+def to_slots(x: Float[Array, "B T D"], slots: Rows, shape: tuple[int, ...]) -> Float[Array, "S D"]:
+    """Each slot's token; `shape` is that of `x`."""
+    assert x.shape == shape
+    return tokens_of(x, slots)
+
+
+@jax.custom_vjp
+def to_tokens(x: Float[Array, "S D"], slots: Rows) -> Float[Array, "n D"]:
+    """Each token's sum over its slots."""
+    return by_token([x], slots.row, complete=False)
+
+
+to_slots.defvjp(
+    lambda x, slots, shape: (to_slots(x, slots, shape), slots.row),
+    lambda shape, row, cotangent: (
+        by_token([cotangent], row, complete=False).reshape(shape),
+        None,
+    ),
+)
+to_tokens.defvjp(
+    lambda x, slots: (to_tokens(x, slots), slots),
+    lambda slots, cotangent: (tokens_of(cotangent, slots), None),
+)

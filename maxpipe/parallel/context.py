@@ -1,0 +1,84 @@
+"""Rows whose tokens are divided over the context axis.
+
+A row is cut into twice as many pieces as the axis has devices, C. Device c has the pieces c and
+2C - 1 - c: a token looks back at all that are before it, and so all devices have as much to do
+(zig-zag order, as in Llama 3's training, arXiv:2407.21783).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Int
+
+from maxpipe.parallel.collectives import gather_shards, index_on, size_of
+from maxpipe.parallel.mesh import CONTEXT
+from maxpipe.parallel.per_device import vary
+
+WHOLE_ROW = "row_segment_ids"
+"""Among a microbatch's arrays `[B, S]`: segments of all tokens of its rows, when a device has some.
+"""
+_BY_ROW = ("example_ids",)
+"""Arrays of a batch that have no dim of tokens."""
+
+
+def own_tokens(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a batch with whole rows what this device has; and the segments of whole rows."""
+    if size_of(CONTEXT) == 1:
+        return batch
+    mine = {name: own_part(x, dim=1) for name, x in batch.items() if name not in _BY_ROW}
+    return {**batch, **mine, WHOLE_ROW: batch["segment_ids"]}
+
+
+def own_places(tokens: int) -> Int[Array, " T"]:
+    """Places of this device's `tokens` tokens in their row."""
+    return own_part(vary(jnp.arange(tokens * size_of(CONTEXT))), dim=0)
+
+
+def run_of(tokens: int) -> int:
+    """How many of this device's `tokens` tokens stand next to each other in the row."""
+    return tokens if size_of(CONTEXT) == 1 else tokens // 2
+
+
+def num_tokens(inputs: Mapping[str, Any]) -> int:
+    """S, tokens of whole rows, of a microbatch's arrays."""
+    return inputs.get(WHOLE_ROW, inputs["positions"]).shape[1]
+
+
+def whole_rows(x: Array, dim: int) -> Array:
+    """All tokens of the rows, in order, from each device's own along `dim`."""
+    return in_order(gather_shards(x, CONTEXT, dim), dim)
+
+
+def in_order(x: Array, dim: int) -> Array:
+    """Tokens of whole rows in order, from those of one device after the other."""
+    size = size_of(CONTEXT)
+    if size == 1:
+        return x
+    pieces = x.reshape(*x.shape[:dim], size, 2, -1, *x.shape[dim + 1 :])
+    first, last = (lax.index_in_dim(pieces, half, dim + 1, keepdims=False) for half in (0, 1))
+    return jnp.concatenate([first, jnp.flip(last, dim)], axis=dim).reshape(x.shape)
+
+
+def by_device(x: Array, dim: int) -> Array:
+    """The way back: tokens of one device after the other."""
+    size = size_of(CONTEXT)
+    if size == 1:
+        return x
+    pieces = x.reshape(*x.shape[:dim], 2, size, -1, *x.shape[dim + 1 :])
+    first, last = (lax.index_in_dim(pieces, half, dim, keepdims=False) for half in (0, 1))
+    return jnp.stack([first, jnp.flip(last, dim)], axis=dim + 1).reshape(x.shape)
+
+
+def own_part(rows: Array, dim: int) -> Array:
+    """This device's two pieces of whole rows."""
+    size, place = size_of(CONTEXT), index_on(CONTEXT)
+    if size == 1:
+        return rows
+    pieces = rows.reshape(*rows.shape[:dim], 2 * size, -1, *rows.shape[dim + 1 :])
+    mine = jnp.stack([place, 2 * size - 1 - place])
+    found = jnp.take(pieces, mine, axis=dim)
+    return found.reshape(*rows.shape[:dim], -1, *rows.shape[dim + 1 :])

@@ -1,0 +1,63 @@
+"""Sequences and experts over several devices: the engine against the plain loop, every leaf."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.cases import Case, thinned
+from tests.pipeline.test_executor import check_gradients
+from tests.pipeline.test_families import (
+    GEMMA,
+    GPT_OSS,
+    GROUPED,
+    MISTRAL,
+    MOE,
+    PHI,
+    QWEN3_MOE,
+    ROOM,
+    V3,
+)
+
+LATENT = replace(V3, kv_rank=8, query_rank=12)
+CONTEXT = [
+    Case(1, 1, 1, context=2),
+    Case(2, 2, 3, context=2, fsdp=2, gather="step", dropout=0.3),
+    Case(2, 1, 3, context=3, remat="names", idle="compute"),
+    Case(2, 1, 2, context=4, schedule="zb_h1", remat="none"),
+    Case(1, 2, 3, context=2, tensor=2, schedule="zb_v", fsdp=2, remat="names", tied=True),
+    Case(2, 2, 3, context=2, own=GEMMA, layers=4),
+    Case(2, 1, 3, context=3, own=MISTRAL, schedule="zb_h1", remat="full"),
+    Case(2, 1, 3, context=2, own=GPT_OSS, layers=4, data=2),
+    Case(2, 1, 3, context=2, own=V3, layers=4, tensor=2),
+    Case(2, 1, 3, context=2, own=ROOM, layers=4, fsdp=2, gather="visit"),
+    Case(2, 1, 3, context=2, own=GROUPED, layers=4, outside=1),
+    Case(2, 1, 3, context=3, own=PHI, layers=3, remat="chunk"),
+]
+
+
+@pytest.mark.parametrize("case", thinned(CONTEXT, 2), ids=str)
+def test_sequences_over_several_devices(case: Case) -> None:
+    check_gradients(case)
+
+
+FOUR = replace(QWEN3_MOE, num_experts=4)
+EXPERT = [
+    Case(1, 1, 1, expert=5, own=GROUPED, layers=3),
+    Case(1, 1, 2, expert=5, own=MOE, layers=3),
+    Case(1, 1, 2, expert=5, own=ROOM, layers=3),
+    Case(2, 2, 3, expert=2, own=LATENT, layers=5, fsdp=2, gather="step", remat="names"),
+    Case(2, 1, 3, expert=2, own=replace(ROOM, num_experts=4), layers=4, tensor=2),
+    Case(2, 1, 3, expert=2, own=replace(MOE, num_experts=4), layers=4, context=2),
+    Case(2, 1, 3, expert=2, own=replace(GPT_OSS, num_experts=4), layers=4, schedule="zb_h1"),
+    Case(2, 1, 3, expert=2, own=FOUR, layers=4, data=2, idle="compute", remat="none"),
+    Case(2, 1, 3, expert=2, own=replace(ROOM, num_experts=4), layers=4, context=2, remat="none"),
+    Case(2, 2, 3, expert=2, own=replace(GROUPED, num_experts=6), layers=5, gather="visit"),
+    Case(4, 2, 5, expert=2, own=replace(GROUPED, num_experts=6), layers=9, schedule="zb_v"),
+]
+
+
+@pytest.mark.parametrize("case", thinned(EXPERT, 2), ids=str)
+def test_experts_over_several_devices(case: Case) -> None:
+    check_gradients(case)
