@@ -317,9 +317,13 @@ class Sizes:
         return math.prod(self.axes[axis] for axis in axes if axis == "tensor")
 
     def named(self, kind: str, names: Iterable[str]) -> int:
-        """Of those activations of a layer of this kind that have such names."""
-        dims = self.model.kinds[kind].activations
-        return sum(self.activated(dims[name]) for name in names if name in dims)
+        """Bytes of what a layer of this kind keeps under such names."""
+        narrow, wide = self.model.kinds[kind].activations, self.model.kinds[kind].kept_with
+        size, found = BYTES[self.config.model.compute_dtype], frozenset(names)
+        both = ((size, narrow), (4, wide))
+        return sum(
+            width * self.activated(dims[name]) for width, dims in both for name in found & {*dims}
+        )
 
     def scores(self, part: Part) -> int:
         """Pairs of query and key that plain attention scores, of all heads."""
@@ -389,8 +393,8 @@ class Sizes:
         saved = self.kept_names - offloaded
         return {
             name: (
-                size * (self.activation + self.named(name, saved)),
-                size * self.named(name, offloaded),
+                size * self.activation + self.named(name, saved),
+                self.named(name, offloaded),
             )
             for name, _ in self._kinds
         }

@@ -27,6 +27,18 @@ CANNOT: Mapping[str, frozenset[str]] = {
 """For each backend (`model.attention`) the options of attention that it cannot compute."""
 
 
+LOG_SUM = "attention_lse"
+"""Name of the logarithm of each query's sum of exponentials, in float32, which backends with a
+backward of their own keep with `context`: from both the shares of all keys follow."""
+
+_KEEPS_LOG_SUM = frozenset({"blockwise", "splash"})
+
+
+def kept_with_context(backend: str, heads: Dims) -> Mapping[str, Mapping[str, Dims]]:
+    """What a backend keeps where `context` is kept. `Part.kept_with` of attention."""
+    return {"context": {LOG_SUM: heads}} if backend in _KEEPS_LOG_SUM else {}
+
+
 Scaling = Literal["linear", "dynamic", "llama3", "yarn"]
 
 
@@ -123,6 +135,11 @@ class Attention(Part):
         found = {"query": self._query, "key": self._key, "value": self._key}
         found |= {"query_gate": self._query} if self.gated else {}
         return found | {"context": self._query, "attention_out": self._width}
+
+    @property
+    def kept_with(self) -> Mapping[str, Mapping[str, Dims]]:
+        """Of `context` its sums, where its backward starts from them."""
+        return kept_with_context(self.backend, self._heads)
 
     @property
     def operations(self) -> tuple[Operation, ...]:
