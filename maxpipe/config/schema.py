@@ -78,7 +78,7 @@ class ModelConfig:
     """Added to the mean square in RMS normalisation."""
     dropout: float = 0.0
     """Fraction of each residual branch's outputs set to zero in training."""
-    attention: Literal["xla", "cudnn"] = "xla"
+    attention: Literal["xla", "blockwise", "cudnn"] = "xla"
     """Implementation of attention: `xla` runs everywhere, `cudnn` on NVIDIA GPUs."""
     compute_dtype: Dtype = "bfloat16"
     """Type of activations and of weights inside a matmul."""

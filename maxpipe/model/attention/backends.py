@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from maxpipe.model.attention import cudnn, xla
+from maxpipe.model.attention import blockwise, cudnn, xla
 from maxpipe.model.attention.interface import Attend
 
-BACKENDS: Mapping[str, Attend] = {"xla": xla.attend, "cudnn": cudnn.attend}
+BACKENDS: Mapping[str, Attend] = {
+    "xla": xla.attend,
+    "blockwise": blockwise.attend,
+    "cudnn": cudnn.attend,
+}

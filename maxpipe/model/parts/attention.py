@@ -22,6 +22,7 @@ from maxpipe.model.spec import (
 
 CANNOT: Mapping[str, frozenset[str]] = {
     "xla": frozenset(),
+    "blockwise": frozenset(),
     "cudnn": frozenset({"soft_cap", "sinks", "value_size"}),
 }
 """For each backend (`model.attention`) the options of attention that it cannot compute."""
