@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import Config
+from maxpipe.model.choice import resolved
 from maxpipe.model.count import (
     computed_share,
     layer_costs,
@@ -37,6 +38,12 @@ class Sizes:
     config: Config
     trained_only: bool = False
     """Whether numbers of parameters leave out frozen ones."""
+
+    def on(self, platform: str) -> Sizes:
+        """The same with the backend of attention that a platform has, as jax names it."""
+        config = self.config
+        model = resolved(config.model, platform, config.train.sequence_length)
+        return self if model == config.model else replace(self, config=replace(config, model=model))
 
     # The mesh.
 

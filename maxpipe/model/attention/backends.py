@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 from maxpipe.model.attention import blockwise, cudnn, xla
 from maxpipe.model.attention.interface import Attend
+from maxpipe.model.parts.attention import AUTO
 
 BACKENDS: Mapping[str, Attend] = {
+    AUTO: xla.attend,  # where nobody said for which device
     "xla": xla.attend,
     "blockwise": blockwise.attend,
     "cudnn": cudnn.attend,

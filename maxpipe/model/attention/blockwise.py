@@ -295,7 +295,7 @@ def _backward_rule(
 _mixed.defvjp(_forward_rule, _backward_rule)
 
 
-def _dot(form: str, left: Array, right: Array) -> Float[Array, "..."]:
+def _dot(form: str, left: Array, right: Array) -> Float[Array, ...]:
     """A product with float32 sums."""
     return jnp.einsum(form, left, right, preferred_element_type=jnp.float32)
 

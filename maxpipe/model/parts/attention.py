@@ -20,7 +20,11 @@ from maxpipe.model.spec import (
     Scores,
 )
 
+AUTO = "auto"
+"""A backend that is still to be chosen (`model.choice`): what is described of it is `xla`'s."""
+
 CANNOT: Mapping[str, frozenset[str]] = {
+    AUTO: frozenset(),
     "xla": frozenset(),
     "blockwise": frozenset(),
     "cudnn": frozenset({"soft_cap", "sinks", "value_size"}),
@@ -101,10 +105,15 @@ class Attention(Part):
     (arXiv:2309.17453, learned as in arXiv:2508.10925)."""
 
     @property
+    def options(self) -> frozenset[str]:
+        """What it asks of a backend that not all of them can compute."""
+        used = {"soft_cap": self.soft_cap, "sinks": self.sinks}
+        return frozenset(name for name, value in used.items() if value)
+
+    @property
     def unsupported(self) -> frozenset[str]:
         """Options that its backend cannot compute."""
-        used = {"soft_cap": self.soft_cap, "sinks": self.sinks}
-        return CANNOT[self.backend] & {name for name, value in used.items() if value}
+        return CANNOT[self.backend] & self.options
 
     @property
     def params(self) -> Mapping[str, Param]:

@@ -40,9 +40,14 @@ class LatentAttention(Part):
     """Of the norms of latents."""
 
     @property
+    def options(self) -> frozenset[str]:
+        """What it asks of a backend that not all of them can compute."""
+        return frozenset({"value_size"})
+
+    @property
     def unsupported(self) -> frozenset[str]:
         """Options that its backend cannot compute."""
-        return CANNOT[self.backend] & {"value_size"}
+        return CANNOT[self.backend] & self.options
 
     @property
     def rope_size(self) -> int:
