@@ -67,6 +67,7 @@ class Case:
     epsilon: float = MODEL.norm_epsilon
     """Of norms. Where what they norm may be nearly 0 it bounds their slope, and so rounding."""
     dtype: str = "float32"
+    attention: str = "xla"
     frozen: tuple[str, ...] = ()
     """Patterns of `model.frozen`."""
     alike: int = 0
@@ -96,6 +97,7 @@ class Case:
             ahead=self.form,  # type: ignore[arg-type]
             norm_epsilon=self.epsilon,
             compute_dtype=self.dtype,  # type: ignore[arg-type]
+            attention=self.attention,  # type: ignore[arg-type]
             frozen=list(self.frozen),
         )
         if self.own is not None:

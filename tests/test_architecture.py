@@ -32,7 +32,10 @@ ROWS = (
     ("maxpipe.model.parts", "maxpipe.model.frozen"),
     ("maxpipe.model.families",),
     ("maxpipe.config",),
-    ("maxpipe.parallel", "maxpipe.processes", "maxpipe.model.count", "maxpipe.data.tokenizers"),
+    (
+        *("maxpipe.parallel", "maxpipe.processes", "maxpipe.data.tokenizers"),
+        *("maxpipe.model.count", "maxpipe.model.choice"),
+    ),
     ("maxpipe.model.attention",),
     ("maxpipe.model.modules",),
     (
@@ -104,6 +107,7 @@ JAX_FREE = (
     "maxpipe.data",
     "maxpipe.telemetry",
     "maxpipe.model.count",
+    "maxpipe.model.choice",
     "maxpipe.model.spec",
     "maxpipe.model.huggingface",
     "maxpipe.model.parts",

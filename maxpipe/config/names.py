@@ -326,10 +326,12 @@ _VALUES = {
     "model.param_dtype": _DTYPES,
     "model.attention": {
         "flash flash_attention flash_attention_2 fa2 fa3 fused": (
-            "Set model.attention=cudnn on an NVIDIA GPU, and xla elsewhere."
+            "Set model.attention=auto, which takes what the device has, or cudnn on an NVIDIA GPU."
         ),
-        "eager sdpa plain reference default dot_product auto": "xla",
-        "splash pallas ring": "It is not supported yet. Set model.attention=xla.",
+        "eager plain reference dot_product": "xla",
+        "sdpa default best": "auto",
+        "blocked chunked memory_efficient": "blockwise",
+        "splash pallas ring": "It is not supported yet. Set model.attention=auto.",
     },
     "runtime.platform": {
         "gpu nvidia": "cuda",

@@ -104,7 +104,7 @@ def _names_are_known(key: str) -> None:
     @rule(key, *(each for each in KEYS if each.startswith("model.")))
     def find(config: Config) -> Iterator[Finding]:
         choices = describe(config.model).activations
-        presets = [name for name, found in choices.items() if found != (name,)]
+        presets = [name for name, found in choices.items() if name not in found]
         single = [name for name in choices if name not in presets]
         for name in getattr(config.pipeline, key.removeprefix("pipeline.")):
             if name not in choices:

@@ -207,6 +207,23 @@ def query_blocks(tokens: int, block: int = 0) -> list[tuple[int, int]]:
     return [(start, start + block) for start in range(0, tokens, block)]
 
 
+_BLOCK, _LARGEST_BLOCK, _BLOCKS, _LANES = 128, 512, 32, 8
+"""Queries and keys whose scores blockwise attention holds at once, at most: `_BLOCK` of a sequence
+that makes up to `_BLOCKS` of them, more of a longer one. 128 is the fastest on CPUs
+(`benchmarks/attention.md`). Several blocks have a multiple of `_LANES` tokens."""
+
+
+def even_blocks(tokens: int, block: int = 0) -> int:
+    """Size of the blocks into which blockwise attention cuts tokens, of about the same size.
+
+    `block` is the largest allowed, 0 for the usual one. The last block may be partly empty.
+    """
+    block = block or min(max(_BLOCK, tokens // _BLOCKS), _LARGEST_BLOCK)
+    count = -(-tokens // block)
+    size = -(-tokens // count)
+    return size if count == 1 else -(-size // _LANES) * _LANES
+
+
 def scored_pairs(tokens: int) -> int:
     """Pairs of query and key of a sequence that plain attention scores."""
     return sum((stop - start) * stop for start, stop in query_blocks(tokens))

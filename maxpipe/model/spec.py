@@ -188,6 +188,14 @@ class Part(Protocol):
         ...
 
     @property
+    def kept_with(self) -> Mapping[str, Mapping[str, Dims]]:
+        """By the name of an activation other arrays, in float32, that are kept where it is kept.
+
+        They are named in the forward as it is named: what follows from them is not computed again.
+        """
+        return {}
+
+    @property
     def operations(self) -> tuple[Operation, ...]:
         """Matmuls and scores of a forward pass."""
         ...
@@ -314,6 +322,11 @@ class Kind:
     def activations(self) -> Mapping[str, Dims]:
         """Named activations of all parts."""
         return _joined(part.activations for part in self.parts.values())
+
+    @cached_property
+    def kept_with(self) -> Mapping[str, Dims]:
+        """All arrays in float32 that are kept with some activation."""
+        return _joined(found for part in self.parts.values() for found in part.kept_with.values())
 
     @cached_property
     def statistics(self) -> Mapping[str, Dims]:
@@ -499,15 +512,19 @@ class Model:
     def activations(self) -> Mapping[str, tuple[str, ...]]:
         """What may be kept by name: each activation, and by the names of presets several.
 
-        `matmuls` are all, and a branch's name stands for those of its part.
+        `matmuls` are all, and a branch's name stands for those of its part. Each activation stands
+        for what is kept with it, too.
         """
+        single: dict[str, tuple[str, ...]] = {}
         presets: dict[str, dict[str, None]] = {"matmuls": {}}
         for kind in self.kinds.values():
             for branch in kind.branches:
-                names = dict.fromkeys(branch.part.activations)
-                presets[branch.name] = presets.get(branch.name, {}) | names
-                presets["matmuls"] |= names
-        single = {name: (name,) for name in presets["matmuls"]}
+                part, found = branch.part, presets.setdefault(branch.name, {})
+                for name in part.activations:
+                    own = single.get(name, (name,)) + tuple(part.kept_with.get(name, ()))
+                    single[name] = tuple(dict.fromkeys(own))
+                    found |= dict.fromkeys(single[name])
+                presets["matmuls"] |= found
         return single | {preset: tuple(names) for preset, names in presets.items()}
 
 

@@ -108,7 +108,7 @@ def calibrate(
         hardware: published figures; peak and size of memory stay as they are.
         devices: all of one kind.
     """
-    sizes = Sizes(config)
+    sizes = Sizes(config).on(devices[0].platform)
     found = measure(sizes, devices)
     figures = applied(found, sizes, hardware, len(devices))
     tick = _tick(config, figures, devices)

@@ -79,6 +79,8 @@ class Report:
     num_devices: int
     num_slices: int
     mesh: dict[str, int]
+    attention: str
+    """The backend."""
     versions: dict[str, str]
     lower_seconds: float
     compile_seconds: float
@@ -229,11 +231,13 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
     efficiency = topology.hardware.matmul_efficiency
     kernels = busiest.kernel_flops / (topology.hardware.flops * efficiency)
     cycles = busiest.cycles + kernels * clock
+    sizes = Sizes(config).on(topology.platform)
     return Report(
         topology=topology.name,
         num_devices=topology.num_devices,
         num_slices=topology.num_slices,
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
+        attention=steps.partition.decoder.config.attention,
         versions=versions(),
         lower_seconds=0.0,
         compile_seconds=0.0,
@@ -253,9 +257,7 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
         seconds=cycles / clock if clock else 0.0,
         collectives=traffic(found.collectives, mesh),
         copies=len(found.copies),
-        buffers={
-            name: round(held) for name, held in buffers(Sizes(config), steps.train_schedule).items()
-        },
+        buffers={name: round(held) for name, held in buffers(sizes, steps.train_schedule).items()},
         largest=[
             (each.instruction.opcode, each.instruction.op_name, each.cycles)
             for each in busiest.largest(12)

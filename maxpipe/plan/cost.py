@@ -307,6 +307,7 @@ class LayerCost:
 
 def cost(sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | None = None) -> Cost:
     """What a step of this run costs; `held` is its memory, where that is known already."""
+    sizes = sizes.on(hardware.platform)
     model = CostModel(sizes, hardware)
     ticks, behind = _ticks(model, schedule)
     hop = model.hop if sizes.stages > 1 else 0.0

@@ -82,7 +82,7 @@ def _memory(candidate: Candidate, hardware: Hardware) -> Canvas:
 
 
 def _timeline(candidate: Candidate, hardware: Hardware) -> Canvas:
-    sizes = Sizes(candidate.config)
+    sizes = Sizes(candidate.config).on(hardware.platform)
     slots = partial(CostModel(sizes, hardware).slots, layers=sizes.ring)
     schedule = candidate.schedule
     if schedule.num_ticks > _MOST_TICKS:

@@ -52,6 +52,7 @@ class Memory:
 
 def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     """What the train step of a config takes on devices of a platform, as jax names it."""
+    sizes = sizes.on(platform)
     terms = state(sizes) | buffers(sizes, schedule)
     terms |= _gathered(sizes)
     working = sizes

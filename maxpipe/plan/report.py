@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxpipe.config.check import total_steps
 from maxpipe.hardware import GIB, Hardware
+from maxpipe.model.choice import words
 from maxpipe.model.count import active_params, num_params, num_trained
 from maxpipe.plan.advice import TERMS, gib, verdict
 from maxpipe.plan.memory import outside
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # they import jax
 def compiled(report: Report) -> str:
     """A page for a terminal."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in report.mesh.items()) or "one device"
+    mesh += f", attention {report.attention}"
     slices = f"{report.num_slices} slices of " if report.num_slices > 1 else ""
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     fits = "fits" if report.fits else "does not fit"
@@ -87,7 +89,9 @@ def _table(found: Sequence[Traffic]) -> list[str]:
 
 def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     """A plan as plain values."""
-    sizes, config, schedule = Sizes(candidate.config), candidate.config, candidate.schedule
+    config, schedule = candidate.config, candidate.schedule
+    sizes = Sizes(config).on(hardware.platform)
+    chosen = words(config.model, hardware.platform, config.train.sequence_length)
     parameters, trained = num_params(sizes.model), num_trained(sizes.model)
     tokens = config.train.batch_size * config.train.sequence_length
     saved = optimizer_of(config.optim).saved(parameters, trained)
@@ -106,7 +110,7 @@ def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "parameters": parameters,
         "active_parameters": active_params(sizes.model),
         "trained_parameters": trained,
-        "notes": list(sizes.model.notes),
+        "notes": [*sizes.model.notes, *([f"attention: {chosen}"] if chosen else [])],
         "tokens_per_step": tokens,
         "steps": total_steps(config.train),
         "flops_per_step": candidate.cost.model_flops * sizes.num_devices,

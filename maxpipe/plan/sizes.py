@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import Config
+from maxpipe.model.choice import resolved
 from maxpipe.model.count import (
     computed_share,
     layer_costs,
@@ -37,6 +38,12 @@ class Sizes:
     config: Config
     trained_only: bool = False
     """Whether numbers of parameters leave out frozen ones."""
+
+    def on(self, platform: str) -> Sizes:
+        """The same with the backend of attention that a platform has, as jax names it."""
+        config = self.config
+        model = resolved(config.model, platform, config.train.sequence_length)
+        return self if model == config.model else replace(self, config=replace(config, model=model))
 
     # The mesh.
 
@@ -319,9 +326,13 @@ class Sizes:
         return math.prod(self.axes[axis] for axis in axes if axis == "tensor")
 
     def named(self, kind: str, names: Iterable[str]) -> int:
-        """Of those activations of a layer of this kind that have such names."""
-        dims = self.model.kinds[kind].activations
-        return sum(self.activated(dims[name]) for name in names if name in dims)
+        """Bytes of what a layer of this kind keeps under such names."""
+        narrow, wide = self.model.kinds[kind].activations, self.model.kinds[kind].kept_with
+        size, found = BYTES[self.config.model.compute_dtype], frozenset(names)
+        both = ((size, narrow), (4, wide))
+        return sum(
+            width * self.activated(dims[name]) for width, dims in both for name in found & {*dims}
+        )
 
     def scores(self, part: Part) -> int:
         """Pairs of query and key that plain attention scores, of all heads."""
@@ -391,8 +402,8 @@ class Sizes:
         saved = self.kept_names - offloaded
         return {
             name: (
-                size * (self.activation + self.named(name, saved)),
-                size * self.named(name, offloaded),
+                size * self.activation + self.named(name, saved),
+                self.named(name, offloaded),
             )
             for name, _ in self._kinds
         }

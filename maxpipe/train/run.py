@@ -34,6 +34,7 @@ from maxpipe.config.paths import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, SAMPLES
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, Loader
 from maxpipe.errors import ConfigError, ExitCode, Preempted, ReplicaError, StorageError
+from maxpipe.model import choice
 from maxpipe.model.count import active_params, num_params, num_trained
 from maxpipe.model.families import registry
 from maxpipe.model.spec import Model
@@ -451,6 +452,7 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
     documents = counted(datasets.train.fingerprint()["documents"], "document")
     model, described = config.model, registry.describe(config.model)
     saved_in = home(run_folder(config.run), config.checkpoint)
+    chosen = choice.words(model, device.platform, config.train.sequence_length)
     return [
         ("run", str(run_folder(config.run))),
         *([("saved in", saved_in)] if config.checkpoint.dir else []),
@@ -466,6 +468,7 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
             f"{model.compute_dtype} compute, {model.param_dtype} parameters",
         ),
         *(("layers", note) for note in described.notes),
+        *([("attention", chosen)] if chosen else []),
         (
             "pipeline",
             f"{schedule.name}, {schedule.sizes()}, "

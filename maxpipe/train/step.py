@@ -32,6 +32,7 @@ from maxpipe.config.schema import (
     PipelineConfig,
     TrainConfig,
 )
+from maxpipe.model.choice import resolved
 from maxpipe.model.count import layer_costs
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.mesh import BATCH_AXES, STAGE
@@ -419,6 +420,7 @@ def partition(
         ConfigError: the axis rules put two dims of a tensor on one mesh axis, or the schedule
             does not allow these sizes.
     """
+    model = resolved(model, mesh.devices.flat[0].platform, train.sequence_length)
     decoder = Decoder(model, rules)
     schedule = build(
         pipeline.schedule,

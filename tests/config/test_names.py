@@ -41,7 +41,7 @@ def said(*arguments: str) -> str:
         ("model.compute_dtype=FP16", "float16 is not supported. Set model.compute_dtype=bfloat16."),
         ("runtime.platform=gpu", "Set runtime.platform=cuda."),
         ("runtime.platform=CPU", "Set runtime.platform=cpu."),
-        ("model.attention=flash", "Set model.attention=cudnn on an NVIDIA GPU"),
+        ("model.attention=flash", "Set model.attention=auto, which takes what the device has"),
         ("model.moe=true", "is a section"),
         ("model.mixture_of_experts=true", "Set model.family=moe;"),
         ("model.experts=8", "Did you mean model.moe.num_experts?"),

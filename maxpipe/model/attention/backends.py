@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from maxpipe.model.attention import cudnn, xla
+from maxpipe.model.attention import blockwise, cudnn, xla
 from maxpipe.model.attention.interface import Attend
+from maxpipe.model.parts.attention import AUTO
 
-BACKENDS: Mapping[str, Attend] = {"xla": xla.attend, "cudnn": cudnn.attend}
+BACKENDS: Mapping[str, Attend] = {
+    AUTO: xla.attend,  # where the device is not known
+    "xla": xla.attend,
+    "blockwise": blockwise.attend,
+    "cudnn": cudnn.attend,
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from maxpipe.model.attention.interface import Mask
@@ -20,7 +21,7 @@ def attend(
     tokens, keys = query.shape[1], key.shape[1]
     square = mask.causal and mask.in_order
     seen = mask.seen(0, tokens, keys, causal=mask.causal and not square)
-    return jax.nn.dot_product_attention(
+    mixed = jax.nn.dot_product_attention(
         query,
         key,
         value,
@@ -29,3 +30,4 @@ def attend(
         scale=mask.scale,
         implementation="cudnn",
     )
+    return checkpoint_name(mixed, "context")

@@ -82,7 +82,11 @@ Attend = Callable[
     [Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G v"], Mask],
     Float[Array, "B T N v"],
 ]
-"""(query, key, value, mask) -> mixed values of each query head."""
+"""(query, key, value, mask) -> mixed values of each query head.
+
+A backend names its result `context`. One with a backward of its own does so in its forward rule,
+where it names `parts.attention.LOG_SUM` as well: a name behind the rule would not spare its
+backward another forward, and two names would keep two copies."""
 
 
 _EMPTY = -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float
 
 from maxpipe.model.attention.interface import Mask
@@ -44,7 +45,8 @@ def attend(
                 *part, mask=seen, is_causal=square, scale=mask.scale, implementation="xla"
             )
             parts.append(mixed)
-    return jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+    mixed = jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+    return checkpoint_name(mixed, "context")
 
 
 def _mixed(

@@ -171,7 +171,6 @@ class Attention(PartModule):
                 key_positions=cache.positions,
             )
         mixed = attend(BACKENDS[part.backend], query, key, value, mask, context.inputs)
-        mixed = checkpoint_name(mixed, "context")
         if gate is not None:
             mixed = mixed * jax.nn.sigmoid(gate)
         out = jnp.einsum("btnh,nhd->btd", mixed, self.out[...].astype(dtype))

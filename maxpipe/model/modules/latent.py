@@ -63,7 +63,6 @@ class LatentAttention(PartModule):
             mixed = self._expanded(query, small, turned, mask, context.inputs)
         else:
             mixed, cache = self._absorbed(query, small, turned, mask, positions, cache)
-        mixed = checkpoint_name(mixed, "context")
         out = jnp.einsum("btnh,nhd->btd", mixed, self.out[...].astype(dtype))
         return Output(checkpoint_name(out, "attention_out"), cache=cache)
 

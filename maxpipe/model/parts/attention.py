@@ -20,11 +20,28 @@ from maxpipe.model.spec import (
     Scores,
 )
 
+AUTO = "auto"
+"""A backend that is still to be chosen (`model.choice`): what is described of it is `xla`'s."""
+
 CANNOT: Mapping[str, frozenset[str]] = {
+    AUTO: frozenset(),
     "xla": frozenset(),
+    "blockwise": frozenset(),
     "cudnn": frozenset({"soft_cap", "sinks", "value_size"}),
 }
 """For each backend (`model.attention`) the options of attention that it cannot compute."""
+
+
+LOG_SUM = "attention_lse"
+"""Name of the logarithm of each query's sum of exponentials, in float32, which backends with a
+backward of their own keep with `context`: from both the shares of all keys follow."""
+
+_KEEPS_LOG_SUM = frozenset({"blockwise", "splash"})
+
+
+def kept_with_context(backend: str, heads: Dims) -> Mapping[str, Mapping[str, Dims]]:
+    """What a backend keeps where `context` is kept. `Part.kept_with` of attention."""
+    return {"context": {LOG_SUM: heads}} if backend in _KEEPS_LOG_SUM else {}
 
 
 Scaling = Literal["linear", "dynamic", "llama3", "yarn"]
@@ -88,10 +105,15 @@ class Attention(Part):
     (arXiv:2309.17453, learned as in arXiv:2508.10925)."""
 
     @property
+    def options(self) -> frozenset[str]:
+        """What it asks of a backend that not all of them can compute."""
+        used = {"soft_cap": self.soft_cap, "sinks": self.sinks}
+        return frozenset(name for name, value in used.items() if value)
+
+    @property
     def unsupported(self) -> frozenset[str]:
         """Options that its backend cannot compute."""
-        used = {"soft_cap": self.soft_cap, "sinks": self.sinks}
-        return CANNOT[self.backend] & {name for name, value in used.items() if value}
+        return CANNOT[self.backend] & self.options
 
     @property
     def params(self) -> Mapping[str, Param]:
@@ -123,6 +145,11 @@ class Attention(Part):
         found = {"query": self._query, "key": self._key, "value": self._key}
         found |= {"query_gate": self._query} if self.gated else {}
         return found | {"context": self._query, "attention_out": self._width}
+
+    @property
+    def kept_with(self) -> Mapping[str, Mapping[str, Dims]]:
+        """Of `context` its sums, where its backward starts from them."""
+        return kept_with_context(self.backend, self._heads)
 
     @property
     def operations(self) -> tuple[Operation, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from maxpipe.model.parts.attention import CANNOT, Rope
+from maxpipe.model.parts.attention import CANNOT, Rope, kept_with_context
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Dims, Held, Matmul, Normal, Operation, Param, Part, Scores
 
@@ -40,9 +40,14 @@ class LatentAttention(Part):
     """Of the norms of latents."""
 
     @property
+    def options(self) -> frozenset[str]:
+        """What it asks of a backend that not all of them can compute."""
+        return frozenset({"value_size"})
+
+    @property
     def unsupported(self) -> frozenset[str]:
         """Options that its backend cannot compute."""
-        return CANNOT[self.backend] & {"value_size"}
+        return CANNOT[self.backend] & self.options
 
     @property
     def rope_size(self) -> int:
@@ -103,6 +108,11 @@ class LatentAttention(Part):
             "context": self._value,
             "attention_out": self._width,
         }
+
+    @property
+    def kept_with(self) -> Mapping[str, Mapping[str, Dims]]:
+        """Of `context` its sums, where its backward starts from them."""
+        return kept_with_context(self.backend, ((self.num_heads, "heads"),))
 
     @property
     def operations(self) -> tuple[Operation, ...]:

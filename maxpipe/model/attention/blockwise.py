@@ -1,0 +1,313 @@
+"""Attention by blocks of queries and keys, in plain jax: memory linear in T on every platform.
+
+Scores exist for one pair of blocks at a time. The softmax is computed as keys go by (online
+softmax, arXiv:1805.02867), and the backward computes scores again from each query's logarithm of
+the sum of exponentials (arXiv:2205.14135, algorithm 4 of arXiv:2307.08691 in the order of its
+forward). Loops turn as often as the causal band and the window ask for, numbers that may differ by
+device and layer: nothing is differentiated through them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Bool, Float, Int
+
+from maxpipe.model.attention import xla
+from maxpipe.model.attention.interface import Mask
+from maxpipe.model.count import even_blocks
+from maxpipe.model.parts.attention import LOG_SUM
+from maxpipe.parallel.per_device import vary
+
+_HIDDEN = -1e30
+"""Score of a key that a query does not see."""
+_LEAST = -1e20
+"""Below it no query's largest score is: where it sees no key, the share of each is exactly 0."""
+_OUTSIDE = -2
+"""Segment of a place behind the last key: no query has it."""
+
+
+class _Options(NamedTuple):
+    """What is known when the program is made."""
+
+    scale: float
+    soft_cap: float
+    causal: bool
+    run: int
+    query_block: int
+    key_block: int
+
+
+class _Rows(NamedTuple):
+    """What queries and keys are to each other."""
+
+    segments: Int[Array, "B T"]
+    key_segments: Int[Array, "B S"]
+    places: Int[Array, " T"]
+    window: Int[Array, ""] | None
+    """None: no layer has one."""
+
+
+def attend(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G v"],
+    mask: Mask,
+    block: int = 0,
+) -> Float[Array, "B T N v"]:
+    """Attention of which no array grows with T times S. Queries that see no key get zeros.
+
+    Sums are in float32, whatever the inputs are. `block` is the most queries and keys of a block;
+    0 chooses. Behind a cache it is `xla`'s: few queries have few scores, and the order of keys says
+    nothing about what is seen.
+    """
+    if not mask.in_row:
+        return xla.attend(query, key, value, mask)
+    tokens, keys = query.shape[1], key.shape[1]
+    run = mask.run or tokens
+    options = _Options(
+        scale=query.shape[-1] ** -0.5 if mask.scale is None else mask.scale,
+        soft_cap=mask.soft_cap,
+        causal=mask.causal,
+        run=run,
+        query_block=even_blocks(run, block),
+        key_block=even_blocks(keys, block),
+    )
+    windowed = not isinstance(mask.window, int) or mask.window > 0
+    rows = _Rows(
+        mask.segments,
+        mask.segments if mask.key_segments is None else mask.key_segments,
+        jnp.arange(tokens, dtype=jnp.int32) if mask.places is None else mask.places,
+        jnp.asarray(mask.window, jnp.int32) if windowed else None,
+    )
+    # Marked out here, their gradients are summed where an input is the same on several devices.
+    return _mixed(*vary((query, key, value, mask.sinks, rows)), options)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _mixed(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G v"],
+    sinks: Float[Array, " N"] | None,
+    rows: _Rows,
+    options: _Options,
+) -> Float[Array, "B T N v"]:
+    return _forward(query, key, value, sinks, rows, options)[0]
+
+
+def _forward_rule(
+    query: Array, key: Array, value: Array, sinks: Array | None, rows: _Rows, options: _Options
+) -> tuple[Array, tuple[Any, ...]]:
+    """The result is named once, here: what the backward reads is what is kept."""
+    mixed, log_sum = _forward(query, key, value, sinks, rows, options)
+    mixed = checkpoint_name(mixed, "context")
+    log_sum = checkpoint_name(log_sum, LOG_SUM)
+    return mixed, (query, key, value, sinks, rows, mixed, log_sum)
+
+
+class _Blocks:
+    """Queries in blocks `[blocks, B, G, n, t, H]` and keys in blocks `[blocks, B, G, s, H]`.
+
+    In front, a block is one piece of memory. Runs of queries are filled up to whole blocks of their
+    own.
+    """
+
+    def __init__(self, query: Array, key: Array, rows: _Rows, options: _Options):
+        self.rows, self.options = rows, options
+        self.batch, self.tokens, self.heads = query.shape[:3]
+        self.keys, self.groups = key.shape[1:3]
+        run, size = options.run, options.query_block
+        self.runs, self.per_run = self.tokens // run, -(-run // size)
+        self.num_key_blocks = -(-self.keys // options.key_block)
+        self.segments = self.of_tokens(rows.segments, _OUTSIDE - 1)
+        self.places = self._filled(rows.places, 0, edge=True).reshape(-1, size)
+        self.key_segments = self.of_keys(rows.key_segments, _OUTSIDE)
+
+    def _filled(self, x: Array, axis: int, fill: float = 0, *, edge: bool = False) -> Array:
+        """`[..., T, ...]` -> `[..., runs, blocks x block, ...]`."""
+        run = self.options.run
+        x = x.reshape(*x.shape[:axis], self.runs, run, *x.shape[axis + 1 :])
+        more = self.per_run * self.options.query_block - run
+        if not more:
+            return x
+        width = [(0, more if dim == axis + 1 else 0) for dim in range(x.ndim)]
+        return jnp.pad(x, width, "edge") if edge else jnp.pad(x, width, constant_values=fill)
+
+    def of_tokens(self, x: Array, fill: float = 0) -> Array:
+        """`[B, T, ...]` -> `[blocks, B, t, ...]`."""
+        x = self._filled(x, 1, fill)
+        shape = (self.batch, self.runs * self.per_run, self.options.query_block, *x.shape[3:])
+        return jnp.moveaxis(x.reshape(shape), 1, 0)
+
+    def of_queries(self, x: Float[Array, "B T N h"]) -> Float[Array, "i B G n t h"]:
+        """In blocks, heads by the keys that they share."""
+        x = self.of_tokens(x)
+        x = x.reshape(*x.shape[:3], self.groups, -1, x.shape[-1])
+        return x.transpose(0, 1, 3, 4, 2, 5)
+
+    def of_keys(self, x: Array, fill: float = 0) -> Array:
+        """`[B, S, ...]` -> `[blocks, B, s, ...]`."""
+        more = self.num_key_blocks * self.options.key_block - self.keys
+        width = [(0, more if dim == 1 else 0) for dim in range(x.ndim)]
+        x = jnp.pad(x, width, constant_values=fill) if more else x
+        shape = (self.batch, self.num_key_blocks, self.options.key_block, *x.shape[2:])
+        return jnp.moveaxis(x.reshape(shape), 1, 0)
+
+    def of_pairs(self, x: Float[Array, "B S G h"]) -> Float[Array, "j B G s h"]:
+        """Keys or values in blocks."""
+        return self.of_keys(x).swapaxes(2, 3)
+
+    def queries(self, x: Float[Array, "i B G n t h"]) -> Float[Array, "B T N h"]:
+        """From blocks to rows."""
+        x = x.transpose(1, 0, 4, 2, 3, 5)  # B i t G n h
+        x = x.reshape(self.batch, self.runs, -1, self.heads, x.shape[-1])
+        return x[:, :, : self.options.run].reshape(self.batch, self.tokens, *x.shape[3:])
+
+    def pairs(self, x: Float[Array, "j B G s h"]) -> Float[Array, "B S G h"]:
+        """From blocks to rows."""
+        x = x.transpose(1, 0, 3, 2, 4)
+        return x.reshape(self.batch, -1, self.groups, x.shape[-1])[:, : self.keys]
+
+    def bounds(self, places: Int[Array, " t"]) -> tuple[Array, Array]:
+        """First block of keys that some query of a block sees, and one past the last."""
+        size, window = self.options.key_block, self.rows.window
+        first, last = jnp.int32(0), jnp.int32(self.num_key_blocks)
+        if self.options.causal:
+            last = jnp.minimum(places.max() // size + 1, last)
+        if window is not None:
+            earliest = jnp.maximum(places.min() - window + 1, 0) // size
+            first = jnp.where(window > 0, jnp.minimum(earliest, last), first)
+        return first, last
+
+    def seen(
+        self, segments: Int[Array, "B t"], places: Int[Array, " t"], block: Array
+    ) -> Bool[Array, "B 1 1 t s"]:
+        """Whether queries of a block see the keys of a block."""
+        size, window = self.options.key_block, self.rows.window
+        seen = segments[:, :, None] == _at(self.key_segments, block)[:, None, :]
+        distance = places[:, None] - (block * size + jnp.arange(size, dtype=jnp.int32))
+        if self.options.causal:
+            seen &= distance >= 0
+        if window is not None:
+            seen &= (distance < window) | (window == 0)
+        return seen[:, None, None]
+
+    def scores(
+        self, query: Float[Array, "B G n t H"], key: Float[Array, "B G s H"]
+    ) -> Float[Array, "B G n t s"]:
+        """Of all pairs of two blocks, capped, in float32."""
+        found = _dot("bgnth,bgsh->bgnts", query, key) * self.options.scale
+        cap = self.options.soft_cap
+        return cap * jnp.tanh(found / cap) if cap else found
+
+
+def _forward(
+    query: Array, key: Array, value: Array, sinks: Array | None, rows: _Rows, options: _Options
+) -> tuple[Float[Array, "B T N v"], Float[Array, "B T N"]]:
+    """(result, logarithm of each query's sum of exponentials)."""
+    blocks = _Blocks(query, key, rows, options)
+    keys, values = blocks.of_pairs(key), blocks.of_pairs(value)
+    shape = (blocks.batch, blocks.groups, blocks.heads // blocks.groups, options.query_block)
+    largest, total = jnp.full(shape, _LEAST), jnp.zeros(shape)
+    if sinks is not None:
+        largest = jnp.broadcast_to(_by_group(sinks, blocks.groups), shape)
+        total = jnp.ones(shape)
+    start = vary((largest, total, jnp.zeros((*shape, value.shape[-1]))))
+
+    def of_block(_: None, given: tuple[Array, Array, Array]) -> tuple[None, tuple[Array, Array]]:
+        query, segments, places = given
+
+        def add(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            largest, total, mixed = state
+            scores = blocks.scores(query, _at(keys, block))
+            scores = jnp.where(blocks.seen(segments, places, block), scores, _HIDDEN)
+            new = jnp.maximum(largest, scores.max(-1))
+            shares, shrink = jnp.exp(scores - new[..., None]), jnp.exp(largest - new)
+            part = _dot("bgnts,bgsh->bgnth", shares.astype(value.dtype), _at(values, block))
+            return new, total * shrink + shares.sum(-1), mixed * shrink[..., None] + part
+
+        largest, total, mixed = lax.fori_loop(*blocks.bounds(places), add, start)
+        total = jnp.where(total > 0, total, 1.0)
+        mixed = (mixed / total[..., None]).astype(query.dtype)
+        return None, (mixed, (largest + jnp.log(total))[..., None])
+
+    given = (blocks.of_queries(query), blocks.segments, blocks.places)
+    _, (mixed, log_sum) = lax.scan(of_block, None, given)
+    return blocks.queries(mixed), blocks.queries(log_sum)[..., 0]
+
+
+def _backward_rule(
+    options: _Options, saved: tuple[Any, ...], d_mixed: Float[Array, "B T N v"]
+) -> tuple[Array | None, ...]:
+    query, key, value, sinks, rows, mixed, log_sum = saved
+    blocks = _Blocks(query, key, rows, options)
+    keys, values, log_sums = blocks.of_pairs(key), blocks.of_pairs(value), log_sum[..., None]
+    slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1, keepdims=True)
+
+    def of_block(
+        sums: tuple[Array, Array], given: tuple[Array, ...]
+    ) -> tuple[tuple[Array, Array], Array]:
+        query, d_mixed, log_sum, slope, segments, places = given
+
+        def add(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            d_query, d_keys, d_values = state
+            key, value = _at(keys, block), _at(values, block)
+            scores = blocks.scores(query, key)
+            seen = blocks.seen(segments, places, block)
+            shares = jnp.exp(jnp.where(seen, scores, _HIDDEN) - log_sum)
+            d_value = _dot("bgnts,bgnth->bgsh", shares.astype(value.dtype), d_mixed)
+            d_scores = shares * (_dot("bgnth,bgsh->bgnts", d_mixed, value) - slope)
+            if options.soft_cap:
+                d_scores *= 1.0 - (scores / options.soft_cap) ** 2
+            d_scores = (d_scores * options.scale).astype(query.dtype)
+            d_query = d_query + _dot("bgnts,bgsh->bgnth", d_scores, key)
+            d_key = _dot("bgnts,bgnth->bgsh", d_scores, query)
+            return d_query, _plus(d_keys, d_key, block), _plus(d_values, d_value, block)
+
+        start = (vary(jnp.zeros(query.shape)), *sums)
+        d_query, *sums_ = lax.fori_loop(*blocks.bounds(places), add, start)
+        return tuple(sums_), d_query.astype(query.dtype)
+
+    sums = vary((jnp.zeros(keys.shape), jnp.zeros(values.shape)))
+    of_tokens = tuple(map(blocks.of_queries, (query, d_mixed, log_sums, slope)))
+    given = (*of_tokens, blocks.segments, blocks.places)
+    (d_keys, d_values), d_query = lax.scan(of_block, sums, given)
+    d_sinks = None
+    if sinks is not None:
+        share = jnp.exp(sinks.astype(jnp.float32)[:, None] - log_sums)[..., 0]
+        d_sinks = -(share * slope[..., 0]).sum((0, 1)).astype(sinks.dtype)
+    d_key, d_value = blocks.pairs(d_keys), blocks.pairs(d_values)
+    return (
+        blocks.queries(d_query),
+        d_key.astype(key.dtype),
+        d_value.astype(value.dtype),
+        d_sinks,
+        None,
+    )
+
+
+_mixed.defvjp(_forward_rule, _backward_rule)
+
+
+def _dot(form: str, left: Array, right: Array) -> Float[Array, ...]:
+    """A product with float32 sums."""
+    return jnp.einsum(form, left, right, preferred_element_type=jnp.float32)
+
+
+def _at(blocks: Array, block: Array) -> Array:
+    return lax.dynamic_index_in_dim(blocks, block, keepdims=False)
+
+
+def _plus(blocks: Array, more: Array, block: Array) -> Array:
+    """Blocks of which one is larger."""
+    return lax.dynamic_update_index_in_dim(blocks, _at(blocks, block) + more, block, 0)
+
+
+def _by_group(sinks: Float[Array, " N"], groups: int) -> Float[Array, "G n 1"]:
+    return sinks.astype(jnp.float32).reshape(groups, -1, 1)

@@ -1,0 +1,90 @@
+"""Which backend of attention `model.attention=auto` is: by device, model and length of a row.
+
+No jax: forecasts and programs ask the same function, each where it knows the platform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from maxpipe.config.schema import ModelConfig
+from maxpipe.model.families.registry import describe
+from maxpipe.model.parts.attention import AUTO, CANNOT, Attention
+from maxpipe.model.parts.latent import LatentAttention
+
+_LONG = {"cpu": 256, "tpu": 4096, "gpu": 4096}
+"""Tokens of a row from which on `blockwise` is taken. On CPUs it is faster from 64 on
+(`benchmarks/attention.md`), and compiles longer where there are several blocks; elsewhere it is
+taken where plain attention's scores would need the memory."""
+
+_ORDER = {"tpu": ("splash", "blockwise"), "gpu": ("cudnn", "blockwise"), "cpu": ("blockwise",)}
+"""The best first; behind the last comes `xla`, which does everything everywhere."""
+
+_SPLASH_TOKENS = 128
+_CUDNN_HEAD, _CUDNN_LARGEST = 8, 128
+
+
+class Choice(NamedTuple):
+    """A backend, and why it is none that would be better."""
+
+    backend: str
+    refused: tuple[str, ...] = ()
+
+
+def choose(model: ModelConfig, platform: str, tokens: int, piece: int = 0) -> Choice:
+    """The backend of a model on a platform, as jax names it, for rows of `tokens`.
+
+    `piece` is how many neighbours of a row a device holds at least; 0: all.
+    """
+    if model.attention != AUTO:
+        return Choice(model.attention)
+    device = platform if platform in _ORDER else "gpu"
+    refused: list[str] = []
+    for backend in _ORDER[device]:
+        why = next(_refuses(backend, device, model, tokens, piece or tokens), "")
+        if not why:
+            return Choice(backend, tuple(refused))
+        refused.append(f"{backend} {why}")
+    return Choice("xla", tuple(refused))
+
+
+def resolved(model: ModelConfig, platform: str, tokens: int, piece: int = 0) -> ModelConfig:
+    """The model with a backend that is named: what descriptions and programs are made of."""
+    return replace(model, attention=choose(model, platform, tokens, piece).backend)
+
+
+def words(model: ModelConfig, platform: str, tokens: int, piece: int = 0) -> str:
+    """What was chosen and why, for the start of a run and for plans; of a named backend nothing."""
+    if model.attention != AUTO:
+        return ""
+    backend, refused = choose(model, platform, tokens, piece)
+    chosen = f"{backend}, as model.attention=auto chooses on {platform} for {tokens:,} tokens"
+    return f"{chosen}: {', '.join(refused)}" if refused else chosen
+
+
+def _refuses(
+    backend: str, device: str, model: ModelConfig, tokens: int, piece: int
+) -> Iterator[str]:
+    """Why a backend is not taken."""
+    if backend not in CANNOT:
+        yield "is not there"
+        return
+    parts = [part for kind in describe(model).kinds.values() for part in kind.parts.values()]
+    mixing = [part for part in parts if isinstance(part, Attention | LatentAttention)]
+    lacks = {option for part in mixing for option in part.options & CANNOT[backend]}
+    for option in sorted(lacks):
+        yield f"has no {option.replace('_', ' ')}"
+    if backend == "blockwise" and tokens < _LONG[device]:
+        yield f"is for {_LONG[device]:,} tokens or more"
+    if backend == "splash" and piece % _SPLASH_TOKENS:
+        yield f"needs a multiple of {_SPLASH_TOKENS} tokens"
+    if backend == "cudnn":
+        if model.compute_dtype == "float32":
+            yield "has no float32"
+        for size in {part.head_size for part in mixing}:
+            if size % _CUDNN_HEAD or size > _CUDNN_LARGEST:
+                yield f"needs heads of a multiple of {_CUDNN_HEAD}, {_CUDNN_LARGEST} at most"
+        if tokens % 2:
+            yield "needs an even number of tokens"

@@ -1,0 +1,257 @@
+"""Blockwise attention against a plain loop in float64, and against `xla`."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from maxpipe.model.attention import blockwise, xla
+from maxpipe.model.attention.interface import Mask
+from maxpipe.model.count import even_blocks
+
+ROWS, SIZE, VALUE_SIZE = 2, 6, 5
+
+
+class Case(NamedTuple):
+    """Queries are those of `pieces` of a row of `keys` tokens, each of `run` tokens."""
+
+    keys: int
+    groups: int = 2
+    shared: int = 2
+    block: int = 4
+    run: int = 0
+    pieces: tuple[int, ...] = ()
+    window: int = 0
+    traced: bool = False
+    cap: float = 0.0
+    sinks: bool = False
+    causal: bool = True
+    scale: float | None = None
+    lonely: bool = False
+    """Whether some queries see no key."""
+
+    @property
+    def places(self) -> np.ndarray:
+        if not self.run:
+            return np.arange(self.keys)
+        return np.concatenate([np.arange(self.run) + self.run * each for each in self.pieces])
+
+    def arrays(self) -> tuple[list[Any], np.ndarray]:
+        """Query, key, value, cotangent and sinks; segments of the keys."""
+        random = np.random.default_rng(zlib.crc32(repr(self).encode()))
+        heads, tokens = self.groups * self.shared, len(self.places)
+        shapes = [
+            (ROWS, tokens, heads, SIZE),
+            (ROWS, self.keys, self.groups, SIZE),
+            (ROWS, self.keys, self.groups, VALUE_SIZE),
+            (ROWS, tokens, heads, VALUE_SIZE),
+            (heads,),
+        ]
+        found = [random.standard_normal(shape).astype(np.float32) for shape in shapes]
+        return found, np.cumsum(random.random((ROWS, self.keys)) < 0.15, axis=1).astype(np.int32)
+
+    def mask(self, segments: np.ndarray, sinks: Any) -> Mask:
+        queries = segments[:, self.places]
+        if self.lonely:
+            queries = np.where(np.arange(len(self.places)) % 3 == 1, 1000, queries)
+        window: Any = jnp.int32(self.window) if self.traced else self.window
+        mask = Mask(
+            jnp.asarray(queries),
+            key_segments=jnp.asarray(segments),
+            causal=self.causal,
+            window=window,
+            windows=(0, self.window) if self.traced else (),
+            scale=self.scale,
+            soft_cap=self.cap,
+            sinks=sinks if self.sinks else None,
+        )
+        if self.run:
+            mask = replace(mask, places=jnp.asarray(self.places, jnp.int32), run=self.run)
+        return mask
+
+
+def plain(case: Case, mask: Mask, arrays: list[Any]) -> list[np.ndarray]:
+    """Result and gradients of query, key, value and sinks, query by query in float64."""
+    query, key, value, cotangent, sinks = (np.asarray(each, np.float64) for each in arrays)
+    segments, key_segments = np.asarray(mask.segments), np.asarray(mask.key_segments)
+    scale = SIZE**-0.5 if case.scale is None else case.scale
+    mixed, grads = np.zeros_like(cotangent), [np.zeros_like(x) for x in (query, key, value, sinks)]
+    d_query, d_key, d_value, d_sinks = grads
+    for b, t, n in np.ndindex(*query.shape[:3]):
+        g, place = n // case.shared, case.places[t]
+        seen = [s for s in range(case.keys) if key_segments[b, s] == segments[b, t]]
+        seen = [s for s in seen if not case.causal or s <= place]
+        seen = [s for s in seen if not case.window or place - s < case.window]
+        if not seen:
+            continue
+        scores = key[b, seen, g] @ query[b, t, n] * scale
+        slope = np.ones_like(scores)
+        if case.cap:
+            slope = 1 - np.tanh(scores / case.cap) ** 2
+            scores = case.cap * np.tanh(scores / case.cap)
+        largest = scores.max()
+        sink = np.exp(sinks[n] - largest) if case.sinks else 0.0
+        total = np.exp(scores - largest).sum() + sink
+        shares = np.exp(scores - largest) / total
+        mixed[b, t, n] = shares @ value[b, seen, g]
+        d_value[b, seen, g] += shares[:, None] * cotangent[b, t, n]
+        inner = mixed[b, t, n] @ cotangent[b, t, n]
+        d_scores = shares * (value[b, seen, g] @ cotangent[b, t, n] - inner) * slope * scale
+        d_query[b, t, n] = d_scores @ key[b, seen, g]
+        d_key[b, seen, g] += d_scores[:, None] * query[b, t, n]
+        d_sinks[n] -= sink / total * inner
+    return [mixed, *grads]
+
+
+def of_backend(attend: Any, case: Case, segments: np.ndarray, arrays: list[Any]) -> list[Any]:
+    """The same of a backend."""
+    *given, cotangent, sinks = (jnp.asarray(each) for each in arrays)
+
+    @jax.jit
+    def run(given: list[Any], sinks: Any) -> Any:
+        def mixed(query: Any, key: Any, value: Any, sinks: Any) -> Any:
+            return attend(query, key, value, case.mask(segments, sinks))
+
+        found, pullback = jax.vjp(mixed, *given, sinks)
+        return [found, *pullback(cotangent)]
+
+    return run(given, sinks)
+
+
+def assert_same(found: list[Any], wanted: list[Any]) -> None:
+    for name, a, b in zip(("result", "query", "key", "value", "sinks"), found, wanted, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.abs(a - b).max() <= 1e-5 * max(np.abs(b).max(), 1e-3), name
+
+
+CASES = st.builds(
+    Case,
+    keys=st.integers(1, 23),
+    groups=st.sampled_from((1, 3)),
+    shared=st.sampled_from((1, 2)),
+    block=st.integers(1, 25),
+    window=st.integers(0, 9),
+    traced=st.booleans(),
+    cap=st.sampled_from((0.0, 0.8)),
+    sinks=st.booleans(),
+    causal=st.booleans(),
+    scale=st.sampled_from((None, 0.3)),
+    run=st.just(0),
+    pieces=st.just(()),
+    lonely=st.booleans(),
+)
+
+
+@settings(max_examples=15)
+@given(case=CASES)
+@example(case=Case(1))
+@example(case=Case(19, block=19, window=3))
+@example(case=Case(17, shared=1, window=5, traced=True, cap=0.8, sinks=True))
+@example(case=Case(24, run=6, pieces=(0, 3)))
+@example(case=Case(15, run=5, pieces=(2, 0), window=4, sinks=True))
+@example(case=Case(14, run=7, pieces=(1,), block=3, lonely=True))
+@example(case=Case(21, run=1, pieces=(20, 3, 9), causal=False, window=6))
+def test_blocks_equal_the_plain_loop(case: Case) -> None:
+    """Result and each gradient; a query that sees no key gets zeros and gives none."""
+    arrays, segments = case.arrays()
+    wanted = plain(case, case.mask(segments, jnp.asarray(arrays[-1])), arrays)
+
+    def attend(*given: Any) -> Any:
+        return blockwise.attend(*given, block=case.block)
+
+    assert_same(of_backend(attend, case, segments, arrays), wanted)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(131, window=40, traced=True, sinks=True, cap=0.8), Case(257, shared=1, scale=0.3)],
+    ids=str,
+)
+def test_blocks_of_the_usual_size_equal_the_whole_square(case: Case) -> None:
+    arrays, segments = case.arrays()
+    found = of_backend(blockwise.attend, case, segments, arrays)
+    assert_same(found, of_backend(xla.attend, case, segments, arrays))
+
+
+def test_products_of_bfloat16_are_summed_in_float32() -> None:
+    """Ones and a large block: a sum in bfloat16 stops at 256."""
+    case = Case(600, groups=1, shared=1, causal=False)
+    arrays, _ = case.arrays()
+    query, key, value = (jnp.asarray(each, jnp.bfloat16) for each in arrays[:3])
+    value = jnp.ones_like(value)
+    mask = Mask(jnp.zeros((ROWS, case.keys), jnp.int32), causal=False)
+
+    def total(value: Any) -> Any:
+        return blockwise.attend(query * 0, key, value, mask).astype(jnp.float32).sum()
+
+    mixed = blockwise.attend(query, key, value, mask)
+    assert mixed.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(mixed, np.float32), 1.0)
+    # Each value has an equal share of each query: 600 shares of 1/600.
+    np.testing.assert_allclose(np.asarray(jax.grad(total)(value), np.float32), 1.0, rtol=2**-7)
+
+
+def test_memory_does_not_grow_with_the_square() -> None:
+    """Twice the tokens, twice the memory, forward and backward; `xla`'s grows fourfold."""
+
+    def temporary(attend: Any, tokens: int) -> int:
+        shape = jax.ShapeDtypeStruct((1, tokens, 2, 64), jnp.float32)
+        ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+
+        def run(q: Any, k: Any, v: Any, ids: Any) -> Any:
+            return jax.grad(lambda *x: attend(*x, Mask(ids)).sum(), (0, 1, 2))(q, k, v)
+
+        program: Any = jax.jit(run).lower(shape, shape, shape, ids).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temporary(blockwise.attend, 2048) < 2.2 * temporary(blockwise.attend, 1024)
+    assert temporary(xla.attend, 2048) > 3 * temporary(xla.attend, 1024)
+    assert temporary(blockwise.attend, 1024) < 0.3 * temporary(xla.attend, 1024)
+
+
+@pytest.mark.parametrize("window", [0, 33])
+def test_loops_turn_as_often_as_the_mask_asks_for(window: int) -> None:
+    """Values of keys that no query of a block can see are never read: they may be anything."""
+    tokens, block = 64, 16
+    query = jnp.ones((1, tokens, 1, 4))
+    value = jnp.ones((1, tokens, 1, 4)).at[:, block:].set(jnp.nan)
+    mask = Mask(jnp.zeros((1, tokens), jnp.int32), window=jnp.int32(window))
+    found = blockwise.attend(query, query, value, mask, block)
+    np.testing.assert_array_equal(found[:, :block], 1.0)
+    assert jnp.isnan(found[:, block : 2 * block]).all()
+    late = value.at[:, block:].set(1.0).at[:, :block].set(jnp.nan)
+    found = blockwise.attend(query, query, late, mask, block)
+    sees_all = not window
+    assert bool(jnp.isfinite(found[:, -1]).all()) != sees_all
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 127, 128, 129, 257, 4096, 5000, 8192, 131072])
+def test_blocks_are_of_about_the_same_size(tokens: int) -> None:
+    size = even_blocks(tokens)
+    count = -(-tokens // size)
+    assert size <= 512 and size * count - tokens < 8 * count
+    assert (count - 1) * size < tokens
+
+
+def test_the_forward_is_not_run_again_where_its_result_is_kept() -> None:
+    """With `context` kept the backward holds the backward's loops alone."""
+    query = jnp.ones((1, 8, 2, 4))
+    mask = Mask(jnp.zeros((1, 8), jnp.int32))
+
+    def loops(*names: str) -> int:
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        run = jax.checkpoint(lambda q: blockwise.attend(q, q, q, mask), policy=policy)
+        _, pullback = jax.vjp(run, query)
+        return str(jax.make_jaxpr(pullback)(query)).count(" scan[")
+
+    assert loops() == 2
+    assert loops("context") == 2
+    assert loops("context", "attention_lse") == 1

@@ -1,0 +1,65 @@
+"""Blockwise attention in the engine: loops whose turns are data, and a backward of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from maxpipe.model.attention import blockwise
+from maxpipe.pipeline import outside, program, slots
+from tests.cases import Case, thinned
+from tests.pipeline.test_executor import check_gradients, matrix
+from tests.pipeline.test_families import FAMILIES_IN_MATRIX, GEMMA, GPT_OSS, V3
+
+BLOCK = 3
+"""Tokens of a block, of which a row has more than one and the last is not full."""
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise, "even_blocks", lambda tokens, block=0: BLOCK)
+
+
+CASES = [
+    Case(2, 2, 3, own=GEMMA, tied=True, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
+    Case(4, 1, 5, own=GPT_OSS, layers=5, schedule="zb_h1", remat="none", tensor=2),
+    Case(2, 1, 4, own=V3, layers=5, schedule="zb_h1", remat="names", data=2),
+    Case(2, 2, 4, remat="names", idle="compute", dropout=0.3, offloaded=("mlp",)),
+    Case(3, 2, 4, own=GEMMA, tied=True, layers=8, outside=2, remat="chunk", idle="compute"),
+    Case(1, 1, 2, fsdp=2, tensor=2, gather="step", remat="none"),
+]
+
+
+@pytest.mark.parametrize("case", thinned(CASES, 3), ids=str)
+def test_blocks_in_the_engine_equal_the_plain_loop(case: Case) -> None:
+    """Windows that differ by layer, sinks, values of another size; a split backward."""
+    check_gradients(replace(case, attention="blockwise"))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb_h1"])
+def test_idle_slots_contribute_nothing(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a buffer contains before something is written there: here NaN."""
+
+    def rubbish(count: int, like: Any) -> Any:
+        empty = slots.room(count, like)
+        return jnp.full_like(empty, jnp.nan) if jnp.issubdtype(empty.dtype, jnp.floating) else empty
+
+    for module in (program, outside):
+        monkeypatch.setattr(module, "room", rubbish)
+    case = Case(3, 1, 4, own=GPT_OSS, layers=5, schedule=schedule, remat="names", idle="compute")
+    check_gradients(replace(case, attention="blockwise"))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("number", range(11, len(matrix()), 53))
+def test_sample_of_the_matrix(number: int) -> None:
+    """Another family for each case."""
+    case, family = matrix()[number], FAMILIES_IN_MATRIX[number % len(FAMILIES_IN_MATRIX)]
+    check_gradients(replace(case, **family, attention="blockwise"))
+
+
+def test_what_waits_between_slots_is_the_same_for_all_kinds_of_remat() -> None:
+    """Names keep the result once, and beside it one number for each query and head."""
