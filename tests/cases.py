@@ -48,6 +48,8 @@ class Case:
     tensor: int = 1
     context: int = 1
     expert: int = 1
+    attends: str = "auto"
+    """Over the context axis."""
     gather: str = "iteration"
     remat: str = "full"
     idle: str = "skip"
@@ -158,6 +160,7 @@ def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:
         ici_expert=case.expert,
         ici_context=case.context,
         ici_tensor=case.tensor,
+        context_attention=case.attends,  # type: ignore[arg-type]
     )
     size = math.prod(getattr(mesh, f"ici_{axis}") for axis in MESH_AXES)
     return partition(

@@ -28,6 +28,8 @@ from maxpipe.errors import Finding
 from maxpipe.model.families.registry import describe
 from maxpipe.model.parts.delta import GatedDelta
 from maxpipe.model.parts.experts import Experts
+from maxpipe.model.parts.latent import LatentAttention
+from maxpipe.model.spec import Part
 from maxpipe.parallel.axes import (
     DEFAULT_AXIS_RULES,
     LOGICAL_AXES,
@@ -37,6 +39,12 @@ from maxpipe.parallel.axes import (
 )
 
 _MODEL_KEYS = tuple(key for key in KEYS if key.startswith("model."))
+
+
+def _parts(config: Config) -> Iterator[Part]:
+    """Of all kinds of layers."""
+    for kind in describe(config.model).kinds.values():
+        yield from kind.parts.values()
 
 
 def _size_is_a_count(key: str) -> None:
@@ -78,8 +86,7 @@ def _experts_divide(config: Config) -> Iterator[Finding]:
     key = next((key for key in axis_keys("expert") if value_of(config, key) != 1), "")
     if size == 1:
         return
-    kinds = describe(config.model).kinds.values()
-    if not any(isinstance(part, Experts) for kind in kinds for part in kind.parts.values()):
+    if not any(isinstance(part, Experts) for part in _parts(config)):
         yield Finding(
             key,
             f"must be 1: layers of {FAMILY} = {config.model.family} have no experts.",
@@ -103,9 +110,8 @@ def _rows_are_cut_evenly(config: Config) -> Iterator[Finding]:
 def _layers_read_other_tokens_by_attention(config: Config) -> Iterator[Finding]:
     if (axis_size(config.mesh, "context") or 1) == 1:
         return
-    kinds = describe(config.model).kinds.values()
     key = next(key for key in axis_keys("context") if value_of(config, key) != 1)
-    if any(isinstance(part, GatedDelta) for kind in kinds for part in kind.parts.values()):
+    if any(isinstance(part, GatedDelta) for part in _parts(config)):
         yield Finding(
             key,
             f"must be 1 with {FAMILY} = {config.model.family}: its linear attention reads a "
@@ -156,6 +162,37 @@ def _one_split_per_weight(config: Config) -> Iterator[Finding]:
             f"splits over tensor, and so does {' and '.join(split)}: a weight that has both dims "
             "can be split over an axis once.",
             "Set mesh.axis_rules.head_size=[].",
+        )
+
+
+@rule("mesh.context_attention", *axis_keys("context", "tensor"), *_MODEL_KEYS)
+def _heads_divide_over_context(config: Config) -> Iterator[Finding]:
+    context, tensor = (axis_size(config.mesh, axis) or 1 for axis in ("context", "tensor"))
+    if config.mesh.context_attention != "heads" or context == 1:
+        return
+    model = config.model
+    is_latent = any(isinstance(part, LatentAttention) for part in _parts(config))
+    keys = ("num_heads",) if is_latent else ("num_heads", "num_kv_heads")
+    for key in keys:
+        if (size := getattr(model, key)) % (context * tensor):
+            yield Finding(
+                "mesh.context_attention",
+                f"needs model.{key} ({size}) to be a multiple of context ({context}) x tensor "
+                f"({tensor}): each device gets whole sequences of as many heads.",
+                "Set mesh.context_attention=gather.",
+            )
+
+
+@rule("mesh.context_attention", "pipeline.idle", *axis_keys("context", "stage"))
+def _stages_turn_alike_around_a_ring(config: Config) -> Iterator[Finding]:
+    context, stages = (axis_size(config.mesh, axis) for axis in ("context", "stage"))
+    rings = config.mesh.context_attention == "ring" and context != 1
+    if rings and stages != 1 and config.pipeline.idle != "compute":
+        yield Finding(
+            "pipeline.idle",
+            "must be compute with mesh.context_attention=ring and several stages: devices pass "
+            "keys on in each layer, and wait for ever for a stage that has fewer layers to do.",
+            "Set pipeline.idle=compute, or mesh.context_attention=gather.",
         )
 
 

@@ -129,6 +129,12 @@ class MeshConfig:
     """Shards of each sequence across slices."""
     dcn_expert: int = 1
     """Shards of the experts across slices; each sees its own part of the batch."""
+    context_attention: Literal["auto", "gather", "heads", "ring"] = "auto"
+    """How tokens attend to those on other devices of the context axis. `gather` brings keys and
+    values of whole sequences to each device. `heads` exchanges tokens, so that each has whole
+    sequences of some heads (Ulysses); heads and key/value heads are multiples of context x tensor.
+    `ring` passes keys and values around, so that no device has all; needs `pipeline.idle` compute,
+    or one stage. `auto` takes `heads` where they divide, else `gather`."""
     cpu_devices: int = 1
     """Number of virtual devices when running on CPU. Ignored on TPU and GPU."""
     axis_rules: dict[str, list[str]] = field(default_factory=dict)

@@ -52,6 +52,15 @@ REMAPPINGS: dict[str, tuple[tuple[str, ...], ...]] = {
 """What `mesh.axis_rules` may say. The pipeline owns the stage axis and the batch."""
 
 
+def takes_heads(method: str, heads: int, kv_heads: int, context: int, tensor: int) -> bool:
+    """Whether attention over the context axis exchanges heads, by `mesh.context_attention`.
+
+    `auto` does where every device gets as many heads, and key/value heads, of each tensor shard.
+    """
+    divide = not (heads % (context * tensor) or kv_heads % (context * tensor))
+    return method == "heads" or (method == "auto" and divide)
+
+
 def axis_table(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
     """Logical axis to mesh axes: the default table with the changes applied."""
     return DEFAULT_AXIS_RULES | {name: tuple(axes) for name, axes in mesh.axis_rules.items()}

@@ -43,6 +43,17 @@ def run_of(tokens: int) -> int:
     return tokens if size_of(CONTEXT) == 1 else tokens // 2
 
 
+def own_starts(tokens: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Places of the first tokens of this device's two pieces, of `tokens` tokens together."""
+    return starts_of(index_on(CONTEXT), tokens)
+
+
+def starts_of(device: Int[Array, ""], tokens: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """The same of any device of the axis."""
+    run = run_of(tokens)
+    return device * run, (2 * size_of(CONTEXT) - 1 - device) * run
+
+
 def num_tokens(inputs: Mapping[str, Any]) -> int:
     """S, tokens of whole rows, of a microbatch's arrays."""
     return inputs.get(WHOLE_ROW, inputs["positions"]).shape[1]

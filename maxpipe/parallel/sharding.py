@@ -28,12 +28,14 @@ class AxisRules:
     """Logical axis -> mesh axes, as a hashable value that model code can hold."""
 
     table: tuple[tuple[str, tuple[str, ...]], ...]
+    context: str = "auto"
+    """How tokens attend to those on other devices: `mesh.context_attention`."""
 
     @classmethod
     def from_config(cls, config: MeshConfig) -> AxisRules:
         """The default table with the changes of `mesh.axis_rules`."""
         table = {**axis_table(config), "stage": (STAGE,)}
-        return cls(tuple(table.items()))
+        return cls(tuple(table.items()), config.context_attention)
 
     def spec(self, logical: Sequence[str | None], where: str = "a tensor") -> PartitionSpec:
         """Partition of a tensor whose dims have these logical axes.

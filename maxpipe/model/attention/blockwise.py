@@ -26,13 +26,13 @@ from maxpipe.parallel.per_device import vary
 
 _HIDDEN = -1e30
 """Score of a key that a query does not see."""
-_LEAST = -1e20
+LEAST = -1e20
 """Below it no query's largest score is: where it sees no key, the share of each is exactly 0."""
 _OUTSIDE = -2
 """Segment of a place behind the last key: no query has it."""
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """What is known when the program is made."""
 
     scale: float
@@ -43,7 +43,7 @@ class _Options(NamedTuple):
     key_block: int
 
 
-class _Rows(NamedTuple):
+class Pairs(NamedTuple):
     """What queries and keys are to each other."""
 
     segments: Int[Array, "B T"]
@@ -68,9 +68,18 @@ def attend(
     """
     if not mask.in_row:
         return xla.attend(query, key, value, mask)
-    tokens, keys = query.shape[1], key.shape[1]
+    options, rows = arranged(query, key.shape[1], mask, block)
+    # Marked out here, their gradients are summed where an input is the same on several devices.
+    return _mixed(*vary((query, key, value, mask.sinks, rows)), options)
+
+
+def arranged(
+    query: Float[Array, "B T N H"], keys: int, mask: Mask, block: int = 0
+) -> tuple[Options, Pairs]:
+    """What a mask says, for so many keys at a time."""
+    tokens = query.shape[1]
     run = mask.run or tokens
-    options = _Options(
+    options = Options(
         scale=query.shape[-1] ** -0.5 if mask.scale is None else mask.scale,
         soft_cap=mask.soft_cap,
         causal=mask.causal,
@@ -79,14 +88,13 @@ def attend(
         key_block=even_blocks(keys, block),
     )
     windowed = not isinstance(mask.window, int) or mask.window > 0
-    rows = _Rows(
+    rows = Pairs(
         mask.segments,
         mask.segments if mask.key_segments is None else mask.key_segments,
         jnp.arange(tokens, dtype=jnp.int32) if mask.places is None else mask.places,
         jnp.asarray(mask.window, jnp.int32) if windowed else None,
     )
-    # Marked out here, their gradients are summed where an input is the same on several devices.
-    return _mixed(*vary((query, key, value, mask.sinks, rows)), options)
+    return options, rows
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -95,18 +103,18 @@ def _mixed(
     key: Float[Array, "B S G H"],
     value: Float[Array, "B S G v"],
     sinks: Float[Array, " N"] | None,
-    rows: _Rows,
-    options: _Options,
+    rows: Pairs,
+    options: Options,
 ) -> Float[Array, "B T N v"]:
-    return _forward(query, key, value, sinks, rows, options)[0]
+    return _forward_rule(query, key, value, sinks, rows, options)[0]
 
 
 def _forward_rule(
-    query: Array, key: Array, value: Array, sinks: Array | None, rows: _Rows, options: _Options
+    query: Array, key: Array, value: Array, sinks: Array | None, rows: Pairs, options: Options
 ) -> tuple[Array, tuple[Any, ...]]:
     """The result is named once, here: what the backward reads is what is kept."""
-    mixed, log_sum = _forward(query, key, value, sinks, rows, options)
-    mixed = checkpoint_name(mixed, "context")
+    mixed, log_sum = forward(query, key, value, sinks, rows, options)
+    mixed = checkpoint_name(mixed.astype(query.dtype), "context")
     log_sum = checkpoint_name(log_sum, LOG_SUM)
     return mixed, (query, key, value, sinks, rows, mixed, log_sum)
 
@@ -118,7 +126,7 @@ class _Blocks:
     own.
     """
 
-    def __init__(self, query: Array, key: Array, rows: _Rows, options: _Options):
+    def __init__(self, query: Array, key: Array, rows: Pairs, options: Options):
         self.rows, self.options = rows, options
         self.batch, self.tokens, self.heads = query.shape[:3]
         self.keys, self.groups = key.shape[1:3]
@@ -207,14 +215,14 @@ class _Blocks:
         return cap * jnp.tanh(found / cap) if cap else found
 
 
-def _forward(
-    query: Array, key: Array, value: Array, sinks: Array | None, rows: _Rows, options: _Options
+def forward(
+    query: Array, key: Array, value: Array, sinks: Array | None, rows: Pairs, options: Options
 ) -> tuple[Float[Array, "B T N v"], Float[Array, "B T N"]]:
-    """(result, logarithm of each query's sum of exponentials)."""
+    """(result, logarithm of each query's sum of exponentials), both in float32."""
     blocks = _Blocks(query, key, rows, options)
     keys, values = blocks.of_pairs(key), blocks.of_pairs(value)
     shape = (blocks.batch, blocks.groups, blocks.heads // blocks.groups, options.query_block)
-    largest, total = jnp.full(shape, _LEAST), jnp.zeros(shape)
+    largest, total = jnp.full(shape, LEAST), jnp.zeros(shape)
     if sinks is not None:
         largest = jnp.broadcast_to(_by_group(sinks, blocks.groups), shape)
         total = jnp.ones(shape)
@@ -234,7 +242,7 @@ def _forward(
 
         largest, total, mixed = lax.fori_loop(*blocks.bounds(places), add, start)
         total = jnp.where(total > 0, total, 1.0)
-        mixed = (mixed / total[..., None]).astype(query.dtype)
+        mixed = mixed / total[..., None]
         return None, (mixed, (largest + jnp.log(total))[..., None])
 
     given = (blocks.of_queries(query), blocks.segments, blocks.places)
@@ -243,17 +251,39 @@ def _forward(
 
 
 def _backward_rule(
-    options: _Options, saved: tuple[Any, ...], d_mixed: Float[Array, "B T N v"]
+    options: Options, saved: tuple[Any, ...], d_mixed: Float[Array, "B T N v"]
 ) -> tuple[Array | None, ...]:
     query, key, value, sinks, rows, mixed, log_sum = saved
+    found = backward(options, query, key, value, sinks, rows, mixed, log_sum, d_mixed)
+    given = (query, key, value, sinks)
+    pairs = zip(found, given, strict=True)
+    return *(None if x is None else grad.astype(x.dtype) for grad, x in pairs), None
+
+
+def backward(
+    options: Options,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G v"],
+    sinks: Float[Array, " N"] | None,
+    rows: Pairs,
+    mixed: Float[Array, "B T N v"],
+    log_sum: Float[Array, "B T N"],
+    d_mixed: Float[Array, "B T N v"],
+) -> tuple[Array, Array, Array, Array]:
+    """Gradients of query, key, value and sinks in float32.
+
+    `mixed` and `log_sum` are those of all keys, of which these may be a part.
+    """
     blocks = _Blocks(query, key, rows, options)
     keys, values, log_sums = blocks.of_pairs(key), blocks.of_pairs(value), log_sum[..., None]
     slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1, keepdims=True)
 
     def of_block(
-        sums: tuple[Array, Array], given: tuple[Array, ...]
-    ) -> tuple[tuple[Array, Array], Array]:
+        sums: tuple[Array, ...], given: tuple[Array, ...]
+    ) -> tuple[tuple[Array, ...], Array]:
         query, d_mixed, log_sum, slope, segments, places = given
+        *of_keys, d_sinks = sums
 
         def add(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             d_query, d_keys, d_values = state
@@ -270,26 +300,20 @@ def _backward_rule(
             d_key = _dot("bgnts,bgnth->bgsh", d_scores, query)
             return d_query, _plus(d_keys, d_key, block), _plus(d_values, d_value, block)
 
-        start = (vary(jnp.zeros(query.shape)), *sums)
-        d_query, *sums_ = lax.fori_loop(*blocks.bounds(places), add, start)
-        return tuple(sums_), d_query.astype(query.dtype)
+        start = (vary(jnp.zeros(query.shape)), *of_keys)
+        d_query, *found = lax.fori_loop(*blocks.bounds(places), add, start)
+        if sinks is not None:  # among the sums, so that a split backward waits for nothing else
+            share = jnp.exp(_by_group(sinks, blocks.groups)[..., None] - log_sum)
+            d_sinks -= (share * slope).sum((0, 3, 4))
+        return (*found, d_sinks), d_query
 
-    sums = vary((jnp.zeros(keys.shape), jnp.zeros(values.shape)))
+    d_sinks = jnp.zeros((blocks.groups, blocks.heads // blocks.groups))
+    sums = vary((jnp.zeros(keys.shape), jnp.zeros(values.shape), d_sinks))
     of_tokens = tuple(map(blocks.of_queries, (query, d_mixed, log_sums, slope)))
     given = (*of_tokens, blocks.segments, blocks.places)
-    (d_keys, d_values), d_query = lax.scan(of_block, sums, given)
-    d_sinks = None
-    if sinks is not None:
-        share = jnp.exp(sinks.astype(jnp.float32)[:, None] - log_sums)[..., 0]
-        d_sinks = -(share * slope[..., 0]).sum((0, 1)).astype(sinks.dtype)
-    d_key, d_value = blocks.pairs(d_keys), blocks.pairs(d_values)
-    return (
-        blocks.queries(d_query),
-        d_key.astype(key.dtype),
-        d_value.astype(value.dtype),
-        d_sinks,
-        None,
-    )
+    (d_keys, d_values, d_sinks), d_query = lax.scan(of_block, sums, given)
+    of_keys = blocks.pairs(d_keys), blocks.pairs(d_values)
+    return blocks.queries(d_query), *of_keys, d_sinks.reshape(-1)
 
 
 _mixed.defvjp(_forward_rule, _backward_rule)

@@ -1,9 +1,10 @@
 """Attention of rows whose tokens are divided over the context axis, by any backend.
 
 `gather`: every device gets the keys and values of whole rows and computes its own queries; their
-blocks are as many on all devices, as tokens are in zig-zag order. `heads`: devices exchange their
-tokens' heads for all tokens of some heads, compute those as without the axis, and exchange back
-(arXiv:2309.14509).
+pairs are as many on all devices, as tokens are in zig-zag order (arXiv:2407.21783). Where all
+layers have a window, only those get around that are in front of another device's tokens. `heads`:
+devices exchange their tokens' heads for all tokens of some heads, compute those as without the
+axis, and exchange back (arXiv:2309.14509). `ring` is in a file of its own.
 """
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import Float
+from jax import Array, lax
+from jaxtyping import Float, Int
 
+from maxpipe.model.attention import ring
 from maxpipe.model.attention.interface import Attend, Mask
 from maxpipe.parallel import context
+from maxpipe.parallel.axes import takes_heads
 from maxpipe.parallel.collectives import exchange, index_on, size_of
 from maxpipe.parallel.mesh import CONTEXT, TENSOR
-from maxpipe.parallel.sharding import automatic_axes
+from maxpipe.parallel.sharding import AxisRules, automatic_axes
+
+_LANES = 128
+"""Kernels want multiples of so many tokens."""
+_NO_SEGMENT = -1
 
 
 def attend(
@@ -31,33 +38,36 @@ def attend(
     value: Float[Array, "B S G v"],
     mask: Mask,
     inputs: Mapping[str, Any],
+    rules: AxisRules,
 ) -> Float[Array, "B T N v"]:
     """Of this device's tokens; `inputs` are the microbatch's arrays, `mask` that of its tokens."""
     if size_of(CONTEXT) == 1 or not mask.in_row:
         return backend(query, key, value, mask)
-    segments = inputs[context.WHOLE_ROW]
-    if _heads_divide(query.shape[2], key.shape[2]):
+    segments, tokens = inputs[context.WHOLE_ROW], query.shape[1]
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if takes_heads(rules.context, heads, kv_heads, size_of(CONTEXT), _tensor_shards()):
         return _by_heads(backend, query, key, value, replace(mask, segments=segments))
-    tokens = query.shape[1]
     mask = replace(
         mask,
         key_segments=segments,
         places=context.own_places(tokens),
         run=context.run_of(tokens),
     )
+    if rules.context == "ring":
+        return ring.attend(query, key, value, mask)
+    before = _tokens_before(mask)
+    if before < mask.run:
+        return _near(backend, query, key, value, mask, before)
     key, value = (context.whole_rows(each, 1) for each in (key, value))
     return backend(query, key, value, mask)
+
+
+# By heads.
 
 
 def _tensor_shards() -> int:
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.shape[TENSOR] if TENSOR in automatic_axes() else 1
-
-
-def _heads_divide(*heads: int) -> bool:
-    """Whether every device has as many of these heads, for each of the shards over tensor."""
-    shards = size_of(CONTEXT) * _tensor_shards()
-    return all(each % shards == 0 for each in heads)
 
 
 def _by_heads(
@@ -72,11 +82,10 @@ def _by_heads(
 def _to_heads(x: Float[Array, "B T N H"]) -> Float[Array, "B S n H"]:
     """All tokens of this device's share of the heads, in order."""
     rows, tokens, _, size = x.shape
-    # Shards over tensor stay where they are: each of them is divided.
-    apart = x.reshape(rows, tokens, _tensor_shards(), -1, size)
     count = size_of(CONTEXT)
-    apart = apart.reshape(*apart.shape[:3], count, -1, size)
-    got = exchange(apart, CONTEXT, 3, 1)[:, :, :, 0]
+    # Shards over tensor stay where they are: each of them is divided.
+    apart = x.reshape(rows, tokens, _tensor_shards(), count, -1, size)
+    got = exchange(apart, CONTEXT, 3, 1)
     return context.in_order(got, 1).reshape(rows, count * tokens, -1, size)
 
 
@@ -92,3 +101,58 @@ def _to_tokens(x: Float[Array, "B S n H"]) -> Float[Array, "B T N H"]:
 def _own_heads(x: Float[Array, " N"]) -> Float[Array, " n"]:
     apart = x.reshape(_tensor_shards(), size_of(CONTEXT), -1)
     return jnp.take(apart, index_on(CONTEXT), axis=1).reshape(-1)
+
+
+# By keys nearby. A device's two pieces are as two rows, in front of each the tokens before it.
+
+
+def _tokens_before(mask: Mask) -> int:
+    """How many tokens in front of a piece its queries may see; a whole piece or more: all."""
+    windows = mask.windows or ((mask.window,) if isinstance(mask.window, int) else (0,))
+    if 0 in windows:
+        return mask.run
+    before = max(windows) - 1
+    return before if mask.run % _LANES else -(-before // _LANES) * _LANES
+
+
+def _near(
+    backend: Attend, query: Array, key: Array, value: Array, mask: Mask, before: int
+) -> Float[Array, "B T N v"]:
+    assert mask.key_segments is not None
+    segments = jnp.pad(mask.key_segments, ((0, 0), (before, 0)), constant_values=_NO_SEGMENT)
+    starts = context.own_starts(query.shape[1])
+    near = replace(
+        mask,
+        segments=_as_rows(mask.segments),
+        key_segments=jnp.concatenate(
+            [lax.dynamic_slice_in_dim(segments, at, mask.run + before, 1) for at in starts]
+        ),
+        places=before + jnp.arange(mask.run),
+        run=mask.run,
+    )
+    key, value = (_with_tokens_before(each, before, starts) for each in (key, value))
+    found = backend(_as_rows(query), key, value, near)
+    return jnp.concatenate(jnp.split(found, 2), axis=1)
+
+
+def _as_rows(x: Array) -> Array:
+    """`[B, 2t, ...]` -> `[2B, t, ...]`."""
+    return jnp.concatenate(jnp.split(x, 2, axis=1))
+
+
+def _with_tokens_before(
+    x: Float[Array, "B T G H"], before: int, starts: tuple[Int[Array, ""], Int[Array, ""]]
+) -> Float[Array, "_ _ G H"]:
+    """Each of the two pieces behind the last tokens of the one that is before it in the row.
+
+    In front of a row's first piece is any: no query sees it.
+    """
+    pieces = jnp.split(x, 2, axis=1)
+    run = pieces[0].shape[1]
+    ends = jnp.concatenate([piece[:, run - before :] for piece in pieces], axis=1)
+    ends = context.whole_rows(ends, 1)
+    found = []
+    for piece, start in zip(pieces, starts, strict=True):
+        place = jnp.maximum(start // run - 1, 0) * before
+        found += [jnp.concatenate([lax.dynamic_slice_in_dim(ends, place, before, 1), piece], 1)]
+    return jnp.concatenate(found)

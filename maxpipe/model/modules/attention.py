@@ -170,7 +170,7 @@ class Attention(PartModule):
                 key_segments=cache.segments,
                 key_positions=cache.positions,
             )
-        mixed = attend(BACKENDS[part.backend], query, key, value, mask, context.inputs)
+        mixed = attend(BACKENDS[part.backend], query, key, value, mask, context.inputs, rules)
         if gate is not None:
             mixed = mixed * jax.nn.sigmoid(gate)
         out = jnp.einsum("btnh,nhd->btd", mixed, self.out[...].astype(dtype))

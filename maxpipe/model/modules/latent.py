@@ -112,7 +112,7 @@ class LatentAttention(PartModule):
         value = jnp.einsum("btr,rnh->btnh", small, up_value)
         key = checkpoint_name(constrain(key, _HEADS, self.rules), "key")
         value = checkpoint_name(constrain(value, _HEADS, self.rules), "value")
-        return attend(BACKENDS[self.part.backend], query, key, value, mask, inputs)
+        return attend(BACKENDS[self.part.backend], query, key, value, mask, inputs, self.rules)
 
     def _absorbed(
         self,
