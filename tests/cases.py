@@ -72,6 +72,12 @@ class Case:
     attention: str = "xla"
     frozen: tuple[str, ...] = ()
     """Patterns of `model.frozen`."""
+    length: int = 0
+    """T. 0: one that divides over context."""
+    width: int = 0
+    """D. 0: one that divides over the axes that split it."""
+    across: tuple[str, ...] = ()
+    """Axes whose devices are in several slices."""
     alike: int = 0
     """Size of every dim of model and batch, so that nothing can be told by its shape."""
 
@@ -79,7 +85,7 @@ class Case:
     def tokens(self) -> int:
         """T."""
         pieces = 2 * self.context
-        return self.alike or -(-TOKENS // pieces) * pieces
+        return self.alike or self.length or -(-TOKENS // pieces) * pieces
 
     @property
     def rows(self) -> int:
@@ -92,7 +98,7 @@ class Case:
         config = replace(
             MODEL,
             num_layers=self.layers,
-            d_model=math.lcm(MODEL.d_model, self.fsdp * self.expert * self.context),
+            d_model=self.width or math.lcm(MODEL.d_model, self.fsdp * self.expert * self.context),
             dropout=self.dropout,
             tied_embeddings=self.tied,
             heads_ahead=self.ahead,
@@ -153,16 +159,14 @@ def with_attention(model: Model, part: Part) -> Model:
 
 def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:
     config = case.model
+    sizes = {axis: getattr(case, axis) for axis in MESH_AXES if axis != "stage"}
+    sizes["stage"] = case.stages
+    links = {axis: "dcn" if axis in case.across else "ici" for axis in sizes}
     mesh = MeshConfig(
-        ici_stage=case.stages,
-        ici_data=case.data,
-        ici_fsdp=case.fsdp,
-        ici_expert=case.expert,
-        ici_context=case.context,
-        ici_tensor=case.tensor,
+        **{f"{links[axis]}_{axis}": size for axis, size in sizes.items()},
         context_attention=case.attends,  # type: ignore[arg-type]
     )
-    size = math.prod(getattr(mesh, f"ici_{axis}") for axis in MESH_AXES)
+    size = math.prod(sizes.values())
     return partition(
         build_mesh(mesh, jax.devices()[:size]),
         model=config,
