@@ -18,56 +18,53 @@ MODELS = {
     "windows": Case(layers=4, length=24, width=48, own=Gemma3Config(window=5, period=3)),
     "experts": Case(
         layers=4,
-        length=24,
+        length=12,
         width=240,
-        own=MoeConfig(
-            num_experts=20,
-            num_dense_layers=1,
-            d_expert=12,
-            num_shared_experts=1,
-            dispatch="grouped",
-        ),
+        own=MoeConfig(num_experts=10, d_expert=12, num_shared_experts=1, dispatch="grouped"),
     ),
     "room": Case(
         layers=4,
-        length=24,
-        width=240,
-        own=MoeConfig(num_experts=20, d_expert=12, capacity_factor=0.9, balance_weight=0.1),
+        length=12,
+        width=48,
+        own=MoeConfig(num_experts=4, d_expert=12, capacity_factor=0.9, balance_weight=0.1),
     ),
 }
-"""What is trained; every other thing is how."""
+"""What is trained; every other thing is how. Those with experts are small: of two experts that are
+nearly equal for a token, rounding chooses another one, whatever the layout, and some thousand
+tokens later one is."""
+ROWS = 20
 
 
 @functools.cache
 def _one_device(model: str) -> list[float]:
-    return loss_curve(MODELS[model])
+    return loss_curve(MODELS[model], rows=ROWS)
 
 
 PAIRS = [
-    ("dense", Case(2, 1, 3, data=2)),
-    ("dense", Case(2, 1, 3, fsdp=2)),
-    ("dense", Case(2, 1, 3, tensor=2)),
-    ("dense", Case(2, 1, 3, context=2)),
-    ("experts", Case(2, 1, 3, expert=2)),
+    ("dense", Case(2, 1, 5, data=2)),
+    ("dense", Case(2, 1, 5, fsdp=2)),
+    ("dense", Case(2, 1, 5, tensor=2)),
+    ("dense", Case(2, 1, 5, context=2)),
+    ("experts", Case(2, 1, 5, expert=2)),
     # By every method, across slices, and in the odd sizes.
-    ("dense", Case(2, 1, 3, context=2, attends="gather", across=("context",))),
-    ("dense", Case(2, 1, 3, context=2, attends="ring", idle="compute")),
-    ("dense", Case(2, 2, 3, context=3, remat="names")),
-    ("dense", Case(2, 2, 3, context=4, schedule="zb_v", attention="blockwise")),
-    ("dense", Case(2, 2, 3, fsdp=2, attention="blockwise", across=("stage",))),
-    ("windows", Case(2, 2, 3, context=2)),
-    ("windows", Case(2, 1, 3, context=2, attends="gather", attention="blockwise")),
-    ("windows", Case(2, 1, 3, context=3, attends="ring", idle="compute")),
-    ("experts", Case(1, 1, 3, expert=5, across=("expert",))),
-    ("experts", Case(2, 2, 3, expert=4, schedule="zb_v", remat="names")),
-    ("room", Case(2, 1, 3, expert=4, schedule="zb_h1")),
-    ("room", Case(2, 1, 3, context=3)),
+    ("dense", Case(2, 1, 5, context=2, attends="gather", across=("context",))),
+    ("dense", Case(2, 1, 5, context=2, attends="ring", idle="compute")),
+    ("dense", Case(2, 2, 5, context=3, remat="names")),
+    ("dense", Case(2, 2, 5, context=4, schedule="zb_v", attention="blockwise")),
+    ("dense", Case(2, 2, 5, fsdp=2, attention="blockwise", across=("stage",))),
+    ("windows", Case(2, 2, 5, context=2)),
+    ("windows", Case(2, 1, 5, context=2, attends="gather", attention="blockwise")),
+    ("windows", Case(2, 1, 5, context=3, attends="ring", idle="compute")),
+    ("experts", Case(1, 1, 4, expert=5, across=("expert",))),
+    ("experts", Case(2, 2, 5, expert=2, schedule="zb_v", remat="names")),
+    ("room", Case(2, 1, 5, expert=4, schedule="zb_h1")),
+    ("room", Case(2, 1, 5, context=3)),
     # Three axes at once.
-    ("dense", Case(2, 1, 3, context=2, tensor=2)),
-    ("dense", Case(2, 1, 3, context=2, data=2, across=("data",))),
-    ("experts", Case(2, 1, 3, expert=2, fsdp=2, gather="step")),
-    ("experts", Case(2, 1, 3, expert=2, tensor=2)),
-    ("room", Case(2, 1, 3, expert=2, context=2)),
+    ("dense", Case(2, 1, 5, context=2, tensor=2)),
+    ("dense", Case(2, 1, 5, context=2, data=2, across=("data",))),
+    ("experts", Case(2, 1, 5, expert=2, fsdp=2, gather="step")),
+    ("experts", Case(2, 1, 5, expert=2, tensor=2)),
+    ("room", Case(2, 1, 5, expert=2, context=2)),
 ]
 
 
@@ -76,4 +73,4 @@ def test_loss_curve_is_that_of_one_device(model: str, case: Case) -> None:
     trained = MODELS[model]
     named = ("layers", "length", "width", "own", "dropout")
     case = replace(case, **{name: getattr(trained, name) for name in named})
-    np.testing.assert_allclose(loss_curve(case), _one_device(model), rtol=TOLERANCE)
+    np.testing.assert_allclose(loss_curve(case, rows=ROWS), _one_device(model), rtol=TOLERANCE)

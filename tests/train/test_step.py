@@ -29,11 +29,13 @@ from tests.cases import (
 ROWS = 24
 
 
-def loss_curve(case: Case, num_steps: int = 10) -> list[float]:
-    steps = steps_of(case, ROWS, num_steps)
+def loss_curve(case: Case, num_steps: int = 10, rows: int = ROWS) -> list[float]:
+    steps = steps_of(case, rows, num_steps)
     run, state, losses = steps.compile_train(), steps.init(), []
     for step in range(num_steps):
-        state, metrics = run(state, jax.device_put(batch_of(ROWS, step, case), steps.batch_sharding))
+        state, metrics = run(
+            state, jax.device_put(batch_of(rows, step, case), steps.batch_sharding)
+        )
         losses.append(float(metrics["train/loss"]))
     return losses
 
