@@ -228,7 +228,7 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
     rows, tokens = steps.shape
     clock = topology.hardware.clock_ghz * 1e9
     needed = train_flops_per_token(describe(config.model), tokens) * rows * tokens / mesh.size
-    efficiency = topology.hardware.matmul_efficiency
+    efficiency = topology.hardware.kernel_efficiency
     kernels = busiest.kernel_flops / (topology.hardware.flops * efficiency)
     cycles = busiest.cycles + kernels * clock
     sizes = Sizes(config).on(topology.platform)
