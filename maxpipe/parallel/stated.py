@@ -36,3 +36,12 @@ def trips_of(op_name: str) -> float | None:
     """Mean trips of a loop, as the scope right around it states them."""
     found = _TRIPS.search(op_name)
     return float(found.group(1)) if found else None
+
+
+WINDOWS = "windows"
+"""Scope of a choice between branches for windows of several sizes."""
+
+
+def window(size: int) -> str:
+    """Scope of what is in the branch for this size."""
+    return f"window_{size}"
