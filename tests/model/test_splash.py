@@ -140,7 +140,7 @@ def test_the_private_backward_is_what_it_was() -> None:
 
 
 def test_kernels_state_the_blocks_that_they_score() -> None:
-    """Of the causal square at T = 2048, blocks of 512: 10 of 16; in the branch of a window fewer."""
+    """Blocks of 512 in the causal square of 2048: 10 of 16, and fewer for a window."""
     shape = jax.ShapeDtypeStruct((1, 2048, 2, 64), jnp.bfloat16)
 
     def run(query: Any, window: Any) -> Any:

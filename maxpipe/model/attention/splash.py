@@ -10,7 +10,7 @@ Source: FlashAttention-2 (arXiv:2307.08691), as `jax.experimental.pallas.ops.tpu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
