@@ -19,7 +19,7 @@ from maxpipe.model.attention import splash, xla
 from maxpipe.model.attention.backends import BACKENDS
 from maxpipe.model.attention.interface import Mask
 from maxpipe.parallel import stated
-from maxpipe.parallel.mesh import build_mesh
+from maxpipe.parallel.mesh import MANUAL_AXES, build_mesh
 from tests.cases import TOLERANCE, Case, batch_of, buffer_bytes, steps_of
 
 KERNEL_TOLERANCE = 5e-6  # float32; of the largest entry
@@ -281,7 +281,7 @@ def test_who_keeps_what_is_mixed_runs_no_kernel_again(
 
     spec = PartitionSpec(("stage", "data", "fsdp"))
     run = jax.shard_map(
-        program, mesh=mesh, axis_names={"stage", "data", "fsdp"}, in_specs=spec, out_specs=spec
+        program, mesh=mesh, axis_names=set(MANUAL_AXES), in_specs=spec, out_specs=spec
     )
     with jax.set_mesh(mesh):
         jax.eval_shape(run, jnp.ones((2, 8, 4, 6)))
