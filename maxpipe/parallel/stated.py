@@ -38,6 +38,7 @@ def trips_of(op_name: str) -> float | None:
     return float(found.group(1)) if found else None
 
 
+_WINDOW = re.compile(r"\bwindow_(\d+)\b")
 WINDOWS = "windows"
 """Scope of a choice between branches for windows of several sizes."""
 
@@ -45,3 +46,14 @@ WINDOWS = "windows"
 def window(size: int) -> str:
     """Scope of what is in the branch for this size."""
     return f"window_{size}"
+
+
+def is_choice_of_windows(op_name: str) -> bool:
+    """Whether a conditional is the one right in that scope."""
+    return re.search(rf"\b{WINDOWS}\)*/cond$", op_name) is not None
+
+
+def window_of(op_name: str) -> int | None:
+    """The size that an operation is for."""
+    found = _WINDOW.findall(op_name)
+    return int(found[-1]) if found else None

@@ -154,6 +154,7 @@ def profile(
     *,
     trips: Mapping[str, float] | None = None,
     shares: Mapping[str, float] | None = None,
+    windows: Mapping[int, float] | None = None,
     regions: Mapping[str, str] | None = None,
     copy_bytes: int = 2**20,
 ) -> Profile:
@@ -165,10 +166,11 @@ def profile(
             the text; the first match counts.
         shares: pattern of a conditional's `op_name` -> share of its executions that take the
             branch with the most cycles, 1 by default; the others take the cheapest.
+        windows: share of the layers whose attention has a window of a size, where they differ.
         regions: name -> pattern of `op_name`. What is called belongs to its caller's region.
         copy_bytes: copies in loops are listed from this size.
     """
-    walk = _Walk(module, trips or {}, shares or {}, regions or {}, copy_bytes)
+    walk = _Walk(module, trips or {}, shares or {}, windows or {}, regions or {}, copy_bytes)
     walk.visit(module.entry, 1.0, "", 0)
     return walk.profile
 
@@ -178,6 +180,7 @@ class _Walk:
     module: Module
     trips: Mapping[str, float]
     shares: Mapping[str, float]
+    windows: Mapping[int, float]
     regions: Mapping[str, str]
     copy_bytes: int
     costs: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -216,6 +219,13 @@ class _Walk:
         if each.opcode == "while":
             trips = self._known_trips(each)
             yield each.computation("body") or "", 1.0 if trips is None else trips
+        elif each.opcode == "conditional" and stated.is_choice_of_windows(each.op_name):
+            # In whatever order the compiler has put the branches.
+            sizes = [self._window(name) for name in each.branches]
+            known = {size: self.windows.get(size or 0, 0.0) for size in sizes}
+            whole = sum(known.values())
+            for name, size in zip(each.branches, sizes, strict=True):
+                yield name, known[size] / whole if whole else 1 / len(sizes)
         elif each.opcode == "conditional":
             ordered = sorted(each.branches, key=self.cost)
             share = _first_match(self.shares, each.op_name, 1.0)
@@ -224,6 +234,13 @@ class _Walk:
                 yield ordered[0], 1 - share
         elif name := each.computation("to_apply"):
             yield name, 1.0
+
+    def _window(self, branch: str) -> int | None:
+        """The size of which a branch states that it is for it."""
+        found = (
+            stated.window_of(each.op_name) for each in self.module.computations[branch].values()
+        )
+        return next((size for size in found if size is not None), None)
 
     def _known_trips(self, loop: Instruction) -> float | None:
         if (given := _first_match(self.trips, loop.op_name, -1.0)) >= 0:

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec
 
 from maxpipe.config.schema import MeshConfig
 from maxpipe.model.attention import splash, xla
-from maxpipe.model.attention.backends import BACKENDS
 from maxpipe.model.attention.interface import Mask
 from maxpipe.parallel import stated
 from maxpipe.parallel.mesh import MANUAL_AXES, build_mesh
@@ -230,10 +229,8 @@ ENGINE = [
 
 @pytest.mark.parametrize("case", ENGINE, ids=str)
 @pytest.mark.usefixtures("stand_ins", "devices")
-def test_the_engine_trains_as_with_plain_attention(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run() -> Any:
+def test_the_engine_trains_as_with_plain_attention(case: Case) -> None:
+    def run(case: Case) -> Any:
         steps = steps_of(case, case.rows)
         parts, engine = steps.partition, steps.engine
         params = jax.jit(parts.decoder.init)(jax.random.key(0))
@@ -247,9 +244,8 @@ def test_the_engine_trains_as_with_plain_attention(
             batch = jax.device_put(batch_of(case.rows), steps.batch_sharding)
             return jax.tree.map(np.asarray, jax.jit(whole)(params, batch)), buffer_bytes(steps)
 
-    wanted, held = run()
-    monkeypatch.setitem(BACKENDS, "xla", splash.attend)  # type: ignore[arg-type]
-    got, held_too = run()
+    wanted, held = run(case)
+    got, held_too = run(dataclasses.replace(case, attention="splash"))
     for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(left, right, atol=TOLERANCE * np.abs(right).max())
     assert held_too.get("deferred") == held.get("deferred")
@@ -298,14 +294,16 @@ def test_heads_that_the_shards_do_not_divide(heads: int, groups: int) -> None:
         jax.random.normal(each, (2, 8, count, 5))
         for each, count in zip(draw, (heads, groups, groups, heads), strict=True)
     )
-    segments = jnp.asarray(row(8))
+    segments, sinks = jnp.asarray(row(8)), jnp.linspace(-1.0, 1.0, heads)
 
     def run(attend: Any) -> Any:
         def loss(*arrays: Any) -> Any:
-            return (attend(*arrays, Mask(segments, window=3)) * weight).sum()
+            *arrays, sinks = arrays
+            return (attend(*arrays, Mask(segments, window=3, sinks=sinks)) * weight).sum()
 
         with jax.set_mesh(mesh):
-            return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(query, key, value)
+            given = (query, key, value, sinks)
+            return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(*given)
 
     wanted, got = run(xla.attend), run(splash.attend)
     for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):

@@ -30,7 +30,7 @@ from maxpipe.model.attention.interface import Mask
 from maxpipe.model.parts.attention import LOG_SUM
 from maxpipe.parallel import stated
 from maxpipe.parallel.mesh import BATCH_AXES, TENSOR
-from maxpipe.parallel.per_device import on_shards
+from maxpipe.parallel.per_device import on_shards, vary
 
 LANES = 128
 """Blocks of queries and keys are multiples of it."""
@@ -67,7 +67,8 @@ def attend(
     )
     seen = _Seen(mask.segments, key_segments, mask.places, None if static else mask.window)
     key, value = _for_every_shard(key, query.shape[2]), _for_every_shard(value, query.shape[2])
-    return _attention(query, key, value, mask.sinks, seen, call)
+    # Marked out here, their gradients are summed where an input is the same on several devices.
+    return _attention(*vary((query, key, value, mask.sinks, seen)), call)
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,21 @@ def _forward(
 
 def _backward(call: Call, saved: tuple[Any, ...], d_mixed: Array) -> tuple[Any, ...]:
     query, key, value, sinks, seen, mixed, sums = saved
-    arrays, heads, _, beside = _specs(query)
+    arrays, heads, rows, beside = _specs(query)
+
+    def run(*given: Any) -> tuple[Any, ...]:
+        d_sinks = _of_sinks(given[3], *given[5:])
+        # Here, so that a split backward keeps it, and not what it is made of.
+        d_sinks = lax.psum(d_sinks, rows) if rows and d_sinks is not None else d_sinks
+        return *gradients(*given, call=call), d_sinks
+
     run = on_shards(
-        partial(gradients, call=call),
+        run,
         (arrays, arrays, arrays, heads, beside, arrays, _heads_first(arrays), arrays),
-        (arrays, arrays, arrays),
+        (arrays, arrays, arrays, heads),
     )
     found = run(query, key, value, sinks, seen, mixed, sums, d_mixed)
-    return *found, _of_sinks(sinks, mixed, sums, d_mixed), _Seen(None, None, None, None)
+    return *found, _Seen(None, None, None, None)
 
 
 _attention.defvjp(_forward, _backward)
@@ -153,8 +161,8 @@ def _of_sinks(
 # On the mesh.
 
 
-def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec, _Seen]:
-    """Of arrays with heads, of those for each head alone, of what all devices have, and of `_Seen`.
+def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, tuple[str, ...], _Seen]:
+    """(of arrays with heads, of those for each head alone, axes of the rows, of `_Seen`).
 
     Over the axes that are left to the compiler: heads over tensor, and rows where the program is
     automatic throughout.
@@ -168,7 +176,7 @@ def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec, _
     heads = TENSOR if shards > 1 else None
     batch, whole = PartitionSpec(rows), PartitionSpec()
     arrays = PartitionSpec(rows, None, heads)
-    return arrays, PartitionSpec(heads), whole, _Seen(batch, batch, whole, whole)
+    return arrays, PartitionSpec(heads), rows, _Seen(batch, batch, whole, whole)
 
 
 def _heads_first(spec: PartitionSpec) -> PartitionSpec:
