@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from maxpipe.config.schema import MeshConfig
 from maxpipe.model.attention import splash, xla
 from maxpipe.model.attention.interface import Mask
+from maxpipe.model.parts.attention import LOG_SUM
 from maxpipe.parallel import stated
 from maxpipe.parallel.mesh import MANUAL_AXES, build_mesh
 from tests.cases import TOLERANCE, Case, batch_of, buffer_bytes, steps_of
@@ -258,7 +259,7 @@ def test_the_engine_trains_as_with_plain_attention(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("stand_ins", "devices")
-@pytest.mark.parametrize(("names", "kernels_in_backward"), [((), 2), (("context",), 1)])
+@pytest.mark.parametrize(("names", "kernels_in_backward"), [((), 2), (("context", LOG_SUM), 1)])
 def test_who_keeps_what_is_mixed_runs_no_kernel_again(
     names: tuple[str, ...], kernels_in_backward: int
 ) -> None:

@@ -383,6 +383,35 @@ def test_what_stands_behind_a_kernel_is_read() -> None:
     assert profile(module, trips={"/while$": 2}).flops == 2000
 
 
+CHOICE = """\
+HloModule jit_prog, is_scheduled=true
+
+%all (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %far = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/windows/cond/branch_0_fun/window_0/flops_100/pallas_call"}
+}
+
+%some (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %near = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/windows/cond/branch_1_fun/window_512/flops_10/pallas_call"}
+}
+
+ENTRY %main (i: s32[], x: f32[8]) -> f32[8] {
+  %i = s32[] parameter(0)
+  %x = f32[8]{0} parameter(1)
+  ROOT %choice = f32[8]{0} conditional(%i, %x, %x), branch_computations={%some, %all}, metadata={op_name="jit(f)/transpose(jvp(windows))/cond"}
+}
+"""
+
+
+def test_branches_for_windows_count_by_their_layers() -> None:
+    """Whatever their order."""
+    module = parse(CHOICE)
+    assert profile(module, windows={0: 0.25, 512: 0.75}).flops == 0.25 * 100 + 0.75 * 10
+    assert profile(module, windows={512: 1.0}).flops == 10
+    assert profile(module).flops == 55  # unknown: all alike
+
+
 def test_a_collective_of_ragged_parts_sends_its_first_operand() -> None:
     (found,) = profile(parse(KERNELS)).collectives
     assert (found.kind, found.is_async) == ("ragged-all-to-all", True)
