@@ -299,8 +299,8 @@ def test_heads_that_the_shards_do_not_divide(heads: int, groups: int) -> None:
 
     def run(attend: Any) -> Any:
         def loss(*arrays: Any) -> Any:
-            *arrays, sinks = arrays
-            return (attend(*arrays, Mask(segments, window=3, sinks=sinks)) * weight).sum()
+            mask = Mask(segments, window=3, sinks=arrays[3])
+            return (attend(*arrays[:3], mask) * weight).sum()
 
         with jax.set_mesh(mesh):
             given = (query, key, value, sinks)

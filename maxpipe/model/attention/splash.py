@@ -56,7 +56,7 @@ def attend(
     if not mask.in_row or (mask.run or tokens) % LANES or keys % LANES:
         return xla.attend(query, key, value, mask)
     key_segments = mask.segments if mask.key_segments is None else mask.key_segments
-    static = isinstance(mask.window, int)
+    window = None if isinstance(mask.window, int) else mask.window
     call = Call(
         windows=(mask.window,) if isinstance(mask.window, int) else mask.windows,
         causal=mask.causal,
@@ -65,7 +65,7 @@ def attend(
         run=mask.run or tokens,
         interpret=interpret,
     )
-    seen = _Seen(mask.segments, key_segments, mask.places, None if static else mask.window)
+    seen = _Seen(mask.segments, key_segments, mask.places, window)
     key, value = _for_every_shard(key, query.shape[2]), _for_every_shard(value, query.shape[2])
     # Marked out here, their gradients are summed where an input is the same on several devices.
     return _attention(*vary((query, key, value, mask.sinks, seen)), call)
@@ -138,7 +138,7 @@ def _backward(call: Call, saved: tuple[Any, ...], d_mixed: Array) -> tuple[Any, 
         (arrays, arrays, arrays, heads),
     )
     found = run(query, key, value, sinks, seen, mixed, sums, d_mixed)
-    return *found, _Seen(None, None, None, None)
+    return *found, None
 
 
 _attention.defvjp(_forward, _backward)
@@ -176,7 +176,8 @@ def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, tuple[str, ...],
     heads = TENSOR if shards > 1 else None
     batch, whole = PartitionSpec(rows), PartitionSpec()
     arrays = PartitionSpec(rows, None, heads)
-    return arrays, PartitionSpec(heads), rows, _Seen(batch, batch, whole, whole)
+    beside: Any = (batch, batch, whole, whole)
+    return arrays, PartitionSpec(heads), rows, _Seen(*beside)
 
 
 def _heads_first(spec: PartitionSpec) -> PartitionSpec:
@@ -249,15 +250,8 @@ def gradients(
         query, key, value = arrays[:3]
         kernel = _kernel(query, key, seen.places, window, call)
 
-        def one(
-            query: Array,
-            key: Array,
-            value: Array,
-            mixed: Array,
-            sums: Array,
-            d_mixed: Array,
-            ids: kernels.SegmentIds,
-        ) -> tuple[Array, Array, Array]:
+        def one(ids: kernels.SegmentIds, *arrays: Array) -> tuple[Array, Array, Array]:
+            query, key, value, mixed, sums, d_mixed = arrays
             lists = kernel.dq_mask_info, kernel.dkv_mask_info
             saved = (query, key, value, ids, None, mixed, sums, *lists)
             return _backward_kernels(kernel.kwargs, saved, d_mixed)
@@ -265,7 +259,7 @@ def gradients(
         # Two kernels, one of three products for the queries and one of four: of each the half.
         sizes = (4 * query.shape[-1] + 3 * value.shape[-1]) / 2
         with jax.named_scope(stated.flops(2 * _scored(query, key, window, call) * sizes)):
-            return jax.vmap(one)(*arrays, _ids(seen))
+            return jax.vmap(one)(_ids(seen), *arrays)
 
     arrays = _scaled(_swapped(query), call), _swapped(key), _swapped(value)
     rest = _swapped(mixed), sums, _swapped(d_mixed)
