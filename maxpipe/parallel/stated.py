@@ -17,7 +17,7 @@ _TRIPS = re.compile(r"\btrips_([\d.]+)\)*/while$")
 
 
 def flops(count: float) -> str:
-    """Scope of one kernel that does so many operations, a multiply-add counting 2."""
+    """Scope of one kernel that does this number of operations, a multiply-add counting 2."""
     return f"flops_{round(count)}"
 
 

@@ -35,8 +35,8 @@ from maxpipe.parallel.per_device import on_shards, vary
 LANES = 128
 """Blocks of queries and keys are multiples of it."""
 _LONG = 4096
-"""From so many tokens on blocks are large: a step of the kernel has a cost of its own, and of few
-blocks more of those on the diagonal are scored in vain."""
+"""Tokens from which on blocks are large: a step of the kernel has a cost of its own, and of few
+blocks a larger share is on the diagonal, half of which nobody sees."""
 
 
 def attend(
