@@ -51,6 +51,9 @@ class Hardware:
     """Of the matrix units, 0 where cycles are not estimated."""
     matmul_efficiency: float = 0.75
     """Share of the peak that a layer's forward reaches."""
+    kernel_efficiency: float = 0.5
+    """Share of the peak at which kernels count that are programs of their own, as those of fused
+    attention: an assumption, as no compiler estimates them."""
     input_grad_cost: float = 1.0
     """Time of a layer's input gradient, in forwards, without recomputation."""
     weight_grad_cost: float = 1.0

@@ -1,11 +1,11 @@
-"""Rules on what of a model is trained."""
+"""Rules on what of a model is trained, and on kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from maxpipe.config.keys import KEYS
-from maxpipe.config.rules import did_you_mean, rule
+from maxpipe.config.rules import axis_keys, axis_size, did_you_mean, rule, up
 from maxpipe.config.schema import Config
 from maxpipe.errors import Finding
 from maxpipe.model.families.registry import describe
@@ -37,4 +37,31 @@ def _something_is_trained(config: Config) -> Iterator[Finding]:
             _KEY,
             "freezes every parameter: nothing would be trained.",
             f"Set {_KEY}=[layers.*] to train what is around the layers, or {_KEY}=[] for all.",
+        )
+
+
+_SPLASH_BLOCK = 128
+"""Tokens: blocks of queries and keys are multiples of it."""
+
+
+@rule("model.attention", "runtime.platform", "train.sequence_length", *axis_keys("context"))
+def _splash_runs_there(config: Config) -> Iterator[Finding]:
+    if config.model.attention != "splash":
+        return
+    if config.runtime.platform in ("cpu", "cuda"):
+        yield Finding(
+            "model.attention",
+            f"needs a TPU, and runtime.platform is {config.runtime.platform}.",
+            "Set model.attention=xla.",
+        )
+    shards, tokens = axis_size(config.mesh, "context") or 1, config.train.sequence_length
+    pieces = 2 * shards if shards > 1 else 1  # early and late tokens of a row are one device's
+    if tokens % (pieces * _SPLASH_BLOCK):
+        each = f", in each of {pieces} pieces of a sequence" if pieces > 1 else ""
+        yield Finding(
+            "train.sequence_length",
+            f"must be a multiple of {pieces * _SPLASH_BLOCK} with model.attention=splash, whose "
+            f"kernels take blocks of {_SPLASH_BLOCK} tokens{each}.",
+            f"Set train.sequence_length={up(tokens, pieces * _SPLASH_BLOCK)}, or "
+            "model.attention=xla.",
         )

@@ -326,12 +326,14 @@ _VALUES = {
     "model.param_dtype": _DTYPES,
     "model.attention": {
         "flash flash_attention flash_attention_2 fa2 fa3 fused": (
-            "Set model.attention=auto, which takes what the device has, or cudnn on an NVIDIA GPU."
+            "Set model.attention=auto, which takes what the device has, cudnn on an NVIDIA GPU, or "
+            "splash on a TPU."
         ),
         "eager plain reference dot_product": "xla",
         "sdpa default best": "auto",
         "blocked chunked memory_efficient": "blockwise",
-        "splash pallas ring": "It is not supported yet. Set model.attention=auto.",
+        "splash_attention pallas tokamax": "splash",
+        "ring": "It is not supported. Set model.attention=auto.",
     },
     "runtime.platform": {
         "gpu nvidia": "cuda",

@@ -78,10 +78,11 @@ class ModelConfig:
     """Added to the mean square in RMS normalisation."""
     dropout: float = 0.0
     """Fraction of each residual branch's outputs set to zero in training."""
-    attention: Literal["auto", "xla", "blockwise", "cudnn"] = "auto"
+    attention: Literal["auto", "xla", "blockwise", "cudnn", "splash"] = "auto"
     """Implementation of attention: `xla` and `blockwise` run everywhere, the second without an
-    array of all scores; `cudnn` on NVIDIA GPUs. `auto` takes the best for device, model and
-    sequence length; a run says at its start what that is."""
+    array of all scores; `cudnn` on NVIDIA GPUs; `splash` on TPUs, in sequences of whole blocks of
+    128 tokens. `auto` takes the best for device, model and sequence length; a run says at its start
+    what that is."""
     compute_dtype: Dtype = "bfloat16"
     """Type of activations and of weights inside a matmul."""
     param_dtype: Dtype = "float32"

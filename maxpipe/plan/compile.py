@@ -10,6 +10,7 @@ import dataclasses
 import importlib.metadata
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +22,10 @@ import numpy as np
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
+from maxpipe.hardware import Hardware
 from maxpipe.model.count import train_flops_per_token
 from maxpipe.model.families.registry import describe
+from maxpipe.model.spec import Model, Scores
 from maxpipe.parallel.mesh import AXES, BATCH_AXES, build_mesh
 from maxpipe.pipeline import scopes
 from maxpipe.pipeline.layout import Layout
@@ -228,9 +231,7 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
     rows, tokens = steps.shape
     clock = topology.hardware.clock_ghz * 1e9
     needed = train_flops_per_token(describe(config.model), tokens) * rows * tokens / mesh.size
-    efficiency = topology.hardware.matmul_efficiency
-    kernels = busiest.kernel_flops / (topology.hardware.flops * efficiency)
-    cycles = busiest.cycles + kernels * clock
+    cycles = busiest.cycles + kernel_cycles(busiest, topology.hardware)
     sizes = Sizes(config).on(topology.platform)
     return Report(
         topology=topology.name,
@@ -253,7 +254,7 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
         model_flops=needed,
         cycles=cycles,
         kernel_flops=found.kernel_flops,
-        kernel_efficiency=efficiency,
+        kernel_efficiency=topology.hardware.kernel_efficiency,
         seconds=cycles / clock if clock else 0.0,
         collectives=traffic(found.collectives, mesh),
         copies=len(found.copies),
@@ -264,6 +265,12 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
         ],
         unknown_loops=found.unknown_loops,
     )
+
+
+def kernel_cycles(found: Profile, hardware: Hardware) -> float:
+    """What kernels take, which have no estimate, at the share of the peak that is assumed."""
+    seconds = found.kernel_flops / (hardware.flops * hardware.kernel_efficiency)
+    return seconds * hardware.clock_ghz * 1e9
 
 
 def versions() -> dict[str, str]:
@@ -284,17 +291,32 @@ def read(text: str, steps: Steps, weight_gather: str) -> tuple[Profile, Profile]
     """
     module = parse(text)
 
+    windows = window_shares(steps.partition.decoder.model)
+
     def costs(average: bool) -> Profile:
         trips, shares = executions(steps, weight_gather, average=average)
         return profile(
             module,
             trips=trips,
             shares=shares,
+            windows=windows,
             regions={scope: f"/{scope}/" for scope in SCOPES},
             copy_bytes=2 * _activation_bytes(steps),
         )
 
     return costs(average=True), costs(average=False)
+
+
+def window_shares(model: Model) -> dict[int, float]:
+    """Size of a window, 0 for none -> share of the layers with it, of those that score pairs."""
+    found: Counter[int] = Counter()
+    for layer, kind in enumerate(model.all_layers):
+        for part in model.kinds[kind].parts.values():
+            for each in part.operations:
+                if isinstance(each, Scores):
+                    size = model.values[each.window][layer] if each.window else 0
+                    found[int(size)] += 1
+    return {size: count / found.total() for size, count in found.items()}
 
 
 def _activation_bytes(steps: Steps) -> int:

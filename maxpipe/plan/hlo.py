@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from maxpipe.parallel import stated
 from maxpipe.plan.hlo_text import (
     Computation,
     Instruction,
@@ -30,7 +31,10 @@ from maxpipe.plan.hlo_text import (
     split_operands,
 )
 
-COLLECTIVE_KINDS = "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"
+COLLECTIVE_KINDS = (
+    *("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all"),
+    "collective-permute",
+)
 BETWEEN_SLICES = {
     "ALL_REDUCE": "all-reduce",
     "REDUCE_SCATTER": "reduce-scatter",
@@ -52,8 +56,8 @@ class Entry:
     count: float
     """Executions per run of the program."""
     flops: float = 0.0
-    """Operations of the matmuls in one execution, a multiply-add counting 2; of a kernel what it
-    states itself."""
+    """Operations of the matmuls in one execution, a multiply-add counting 2; of a kernel what is
+    stated of it (`stated`), or what it states itself."""
 
     @property
     def is_kernel(self) -> bool:
@@ -84,7 +88,8 @@ class Collective:
     group: tuple[int, ...]
     """Devices of the first group, by their position in the program's mesh; see `between_slices`."""
     num_bytes: float
-    """Sent by each device in one execution, around a ring."""
+    """Sent by each device in one execution, around a ring; of one with ragged parts, as if all that
+    there is room for were sent evenly to all."""
     is_async: bool
     """Whether start and done are two instructions."""
     between: tuple[str, ...] = ()
@@ -114,7 +119,7 @@ class Profile:
     copies: list[Entry] = field(default_factory=list)
     """Buffers that are copied or transposed inside a loop."""
     unknown_loops: list[str] = field(default_factory=list)
-    """`op_name` of loops whose trip counts neither text nor caller gives; counted once."""
+    """`op_name` of loops whose trip counts neither caller, name nor text gives; counted once."""
 
     @property
     def cycles(self) -> float:
@@ -149,6 +154,7 @@ def profile(
     *,
     trips: Mapping[str, float] | None = None,
     shares: Mapping[str, float] | None = None,
+    windows: Mapping[int, float] | None = None,
     regions: Mapping[str, str] | None = None,
     copy_bytes: int = 2**20,
 ) -> Profile:
@@ -160,10 +166,11 @@ def profile(
             the text; the first match counts.
         shares: pattern of a conditional's `op_name` -> share of its executions that take the
             branch with the most cycles, 1 by default; the others take the cheapest.
+        windows: share of the layers whose attention has a window of a size, where they differ.
         regions: name -> pattern of `op_name`. What is called belongs to its caller's region.
         copy_bytes: copies in loops are listed from this size.
     """
-    walk = _Walk(module, trips or {}, shares or {}, regions or {}, copy_bytes)
+    walk = _Walk(module, trips or {}, shares or {}, windows or {}, regions or {}, copy_bytes)
     walk.visit(module.entry, 1.0, "", 0)
     return walk.profile
 
@@ -173,6 +180,7 @@ class _Walk:
     module: Module
     trips: Mapping[str, float]
     shares: Mapping[str, float]
+    windows: Mapping[int, float]
     regions: Mapping[str, str]
     copy_bytes: int
     costs: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -211,6 +219,13 @@ class _Walk:
         if each.opcode == "while":
             trips = self._known_trips(each)
             yield each.computation("body") or "", 1.0 if trips is None else trips
+        elif each.opcode == "conditional" and stated.is_choice_of_windows(each.op_name):
+            # In whatever order the compiler has put the branches.
+            sizes = [self._window(name) for name in each.branches]
+            known = {size: self.windows.get(size or 0, 0.0) for size in sizes}
+            whole = sum(known.values())
+            for name, size in zip(each.branches, sizes, strict=True):
+                yield name, known[size] / whole if whole else 1 / len(sizes)
         elif each.opcode == "conditional":
             ordered = sorted(each.branches, key=self.cost)
             share = _first_match(self.shares, each.op_name, 1.0)
@@ -220,9 +235,18 @@ class _Walk:
         elif name := each.computation("to_apply"):
             yield name, 1.0
 
+    def _window(self, branch: str) -> int | None:
+        """The size of which a branch states that it is for it."""
+        found = (
+            stated.window_of(each.op_name) for each in self.module.computations[branch].values()
+        )
+        return next((size for size in found if size is not None), None)
+
     def _known_trips(self, loop: Instruction) -> float | None:
         if (given := _first_match(self.trips, loop.op_name, -1.0)) >= 0:
             return given
+        if (named := stated.trips_of(loop.op_name)) is not None:
+            return named
         if known := re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes):
             return float(known.group(1))
         # A counted loop ends when its counter, which starts at 0, reaches a constant.
@@ -260,8 +284,10 @@ class _Walk:
             inside = self._inside(each)
             return sum(self._flops(other, inside) for other in inside.values())
         if each.opcode == "custom-call":
-            stated = re.search(r'"cost_estimate":\{"flops":"(\d+)"', each.attributes)
-            return float(stated.group(1)) if stated else 0.0
+            if (named := stated.flops_of(each.op_name)) is not None:
+                return named
+            own = re.search(r'"cost_estimate":\{"flops":"(\d+)"', each.attributes)
+            return float(own.group(1)) if own else 0.0
         if each.opcode not in ("dot", "convolution"):
             return 0.0
         left, right = (computation[name].shape for name in each.operands[:2])
@@ -284,6 +310,8 @@ class _Walk:
             operands = [self._inside(each)[name] for name in wrapped.operands]
             if kind == "all-reduce" and self._keeps_a_slice(each):
                 kind = "reduce-scatter"  # as XLA for TPU writes it
+        if kind == "ragged-all-to-all":
+            operands = operands[:1]  # the others are where it writes, and sizes and places
         size = sum(operand.num_bytes for operand in operands)
         is_async = self._is_start(each)
         between = self._between(each, computation) if is_async else []

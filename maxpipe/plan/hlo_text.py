@@ -19,7 +19,7 @@ _SLICE_IDS = 100_000
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation."""
+    """One instruction of a computation."""
 
     name: str
     shape: str
@@ -94,7 +94,8 @@ def array_bytes(shape: str) -> list[int]:
 # --- parsing ---------------------------------------------------------------------
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*|=.*)?\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
+_END = re.compile(r"^\}(?:, execution_thread=.*)?$")
 _DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 
@@ -105,25 +106,33 @@ def parse(text: str) -> Module:
         ValueError: the text has no entry computation.
     """
     computations: dict[str, Computation] = {}
-    current: Computation | None = None
-    entry, num_devices = "", 1
+    current: list[str] | None = None
+    name, entry, num_devices = "", "", 1
     for line in text.splitlines():
-        if line.startswith("HloModule"):
-            num_devices = math.prod(int(number) for number in _DEVICES.findall(line))
-        elif line.startswith("}"):
+        if current is None:
+            if line.startswith("HloModule"):
+                num_devices = math.prod(int(number) for number in _DEVICES.findall(line))
+            elif header := _COMPUTATION.match(line):
+                name, current = header.group(2), []
+                entry = name if header.group(1) else entry
+        elif _END.match(line):
+            found = [_instruction(each) for each in current]
+            computations[name] = {each.name: each for each in found}
             current = None
-        elif current is None and (header := _COMPUTATION.match(line)):
-            current = computations.setdefault(header.group(2), {})
-            entry = header.group(2) if header.group(1) else entry
-        elif current is not None and (found := _INSTRUCTION.match(line)):
-            instruction = _instruction(*found.groups())
-            current[instruction.name] = instruction
+        elif _INSTRUCTION.match(line):
+            current.append(line)
+        elif current:
+            # A kernel's metadata have line breaks; cycles and origin are on the last of its lines.
+            current[-1] += f"\n{line}"
     if not entry:
         raise ValueError("not the text of an HLO module: no line starts with ENTRY")
     return Module(computations, entry, num_devices)
 
 
-def _instruction(name: str, text: str) -> Instruction:
+def _instruction(text: str) -> Instruction:
+    found = _INSTRUCTION.match(text)
+    assert found is not None
+    name, text = found.group(1), text[found.end() :]
     end = _closing(text, 0) if text.startswith("(") else text.index(" ")
     shape, rest = text[:end], text[end:].lstrip()
     opcode, _, _ = rest.partition("(")

@@ -53,8 +53,8 @@ def compiled(report: Report) -> str:
         lines.append(f"compute: {busy} by the compiler's estimate, {report.seconds:.3g} s")
         if report.kernel_flops:
             lines.append(
-                f"  with kernels, for which it has none, of {report.kernel_flops / 1e12:.4g} TFLOP "
-                f"at {report.kernel_efficiency:.0%} of the peak"
+                f"  with kernels, for which it has none: {report.kernel_flops / 1e12:.4g} TFLOP, "
+                f"counted at {report.kernel_efficiency:.0%} of the peak (an assumption)"
             )
     lines += ["", *_table(report.collectives)]
     if report.copies:

@@ -64,6 +64,12 @@ BROKEN: list[tuple[str, str, str]] = [
         "model.attention",
         "runtime.platform is cpu",
     ),
+    ("model.attention=splash runtime.platform=cpu", "model.attention", "needs a TPU"),
+    (
+        "model.attention=splash train.sequence_length=200",
+        "train.sequence_length",
+        "multiple of 128 with model.attention=splash",
+    ),
     ("model.vocab_size=258", "model.vocab_size", "at least 259 with tokenizer.kind=bytes"),
     ("model.heads_ahead=-1", "model.heads_ahead", "at least 0"),
     (

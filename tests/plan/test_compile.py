@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from maxpipe.model.count import scored_pairs
+from maxpipe.model.families.registry import describe
 from maxpipe.parallel.mesh import AXES, FSDP, STAGE
 from maxpipe.plan.advice import TERMS, capacity, explain_out_of_memory, verdict
 from maxpipe.plan.compile import (
@@ -21,6 +22,7 @@ from maxpipe.plan.compile import (
     build_steps,
     report_of,
     traffic,
+    window_shares,
 )
 from maxpipe.plan.hlo import Collective
 from maxpipe.plan.report import compiled
@@ -117,6 +119,40 @@ def test_the_report_is_text_and_json(report: Report) -> None:
     assert "compiled for cpu:8: 8 devices, stage 2 x data 2 x fsdp 2" in text
     assert "fits" in text and "reduce-scatter" in text
     assert not report.unknown_loops
+
+
+def test_loops_of_attention_by_blocks_state_their_trips() -> None:
+    """The mean block of queries sees two of three: the causal half, and the rest of its own."""
+    tokens, found = 3 * 128, {}
+    for name in ("blockwise", "xla"):
+        model = {"compute_dtype": "float32", "attention": name}
+        config = config_of(model, {"ici_stage": 2, "ici_fsdp": 2}, PIPELINE, tokens)
+        steps = build_steps(config, jax.devices()[:4])
+        read = report_of(config, parse("cpu:4"), steps, steps.compile_train())
+        assert not read.unknown_loops
+        found[name] = read.flops
+    sizes = Sizes(config)
+    turns = sizes.microbatches * sum(sizes.cut) / sizes.stages
+    product = 2 * sizes.rows * turns * config.model.num_heads * config.model.head_size
+    pairs = {"blockwise": tokens**2 * 2 / 3, "xla": scored_pairs(tokens)}
+    # Forward, recomputation and backward: by blocks scores are computed once more.
+    products = {"blockwise": 2 + 2 + 5, "xla": 2 + 2 + 4}
+    more = sum(
+        sign * products[name] * pairs[name] for name, sign in (("blockwise", 1), ("xla", -1))
+    )
+    assert found["blockwise"] - found["xla"] == pytest.approx(product * more, rel=0.02)
+
+
+def test_kernels_are_said_to_be_assumed(report: Report) -> None:
+    text = compiled(replace(report, cycles=3e9, kernel_flops=2e12, kernel_efficiency=0.5))
+    assert "kernels, for which it has none: 2 TFLOP, counted at 50% of the peak" in text
+
+
+def test_layers_count_by_their_windows() -> None:
+    config = config_of(
+        {"family": "gemma3", "num_layers": 13, "tied_embeddings": True}, {}, PIPELINE
+    )
+    assert window_shares(describe(config.model)) == {1024: 11 / 13, 0: 2 / 13}
 
 
 def test_where_the_compiler_states_a_peak_it_is_what_must_fit(report: Report) -> None:

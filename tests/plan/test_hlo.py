@@ -331,3 +331,88 @@ def test_a_kernel_counts_what_it_states() -> None:
     found = profile(module)
     assert found.flops == found.kernel_flops == 68719476736 and found.cycles == 0
     assert profile(parse(text)).kernel_flops == 0
+
+
+KERNELS = """\
+HloModule jit_prog, is_scheduled=true, num_partitions=4
+
+%layer (p: (s32[], bf16[4,512,128], s32[])) -> (s32[], bf16[4,512,128], s32[]) {
+  %p = (s32[]{:T(128)}, bf16[4,512,128]{2,1,0:T(8,128)(2,1)}, s32[]{:T(128)}) parameter(0)
+  %q = bf16[4,512,128]{2,1,0:T(8,128)(2,1)} get-tuple-element(%p), index=1
+  %splash_mha_fwd_segmented_residuals.1 = (f32[256,128]{1,0:T(8,128)}, bf16[4,512,128]{2,1,0:T(8,128)(2,1)}) custom-call(%q, %q, /*index=2*/%q), custom_call_target="tpu_custom_call", operand_layout_constraints={bf16[4,512,128]{2,1,0}}, frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 256, \\"block_kv\\": 256, \\"use_fused_bwd_kernel\\": false}"
+}}, metadata={op_name="jit(prog)/shard_map/forward/while/body/flops_1000/vmap(static_sparsity_splash)/splash_mha_fwd_segmented_residuals/pallas_call" stack_frame_id=15}, backend_config={"flag_configs":[],"custom_call_config":{"body":"TUzvUg=="}}
+  %out = bf16[4,512,128]{2,1,0:T(8,128)(2,1)} get-tuple-element(%splash_mha_fwd_segmented_residuals.1), index=1, frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 256}"
+}}, metadata={op_name="jit(prog)/shard_map/forward/while/body/flops_1000/pallas_call" stack_frame_id=15}
+  %scaled = bf16[4,512,128]{2,1,0:T(8,128)(2,1)} fusion(%out), kind=kLoop, calls=%f, metadata={op_name="jit(prog)/shard_map/forward/while/body/mul"}, backend_config={"window_config":{"estimated_cycles":"3415"}}
+  %sent = ((bf16[4,512,128]{2,1,0}, bf16[8,512,128]{2,1,0}, s32[4]{0}, s32[4]{0}, s32[4]{0}, /*index=5*/s32[4]{0}), bf16[8,512,128]{2,1,0}, u32[]{:S(2)}) ragged-all-to-all-start(%scaled, %room, %n, %n, %n, /*index=5*/%n), channel_id=1, replica_groups={{0,1,2,3}}, metadata={op_name="jit(prog)/shard_map/ragged_all_to_all"}
+  %got = bf16[8,512,128]{2,1,0} ragged-all-to-all-done(%sent), metadata={op_name="jit(prog)/shard_map/ragged_all_to_all"}
+  ROOT %tuple = (s32[]{:T(128)}, bf16[4,512,128]{2,1,0}, s32[]{:T(128)}) tuple(%i, %scaled, %n)
+}
+
+%async (x: s32[]) -> s32[] {
+  ROOT %x = s32[] parameter(0)
+}, execution_thread="sparsecore"
+
+%more (p: (s32[], bf16[4,512,128], s32[])) -> pred[] {
+  %p = (s32[]{:T(128)}, bf16[4,512,128]{2,1,0}, s32[]{:T(128)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %n = s32[]{:T(128)} get-tuple-element(%p), index=2
+  ROOT %lt = pred[]{:T(512)} compare(%i, %n), direction=LT
+}
+
+ENTRY %main (x: (s32[], bf16[4,512,128], s32[])) -> (s32[], bf16[4,512,128], s32[]) {
+  %x = (s32[]{:T(128)}, bf16[4,512,128]{2,1,0}, s32[]{:T(128)}) parameter(0)
+  ROOT %while.34 = (s32[]{:T(128)}, bf16[4,512,128]{2,1,0}, s32[]{:T(128)}) while(%x), condition=%more, body=%layer, metadata={op_name="jit(prog)/shard_map/transpose(jvp(trips_2.5000))/while" stack_frame_id=3}
+}
+"""
+
+
+def test_what_stands_behind_a_kernel_is_read() -> None:
+    """Of a program compiled for TPU, cut short: line breaks in a kernel's metadata end nothing."""
+    module = parse(KERNELS)
+    assert len(module.computations["layer"]) == 8
+    kernel = module.computations["layer"]["splash_mha_fwd_segmented_residuals.1"]
+    assert kernel.operands == ("q", "q", "q")
+    assert kernel.op_name.endswith("splash_mha_fwd_segmented_residuals/pallas_call")
+    assert set(module.computations) == {"layer", "async", "more", "main"}
+    found = profile(module)
+    assert found.cycles == 2.5 * 3415 and not found.unknown_loops  # as the loop's name states
+    assert found.flops == found.kernel_flops == 2.5 * 1000  # as the kernel's does, once
+    assert profile(module, trips={"/while$": 2}).flops == 2000
+
+
+CHOICE = """\
+HloModule jit_prog, is_scheduled=true
+
+%all (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %far = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/windows/cond/branch_0_fun/window_0/flops_100/pallas_call"}
+}
+
+%some (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %near = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/windows/cond/branch_1_fun/window_512/flops_10/pallas_call"}
+}
+
+ENTRY %main (i: s32[], x: f32[8]) -> f32[8] {
+  %i = s32[] parameter(0)
+  %x = f32[8]{0} parameter(1)
+  ROOT %choice = f32[8]{0} conditional(%i, %x, %x), branch_computations={%some, %all}, metadata={op_name="jit(f)/transpose(jvp(windows))/cond"}
+}
+"""
+
+
+def test_branches_for_windows_count_by_their_layers() -> None:
+    """Whatever their order."""
+    module = parse(CHOICE)
+    assert profile(module, windows={0: 0.25, 512: 0.75}).flops == 0.25 * 100 + 0.75 * 10
+    assert profile(module, windows={512: 1.0}).flops == 10
+    assert profile(module).flops == 55  # unknown: all alike
+
+
+def test_a_collective_of_ragged_parts_sends_its_first_operand() -> None:
+    (found,) = profile(parse(KERNELS)).collectives
+    assert (found.kind, found.is_async) == ("ragged-all-to-all", True)
+    assert found.num_bytes == 4 * 512 * 128 * 2 * 3 / 4

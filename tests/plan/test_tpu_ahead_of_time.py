@@ -55,6 +55,13 @@ print(json.dumps({
     "collectives": [
         [each.kind, each.region, each.is_async, each.cycles_between] for each in found.collectives
     ],
+    "kernels": [
+        [each.region, each.instruction.name, each.flops] for each in found.entries if each.is_kernel
+    ],
+    "cycles": {
+        name: sum(each.cycles for each in found.entries if each.region == name)
+        for name in ("forward", "backward")
+    },
     "copies": [f"{each.instruction.shape} {each.instruction.op_name}" for each in found.copies],
 }))
 """
@@ -126,6 +133,22 @@ def test_messages_travel_while_layers_compute(by_iteration: dict[str, Any]) -> N
     ]
     assert len(sends) == 2  # outputs of forwards, and of backwards
     assert all(is_async and cycles > 0 for is_async, cycles in sends), sends
+
+
+def test_kernels_of_attention_state_their_products(by_iteration: dict[str, Any]) -> None:
+    """`auto` takes splash here; what stands behind kernels is read, too."""
+    product = 2 * 256**2 * 2 * 128  # tokens, heads of 128: one block is the whole row
+    each = {"fwd": 2 * product, "dq": 3.5 * product, "dkv": 3.5 * product}
+    found = sorted(
+        (region, kind, flops)
+        for region, name, flops in by_iteration["kernels"]
+        for kind in each
+        if f"_{kind}_" in name
+    )
+    wanted = [("backward", kind) for kind in ("dkv", "dq", "fwd")] + [("forward", "fwd")]
+    assert found == [(region, kind, each[kind]) for region, kind in wanted]
+    assert len(found) == len(by_iteration["kernels"])
+    assert by_iteration["cycles"]["backward"] > 1.5 * by_iteration["cycles"]["forward"]
 
 
 def test_no_buffer_is_copied_in_a_loop(by_iteration: dict[str, Any]) -> None:

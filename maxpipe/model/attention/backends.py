@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from maxpipe.model.attention import blockwise, cudnn, xla
+from maxpipe.model.attention import blockwise, cudnn, splash, xla
 from maxpipe.model.attention.interface import Attend
 from maxpipe.model.parts.attention import AUTO
 
@@ -13,4 +13,5 @@ BACKENDS: Mapping[str, Attend] = {
     "xla": xla.attend,
     "blockwise": blockwise.attend,
     "cudnn": cudnn.attend,
+    "splash": splash.attend,
 }

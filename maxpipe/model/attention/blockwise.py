@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
@@ -22,6 +23,7 @@ from maxpipe.model.attention import xla
 from maxpipe.model.attention.interface import Mask
 from maxpipe.model.count import even_blocks
 from maxpipe.model.parts.attention import LOG_SUM
+from maxpipe.parallel import stated
 from maxpipe.parallel.per_device import vary
 
 _HIDDEN = -1e30
@@ -41,6 +43,8 @@ class Options(NamedTuple):
     run: int
     query_block: int
     key_block: int
+    trips: float
+    """Blocks of keys that one of queries sees, on average: of a whole row, and of each window."""
 
 
 class Pairs(NamedTuple):
@@ -79,13 +83,16 @@ def arranged(
     """What a mask says, for so many keys at a time."""
     tokens = query.shape[1]
     run = mask.run or tokens
+    query_block, key_block = even_blocks(run, block), even_blocks(keys, block)
+    windows = (mask.window,) if isinstance(mask.window, int) else mask.windows or (0,)
     options = Options(
         scale=query.shape[-1] ** -0.5 if mask.scale is None else mask.scale,
         soft_cap=mask.soft_cap,
         causal=mask.causal,
         run=run,
-        query_block=even_blocks(run, block),
-        key_block=even_blocks(keys, block),
+        query_block=query_block,
+        key_block=key_block,
+        trips=_mean_trips(keys, query_block, key_block, mask.causal, windows),
     )
     windowed = not isinstance(mask.window, int) or mask.window > 0
     rows = Pairs(
@@ -95,6 +102,17 @@ def arranged(
         jnp.asarray(mask.window, jnp.int32) if windowed else None,
     )
     return options, rows
+
+
+def _mean_trips(
+    keys: int, query_block: int, key_block: int, causal: bool, windows: tuple[int, ...]
+) -> float:
+    """As `_Blocks.bounds` has them for the blocks of a whole row."""
+    first, blocks = np.arange(0, keys, query_block), -(-keys // key_block)
+    last = np.minimum(first + query_block, keys) - 1
+    end = np.minimum(last // key_block + 1, blocks) if causal else np.full(len(first), blocks)
+    begin = [np.maximum(first - size + 1, 0) // key_block * (size > 0) for size in windows]
+    return float(np.mean([end - np.minimum(each, end) for each in begin]))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -240,7 +258,8 @@ def forward(
             part = _dot("bgnts,bgsh->bgnth", shares.astype(value.dtype), _at(values, block))
             return new, total * shrink + shares.sum(-1), mixed * shrink[..., None] + part
 
-        largest, total, mixed = lax.fori_loop(*blocks.bounds(places), add, start)
+        with jax.named_scope(stated.trips(options.trips)):
+            largest, total, mixed = lax.fori_loop(*blocks.bounds(places), add, start)
         total = jnp.where(total > 0, total, 1.0)
         mixed = mixed / total[..., None]
         return None, (mixed, (largest + jnp.log(total))[..., None])
@@ -301,7 +320,8 @@ def backward(
             return d_query, _plus(d_keys, d_key, block), _plus(d_values, d_value, block)
 
         start = (vary(jnp.zeros(query.shape)), *of_keys)
-        d_query, *found = lax.fori_loop(*blocks.bounds(places), add, start)
+        with jax.named_scope(stated.trips(options.trips)):
+            d_query, *found = lax.fori_loop(*blocks.bounds(places), add, start)
         if sinks is not None:  # among the sums, so that a split backward waits for nothing else
             share = jnp.exp(_by_group(sinks, blocks.groups)[..., None] - log_sum)
             d_sinks -= (share * slope).sum((0, 3, 4))

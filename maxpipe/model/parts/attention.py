@@ -28,6 +28,7 @@ CANNOT: Mapping[str, frozenset[str]] = {
     "xla": frozenset(),
     "blockwise": frozenset(),
     "cudnn": frozenset({"soft_cap", "sinks", "value_size"}),
+    "splash": frozenset(),
 }
 """For each backend (`model.attention`) the options of attention that it cannot compute."""
 

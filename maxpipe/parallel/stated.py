@@ -1,0 +1,59 @@
+"""What an operation states of its own work, in its name, for the reader of the compiled program.
+
+The compiler has no estimate for a kernel, and no count for a loop whose trips are data. Who writes
+such an operation knows the work; its scope keeps that in every `op_name`, through differentiation,
+partition and optimization. No jax.
+
+    with jax.named_scope(stated.flops(4 * pairs * head_size)):
+        kernel(query, key, value)
+"""
+
+from __future__ import annotations
+
+import re
+
+_FLOPS = re.compile(r"\bflops_(\d+)\b")
+_TRIPS = re.compile(r"\btrips_([\d.]+)\)*/while$")
+
+
+def flops(count: float) -> str:
+    """Scope of one kernel that does this number of operations, a multiply-add counting 2."""
+    return f"flops_{round(count)}"
+
+
+def trips(mean: float) -> str:
+    """Scope of one loop that turns so often on average."""
+    return f"trips_{mean:.4f}"
+
+
+def flops_of(op_name: str) -> float | None:
+    """Operations of one execution of a kernel, as the innermost scope states them."""
+    found = _FLOPS.findall(op_name)
+    return float(found[-1]) if found else None
+
+
+def trips_of(op_name: str) -> float | None:
+    """Mean trips of a loop, as the scope right around it states them."""
+    found = _TRIPS.search(op_name)
+    return float(found.group(1)) if found else None
+
+
+_WINDOW = re.compile(r"\bwindow_(\d+)\b")
+WINDOWS = "windows"
+"""Scope of a choice between branches for windows of several sizes."""
+
+
+def window(size: int) -> str:
+    """Scope of what is in the branch for this size."""
+    return f"window_{size}"
+
+
+def is_choice_of_windows(op_name: str) -> bool:
+    """Whether a conditional is the one right in that scope."""
+    return re.search(rf"\b{WINDOWS}\)*/cond$", op_name) is not None
+
+
+def window_of(op_name: str) -> int | None:
+    """The size that an operation is for."""
+    found = _WINDOW.findall(op_name)
+    return int(found[-1]) if found else None

@@ -1,0 +1,328 @@
+"""Splash attention: its kernels, interpreted, and what stands around them, with plain stand-ins."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+from jax.sharding import PartitionSpec
+
+from maxpipe.config.schema import MeshConfig
+from maxpipe.model.attention import splash, xla
+from maxpipe.model.attention.interface import Mask
+from maxpipe.model.parts.attention import LOG_SUM
+from maxpipe.parallel import stated
+from maxpipe.parallel.mesh import MANUAL_AXES, build_mesh
+from tests.cases import TOLERANCE, Case, batch_of, buffer_bytes, steps_of
+
+KERNEL_TOLERANCE = 5e-6  # float32; of the largest entry
+B, N = 2, 4
+
+
+def row(tokens: int) -> np.ndarray:
+    """Documents of two rows, which begin anywhere."""
+    cuts = np.sort(np.random.default_rng(0).integers(0, 3, (B, tokens)), axis=1)
+    return cuts.astype(np.int32)
+
+
+# Pieces 1 and 6 of eight of a row: one device's of four.
+ZIG_ZAG = np.concatenate([np.arange(128, 256), np.arange(768, 896)])
+WINDOWS = (0, 100, 200)
+CASES: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "cap": {"groups": 4, "soft_cap": 2.0, "scale": 0.3, "window": 150},
+    "sinks": {"groups": 1, "sinks": True, "window": 5},
+    "sizes": {"size": 48, "value_size": 32},
+    "both ways": {"causal": False, "window": 30},
+    "documents alone": {"causal": False},
+    "zig-zag": {"tokens": 256, "keys": 1024, "places": ZIG_ZAG, "run": 128},
+    "zig-zag window": {"tokens": 256, "keys": 1024, "places": ZIG_ZAG, "run": 128, "window": 150},
+    "by layer": {"tokens": 384, "windows": WINDOWS, "window": 100, "sinks": True},
+    "by layer, all": {"windows": WINDOWS, "window": 0},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In value and in the gradient of queries, keys, values and sinks, over several blocks."""
+    given = dict(CASES[name])
+    tokens, groups = given.pop("tokens", 256), given.pop("groups", 2)
+    keys, size = given.pop("keys", tokens), given.pop("size", 32)
+    value_size, places = given.pop("value_size", size), given.pop("places", None)
+    has_sinks, window = given.pop("sinks", False), given.pop("window", 0)
+    monkeypatch.setattr(splash, "block_of", lambda tokens, size: 128)
+    draw = [jax.random.key(number) for number in range(5)]
+    query = jax.random.normal(draw[0], (B, tokens, N, size))
+    key = jax.random.normal(draw[1], (B, keys, groups, size))
+    value = jax.random.normal(draw[2], (B, keys, groups, value_size))
+    weight = jax.random.normal(draw[3], (B, tokens, N, value_size))
+    sinks = jax.random.normal(draw[4], (N,))
+    where = np.arange(tokens) if places is None else places
+
+    def run(attend: Any) -> Any:
+        def loss(query: Any, key: Any, value: Any, sinks: Any, window: Any) -> Any:
+            mask = Mask(
+                jnp.asarray(row(keys)[:, where]),
+                key_segments=None if places is None else jnp.asarray(row(keys)),
+                places=None if places is None else jnp.asarray(places),
+                sinks=sinks if has_sinks else None,
+                window=window,
+                **given,
+            )
+            mixed = attend(query, key, value, mask)
+            return (mixed * weight).sum(), mixed
+
+        def both(size: Any) -> Any:
+            differentiated = jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
+            return differentiated(query, key, value, sinks, size)
+
+        if "windows" in given:
+            return jax.jit(both)(jnp.asarray(window))
+        return jax.jit(lambda: both(window))()
+
+    wanted = run(xla.attend)
+    got = run(lambda *arguments: splash.attend(*arguments, interpret=True))
+    assert not has_sinks or np.abs(wanted[1][3]).max() > 0.01
+    for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(left, right, atol=KERNEL_TOLERANCE * np.abs(right).max())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [0, 1, 130, 300])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_lists_hold_each_block_that_is_seen_once(causal: bool, window: int, shuffled: bool) -> None:
+    """By data as by known places; what is left out is seen by none."""
+    size, keys = 128, 1024
+    first = np.arange(0, keys, size)
+    first = first[[1, 6, 0, 7]] if shuffled else first
+    sees = splash.Sees(causal, window)
+    places = (first[:, None] + np.arange(size)).reshape(-1)
+    mask = Mask(jnp.zeros((1, len(places)), int), places=jnp.asarray(places), window=window)
+    key_segments = jnp.zeros((1, keys), int)
+    pairs = dataclasses.replace(mask, key_segments=key_segments, causal=causal).seen(
+        0, len(places), keys, causal=causal
+    )[0, 0]
+    wanted = np.asarray(pairs).reshape(len(first), size, keys // size, size).any((1, 3))
+    for kind in (np, jnp):
+        seen = sees.blocks(kind.asarray(first), size, np.arange(0, keys, size), size)
+        assert (np.asarray(seen) == wanted).all()
+        for blocks in (seen, seen.T):
+            numbers, there = splash._lists(blocks, 8)
+            found = [set(n[t > 0].tolist()) for n, t in zip(numbers, there, strict=True)]
+            assert found == [set(np.flatnonzero(each).tolist()) for each in np.asarray(blocks)]
+            assert (there.sum(1) == np.asarray(blocks).sum(1)).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "block"),
+    [(128, 64, 128), (2048, 128, 512), (8192, 128, 1024), (8192, 256, 512), (1920, 128, 384)],
+)
+def test_blocks_divide_the_row(tokens: int, size: int, block: int) -> None:
+    assert splash.block_of(tokens, size) == block
+    assert tokens % block == 0 and block % splash.LANES == 0
+
+
+def test_the_private_backward_is_what_it_was() -> None:
+    """jax has no public one; arguments are given by their places."""
+    names = tuple(inspect.signature(kernels._splash_attention_bwd).parameters)
+    assert names == (
+        *("save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name"),
+        *("mask_function", "attn_logits_soft_cap", "interpret", "res", "do"),
+    )
+    assert kernels.SplashAttentionKernel.__init__ is not object.__init__
+
+
+def test_kernels_state_the_blocks_that_they_score() -> None:
+    """Blocks of 512 in the causal square of 2048: 10 of 16, and fewer for a window."""
+    shape = jax.ShapeDtypeStruct((1, 2048, 2, 64), jnp.bfloat16)
+
+    def run(query: Any, window: Any) -> Any:
+        mask = Mask(jnp.zeros((1, 2048), int), window=window, windows=(0, 512))
+        return splash.attend(query, query, query, mask)
+
+    def names(function: Any, *arguments: Any) -> set[str]:
+        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",))
+        text = lowered.as_text(debug_info=True)
+        return set(re.findall(r"(?:window_\d+/)?flops_\d+", text))
+
+    pairs = 2 * 2048**2
+    forward = {f"window_{w}/flops_{4 * 64 * pairs * n // 16}" for w, n in ((0, 10), (512, 7))}
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    assert names(run, shape, number) >= forward
+    gradient = jax.grad(lambda q, w: run(q, w).astype(jnp.float32).sum())
+    found = names(gradient, shape, number)
+    # Two kernels of seven products: three and a half for each.
+    assert found >= {f"window_0/flops_{7 * 64 * pairs * 10 // 16}"}
+
+
+# What stands around the kernels.
+
+
+def stand_in(query: Any, key: Any, value: Any, sinks: Any, seen: Any, *, call: Any) -> Any:
+    """What the kernel computes."""
+    scores, value = scored(query, key, value, seen, call)
+    sums = jax.nn.logsumexp(scores, -1)
+    sums = sums if sinks is None else jnp.logaddexp(sums, sinks[:, None])
+    return jnp.einsum("bnts,bsnv->btnv", jnp.exp(scores - sums[..., None]), value), sums
+
+
+def stand_in_gradients(
+    query: Any,
+    key: Any,
+    value: Any,
+    sinks: Any,
+    seen: Any,
+    mixed: Any,
+    sums: Any,
+    d: Any,
+    *,
+    call: Any,
+) -> Any:
+    """From what was kept, as the kernels do it."""
+    del sinks
+    scores, wide = scored(query, key, value, seen, call)
+    shares = jnp.exp(scores - sums[..., None])
+    d_scores = jnp.einsum("btnv,bsnv->bnts", d, wide)
+    d_scores -= jnp.einsum("btnv,btnv->bnt", mixed, d)[..., None]
+    d_scores *= shares * call.scale
+    times = query.shape[2] // key.shape[2]
+    d_query = jnp.einsum("bnts,bsnh->btnh", d_scores, jnp.repeat(key, times, 2))
+    d_key = jnp.einsum("bnts,btnh->bsnh", d_scores, query)
+    d_value = jnp.einsum("bnts,btnv->bsnv", shares, d)
+    return d_query, summed(d_key, key), summed(d_value, value)
+
+
+def summed(x: Any, like: Any) -> Any:
+    return x.reshape(*like.shape[:3], -1, like.shape[3]).sum(3)
+
+
+def scored(query: Any, key: Any, value: Any, seen: Any, call: Any) -> Any:
+    times = query.shape[2] // key.shape[2]
+    key, value = jnp.repeat(key, times, 2), jnp.repeat(value, times, 2)
+    scores = call.scale * jnp.einsum("btnh,bsnh->bnts", query, key)
+    window = call.windows[0] if seen.window is None else seen.window
+    mask = Mask(seen.segments, key_segments=seen.key_segments, window=window)
+    pairs = mask.seen(0, query.shape[1], key.shape[1], causal=call.causal)
+    return jnp.where(pairs, scores, -1e30), value
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of the kernels, which cannot be interpreted in a program of the pipeline's kind."""
+    monkeypatch.setattr(splash, "mix", stand_in)
+    monkeypatch.setattr(splash, "gradients", stand_in_gradients)
+    monkeypatch.setattr(splash, "LANES", 1)
+
+
+ENGINE = [
+    Case(2, 1, 3, schedule="zb_h1", fsdp=2, tensor=2, remat="names", layers=3),
+    Case(2, 2, 3, schedule="zb_v", fsdp=2, remat="none", idle="compute"),
+    Case(2, 2, 2, tensor=2, data=2),
+]
+
+
+@pytest.mark.parametrize("case", ENGINE, ids=str)
+@pytest.mark.usefixtures("stand_ins", "devices")
+def test_the_engine_trains_as_with_plain_attention(case: Case) -> None:
+    def run(case: Case) -> Any:
+        steps = steps_of(case, case.rows)
+        parts, engine = steps.partition, steps.engine
+        params = jax.jit(parts.decoder.init)(jax.random.key(0))
+        run = engine.value_and_grad(steps.train_schedule)
+
+        def whole(params: Any, batch: Any) -> Any:
+            loss, gradients, *_ = run(parts.stack(params), batch, None)
+            return loss, parts.unstack(gradients)
+
+        with jax.set_mesh(parts.mesh):
+            batch = jax.device_put(batch_of(case.rows), steps.batch_sharding)
+            return jax.tree.map(np.asarray, jax.jit(whole)(params, batch)), buffer_bytes(steps)
+
+    wanted, held = run(case)
+    got, held_too = run(dataclasses.replace(case, attention="splash"))
+    for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(left, right, atol=TOLERANCE * np.abs(right).max())
+    assert held_too.get("deferred") == held.get("deferred")
+    if case.remat == "names":
+        # What is mixed is kept once, and for each head and query a sum.
+        sums = case.tokens * (8 // case.tensor) * 4
+        slots = held_too["stash"] - held["stash"]
+        assert slots and slots % sums == 0
+        assert slots < held["stash"] / 8
+
+
+@pytest.mark.usefixtures("stand_ins", "devices")
+@pytest.mark.parametrize(("names", "kernels_in_backward"), [((), 2), (("context", LOG_SUM), 1)])
+def test_who_keeps_what_is_mixed_runs_no_kernel_again(
+    names: tuple[str, ...], kernels_in_backward: int
+) -> None:
+    mesh = build_mesh(MeshConfig(ici_stage=2, ici_tensor=2), jax.devices()[:4])
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    found: list[int] = []
+
+    def program(x: Any) -> Any:
+        def layer(x: Any) -> Any:
+            mask = Mask(jnp.zeros((1, 8), int) + 0 * x[..., 0, 0].astype(int))
+            return splash.attend(x, x[:, :, :2], x[:, :, 2:], mask)
+
+        out, pull = jax.vjp(jax.checkpoint(layer, policy=policy, prevent_cse=False), x)
+        found.append(str(jax.make_jaxpr(pull)(out)).count("shard_map["))
+        return x
+
+    spec = PartitionSpec(("stage", "data", "fsdp"))
+    run = jax.shard_map(
+        program, mesh=mesh, axis_names=set(MANUAL_AXES), in_specs=spec, out_specs=spec
+    )
+    with jax.set_mesh(mesh):
+        jax.eval_shape(run, jnp.ones((2, 8, 4, 6)))
+    assert found == [kernels_in_backward]
+
+
+@pytest.mark.usefixtures("stand_ins", "devices")
+@pytest.mark.parametrize(("heads", "groups"), [(4, 1), (6, 3), (3, 3), (4, 2)])
+def test_heads_that_the_shards_do_not_divide(heads: int, groups: int) -> None:
+    """In a program that is automatic throughout, too: its rows are split over the batch axes."""
+    mesh = build_mesh(MeshConfig(ici_fsdp=2, ici_tensor=2), jax.devices()[:4])
+    draw = jax.random.split(jax.random.key(0), 4)
+    query, key, value, weight = (
+        jax.random.normal(each, (2, 8, count, 5))
+        for each, count in zip(draw, (heads, groups, groups, heads), strict=True)
+    )
+    segments, sinks = jnp.asarray(row(8)), jnp.linspace(-1.0, 1.0, heads)
+
+    def run(attend: Any) -> Any:
+        def loss(*arrays: Any) -> Any:
+            mask = Mask(segments, window=3, sinks=arrays[3])
+            return (attend(*arrays[:3], mask) * weight).sum()
+
+        with jax.set_mesh(mesh):
+            given = (query, key, value, sinks)
+            return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(*given)
+
+    wanted, got = run(xla.attend), run(splash.attend)
+    for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(left, right, atol=TOLERANCE * np.abs(right).max())
+
+
+def test_rows_behind_a_cache_are_left_to_plain_attention() -> None:
+    """And those that are not whole blocks: kernels would be refused on this platform."""
+    x = jax.random.normal(jax.random.key(0), (2, 100, 2, 4))
+    mask = Mask(jnp.zeros((2, 100), int))
+    assert (splash.attend(x, x, x, mask) == xla.attend(x, x, x, mask)).all()
+    x, places = x[:, :1], jnp.zeros((2, 1), int)
+    mask = Mask(places, positions=places, key_segments=places, key_positions=places)
+    assert (splash.attend(x, x, x, mask) == xla.attend(x, x, x, mask)).all()
+
+
+def test_scopes_are_read_back() -> None:
+    assert stated.flops_of(f"jit(f)/jvp({stated.flops(12.4)})/pallas_call") == 12
+    assert stated.trips_of(f"transpose(jvp({stated.trips(2.5)}))/while") == 2.5
+    assert stated.flops_of("jit(f)/flops/mul") is None
+    assert stated.trips_of(f"{stated.trips(2.5)}/body/while") is None
