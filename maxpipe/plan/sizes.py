@@ -16,6 +16,7 @@ from maxpipe.config.schema import Config
 from maxpipe.model.choice import resolved
 from maxpipe.model.count import (
     computed_share,
+    even_blocks,
     layer_costs,
     matrices_ahead,
     scored_keys,
@@ -335,10 +336,12 @@ class Sizes:
         )
 
     def scores(self, part: Part) -> int:
-        """Pairs of query and key that plain attention scores, of all heads."""
-        pairs = self.rows * scored_pairs(self.config.train.sequence_length)
+        """Pairs of query and key that attention scores, of all heads."""
+        tokens = self.config.train.sequence_length
         return sum(
-            pairs * -(-each.heads // self.share(each.axis))
+            self.rows
+            * scored_pairs(tokens, by_blocks=each.held == "block")
+            * -(-each.heads // self.share(each.axis))
             for each in part.operations
             if isinstance(each, Scores)
         )
@@ -352,12 +355,16 @@ class Sizes:
         )
 
     def held_scores(self, part: Part) -> int:
-        """Of `scores`, those that stand in memory: a fused kernel reads a mask, for all heads."""
+        """Of `scores`, those that stand in memory."""
         found, tokens = 0, self.config.train.sequence_length
         for each in part.operations:
             if isinstance(each, Scores):
                 heads = -(-each.heads // self.share(each.axis))
-                found += tokens**2 if each.fused else heads * scored_pairs(tokens)
+                found += {
+                    "scores": heads * scored_pairs(tokens),
+                    "mask": tokens**2,
+                    "block": heads * even_blocks(tokens) ** 2,
+                }[each.held]
         return self.rows * found
 
     def held_bytes(self, part: Part, held: Held) -> float:
