@@ -47,7 +47,7 @@ from maxpipe.schedule.table import Schedule
 from maxpipe.telemetry import board
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
-from maxpipe.train import pictures
+from maxpipe.train import attention_check, pictures
 from maxpipe.train.build import batches, datasets_of, steps_of
 from maxpipe.train.evaluate import evaluate
 from maxpipe.train.replicas import explain
@@ -225,6 +225,8 @@ def set_up(
     phases.progress(first := int(begin.state.step))
     _must_not_be_over(loaded, first, length)
     console.note(begin.words)
+    if first < length:
+        attention_check.check(config, steps.partition.decoder.model, link, console, events)
     with phases.enter(COMPILE):
         train_step, eval_step = _programs(config, steps, datasets, console, length - first)
     events.write("start", step=first, devices=jax.device_count(), seconds=phases.take())
