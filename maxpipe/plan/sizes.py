@@ -43,7 +43,8 @@ class Sizes:
     def on(self, platform: str) -> Sizes:
         """The same with the backend of attention that a platform has, as jax names it."""
         config = self.config
-        model = resolved(config.model, platform, config.train.sequence_length)
+        tokens, context = config.train.sequence_length, self.axes["context"]
+        model = resolved(config.model, platform, tokens, context)
         return self if model == config.model else replace(self, config=replace(config, model=model))
 
     # The mesh.
@@ -337,14 +338,21 @@ class Sizes:
 
     def scores(self, part: Part) -> int:
         """Pairs of query and key that attention scores, of all heads."""
-        tokens = self.config.train.sequence_length
         return sum(
-            self.rows
-            * scored_pairs(tokens, by_blocks=each.held == "block")
-            * -(-each.heads // self.share(each.axis))
+            self.rows * self._scored_pairs(each) * -(-each.heads // self.share(each.axis))
             for each in part.operations
             if isinstance(each, Scores)
         )
+
+    def _scored_pairs(self, scores: Scores) -> int:
+        """Of a row, the pairs that a device scores for each head.
+
+        Plain attention leaves out the future only where queries and keys are the same tokens.
+        """
+        tokens, context = self.config.train.sequence_length, self.axes["context"]
+        if context > 1 and scores.held != "block":
+            return tokens**2 // context
+        return scored_pairs(tokens, by_blocks=scores.held == "block") // context
 
     def products(self, part: Part) -> float:
         """Multiply-adds of activations with each other, scores left out."""
@@ -361,8 +369,8 @@ class Sizes:
             if isinstance(each, Scores):
                 heads = -(-each.heads // self.share(each.axis))
                 found += {
-                    "scores": heads * scored_pairs(tokens),
-                    "mask": tokens**2,
+                    "scores": heads * self._scored_pairs(each),
+                    "mask": tokens**2 // self.axes["context"],
                     "block": heads * even_blocks(tokens) ** 2,
                 }[each.held]
         return self.rows * found

@@ -182,7 +182,7 @@ def _compared(part: Mixing, tokens: int, windows: tuple[int, ...], dtype: str) -
     def all_of(given: Any, cotangent: Array, window: Array) -> list[list[Array]]:
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (given, cotangent))
         with jax.default_matmul_precision("highest"):
-            exact = run(BACKENDS["xla"], *wide, window)
+            exact = run(BACKENDS["xla"], wide[0], wide[1], window)
         backends = (BACKENDS["xla"], BACKENDS[part.backend])
         return [exact, *(run(each, given, cotangent, window) for each in backends)]
 
