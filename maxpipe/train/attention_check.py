@@ -19,9 +19,7 @@ import numpy as np
 from jax import Array
 
 from maxpipe.boundary.files import records
-from maxpipe.checkpoint.storage import run_folder
 from maxpipe.config.paths import EVENTS_FILE
-from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.model.attention.backends import BACKENDS
 from maxpipe.model.attention.interface import Attend, Mask
@@ -31,6 +29,7 @@ from maxpipe.model.spec import Model
 from maxpipe.processes.link import Link
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog
+from maxpipe.train.step import Steps
 
 _EVENT = "attention_checked"
 
@@ -70,15 +69,16 @@ class Found:
         )
 
 
-def check(config: Config, model: Model, link: Link, console: Console, events: EventLog) -> None:
+def check(run_dir: Path, steps: Steps, link: Link, console: Console, events: EventLog) -> None:
     """Checks the model's attention on hardware that the run has not met.
 
     Raises:
         ConfigError: on some process it is wrong.
     """
-    dtype, tokens, found = config.model.compute_dtype, config.train.sequence_length, None
+    decoder, (_, tokens), found = steps.partition.decoder, steps.shape, None
+    model, dtype = decoder.model, decoder.config.compute_dtype
     what = what_is_checked(model, dtype, tokens)
-    if what and not _was_checked(run_folder(config.run), what):
+    if what and not _was_checked(run_dir, what):
         with console.stage("checking attention"):
             found = check_attention(model, dtype, tokens)
     # A process that knows its hardware asks as well: all leave if one of them has to.

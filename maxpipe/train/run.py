@@ -199,9 +199,8 @@ def set_up(
     check_forecast(config, console.warn)
     check_writable(run_dir, WRITTEN_FILES)
     locks = _locks(config, stack) if process == 0 else []
-    for lock in locks:
-        if lock.note:
-            console.warn(lock.note)
+    for note in filter(None, (lock.note for lock in locks)):
+        console.warn(note)
     ours = locks[0].held if locks else lambda: False  # process 0 alone writes records
     events = _ledger(config, link, phases, stack, ours)
     checkpoints = stack.enter_context(
@@ -226,7 +225,7 @@ def set_up(
     _must_not_be_over(loaded, first, length)
     console.note(begin.words)
     if first < length:
-        attention_check.check(config, steps.partition.decoder.model, link, console, events)
+        attention_check.check(run_dir, steps, link, console, events)
     with phases.enter(COMPILE):
         train_step, eval_step = _programs(config, steps, datasets, console, length - first)
     events.write("start", step=first, devices=jax.device_count(), seconds=phases.take())

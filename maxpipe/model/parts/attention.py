@@ -173,7 +173,7 @@ class Attention(Part):
         """Of each pair its score and its probability.
 
         By blocks, besides: queries and the cotangent of what is mixed in the order of blocks, and
-        of keys and values what is not there anyway, their sums of gradients in float32 among it.
+        of keys and values what is not there anyway, their gradients in float32 among it.
         """
         found = Held(pairs=(1.0, 1.0, 0.0))
         if stands(self.backend) == "block":
