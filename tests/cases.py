@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -74,12 +74,36 @@ class Case:
     """Patterns of `model.frozen`."""
     alike: int = 0
     """Size of every dim of model and batch, so that nothing can be told by its shape."""
+    split: Literal["", "sequence", "ring"] = ""
+    """How tokens between matmuls are split over tensor: `mesh.sequence_parallel`, and in rings
+    `mesh.collective_matmul`."""
+    by_three: bool = False
+    """Sizes that 3 divides and 2 does not, but for the heads."""
 
     @property
     def tokens(self) -> int:
         """T."""
-        pieces = 2 * self.context
-        return self.alike or -(-TOKENS // pieces) * pieces
+        pieces, tokens = 2 * self.context, TOKENS
+        if self.split:
+            pieces = math.lcm(pieces, self.context * self.tensor)
+        if self.by_three:
+            pieces, tokens = 15, 15
+        return self.alike or -(-tokens // pieces) * pieces
+
+    @property
+    def mesh(self) -> MeshConfig:
+        """The mesh of this case."""
+        return MeshConfig(
+            ici_stage=self.stages,
+            ici_data=self.data,
+            ici_fsdp=self.fsdp,
+            ici_expert=self.expert,
+            ici_context=self.context,
+            ici_tensor=self.tensor,
+            context_attention=self.attends,  # type: ignore[arg-type]
+            sequence_parallel=bool(self.split),
+            collective_matmul=self.split == "ring",
+        )
 
     @property
     def rows(self) -> int:
@@ -105,6 +129,8 @@ class Case:
         if self.own is not None:
             name = next(name for name, each in FAMILIES.items() if each.section is type(self.own))
             config = replace(config, family=name, own=self.own)
+        if self.by_three:
+            config = replace(config, num_heads=6, num_kv_heads=3, d_mlp=33)
         names = ("d_model", "num_heads", "num_kv_heads", "head_size", "d_mlp", "vocab_size")
         return replace(config, **dict.fromkeys(names if self.alike else (), self.alike))
 
@@ -153,15 +179,7 @@ def with_attention(model: Model, part: Part) -> Model:
 
 def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:
     config = case.model
-    mesh = MeshConfig(
-        ici_stage=case.stages,
-        ici_data=case.data,
-        ici_fsdp=case.fsdp,
-        ici_expert=case.expert,
-        ici_context=case.context,
-        ici_tensor=case.tensor,
-        context_attention=case.attends,  # type: ignore[arg-type]
-    )
+    mesh = case.mesh
     size = math.prod(getattr(mesh, f"ici_{axis}") for axis in MESH_AXES)
     return partition(
         build_mesh(mesh, jax.devices()[:size]),
