@@ -23,7 +23,7 @@ TOKENS = 1
 
 
 def gathered_products(
-    x: Float[Array, "B t D"], weights: Sequence[Float[Array, "D *dims"]], axis: str
+    x: Float[Array, "B t D"], weights: Sequence[Float[Array, "D ..."]], axis: str
 ) -> list[Float[Array, "B T *dims"]]:
     """All shards times each of the weights: one ring serves them all."""
     found: list[Array | None] = [None] * len(weights)

@@ -67,7 +67,7 @@ class TokenSplit:
     def into(
         self,
         x: Float[Array, "B T D"],
-        weights: Sequence[Float[Array, "D *dims"]],
+        weights: Sequence[Float[Array, "D ..."]],
         axes: Sequence[Axes],
     ) -> list[Float[Array, "B T *dims"]]:
         """Times each of the weights, which share what is gathered."""

@@ -45,7 +45,6 @@ class Context:
         """The numbers that a value has in any layer, in ascending order."""
         return tuple(sorted({int(value) for value in self.values[name]}))
 
-
     def split(self, rules: AxisRules) -> TokenSplit:
         """How tokens are split between matmuls; in decoding they are not."""
         return TokenSplit.of(rules) if self.cache is None else TokenSplit(rules)
