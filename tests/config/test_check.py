@@ -90,7 +90,8 @@ BROKEN: list[tuple[str, str, str]] = [
     ),
     ("mesh.collective_matmul=true", "mesh.collective_matmul", "mesh.sequence_parallel=true only"),
     (
-        "mesh.sequence_parallel=true mesh.collective_matmul=true mesh.ici_tensor=2 mesh.ici_stage=2",
+        "mesh.sequence_parallel=true mesh.collective_matmul=true mesh.ici_tensor=2 "
+        "mesh.ici_stage=2",
         "mesh.collective_matmul",
         "needs pipeline.idle=compute",
     ),
