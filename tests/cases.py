@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import pytest
 
+from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
 from maxpipe.model.families.registry import FAMILIES
 from maxpipe.model.parts.norm import LayerNorm
@@ -80,12 +81,34 @@ class Case:
     """Axes whose devices are in several slices."""
     alike: int = 0
     """Size of every dim of model and batch, so that nothing can be told by its shape."""
+    split: Literal["", "sequence", "ring"] = ""
+    """How tokens between matmuls are split over tensor: `mesh.sequence_parallel`, and in rings
+    `mesh.collective_matmul`."""
+    by_three: bool = False
+    """Sizes that 3 divides and 2 does not, but for the heads."""
 
     @property
     def tokens(self) -> int:
         """T."""
-        pieces = 2 * self.context
-        return self.alike or self.length or -(-TOKENS // pieces) * pieces
+        pieces, tokens = 2 * self.context, TOKENS
+        if self.split:
+            pieces = math.lcm(pieces, self.context * self.tensor)
+        if self.by_three:
+            pieces, tokens = 15, 15
+        return self.alike or self.length or -(-tokens // pieces) * pieces
+
+    @property
+    def mesh(self) -> MeshConfig:
+        """The mesh of this case."""
+        sizes: dict[str, Any] = {a: getattr(self, a) for a in MESH_AXES if a != "stage"}
+        sizes["stage"] = self.stages
+        links = {axis: "dcn" if axis in self.across else "ici" for axis in sizes}
+        return MeshConfig(
+            **{f"{links[axis]}_{axis}": size for axis, size in sizes.items()},
+            context_attention=self.attends,  # type: ignore[arg-type]
+            sequence_parallel=bool(self.split),
+            collective_matmul=self.split == "ring",
+        )
 
     @property
     def rows(self) -> int:
@@ -111,6 +134,8 @@ class Case:
         if self.own is not None:
             name = next(name for name, each in FAMILIES.items() if each.section is type(self.own))
             config = replace(config, family=name, own=self.own)
+        if self.by_three:
+            config = replace(config, num_heads=6, num_kv_heads=3, d_mlp=33)
         names = ("d_model", "num_heads", "num_kv_heads", "head_size", "d_mlp", "vocab_size")
         return replace(config, **dict.fromkeys(names if self.alike else (), self.alike))
 
@@ -159,14 +184,8 @@ def with_attention(model: Model, part: Part) -> Model:
 
 def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:
     config = case.model
-    sizes = {axis: getattr(case, axis) for axis in MESH_AXES if axis != "stage"}
-    sizes["stage"] = case.stages
-    links = {axis: "dcn" if axis in case.across else "ici" for axis in sizes}
-    mesh = MeshConfig(
-        **{f"{links[axis]}_{axis}": size for axis, size in sizes.items()},
-        context_attention=case.attends,  # type: ignore[arg-type]
-    )
-    size = math.prod(sizes.values())
+    mesh = case.mesh
+    size = math.prod(axis_size(mesh, axis) or 1 for axis in MESH_AXES)
     return partition(
         build_mesh(mesh, jax.devices()[:size]),
         model=config,

@@ -127,6 +127,46 @@ def _layers_read_other_tokens_by_attention(config: Config) -> Iterator[Finding]:
         )
 
 
+@rule("train.sequence_length", "mesh.sequence_parallel", *axis_keys("context", "tensor"))
+def _tokens_divide(config: Config) -> Iterator[Finding]:
+    tokens, mesh = config.train.sequence_length, config.mesh
+    context, tensor = axis_size(mesh, "context") or 1, axis_size(mesh, "tensor") or 1
+    if mesh.sequence_parallel and tokens % (context * tensor):
+        # Half as long pieces as the context axis has devices: its own rule.
+        more = up(tokens, math.lcm(context * tensor, 2 * context if context > 1 else 1))
+        sizes = f"context ({context}) x tensor ({tensor})" if context > 1 else f"tensor ({tensor})"
+        yield Finding(
+            "train.sequence_length",
+            f"must be a multiple of {sizes} with mesh.sequence_parallel=true: each device has the "
+            "same number of tokens between matmuls.",
+            f"Set train.sequence_length={more}, or mesh.sequence_parallel=false.",
+        )
+
+
+@rule("mesh.collective_matmul", "mesh.sequence_parallel")
+def _rings_have_tokens(config: Config) -> Iterator[Finding]:
+    if config.mesh.collective_matmul and not config.mesh.sequence_parallel:
+        yield Finding(
+            "mesh.collective_matmul",
+            "is read with mesh.sequence_parallel=true only, and it is false: without split tokens "
+            "nothing is gathered for a matmul.",
+            "Set mesh.sequence_parallel=true, or mesh.collective_matmul=false.",
+        )
+
+
+@rule("mesh.collective_matmul", "pipeline.idle", *axis_keys("stage", "tensor"))
+def _rings_turn_alike(config: Config) -> Iterator[Finding]:
+    mesh = config.mesh
+    alone = axis_size(mesh, "stage") == 1 or axis_size(mesh, "tensor") == 1
+    if mesh.collective_matmul and config.pipeline.idle == "skip" and not alone:
+        yield Finding(
+            "mesh.collective_matmul",
+            "needs pipeline.idle=compute with more than one stage, and it is skip: devices wait "
+            "for all others in a ring, and stages that skip a slot would never come.",
+            "Set pipeline.idle=compute, or mesh.collective_matmul=false.",
+        )
+
+
 @rule("mesh.axis_rules")
 def _axis_rules_are_known(config: Config) -> Iterator[Finding]:
     for name, axes in config.mesh.axis_rules.items():

@@ -199,7 +199,7 @@ _NOT_SAME_KEY = {
         "Leave it out; mesh.ici_fsdp and mesh.ici_tensor shard every layer, experts included.",
     ),
     "cp cp_size context_parallel context_parallel_size context_parallel_degree sp "
-    "sequence_parallel ici_context_parallelism ici_sequence_parallelism": (
+    "ici_context_parallelism ici_sequence_parallelism": (
         "splitting sequences over devices is not supported yet.",
         "Leave it out; mesh.ici_stage, mesh.ici_fsdp and mesh.ici_tensor shrink a device's memory.",
     ),

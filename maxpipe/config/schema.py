@@ -138,6 +138,14 @@ class MeshConfig:
     or one stage. `auto` takes `heads` where they divide, else `gather`."""
     cpu_devices: int = 1
     """Number of virtual devices when running on CPU. Ignored on TPU and GPU."""
+    sequence_parallel: bool = False
+    """Split what lies between the matmuls of a layer (residual stream, norms, messages, kept
+    inputs) over tokens on the tensor axis. All-reduces become all-gathers and reduce-scatters, and
+    what waits between slots takes less memory."""
+    collective_matmul: bool = False
+    """Send parts of these all-gathers and reduce-scatters behind the matmuls that read or write
+    them: each becomes a ring of messages and smaller matmuls. Read with
+    `mesh.sequence_parallel=true`."""
     axis_rules: dict[str, list[str]] = field(default_factory=dict)
     """Changes to the table from logical axis to mesh axes, e.g. `{mlp: [tensor]}`.
     The default table is printed by `maxpipe config explain mesh.axis_rules`."""

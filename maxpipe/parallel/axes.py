@@ -14,7 +14,7 @@ from maxpipe.config.schema import MeshConfig
 
 LOGICAL_AXES = (
     *("batch", "embed", "heads", "kv_heads", "head_size", "mlp", "experts", "vocab", "norm"),
-    *("ahead", "latent", "expert_embed", "routes"),
+    *("ahead", "latent", "expert_embed", "routes", "sequence"),
 )
 """Names that model code gives to the dims of its arrays."""
 
@@ -35,6 +35,7 @@ DEFAULT_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "norm": (),
     "ahead": (),
     "latent": ("fsdp", "expert", "context"),
+    "sequence": (),  # of what is between a layer's matmuls: see `with_tokens`
 }
 """Mesh axes over which each logical axis is split, before `mesh.axis_rules`."""
 
@@ -64,6 +65,11 @@ def takes_heads(method: str, heads: int, kv_heads: int, context: int, tensor: in
 def axis_table(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
     """Logical axis to mesh axes: the default table with the changes applied."""
     return DEFAULT_AXIS_RULES | {name: tuple(axes) for name, axes in mesh.axis_rules.items()}
+
+
+def with_tokens(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
+    """The same, and over which axes tokens are split between the matmuls of a layer."""
+    return axis_table(mesh) | {"sequence": ("tensor",) if mesh.sequence_parallel else ()}
 
 
 def resolved(mesh: MeshConfig, num_devices: int, num_slices: int) -> MeshConfig:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.config.schema import MeshConfig
 from maxpipe.errors import ConfigError
-from maxpipe.parallel.axes import axis_table
+from maxpipe.parallel.axes import with_tokens
 from maxpipe.parallel.mesh import BATCH_AXES, FSDP, STAGE
 
 STACK = ("repeat", "stage", "layer")
@@ -30,12 +30,14 @@ class AxisRules:
     table: tuple[tuple[str, tuple[str, ...]], ...]
     context: str = "auto"
     """How tokens attend to those on other devices: `mesh.context_attention`."""
+    by_ring: bool = False
+    """Whether tokens travel to matmuls, and sums from them, part by part: `sequence`."""
 
     @classmethod
     def from_config(cls, config: MeshConfig) -> AxisRules:
         """The default table with the changes of `mesh.axis_rules`."""
-        table = {**axis_table(config), "stage": (STAGE,)}
-        return cls(tuple(table.items()), config.context_attention)
+        table = {**with_tokens(config), "stage": (STAGE,)}
+        return cls(tuple(table.items()), config.context_attention, config.collective_matmul)
 
     def spec(self, logical: Sequence[str | None], where: str = "a tensor") -> PartitionSpec:
         """Partition of a tensor whose dims have these logical axes.

@@ -27,6 +27,9 @@ RECOMPUTED = {"none": 0.0, "full": 1.0, "chunk": 2.0}
 SCORE_TRAFFIC = 12
 """Moved for each pair of query and key by the softmax of plain attention and its gradient, a pass:
 fitted to the TPU compiler's cycles at 2048 and 8192 tokens."""
+RING_MATMULS = 1.35
+"""By how much the matmuls of a layer take longer in rings, by the TPU compiler's cycles with 8
+shards of 2048 tokens (`benchmarks/collective_matmul.py`)."""
 HIDDEN = {"iteration": 0.5, "visit": 0.0, "step": 0.0}
 """Share of a layer's work behind which its gather travels."""
 
@@ -170,7 +173,7 @@ class CostModel:
     @cached_property
     def embed(self) -> float:
         """Lookup of a microbatch, and its gradient."""
-        message = self.size * self.sizes.activation
+        message = self.size * self.sizes.whole_activation
         once = self.move("stage", 2 * self.around("stage") * message / self.sizes.fsdp)
         directions = 2 if self.sizes.trained.embedding_elements() else 1
         return directions * (once + self.move("fsdp", self.around("fsdp") * message))
@@ -198,7 +201,17 @@ class LayerCost:
     @cached_property
     def forward(self) -> float:
         """A forward, its tensor-parallel sums included."""
-        return self.seconds + self.num_sums * self._tensor_sum / self.model.contention
+        sums = self.num_sums * self._tensor_sum / self.model.contention
+        if not self._in_rings:
+            return self.seconds + sums
+        matmuls = RING_MATMULS * self.matmul_seconds
+        return self.score_seconds + max(matmuls, sums if self.model.hides else matmuls + sums)
+
+    @property
+    def _in_rings(self) -> bool:
+        """Whether tokens travel to matmuls part by part."""
+        sizes = self.model.sizes
+        return sizes.config.mesh.collective_matmul and sizes.token_shards > 1
 
     @property
     def num_sums(self) -> int:
@@ -255,8 +268,19 @@ class LayerCost:
 
     @property
     def summed(self) -> float:
-        """Bytes that a device sends for one tensor-parallel sum."""
-        return 2 * self.model.around("tensor") * self.model.size * self.model.sizes.activation
+        """Bytes that a device sends for one tensor-parallel sum, or to gather and scatter once."""
+        whole = self.model.size * self.model.sizes.whole_activation
+        return 2 * self.model.around("tensor") * whole
+
+    def regathered(self, action: str) -> float:
+        """Bytes that a device sends in a slot to gather split tokens again for weight gradients.
+
+        A whole backward gathers cotangents once, and inputs with the forward that it runs again.
+        """
+        if self.model.sizes.token_shards == 1 or action not in "BW":
+            return 0.0
+        gathers = 2.0 if action == "W" else max(0.0, 1.0 - self.model.recomputed)
+        return gathers * self.num_sums * self.summed / 2
 
     def slot(self, action: str) -> float:
         """In a slot of this kind, gathers and reductions in the slot included.
@@ -269,6 +293,8 @@ class LayerCost:
         weights = hardware.weight_grad_cost * self._trained_share * self.seconds + self.accumulation
         own = {"F": self.forward, "B": inputs + weights, "I": inputs, "W": weights}[action]
         own += self._kept(action)
+        if not self._in_rings:
+            own += model.move("tensor", self.regathered(action)) / model.contention
         if pipeline.weight_gather != "iteration" or model.sizes.fsdp == 1:
             return own
         gathers = {"F": 1, "B": 1, "I": 1, "W": 0}[action]
@@ -459,12 +485,16 @@ def traffic(model: CostModel, schedule: Schedule) -> dict[tuple[str, str], float
         fsdp = model.total(held, gathered) + model.total(held, scattered)
     ways = sum(1 for way in schedule.arrivals if way.step)
     message = model.size * sizes.activation
-    summed = model.total(all_layers, lambda layer: layer.num_sums * layer.summed)
+    summed = model.total(
+        all_layers, lambda layer: (2 + model.recomputed) * layer.num_sums * layer.summed
+    )
+    action = "W" if schedule.mixed else "B"
+    summed += model.total(all_layers, lambda layer: layer.regathered(action))
     along = schedule.num_ticks * ways * message if sizes.stages > 1 else 0.0
     found: Mapping[str, float] = {
         "fsdp": fsdp,
         "stage": along + _summed_over_stages(model),
-        "tensor": each * (2 + model.recomputed) * summed,
+        "tensor": each * summed,
         "data": 2 * model.around("data") * 4.0 * sizes.trained.shard_elements,
     }
     return {(axis, model.link(axis)): sent for axis, sent in found.items() if sent}

@@ -254,12 +254,14 @@ def _part_on_tpu(sizes: Sizes, part: Part) -> float:
     narrow, wide, other = held.pairs
     found = (wide * 4 + narrow * SCORES * size + other) * sizes.held_scores(part)
     if found and sizes.tensor > 1:
-        found += SUMMED * size * sizes.activation
+        found += SUMMED * size * sizes.whole_activation
     return found + sizes.held_bytes(part, replace(held, pairs=(0.0, 0.0, 0.0)))
 
 
 CPU_WEIGHTS, CPU_ACTIVATIONS = 0.8, 2.5
 """Of a layer, and for each of its parts."""
+CPU_GATHERED = 4.0
+"""Whole activations, where their tokens are split between matmuls: gathered, and not summed yet."""
 CPU_KEPT, CPU_RECOMPUTED = 5 / 6, 1.25
 """Of each array that a part declares: where its activations are kept, and where they are computed
 again."""
@@ -280,6 +282,7 @@ def _layer_on_cpu(sizes: Sizes) -> float:
         )
         alive = max(CPU_SCORES_ALONE * pairs, CPU_SCORES * pairs + arrays)
         alive += CPU_ACTIVATIONS * len(parts) * sizes.activation
+        alive += CPU_GATHERED * (sizes.token_shards > 1) * sizes.whole_activation
         return alive + CPU_WEIGHTS * sizes.layer_elements(name, whole=True)
 
     size = BYTES[sizes.config.model.compute_dtype]

@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any
 
 from maxpipe.config.check import check
+from maxpipe.config.keys import default_of
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware
@@ -31,6 +32,8 @@ from maxpipe.schedule.table import Schedule
 from maxpipe.words import counted
 
 AXES = ("stage", "data", "fsdp", "tensor")
+TOKENS = ("sequence_parallel", "collective_matmul")
+"""Keys of `mesh` that say how tokens lie along tensor."""
 REPEATS = (1, 2, 3, 4, 6, 8)
 GATHERS = ("iteration", "visit", "step")
 REMATS = ("none", "names", "full", "chunk")
@@ -67,6 +70,11 @@ class Candidate:
             size = getattr(mesh, f"{link}_{axis}")
             if size > 1:
                 found[f"mesh.{link}_{axis}"] = size
+        for name in TOKENS:
+            if getattr(mesh, name):
+                found[f"mesh.{name}"] = True
+        if mesh.collective_matmul and pipeline.idle != default_of("pipeline.idle"):
+            found["pipeline.idle"] = pipeline.idle
         for name in _LAYOUT:
             value = getattr(pipeline, name)
             if value not in (0, None):
@@ -159,7 +167,7 @@ def layouts(
     """Layouts with legal sizes; `check` applies the other rules."""
     for mesh in _meshes(config, num_devices, num_slices):
         if any(
-            mesh.get(key.removeprefix("mesh."), 1) != value
+            mesh.get(key.removeprefix("mesh."), 1) != value  # a size that is not named is 1
             for key, value in fixed.items()
             if key.startswith("mesh.")
         ):
@@ -199,14 +207,26 @@ def _meshes(config: Config, num_devices: int, num_slices: int) -> Iterator[dict[
                     if not given.divides("fsdp", total["fsdp"]):
                         continue
                     mesh = {f"ici_{name}": size for name, size in sizes.items()}
-                    yield mesh | ({f"dcn_{axis}": num_slices} if num_slices > 1 else {})
+                    mesh |= {f"dcn_{axis}": num_slices} if num_slices > 1 else {}
+                    for split, rings in _token_splits(config, tensor):
+                        yield mesh | dict(zip(TOKENS, (split, rings), strict=True))
+
+
+def _token_splits(config: Config, tensor: int) -> Iterator[tuple[bool, bool]]:
+    """(whether tokens are split between matmuls, whether they travel in rings)."""
+    yield False, False
+    if tensor > 1 and config.train.sequence_length % tensor == 0:
+        yield True, False
+        yield True, True
 
 
 def _pipelines(config: Config) -> Iterator[dict[str, Any]]:
     sizes = Sizes(config)
     stages, fsdp = sizes.stages, sizes.fsdp
     layers = config.model.num_layers - config.pipeline.layers_outside
-    base = {"cut": [], "delayed_forwarding": False}
+    base: dict[str, Any] = {"cut": [], "delayed_forwarding": False}
+    if config.mesh.collective_matmul and stages > 1:
+        base["idle"] = "compute"  # stages that skip a slot would not come to a ring
     for name, repeats, group_factor in _schedules(stages):
         if stages * repeats > layers:
             continue

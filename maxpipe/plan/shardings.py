@@ -10,9 +10,9 @@ from typing import Any
 
 from maxpipe.config.schema import Config
 from maxpipe.model.spec import Dims, Param
-from maxpipe.parallel.axes import MESH_AXES, axis_table
+from maxpipe.parallel.axes import MESH_AXES, axis_table, with_tokens
 from maxpipe.plan.advice import gib
-from maxpipe.plan.sizes import BYTES, Sizes
+from maxpipe.plan.sizes import BETWEEN_MATMULS, BYTES, Sizes
 from maxpipe.train.optimizers import optimizer_of
 from maxpipe.words import counted
 
@@ -141,17 +141,19 @@ def _parameters(on: _Mesh) -> Iterator[Sharding]:
 
 def _activations(on: _Mesh) -> Iterator[Sharding]:
     sizes, config = on.sizes, on.sizes.config
-    table = axis_table(config.mesh)
+    table = with_tokens(config.mesh)
     rows = sizes.rows * math.prod(sizes.axes[axis] for axis in table[BATCH])
     tokens: Dims = ((rows, BATCH), (config.train.sequence_length, TOKENS))
 
     def activation(name: str, dims: Dims) -> Sharding:
+        between = {logical for _, logical in dims} <= BETWEEN_MATMULS
         # Dims of activations are split over tensor only: along fsdp lie rows.
         spec = [
             tuple(axis for axis in table.get(logical, ()) if axis == "tensor")
             for _, logical in dims
         ]
-        whole = [table[BATCH], ("context",), *spec]
+        tokens_over = ("context", *(table["sequence"] if between else ()))
+        whole = [table[BATCH], tokens_over, *spec]
         dtype = config.model.compute_dtype
         return on.place(name, (*tokens, *dims), whole, dtype, ignored="stage")
 

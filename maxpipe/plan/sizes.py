@@ -24,12 +24,14 @@ from maxpipe.model.count import (
 )
 from maxpipe.model.families.registry import describe
 from maxpipe.model.spec import Dims, Held, Kind, Model, Param, Part, Products, Scores
-from maxpipe.parallel.axes import MESH_AXES, axis_table
+from maxpipe.parallel.axes import MESH_AXES, with_tokens
 from maxpipe.schedule.balance import balanced_cut
 from maxpipe.schedule.catalog import build
 from maxpipe.schedule.table import Schedule
 
 BYTES = {"float32": 4, "bfloat16": 2}
+BETWEEN_MATMULS = frozenset({"embed", "norm", "latent"})
+"""Logical axes of what is between the matmuls that tensor splits."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class Sizes:
 
     @cached_property
     def _table(self) -> Mapping[str, tuple[str, ...]]:
-        return axis_table(self.config.mesh)
+        return with_tokens(self.config.mesh)
 
     def elements(self, dims: Dims, *, whole: bool = False) -> int:
         """Of an array's shard on one device; `whole`: gathered over fsdp and the axes beside it."""
@@ -312,12 +314,24 @@ class Sizes:
 
     @property
     def activation(self) -> int:
-        """What a stage hands to the next `[B, T, D]`."""
+        """What a stage hands to the next `[B, T, D]`, or a device's tokens of it."""
+        return self.whole_activation // self.token_shards
+
+    @property
+    def whole_activation(self) -> int:
+        """The same with all tokens, as matmuls read it."""
         return self.tokens * self.config.model.d_model
+
+    @property
+    def token_shards(self) -> int:
+        """Devices over which tokens are split between the matmuls of a layer."""
+        return math.prod(self.axes[axis] for axis in self._table["sequence"])
 
     def activated(self, dims: Dims) -> int:
         """Of an activation with these dims for every token; `fsdp` shards tokens, not them."""
         count = self.tokens
+        if {logical for _, logical in dims} <= BETWEEN_MATMULS:
+            count //= self.token_shards
         for size, logical in dims:
             count *= -(-size // self.share(logical))
         return count

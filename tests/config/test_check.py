@@ -84,6 +84,23 @@ BROKEN: list[tuple[str, str, str]] = [
     ("mesh.ici_expert=2 train.batch_size=64", "mesh.ici_expert", "have no experts"),
     ("mesh.ici_context=3 train.sequence_length=64", "train.sequence_length", "2 x context (3) = 6"),
     ("mesh.ici_context=2 model.heads_ahead=1", "mesh.ici_context", "tokens further ahead"),
+    (
+        "mesh.ici_tensor=4 mesh.sequence_parallel=true train.sequence_length=66",
+        "train.sequence_length",
+        "multiple of tensor (4)",
+    ),
+    (
+        "mesh.ici_tensor=4 mesh.ici_context=3 mesh.sequence_parallel=true train.sequence_length=66",
+        "train.sequence_length",
+        "multiple of context (3) x tensor (4)",
+    ),
+    ("mesh.collective_matmul=true", "mesh.collective_matmul", "mesh.sequence_parallel=true only"),
+    (
+        "mesh.sequence_parallel=true mesh.collective_matmul=true mesh.ici_tensor=2 "
+        "mesh.ici_stage=2",
+        "mesh.collective_matmul",
+        "needs pipeline.idle=compute",
+    ),
     ("mesh.axis_rules.hedas=[]", "mesh.axis_rules.hedas", "not a logical axis"),
     ("mesh.axis_rules.batch=[]", "mesh.axis_rules.batch", "the pipeline owns it"),
     ("mesh.axis_rules.mlp=[fsdp]", "mesh.axis_rules.mlp", "must be [] or [tensor]"),

@@ -431,6 +431,7 @@ WORDS = {"vocab_size": 16384}
 WIDE = {"d_model": 256, "d_mlp": 1024}
 LAYERS_AHEAD = {"heads_ahead": 2, "ahead": "layer"}
 NARROW_TYPE = {"compute_dtype": "bfloat16"}
+RINGS = {"sequence_parallel": True, "collective_matmul": True}
 TEMPORARY: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     ({}, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4, "repeats": 2}),
     ({}, {"ici_stage": 4, "ici_fsdp": 2}, {"microbatches": 8, "remat": "names"}),
@@ -439,6 +440,16 @@ TEMPORARY: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     (LAYERS_AHEAD | WIDE, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4}),
     (LAYERS_AHEAD | WORDS, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 2}),
     (WORDS, {"ici_fsdp": 4, "ici_tensor": 2}, {"microbatches": 2}),
+    (
+        WIDE,
+        {"ici_stage": 2, "ici_tensor": 4, "sequence_parallel": True},
+        {"microbatches": 4, "remat": "names"},
+    ),
+    (
+        WIDE,
+        {"ici_stage": 2, "ici_fsdp": 2, "ici_tensor": 2} | RINGS,
+        {"microbatches": 4, "remat": "none", "idle": "compute"},
+    ),
     (WIDE, {"ici_fsdp": 8}, {"microbatches": 1}),
     (WIDE, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4, "weight_gather": "step"}),
     (NARROW_TYPE, {"ici_fsdp": 8}, {"microbatches": 2, "remat": "names"}),

@@ -28,18 +28,19 @@ from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.train.step import partition
 
-MICROBATCHES, TOKENS, WIDTH, FSDP = 6, 256, 256, 4
-sizes = MeshConfig(ici_stage=2, ici_fsdp=FSDP)
+MICROBATCHES, WIDTH, FSDP = 6, 256, 4
+given, mesh, TOKENS = json.loads(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
+sizes = MeshConfig(**mesh)
 devices = topologies.get_topology_desc("v5p:2x2x2", platform="tpu").devices
 steps = partition(
     build_mesh(sizes, devices),
     model=ModelConfig(
-        num_layers=8, d_model=WIDTH, num_heads=2, num_kv_heads=2, head_size=128, d_mlp=1024,
+        num_layers=8, d_model=WIDTH, num_heads=4, num_kv_heads=4, head_size=128, d_mlp=1024,
         vocab_size=1024,
     ),
-    pipeline=PipelineConfig(microbatches=MICROBATCHES, **json.loads(sys.argv[1])),
+    pipeline=PipelineConfig(microbatches=MICROBATCHES, **given),
     optim=OptimConfig(),
-    train=TrainConfig(batch_size=MICROBATCHES * FSDP, sequence_length=TOKENS),
+    train=TrainConfig(batch_size=MICROBATCHES * mesh.get("ici_fsdp", 1), sequence_length=TOKENS),
     total_steps=10,
     rules=AxisRules.from_config(sizes),
     seed=0,
@@ -53,7 +54,8 @@ found = profile(
 )
 print(json.dumps({
     "collectives": [
-        [each.kind, each.region, each.is_async, each.cycles_between] for each in found.collectives
+        [each.kind, each.region, each.is_async, each.cycles_between, each.stride, each.num_bytes]
+        for each in found.collectives
     ],
     "kernels": [
         [each.region, each.instruction.name, each.flops] for each in found.entries if each.is_kernel
@@ -114,21 +116,22 @@ def run(program: str, *arguments: str) -> dict[str, Any]:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-def compiled(**pipeline: Any) -> dict[str, Any]:
+def compiled(mesh: dict[str, Any], tokens: int = 256, **pipeline: Any) -> dict[str, Any]:
     """What the compiler made of a train step."""
-    return run(PROGRAM, json.dumps(pipeline))
+    return run(PROGRAM, json.dumps(pipeline), json.dumps(mesh), str(tokens))
 
 
 @pytest.fixture(scope="module")
 def by_iteration() -> dict[str, Any]:
     # This group makes every buffer larger than four messages, the inbox too: it has five slots.
-    return compiled(weight_gather="iteration", repeats=2, group=6)
+    mesh = {"ici_stage": 2, "ici_fsdp": 4}
+    return compiled(mesh, weight_gather="iteration", repeats=2, group=6)
 
 
 def test_messages_travel_while_layers_compute(by_iteration: dict[str, Any]) -> None:
     sends = [
         (is_async, cycles)
-        for kind, region, is_async, cycles in by_iteration["collectives"]
+        for kind, region, is_async, cycles, *_ in by_iteration["collectives"]
         if kind == "collective-permute" and region == "send"
     ]
     assert len(sends) == 2  # outputs of forwards, and of backwards
@@ -153,6 +156,27 @@ def test_kernels_of_attention_state_their_products(by_iteration: dict[str, Any])
 
 def test_no_buffer_is_copied_in_a_loop(by_iteration: dict[str, Any]) -> None:
     assert not by_iteration["copies"]
+
+
+@pytest.mark.parametrize("rings", [False, True])
+def test_split_tokens_travel_behind_matmuls(rings: bool) -> None:
+    tokens, width, tensor = 2048, 256, 4
+    mesh = {"ici_stage": 2, "ici_tensor": tensor, "sequence_parallel": True}
+    mesh |= {"collective_matmul": rings}
+    found = compiled(mesh, tokens, idle="compute")
+    layers = [
+        (kind, is_async, cycles)
+        for kind, region, is_async, cycles, stride, sent in found["collectives"]
+        # A device's tokens at least: sums of norms' gradients are smaller.
+        if region in ("forward", "backward") and stride == 1 and sent >= 2 * tokens * width / tensor
+    ]
+    kinds = {kind for kind, *_ in layers}
+    assert kinds == ({"collective-permute"} if rings else {"all-gather", "reduce-scatter"})
+    if rings:
+        # Seven gathers and sums of a layer, or those that are left of them, of three hops each.
+        assert len(layers) >= 7 * (tensor - 1)
+        assert all(is_async for _, is_async, _ in layers)
+        assert sum(cycles > 0 for *_, cycles in layers) > 0.8 * len(layers)
 
 
 def test_the_compiler_refuses_by_the_peak() -> None:

@@ -20,6 +20,7 @@ from maxpipe.model.modules.norm import rms_normed
 from maxpipe.model.modules.part import Context, Output, PartModule
 from maxpipe.model.parts import attention
 from maxpipe.parallel.context import num_tokens
+from maxpipe.parallel.sequence import TokenSplit
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 # Llama 3.1: wavelengths above original/1 are fully stretched, below original/4 left alone.
@@ -137,7 +138,8 @@ class Attention(PartModule):
         part, dtype, rules = self.part, x.dtype, self.rules
         segments, positions = context.inputs["segment_ids"], context.inputs["positions"]
         frequencies = rotary_frequencies(part.rope, part.head_size, context)
-        query, key, value = (self._projected(name, x) for name in ("query", "key", "value"))
+        split = context.split(rules)
+        query, key, value = self._projected(x, split)
         gate = None
         if part.gated:
             query, gate = jnp.split(query, 2, axis=-1)
@@ -173,7 +175,7 @@ class Attention(PartModule):
         mixed = attend(BACKENDS[part.backend], query, key, value, mask, context.inputs, rules)
         if gate is not None:
             mixed = mixed * jax.nn.sigmoid(gate)
-        out = jnp.einsum("btnh,nhd->btd", mixed, self.out[...].astype(dtype))
+        out = split.out_of(mixed, self.out[...].astype(dtype), part.params["out"].axes)
         out = self._with_bias("out", out)
         return Output(checkpoint_name(out, "attention_out"), cache=cache)
 
@@ -193,10 +195,14 @@ class Attention(PartModule):
         del part
         return Cache.axes()
 
-    def _projected(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
-        """Queries, keys or values, by their heads."""
-        weight = getattr(self, name)[...].astype(x.dtype)
-        return self._with_bias(name, jnp.einsum("btd,dnh->btnh", x, weight))
+    def _projected(
+        self, x: Float[Array, "B T D"], split: TokenSplit
+    ) -> list[Float[Array, "B T N H"]]:
+        """Queries, keys and values, by their heads."""
+        names, params = ("query", "key", "value"), self.part.params
+        weights = [getattr(self, name)[...].astype(x.dtype) for name in names]
+        found = split.into(x, weights, [params[name].axes for name in names])
+        return [self._with_bias(*pair) for pair in zip(names, found, strict=True)]
 
     def _with_bias(self, name: str, x: Float[Array, "B T *dims"]) -> Float[Array, "B T *dims"]:
         if name not in self.part.biased:

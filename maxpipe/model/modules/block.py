@@ -68,7 +68,7 @@ class Block(nnx.Module):
                 inner = part is branch.part
                 module = _MODULES[type(part)](part, rules) if inner else norm_module(part)
                 setattr(self, name, module)
-        self.kind = kind
+        self.kind, self.rules = kind, rules
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, key: Key[Array, ""] | None
@@ -81,13 +81,15 @@ class Block(nnx.Module):
                 lambda example: jax.random.split(jax.random.fold_in(key, example), len(branches))
             )(context.inputs["example_ids"])
         losses, statistics, cache = {}, {}, None
+        split = context.split(self.rules)
+        x = split.shards(x)
         for number, branch in enumerate(branches):
             found = self._branch(branch, x, context)
             change = found.x
             if keys is not None and branch.dropout:
                 places = own_places(x.shape[1])
                 change = dropout(change, branch.dropout, keys[:, number], places)
-            x = x + (change if branch.scale == 1.0 else change * branch.scale)
+            x = split.shards(x + (change if branch.scale == 1.0 else change * branch.scale))
             losses |= found.losses
             statistics |= found.statistics
             cache = cache if found.cache is None else found.cache

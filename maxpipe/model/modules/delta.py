@@ -100,6 +100,8 @@ class GatedDelta(PartModule):
     def __call__(self, x: Float[Array, "B T D"], context: Context) -> Output:
         """Tokens see the past of their own segment only; a segment is tokens side by side."""
         part, rules, dtype = self.part, self.rules, x.dtype
+        split = context.split(rules)
+        x = split.whole(x)
         qkvz, ba = self._projected("qkvz", x), self._projected("ba", x)
         before = _empty(part, qkvz) if context.cache is None else context.cache
         segments = context.inputs["segment_ids"]
@@ -107,7 +109,7 @@ class GatedDelta(PartModule):
         found: Any = _read(part, weights, qkvz, ba, segments, before)
         read, state = found
         read = checkpoint_name(constrain(read, (None, None, "heads", None), rules), "read")
-        out = jnp.einsum("btvh,vhd->btd", read, self.out[...].astype(dtype))
+        out = split.summed(jnp.einsum("btvh,vhd->btd", read, self.out[...].astype(dtype)))
         mixed = qkvz[..., : part.mixed_size]
         cache = None if context.cache is None else before.extended(mixed, segments, state)
         return Output(checkpoint_name(out, "delta_out"), cache=cache)

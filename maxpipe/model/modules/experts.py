@@ -63,16 +63,18 @@ class Experts(PartModule):
 
         No token is dropped in decoding: how many there are in a call says nothing about the model.
         """
-        part = self.part
+        part, split, shards = self.part, context.split(self.rules), x
+        x = split.whole(x)
         bias = None if part.balance_rate is None else self.router_bias[...]
         logit_bias = self.logit_bias[...] if part.biased else None
         routes = routed(x, self.router[...], part, bias, logit_bias)
         out, lost = self._mixed(x, routes, context)
+        out = split.summed(out)
         if self.part.shared is not None:
-            always = gated_mlp(x, self, self.part.shared.function, self.rules, "shared_")
+            always = gated_mlp(shards, self, self.part.shared.function, split, "shared_")
             if self.part.shared_gated:
                 weight = self.shared_weight[...].astype(x.dtype)
-                always *= jax.nn.sigmoid(jnp.einsum("btd,d->bt", x, weight))[..., None]
+                always *= jax.nn.sigmoid(jnp.einsum("btd,d->bt", shards, weight))[..., None]
             out += always
         mask = context.inputs.get("loss_mask")
         if mask is None:

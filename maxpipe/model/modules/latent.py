@@ -19,6 +19,7 @@ from maxpipe.model.modules.attention import rotary_frequencies, rotate
 from maxpipe.model.modules.norm import rms_normed
 from maxpipe.model.modules.part import Context, Output, PartModule
 from maxpipe.model.parts import latent
+from maxpipe.parallel.sequence import TokenSplit
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 _HEADS = (None, None, "heads", "head_size")
@@ -49,21 +50,22 @@ class LatentAttention(PartModule):
     def __call__(self, x: Float[Array, "B T D"], context: Context) -> Output:
         """Tokens see the past of their own segment only."""
         part, dtype, positions = self.part, x.dtype, context.inputs["positions"]
+        split = context.split(self.rules)
         frequencies = rotary_frequencies(part.rope, part.rope_size, context)
-        query = rotate(self._query(x), positions, frequencies, part.rope.length)
+        query = rotate(self._query(x, split), positions, frequencies, part.rope.length)
         query = checkpoint_name(constrain(query, _HEADS, self.rules), "query")
         down = jnp.einsum("btd,dr->btr", x, self.key_value_down[...].astype(dtype))
         small = rms_normed(checkpoint_name(down, "latent"), self.key_value_norm[...], part.norm)
         weight = _halves(self.rope_key[...].astype(dtype))
-        turned = jnp.einsum("btd,dh->bth", x, weight)[:, :, None]
+        turned = split.whole(jnp.einsum("btd,dh->bth", x, weight))[:, :, None]
         turned = rotate(turned, positions, frequencies, part.rope.length)
         mask = Mask(context.inputs["segment_ids"], scale=part.scale)
         cache = context.cache
         if cache is None:
-            mixed = self._expanded(query, small, turned, mask, context.inputs)
+            mixed = self._expanded(query, small, turned, mask, context.inputs, split)
         else:
             mixed, cache = self._absorbed(query, small, turned, mask, positions, cache)
-        out = jnp.einsum("btnh,nhd->btd", mixed, self.out[...].astype(dtype))
+        out = split.out_of(mixed, self.out[...].astype(dtype), part.params["out"].axes)
         return Output(checkpoint_name(out, "attention_out"), cache=cache)
 
     @staticmethod
@@ -79,17 +81,17 @@ class LatentAttention(PartModule):
         whole = ("batch", None, None, None)
         return Cache.axes()._replace(keys=whole, values=whole)
 
-    def _query(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
+    def _query(self, x: Float[Array, "B T D"], split: TokenSplit) -> Float[Array, "B T N H"]:
         """Not rotated yet; what will be is in front."""
         part = self.part
         if not part.query_rank:
             weight = _turning_first(self.query[...].astype(x.dtype), part.rope_size)
-            return jnp.einsum("btd,dnh->btnh", x, weight)
+            return split.into(x, [weight], [part.params["query"].axes])[0]
         down = jnp.einsum("btd,dr->btr", x, self.query_down[...].astype(x.dtype))
         down = checkpoint_name(down, "query_latent")
         normed = rms_normed(down, self.query_norm[...], part.query_norm)
         weight = _turning_first(self.query_up[...].astype(x.dtype), part.rope_size)
-        return jnp.einsum("btr,rnh->btnh", normed, weight)
+        return split.into(normed, [weight], [part.params["query_up"].axes])[0]
 
     def _up(self, dtype: jnp.dtype) -> tuple[Float[Array, "r N h"], Float[Array, "r N v"]]:
         """From latents to keys without what turns, and to values."""
@@ -103,13 +105,13 @@ class LatentAttention(PartModule):
         turned: Float[Array, "B T 1 h"],
         mask: Mask,
         inputs: Mapping[str, Any],
+        split: TokenSplit,
     ) -> Float[Array, "B T N v"]:
         """With keys and values of each head."""
-        up_key, up_value = self._up(query.dtype)
-        rest = jnp.einsum("btr,rnh->btnh", small, up_key)
+        axes = self.part.params["key_value_up"].axes
+        rest, value = split.into(small, self._up(query.dtype), [axes, axes])
         everywhere = jnp.broadcast_to(turned, (*rest.shape[:3], turned.shape[-1]))
         key = jnp.concatenate([everywhere, rest], axis=-1)
-        value = jnp.einsum("btr,rnh->btnh", small, up_value)
         key = checkpoint_name(constrain(key, _HEADS, self.rules), "key")
         value = checkpoint_name(constrain(value, _HEADS, self.rules), "value")
         return attend(BACKENDS[self.part.backend], query, key, value, mask, inputs, self.rules)

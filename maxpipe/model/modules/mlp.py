@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from maxpipe.model.modules.part import Context, Output, PartModule
 from maxpipe.model.parts import mlp
+from maxpipe.parallel.sequence import TokenSplit
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 _FUNCTIONS = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True)}
@@ -69,17 +70,21 @@ def gated_mlp(
     x: Float[Array, "B T D"],
     module: PartModule,
     function: mlp.Gate,
-    rules: AxisRules,
+    split: TokenSplit,
     prefix: str = "",
 ) -> Float[Array, "B T D"]:
     """`(f(x W_gate) * (x W_up)) W_down` with the parameters of `module` that begin so."""
     gate, up, down = (
         getattr(module, f"{prefix}{name}")[...].astype(x.dtype) for name in ("gate", "up", "down")
     )
-    gate, up = jnp.einsum("btd,df->btf", x, gate), jnp.einsum("btd,df->btf", x, up)
+    gate, up = split.into(x, (gate, up), (_INTO, _INTO))
     gate, up = checkpoint_name(gate, f"{prefix}gate"), checkpoint_name(up, f"{prefix}up")
-    hidden = constrain(gated(gate, up, function), (None, None, "mlp"), rules)
-    return jnp.einsum("btf,fd->btd", hidden, down)
+    hidden = constrain(gated(gate, up, function), (None, None, "mlp"), split.rules)
+    return split.out_of(hidden, down, _INTO[::-1])
+
+
+_INTO = ("embed", "mlp")
+"""Logical axes of the projections into a gated MLP; of that out of it, the other way round."""
 
 
 class GatedMLP(PartModule):
@@ -95,4 +100,4 @@ class GatedMLP(PartModule):
 
     def __call__(self, x: Float[Array, "B T D"], context: Context) -> Output:
         """`[B, T, D] -> [B, T, D]`."""
-        return Output(gated_mlp(x, self, self.part.function, self.rules))
+        return Output(gated_mlp(x, self, self.part.function, context.split(self.rules)))

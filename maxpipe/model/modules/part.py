@@ -12,6 +12,8 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from maxpipe.model.spec import Number, Part
+from maxpipe.parallel.sequence import TokenSplit
+from maxpipe.parallel.sharding import AxisRules
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ class Context:
     def counts(self, name: str) -> tuple[int, ...]:
         """The numbers that a value has in any layer, in ascending order."""
         return tuple(sorted({int(value) for value in self.values[name]}))
+
+    def split(self, rules: AxisRules) -> TokenSplit:
+        """How tokens are split between matmuls; in decoding they are not."""
+        return TokenSplit.of(rules) if self.cache is None else TokenSplit(rules)
 
 
 class Output(NamedTuple):

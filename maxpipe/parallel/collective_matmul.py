@@ -1,0 +1,125 @@
+"""Matmuls on one device whose input is gathered, or whose result is summed and scattered.
+
+Tokens are split over an axis, dim 1 of what moves; features are split over the same axis, in what
+stays. Shards go around the ring in both directions, and each is multiplied when it arrives: while
+one is multiplied the next is on its way. A sum goes the other way round, and gets a product more at
+each stop. In shapes t is T over the size of the axis, and dims of weights are this device's.
+
+Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition in Large
+Deep Learning Models, ASPLOS 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+TOKENS = 1
+"""The dim of tokens."""
+
+
+def gathered_products(
+    x: Float[Array, "B t D"], weights: Sequence[Float[Array, "D ..."]], axis: str
+) -> list[Float[Array, "B T *dims"]]:
+    """All shards times each of the weights: one ring serves them all."""
+    found: list[Array | None] = [None] * len(weights)
+    length, size = x.shape[TOKENS], lax.axis_size(axis)
+    for place, shard in _arriving(x, axis):
+        for number, weight in enumerate(weights):
+            part = jnp.tensordot(shard, weight, 1)
+            whole = found[number]
+            if whole is None:
+                shape = [*part.shape]
+                shape[TOKENS] *= size
+                whole = lax.empty(tuple(shape), part.dtype)
+            found[number] = lax.dynamic_update_slice_in_dim(whole, part, place * length, TOKENS)
+    return [whole for whole in found if whole is not None]
+
+
+def scattered_product(
+    arrays: Sequence[Float[Array, "B T *dims"]],
+    weights: Sequence[Float[Array, "*dims D"]],
+    axis: str,
+) -> Float[Array, "B t D"]:
+    """The sum over devices, and over the arrays, of each times its weight; this device's tokens.
+
+    Sums are in float32 on a device, and in the arrays' type on their way.
+    """
+    size, dtype = lax.axis_size(axis), arrays[0].dtype
+    length, mine = arrays[0].shape[TOKENS] // size, lax.axis_index(axis)
+
+    def part(place: Array) -> Array:
+        """What this device adds to the tokens of another."""
+        start = place % size * length
+        found = [
+            product(lax.dynamic_slice_in_dim(array, start, length, TOKENS), weight, weight.ndim - 1)
+            for array, weight in zip(arrays, weights, strict=True)
+        ]
+        return sum(found[1:], found[0])
+
+    total = part(mine)
+    for step, hops in _ways(size):
+        # The sum that arrives here was begun by the device that is `hops` places before.
+        found: Array | None = None
+        for hop in range(hops, 0, -1):
+            added = part(mine + step * hop)
+            found = added if found is None else found.astype(jnp.float32) + added
+            found = _sent(found.astype(dtype), axis, step)
+        if found is not None:
+            total += found.astype(jnp.float32)
+    return total.astype(dtype)
+
+
+def gathered(x: Float[Array, "B t D"], axis: str) -> Float[Array, "B T D"]:
+    """All shards, for a sum over tokens: they travel behind other matmuls.
+
+    A matmul of each when it arrives would read and write the whole sum in float32 for each, which
+    for a weight's gradient takes longer than the matmul.
+    """
+    rows, length, width = x.shape
+    whole = lax.empty((rows, lax.axis_size(axis) * length, width), x.dtype)
+    for place, shard in _arriving(x, axis):
+        whole = lax.dynamic_update_slice_in_dim(whole, shard, place * length, TOKENS)
+    return whole
+
+
+def product(array: Array, weight: Array, dims: int) -> Array:
+    """Over the last dims of one and the first dims of the other, summed in float32."""
+    contracted = tuple(range(array.ndim - dims, array.ndim)), tuple(range(dims))
+    return _multiplied(array, weight, contracted)
+
+
+def outer(one: Array, other: Array) -> Array:
+    """Summed over rows and tokens in float32."""
+    return _multiplied(one, other, ((0, TOKENS), (0, TOKENS)))
+
+
+def _multiplied(one: Array, other: Array, contracted: Any) -> Array:
+    dims = (contracted, ((), ()))
+    return lax.dot_general(one, other, dims, preferred_element_type=jnp.float32)
+
+
+def _ways(size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(step, hops) of both ways around the ring, which together reach every other device."""
+    return (1, size // 2), (-1, (size - 1) // 2)
+
+
+def _arriving(x: Array, axis: str) -> Iterator[tuple[Array, Array]]:
+    """(position of the device that a shard is from, the shard), this device's own first."""
+    size, mine = lax.axis_size(axis), lax.axis_index(axis)
+    yield mine, x
+    moving = {step: x for step, _ in _ways(size)}
+    for hop in range(1, size // 2 + 1):
+        for step, hops in _ways(size):
+            if hop <= hops:
+                moving[step] = _sent(moving[step], axis, step)
+                yield (mine - step * hop) % size, moving[step]
+
+
+def _sent(x: Array, axis: str, step: int) -> Array:
+    size = lax.axis_size(axis)
+    return lax.ppermute(x, axis, [(place, (place + step) % size) for place in range(size)])

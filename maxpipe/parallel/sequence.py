@@ -1,0 +1,247 @@
+"""Tokens split over the tensor axis between a layer's matmuls, and put together for them.
+
+Weights of a layer split heads or hidden units over the tensor axis. What is between the matmuls is
+the same for all of them, and here each device has some of its tokens. A projection into a layer's
+inside gathers tokens, one out of it sums and scatters them. Gradients of tokens and of weights are
+equations of their own, so that a split backward can make one now and the other later; tokens are
+gathered again for them, and wait as shards.
+
+Source: sequence parallelism, arXiv:2205.05198.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Float
+
+from maxpipe.parallel import collective_matmul
+from maxpipe.parallel.collective_matmul import TOKENS
+from maxpipe.parallel.mesh import TOKEN_AXES
+from maxpipe.parallel.per_device import on_shards
+from maxpipe.parallel.sharding import AxisRules, automatic_axes, restrict
+
+Axes = Sequence[str | None]
+"""Logical axes of a weight's dims."""
+
+
+@dataclass(frozen=True)
+class TokenSplit:
+    """How tokens are split between the matmuls of a layer, if they are."""
+
+    rules: AxisRules
+    axis: str = ""
+    """The mesh axis; empty where every device has all tokens."""
+
+    @classmethod
+    def of(cls, rules: AxisRules) -> TokenSplit:
+        """What the table says of programs that see the tokens of one device.
+
+        In programs that are automatic throughout rows have any length, down to one token.
+        """
+        automatic = automatic_axes()
+        if not automatic.isdisjoint(TOKEN_AXES):
+            return cls(rules)
+        axes = dict(rules.table).get("sequence", ())
+        return cls(rules, next((axis for axis in axes if axis in automatic), ""))
+
+    def shards(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The same, with its tokens split; so is its cotangent."""
+        return _placed(x, self.axis) if self.axis else x
+
+    def whole(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The same, with all tokens on every device; its cotangent is split again."""
+        return _whole(x, self.axis) if self.axis else x
+
+    def summed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The transpose of `whole`: of parts of a sum on each device, its shard of the tokens."""
+        return _summed(x, self.axis) if self.axis else x
+
+    def into(
+        self,
+        x: Float[Array, "B T D"],
+        weights: Sequence[Float[Array, "D ..."]],
+        axes: Sequence[Axes],
+    ) -> list[Float[Array, "B T *dims"]]:
+        """Times each of the weights, which share what is gathered."""
+        specs = tuple(map(self._spec, axes))
+        split = [number for number, spec in enumerate(specs) if any(spec)]
+        if not self.axis or not split:
+            return [_multiplied(x, weight) for weight in weights]
+        how = _How(self.axis, self.rules.by_ring, tuple(specs[number] for number in split))
+        found = dict(zip(split, _into(x, tuple(weights[i] for i in split), how), strict=True))
+        # What every device has whole is multiplied with the tokens of each.
+        return [
+            found[number] if number in found else _multiplied(x, weight)
+            for number, weight in enumerate(weights)
+        ]
+
+    def out_of(
+        self, x: Float[Array, "B T *dims"], weight: Float[Array, "*dims D"], axes: Axes
+    ) -> Float[Array, "B T D"]:
+        """Times the weight, summed over devices that have a part of `dims` each."""
+        spec = self._spec(axes)
+        if self.axis and any(spec):
+            return _out_of(x, weight, _How(self.axis, self.rules.by_ring, (spec,)))
+        return self.shards(_contracted(x, weight))
+
+    def _spec(self, axes: Axes) -> PartitionSpec:
+        return restrict(self.rules.spec(axes), (self.axis,))
+
+
+def _multiplied(x: Array, weight: Array) -> Array:
+    return jnp.tensordot(x, weight, 1)
+
+
+def _contracted(x: Array, weight: Array) -> Array:
+    return jnp.tensordot(x, weight, weight.ndim - 1)
+
+
+def _placed(x: Array, axis: str) -> Array:
+    return lax.with_sharding_constraint(x, _tokens(axis, x.ndim))
+
+
+def _tokens(axis: str, ndim: int) -> PartitionSpec:
+    return PartitionSpec(*(axis if dim == TOKENS else None for dim in range(ndim)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _whole(x: Array, axis: str) -> Array:
+    return lax.with_sharding_constraint(x, PartitionSpec(*[None] * x.ndim))
+
+
+_whole.defvjp(
+    lambda x, axis: (_whole(x, axis), None),
+    lambda axis, _, cotangent: (_placed(cotangent, axis),),
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _summed(x: Array, axis: str) -> Array:
+    return _placed(x, axis)
+
+
+_summed.defvjp(
+    lambda x, axis: (_summed(x, axis), None),
+    lambda axis, _, cotangent: (_whole(cotangent, axis),),
+)
+
+
+# Matmuls.
+
+
+@dataclass(frozen=True)
+class _How:
+    axis: str
+    by_ring: bool
+    specs: tuple[PartitionSpec, ...]
+    """Of the weights, over that axis alone."""
+
+    @property
+    def tokens(self) -> PartitionSpec:
+        """Of what is between matmuls."""
+        return PartitionSpec(None, self.axis, None)
+
+    def inside(self, spec: PartitionSpec, *, first: bool) -> PartitionSpec:
+        """Of activations `[B, T, *dims]` by that of a weight `[D, *dims]`, or `[*dims, D]`."""
+        return PartitionSpec(None, None, *(spec[1:] if first else spec[:-1]))
+
+    def gathered_products(self, x: Array, weights: Sequence[Array]) -> list[Array]:
+        """On one device."""
+        if self.by_ring:
+            return collective_matmul.gathered_products(x, weights, self.axis)
+        x = self._gathered(x)
+        return [_multiplied(x, weight) for weight in weights]
+
+    def scattered_product(self, arrays: Sequence[Array], weights: Sequence[Array]) -> Array:
+        """On one device."""
+        if self.by_ring:
+            return collective_matmul.scattered_product(arrays, weights, self.axis)
+        found = [_contracted(*pair) for pair in zip(arrays, weights, strict=True)]
+        return _scattered(sum(found[1:], found[0]), self.axis)
+
+    def gathered_outer(
+        self, moving: Array, arrays: Sequence[Array], dtype: Any, *, first: bool
+    ) -> tuple[Array, ...]:
+        """On one device."""
+        moving, outer = self._gathered(moving), collective_matmul.outer
+        found = [outer(moving, each) if first else outer(each, moving) for each in arrays]
+        return tuple(each.astype(dtype) for each in found)
+
+    def _gathered(self, x: Array) -> Array:
+        if self.by_ring:
+            return collective_matmul.gathered(x, self.axis)
+        return lax.all_gather(x, self.axis, axis=TOKENS, tiled=True)
+
+
+def _scattered(x: Array, axis: str) -> Array:
+    """This device's tokens of the sum over the axis.
+
+    XLA for TPU scatters matrices, and makes an all-reduce of all dims of an array like `x`.
+    """
+    rows, tokens, width = x.shape
+    matrix = jnp.moveaxis(x, TOKENS, 0).reshape(tokens * rows, width)
+    found = lax.psum_scatter(matrix, axis, scatter_dimension=0, tiled=True)
+    return jnp.moveaxis(found.reshape(-1, rows, width), 0, TOKENS)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _into(x: Array, weights: tuple[Array, ...], how: _How) -> tuple[Array, ...]:
+    def run(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(how.gathered_products(x, weights))
+
+    inside = tuple(how.inside(spec, first=True) for spec in how.specs)
+    return on_shards(run, (how.tokens, how.specs), inside)(x, weights)
+
+
+def _into_backward(
+    how: _How, saved: tuple[Array, tuple[Array, ...]], cotangents: tuple[Array, ...]
+) -> tuple[Array, tuple[Array, ...]]:
+    x, weights = saved
+    inside = tuple(how.inside(spec, first=True) for spec in how.specs)
+
+    def to_x(cotangents: tuple[Array, ...], weights: tuple[Array, ...]) -> Array:
+        return how.scattered_product(cotangents, [jnp.moveaxis(w, 0, -1) for w in weights])
+
+    def to_weights(x: Array, cotangents: tuple[Array, ...]) -> tuple[Array, ...]:
+        return how.gathered_outer(x, cotangents, x.dtype, first=True)
+
+    d_x = on_shards(to_x, (inside, how.specs), how.tokens)(cotangents, weights)
+    return d_x, on_shards(to_weights, (how.tokens, inside), how.specs)(x, cotangents)
+
+
+_into.defvjp(lambda x, weights, how: (_into(x, weights, how), (x, weights)), _into_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _out_of(x: Array, weight: Array, how: _How) -> Array:
+    (spec,) = how.specs
+    run = lambda x, weight: how.scattered_product([x], [weight])  # noqa: E731
+    return on_shards(run, (how.inside(spec, first=False), spec), how.tokens)(x, weight)
+
+
+def _out_of_backward(
+    how: _How, saved: tuple[Array, Array], cotangent: Array
+) -> tuple[Array, Array]:
+    x, weight = saved
+    (spec,) = how.specs
+    inside = how.inside(spec, first=False)
+
+    def to_x(cotangent: Array, weight: Array) -> Array:
+        return how.gathered_products(cotangent, [jnp.moveaxis(weight, -1, 0)])[0]
+
+    def to_weight(x: Array, cotangent: Array) -> Array:
+        return how.gathered_outer(cotangent, [x], x.dtype, first=False)[0]
+
+    d_x = on_shards(to_x, (how.tokens, spec), inside)(cotangent, weight)
+    return d_x, on_shards(to_weight, (inside, how.tokens), spec)(x, cotangent)
+
+
+_out_of.defvjp(lambda x, weight, how: (_out_of(x, weight, how), (x, weight)), _out_of_backward)

@@ -1,0 +1,85 @@
+"""Matmuls between split tokens and split features, against plain ones: values and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from maxpipe.config.schema import MeshConfig
+from maxpipe.parallel.sequence import TokenSplit
+from maxpipe.parallel.sharding import AxisRules
+from tests.cases import TOLERANCE
+
+AXES = (("embed", "heads", "head_size"), ("embed", "kv_heads", "head_size"), ("embed", "mlp"))
+
+
+def split_of(size: int, *, rings: bool, **table: list[str]) -> tuple[Mesh, AxisRules]:
+    mesh = Mesh(np.array(jax.devices()[:size]), ("tensor",), axis_types=(AxisType.Auto,))
+    switches = {"sequence_parallel": True, "collective_matmul": rings}
+    return mesh, AxisRules.from_config(MeshConfig(axis_rules=table, **switches))
+
+
+def arrays_of(size: int, dtype: Any) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
+    shapes = [(2, 3 * size, 5), (5, 2 * size, 3), (5, size, 2), (5, 3 * size)]
+    shapes += [(2 * size, 3, 5), (3 * size, 5)]
+    keys = jax.random.split(jax.random.key(size), len(shapes))
+    pairs = zip(keys, shapes, strict=True)
+    x, *weights = (jax.random.normal(*pair).astype(dtype) for pair in pairs)
+    return x, weights[:3], weights[3:]
+
+
+def total(split: TokenSplit, x: Any, into: Any, out_of: Any) -> Any:
+    heads, few, wide = split.into(x, into, AXES)
+    first = split.out_of(jnp.tanh(heads), out_of[0], AXES[0][1:] + AXES[0][:1])
+    second = split.out_of(jnp.tanh(wide), out_of[1], AXES[2][::-1])
+    return split.shards(first) + second, jnp.tanh(few)
+
+
+def summed(split: TokenSplit, *arrays: Any) -> Any:
+    return sum((each.astype(jnp.float32) ** 2).sum() for each in total(split, *arrays))
+
+
+@pytest.mark.parametrize("rings", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_values_and_gradients_are_those_of_plain_matmuls(size: int, rings: bool) -> None:
+    mesh, rules = split_of(size, rings=rings, kv_heads=[] if size == 3 else ["tensor"])
+    arrays = arrays_of(size, jnp.float32)
+    wanted = jax.value_and_grad(summed, (1, 2, 3))(TokenSplit(rules), *arrays)
+
+    def run(*arrays: Any) -> Any:
+        split = TokenSplit.of(rules)
+        assert split.axis == "tensor"
+        return jax.value_and_grad(summed, (1, 2, 3))(split, *arrays)
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(run)(*jax.device_put(arrays, NamedSharding(mesh, PartitionSpec())))
+    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        assert np.abs(np.asarray(a) - np.asarray(b)).max() < TOLERANCE * np.abs(a).max()
+
+
+def test_sums_in_bfloat16_are_in_float32_on_a_device() -> None:
+    """As close to float32 as plain matmuls of bfloat16 are."""
+    mesh, rules = split_of(8, rings=True)
+    narrow, wide = arrays_of(8, jnp.bfloat16), arrays_of(8, jnp.float32)
+    run = jax.value_and_grad(summed, (1, 2, 3))
+    exact, plain = (run(TokenSplit(rules), *arrays) for arrays in (wide, narrow))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(narrow, NamedSharding(mesh, PartitionSpec()))
+        found = jax.jit(lambda *arrays: run(TokenSplit.of(rules), *arrays))(*placed)
+    for a, b, c in zip(*map(jax.tree.leaves, (exact, plain, found)), strict=True):
+        assert c.dtype == b.dtype
+        scale, of = np.abs(a).max(), lambda each: np.asarray(each, np.float32)
+        assert np.abs(of(c) - a).max() < 2 * np.abs(of(b) - a).max() + 0.01 * scale
+
+
+def test_programs_that_are_automatic_throughout_have_rows_of_any_length() -> None:
+    rules = split_of(2, rings=True)[1]
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    with jax.set_mesh(Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)):
+        assert not TokenSplit.of(rules).axis
+    assert not TokenSplit.of(rules).axis

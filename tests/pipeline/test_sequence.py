@@ -1,0 +1,157 @@
+"""Tokens split over tensor, gathered at once or in rings: equal to the plain loop, and how."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from maxpipe.config.load import from_dict
+from maxpipe.hardware import shipped
+from maxpipe.plan.compile import build_steps, read
+from maxpipe.plan.cost import CostModel, traffic
+from maxpipe.plan.memory import buffers
+from maxpipe.plan.sizes import Sizes
+from tests.cases import Case, thinned
+from tests.pipeline.test_executor import check_gradients
+from tests.pipeline.test_families import GEMMA, GEMMA2, GROUPED, NEXT, QWEN2, QWEN3, ROOM, V2, V3
+
+ROOM4 = replace(ROOM, num_experts=4)
+CASES = [
+    Case(2, 2, 4, split="ring", tensor=2, fsdp=2, idle="compute", remat="names"),
+    Case(2, 2, 4, split="sequence", tensor=2, fsdp=2, tied=True, dropout=0.3),
+    Case(1, 1, 2, split="ring", tensor=4),
+    Case(
+        2,
+        1,
+        5,
+        split="ring",
+        tensor=3,
+        by_three=True,
+        idle="compute",
+        schedule="zb_h1",
+        remat="none",
+    ),
+    Case(2, 1, 5, split="sequence", tensor=3, by_three=True, schedule="zb_h1", remat="names"),
+    Case(1, 2, 3, split="sequence", tensor=4, remat="chunk", outside=1),
+    Case(2, 2, 4, split="ring", tensor=4, idle="compute", remat="chunk", layers=7, outside=2),
+    Case(2, 3, 4, split="sequence", tensor=2, fsdp=2, gather="visit", remat="none", layers=7),
+    Case(2, 2, 5, split="ring", tensor=2, data=2, idle="compute", schedule="zb_v", gather="step"),
+    Case(1, 2, 3, split="sequence", tensor=4, ahead=2, tied=True),
+    Case(2, 2, 3, split="ring", tensor=2, ahead=2, form="layer", idle="compute", remat="names"),
+    # Windows and head norms, biases, experts, latents, states.
+    Case(2, 1, 3, split="ring", own=GEMMA, tied=True, layers=6, tensor=4, idle="compute"),
+    Case(2, 2, 3, split="sequence", own=QWEN2, tensor=2, fsdp=2, schedule="zb_v", remat="names"),
+    Case(2, 1, 5, split="ring", own=QWEN3, tensor=4, idle="compute", schedule="zb_h1"),
+    Case(2, 2, 3, split="ring", own=V3, tensor=2, idle="compute", remat="names", schedule="zb_v"),
+    Case(2, 1, 3, split="sequence", own=V2, tensor=4),
+    Case(2, 1, 3, split="sequence", own=GROUPED, tensor=2, fsdp=2, schedule="zb_h1"),
+    Case(2, 1, 3, split="ring", own=ROOM, tensor=4, idle="compute"),
+    Case(2, 1, 3, split="sequence", own=NEXT, epsilon=0.01, tensor=2, fsdp=2),
+    Case(1, 1, 2, split="ring", own=GEMMA2, tied=True, tensor=2),
+    # Beside the other axes that split tokens and experts.
+    Case(2, 1, 3, split="ring", tensor=2, context=2, idle="compute", remat="names"),
+    Case(1, 1, 2, split="sequence", own=ROOM4, tensor=2, expert=2, layers=4),
+]
+
+
+@pytest.mark.parametrize("case", thinned(CASES, 4), ids=str)
+def test_gradients_equal_the_plain_loop(case: Case) -> None:
+    check_gradients(case)
+
+
+MODEL = {
+    "num_layers": 4,
+    "d_model": 32,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_size": 6,
+    "d_mlp": 44,
+    "vocab_size": 264,
+    "compute_dtype": "float32",
+}
+TOKENS, ROWS, STAGES, TENSOR, MICROBATCHES = 28, 2, 2, 4, 4
+
+
+def config_of(split: str, **pipeline: Any) -> Any:
+    switches = {"sequence_parallel": bool(split), "collective_matmul": split == "ring"}
+    mesh = {"ici_stage": STAGES, "ici_tensor": TENSOR} | switches
+    pipeline = {"microbatches": MICROBATCHES, "idle": "compute"} | pipeline
+    train = {"batch_size": ROWS * MICROBATCHES, "sequence_length": TOKENS, "steps": 1}
+    return from_dict({"model": MODEL, "mesh": mesh, "pipeline": pipeline, "train": train})
+
+
+class Compiled:
+    """What XLA makes of a train step on eight CPU devices."""
+
+    def __init__(self, config: Any):
+        self.config, self.sizes = config, Sizes(config)
+        self.steps = build_steps(config, jax.devices()[: STAGES * TENSOR])
+        compiled = self.steps.compile_train()
+        self.text, self.temporary = compiled.as_text(), compiled.memory_analysis()
+
+    def layers(self) -> dict[str, float]:
+        """Bytes that layers send along tensor, by kind of collective; sums over norms left out."""
+        found: dict[str, float] = defaultdict(float)
+        average, _ = read(self.text, self.steps, "iteration")
+        for each in average.collectives:
+            along = len(each.group) == TENSOR and each.stride == 1
+            if along and each.region in ("forward", "backward", "input_grad", "weight_grad"):
+                large = each.num_bytes >= 4 * self.sizes.whole_activation // TENSOR
+                found[each.kind] += each.total_bytes * large
+        return {kind: size for kind, size in found.items() if size}
+
+    def carried(self) -> int:
+        """Bytes of float32 that the loop over ticks carries, whatever they are."""
+        loops = [line for line in self.text.splitlines() if re.search(r"= \(.*\) while\(", line)]
+        shapes = re.findall(r"f32\[([\d,]+)\]", max(loops, key=len).split(" while(")[0])
+        return sum(4 * math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
+@functools.cache
+def compiled(split: str, **pipeline: Any) -> Compiled:
+    return Compiled(config_of(split, **pipeline))
+
+
+def test_sums_become_gathers_and_scatters_and_these_rings() -> None:
+    kinds = {split: compiled(split).layers() for split in ("", "sequence", "ring")}
+    assert kinds[""].keys() == {"all-reduce"}
+    assert kinds["sequence"].keys() == {"all-gather", "reduce-scatter"}
+    assert kinds["ring"].keys() == {"collective-permute"}
+    sent = {split: sum(found.values()) for split, found in kinds.items()}
+    assert sent["ring"] == pytest.approx(sent["sequence"])
+    # One sum serves the projections of an input, of which XLA makes one each.
+    assert sent["sequence"] < sent[""]
+
+
+@pytest.mark.parametrize(
+    "pipeline", [{}, {"remat": "none"}, {"remat": "none", "schedule": "zb_h1"}], ids=str
+)
+def test_predicted_traffic_is_near_the_compilers(pipeline: dict[str, Any]) -> None:
+    found = compiled("ring", **pipeline)
+    model = CostModel(found.sizes, shipped()["v5p"])
+    predicted = traffic(model, found.steps.train_schedule)["tensor", "ici"]
+    assert predicted == pytest.approx(sum(found.layers().values()), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [{}, {"remat": "none"}, {"remat": "names", "schedule": "zb_h1"}, {"remat": "chunk"}],
+    ids=str,
+)
+def test_what_waits_between_slots_is_split(pipeline: dict[str, Any]) -> None:
+    """The compiler carries what is predicted: messages and kept inputs have a device's tokens."""
+    whole, split = (compiled(each, **pipeline) for each in ("", "sequence"))
+    table = split.steps.train_schedule
+    names = ("inbox", "stash", "deferred", "sent")
+    wanted = [buffers(each.sizes, table) for each in (whole, split)]
+    saved = sum(wanted[0][name] - wanted[1][name] for name in names)
+    assert whole.carried() - split.carried() == pytest.approx(saved, rel=0.01)
+    assert wanted[1]["inbox"] == wanted[0]["inbox"] / TENSOR
+    assert split.temporary.temp_size_in_bytes < whole.temporary.temp_size_in_bytes
