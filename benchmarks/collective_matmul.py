@@ -53,6 +53,7 @@ def compile_one(fsdp: int, tensor: int, tokens: int, switches: dict[str, bool]) 
                 "head_size": 128,
                 "d_mlp": 14336,
                 "vocab_size": 128256,
+                "attention": "xla",  # whose matmuls have estimates of cycles, as kernels have not
             },
             "mesh": {"ici_stage": STAGES, "ici_fsdp": fsdp, "ici_tensor": tensor} | switches,
             "pipeline": {"microbatches": MICROBATCHES, "repeats": 2, "idle": "compute"},

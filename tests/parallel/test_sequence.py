@@ -20,8 +20,8 @@ AXES = (("embed", "heads", "head_size"), ("embed", "kv_heads", "head_size"), ("e
 
 def split_of(size: int, *, rings: bool, **table: list[str]) -> tuple[Mesh, AxisRules]:
     mesh = Mesh(np.array(jax.devices()[:size]), ("tensor",), axis_types=(AxisType.Auto,))
-    switches = {"sequence_parallel": True, "collective_matmul": rings}
-    return mesh, AxisRules.from_config(MeshConfig(axis_rules=table, **switches))
+    config = MeshConfig(axis_rules=table, sequence_parallel=True, collective_matmul=rings)
+    return mesh, AxisRules.from_config(config)
 
 
 def arrays_of(size: int, dtype: Any) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
