@@ -33,39 +33,39 @@ class Choice(NamedTuple):
     refused: tuple[str, ...] = ()
 
 
-def choose(model: ModelConfig, platform: str, tokens: int, piece: int = 0) -> Choice:
+def choose(model: ModelConfig, platform: str, tokens: int, context: int = 1) -> Choice:
     """The backend of a model on a platform, as jax names it, for rows of `tokens`.
 
-    `piece` is how many neighbours of a row a device holds at least; 0: all.
+    `context` is over how many devices a row is divided.
     """
     if model.attention != AUTO:
         return Choice(model.attention)
     device = platform if platform in _ORDER else "gpu"
     refused: list[str] = []
     for backend in _ORDER[device]:
-        why = next(_refuses(backend, device, model, tokens, piece or tokens), "")
+        why = next(_refuses(backend, device, model, tokens, context), "")
         if not why:
             return Choice(backend, tuple(refused))
         refused.append(f"{backend} {why}")
     return Choice("xla", tuple(refused))
 
 
-def resolved(model: ModelConfig, platform: str, tokens: int, piece: int = 0) -> ModelConfig:
+def resolved(model: ModelConfig, platform: str, tokens: int, context: int = 1) -> ModelConfig:
     """The model with a backend that is named: what descriptions and programs are made of."""
-    return replace(model, attention=choose(model, platform, tokens, piece).backend)
+    return replace(model, attention=choose(model, platform, tokens, context).backend)
 
 
-def words(model: ModelConfig, platform: str, tokens: int, piece: int = 0) -> str:
+def words(model: ModelConfig, platform: str, tokens: int, context: int = 1) -> str:
     """What was chosen and why, for the start of a run and for plans; of a named backend nothing."""
     if model.attention != AUTO:
         return ""
-    backend, refused = choose(model, platform, tokens, piece)
+    backend, refused = choose(model, platform, tokens, context)
     chosen = f"{backend}, as model.attention=auto chooses on {platform} for {tokens:,} tokens"
     return f"{chosen}: {', '.join(refused)}" if refused else chosen
 
 
 def _refuses(
-    backend: str, device: str, model: ModelConfig, tokens: int, piece: int
+    backend: str, device: str, model: ModelConfig, tokens: int, context: int
 ) -> Iterator[str]:
     """Why a backend is not taken."""
     if backend not in CANNOT:
@@ -78,7 +78,8 @@ def _refuses(
         yield f"has no {option.replace('_', ' ')}"
     if backend == "blockwise" and tokens < _LONG[device]:
         yield f"is for {_LONG[device]:,} tokens or more"
-    if backend == "splash" and piece % _SPLASH_TOKENS:
+    run = tokens // (2 * context) if context > 1 else tokens  # a device has two pieces of a row
+    if backend == "splash" and run % _SPLASH_TOKENS:
         yield f"needs a multiple of {_SPLASH_TOKENS} tokens"
     if backend == "cudnn":
         if model.compute_dtype == "float32":

@@ -224,8 +224,12 @@ def even_blocks(tokens: int, block: int = 0) -> int:
     return size if count == 1 else -(-size // _LANES) * _LANES
 
 
-def scored_pairs(tokens: int) -> int:
-    """Pairs of query and key of a sequence that plain attention scores."""
+def scored_pairs(tokens: int, *, by_blocks: bool = False) -> int:
+    """Pairs of query and key of a sequence that plain attention scores, or one by blocks."""
+    if by_blocks:
+        size = even_blocks(tokens)
+        count = -(-tokens // size)
+        return size**2 * count * (count + 1) // 2
     return sum((stop - start) * stop for start, stop in query_blocks(tokens))
 
 

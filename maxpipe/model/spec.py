@@ -92,6 +92,12 @@ class Matmul(NamedTuple):
     """Share that is multiplied with each token."""
 
 
+Stands = Literal["scores", "mask", "block"]
+"""Of pairs of tokens: their `scores`, of all heads, which the backward reads again; a `mask`, one
+for all heads, beside a kernel; or scores of a `block` of them at a time, which the backward
+computes once more, as it does behind a mask."""
+
+
 class Scores(NamedTuple):
     """Attention's two products over pairs of tokens."""
 
@@ -103,9 +109,8 @@ class Scores(NamedTuple):
     window: str = ""
     """Per-layer value (`Model.values`) with the number of tokens that a query sees, 0 for all.
     The model needs no more pairs; all are computed, as one program serves all values."""
-    fused: bool = False
-    """Whether one kernel computes scores and mixing: of each pair a mask stands in memory, one for
-    all heads."""
+    held: Stands = "scores"
+    """What stands in memory."""
 
 
 class Products(NamedTuple):

@@ -231,6 +231,17 @@ class LayerCost:
         moved = sum(sizes.held_bytes(part, part.traffic) for part in parts)
         return model.work(flops, model.size * self._whole + moved)
 
+    @cached_property
+    def rescored(self) -> float:
+        """Of a backward, the scores that were not kept; measured costs of a backward have them."""
+        flops = sum(
+            2.0 * self.model.sizes.scores(part) * each.head_size
+            for part in self._kind.parts.values()
+            for each in part.operations
+            if isinstance(each, Scores) and each.held != "scores"
+        )
+        return 0.0 if self.model.hardware.measured else self.model.work(flops, 0.0)
+
     @property
     def accumulation(self) -> float:
         """Adding its gradient to the sum of the step, where no matmul hides it."""
@@ -254,7 +265,7 @@ class LayerCost:
         """
         hardware, model = self.model.hardware, self.model
         pipeline = model.sizes.config.pipeline
-        inputs = (hardware.input_grad_cost + model.recomputed) * self.forward
+        inputs = (hardware.input_grad_cost + model.recomputed) * self.forward + self.rescored
         weights = hardware.weight_grad_cost * self._trained_share * self.seconds + self.accumulation
         own = {"F": self.forward, "B": inputs + weights, "I": inputs, "W": weights}[action]
         own += self._kept(action)

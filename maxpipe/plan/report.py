@@ -91,7 +91,9 @@ def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     """A plan as plain values."""
     config, schedule = candidate.config, candidate.schedule
     sizes = Sizes(config).on(hardware.platform)
-    chosen = words(config.model, hardware.platform, config.train.sequence_length)
+    chosen = words(
+        config.model, hardware.platform, config.train.sequence_length, sizes.axes["context"]
+    )
     parameters, trained = num_params(sizes.model), num_trained(sizes.model)
     tokens = config.train.batch_size * config.train.sequence_length
     saved = optimizer_of(config.optim).saved(parameters, trained)

@@ -16,6 +16,7 @@ from maxpipe.config.schema import Config
 from maxpipe.model.choice import resolved
 from maxpipe.model.count import (
     computed_share,
+    even_blocks,
     layer_costs,
     matrices_ahead,
     scored_keys,
@@ -42,7 +43,8 @@ class Sizes:
     def on(self, platform: str) -> Sizes:
         """The same with the backend of attention that a platform has, as jax names it."""
         config = self.config
-        model = resolved(config.model, platform, config.train.sequence_length)
+        tokens, context = config.train.sequence_length, self.axes["context"]
+        model = resolved(config.model, platform, tokens, context)
         return self if model == config.model else replace(self, config=replace(config, model=model))
 
     # The mesh.
@@ -335,13 +337,22 @@ class Sizes:
         )
 
     def scores(self, part: Part) -> int:
-        """Pairs of query and key that plain attention scores, of all heads."""
-        pairs = self.rows * scored_pairs(self.config.train.sequence_length)
+        """Pairs of query and key that attention scores, of all heads."""
         return sum(
-            pairs * -(-each.heads // self.share(each.axis))
+            self.rows * self._scored_pairs(each) * -(-each.heads // self.share(each.axis))
             for each in part.operations
             if isinstance(each, Scores)
         )
+
+    def _scored_pairs(self, scores: Scores) -> int:
+        """Of a row, the pairs that a device scores for each head.
+
+        Plain attention leaves out the future only where queries and keys are the same tokens.
+        """
+        tokens, context = self.config.train.sequence_length, self.axes["context"]
+        if context > 1 and scores.held != "block":
+            return tokens**2 // context
+        return scored_pairs(tokens, by_blocks=scores.held == "block") // context
 
     def products(self, part: Part) -> float:
         """Multiply-adds of activations with each other, scores left out."""
@@ -352,12 +363,16 @@ class Sizes:
         )
 
     def held_scores(self, part: Part) -> int:
-        """Of `scores`, those that stand in memory: a fused kernel reads a mask, for all heads."""
+        """Of `scores`, those that stand in memory."""
         found, tokens = 0, self.config.train.sequence_length
         for each in part.operations:
             if isinstance(each, Scores):
                 heads = -(-each.heads // self.share(each.axis))
-                found += tokens**2 if each.fused else heads * scored_pairs(tokens)
+                found += {
+                    "scores": heads * self._scored_pairs(each),
+                    "mask": tokens**2 // self.axes["context"],
+                    "block": heads * even_blocks(tokens) ** 2,
+                }[each.held]
         return self.rows * found
 
     def held_bytes(self, part: Part, held: Held) -> float:

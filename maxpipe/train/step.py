@@ -35,7 +35,7 @@ from maxpipe.config.schema import (
 from maxpipe.model.choice import resolved
 from maxpipe.model.count import layer_costs
 from maxpipe.model.decoder import Decoder
-from maxpipe.parallel.mesh import BATCH_AXES, STAGE
+from maxpipe.parallel.mesh import BATCH_AXES, CONTEXT, STAGE
 from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
 from maxpipe.pipeline import ahead
 from maxpipe.pipeline.executor import Engine
@@ -420,7 +420,8 @@ def partition(
         ConfigError: the axis rules put two dims of a tensor on one mesh axis, or the schedule
             does not allow these sizes.
     """
-    model = resolved(model, mesh.devices.flat[0].platform, train.sequence_length)
+    platform, tokens = mesh.devices.flat[0].platform, train.sequence_length
+    model = resolved(model, platform, tokens, mesh.shape[CONTEXT])
     decoder = Decoder(model, rules)
     schedule = build(
         pipeline.schedule,

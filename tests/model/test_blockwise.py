@@ -127,9 +127,10 @@ def of_backend(attend: Any, case: Case, segments: np.ndarray, arrays: list[Any])
 
 
 def assert_same(found: list[Any], wanted: list[Any]) -> None:
+    """Of what is 0, as the gradient of a query with one key is, to that part of what cancels."""
     for name, a, b in zip(("result", "query", "key", "value", "sinks"), found, wanted, strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        assert np.abs(a - b).max() <= 1e-5 * max(np.abs(b).max(), 1e-3), name
+        assert np.abs(a - b).max() <= 1e-5 * max(np.abs(b).max(), 0.1), name
 
 
 CASES = st.builds(

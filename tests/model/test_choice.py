@@ -59,7 +59,7 @@ def test_on_a_tpu_kernels_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(MODEL, "tpu", 8200).backend == "blockwise"
     assert choose(MODEL, "tpu", 200).backend == "xla"
     # A device with pieces of 64 tokens of a row has no whole block of the kernel.
-    assert choose(MODEL, "tpu", 8192, piece=64).backend == "blockwise"
+    assert choose(MODEL, "tpu", 8192, context=64).backend == "blockwise"
     assert choose(SINKS, "tpu", 8192).backend == "blockwise"
     monkeypatch.setattr(choice, "CANNOT", {name: CANNOT[name] for name in ("xla", "blockwise")})
     found = choose(MODEL, "tpu", 8192)

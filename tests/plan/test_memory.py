@@ -19,7 +19,7 @@ from maxpipe.model import decoder as decoder_module
 from maxpipe.model.count import QUERY_BLOCK
 from maxpipe.model.decoder import Decoder
 from maxpipe.model.families.registry import describe
-from maxpipe.model.parts.attention import Rope
+from maxpipe.model.parts.attention import Attention, Rope
 from maxpipe.model.parts.latent import LatentAttention
 from maxpipe.model.spec import Part
 from maxpipe.parallel.mesh import AXES
@@ -322,6 +322,9 @@ def check_kept(changes: dict[str, Any], remat: str, tokens: int) -> None:
         {"family": "gemma3", "tied_embeddings": True},
         {"family": "gemma2", "tied_embeddings": True},
         {"family": "qwen2"},
+        {"attention": "blockwise"},
+        {"attention": "blockwise", "compute_dtype": "float32"},
+        {"attention": "blockwise", "family": "gemma2", "tied_embeddings": True},
     ],
 )
 def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str, tokens: int) -> None:
@@ -338,19 +341,39 @@ def test_layer_norms_keep_what_they_declare(remat: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
+@pytest.mark.parametrize("backend", ["xla", "blockwise"])
+def test_sinks_keep_what_they_declare(
+    backend: str, remat: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = Attention(20, 6, 2, 10, 1.0, backend, Rope(1e4), sinks=True)
+    for module in (decoder_module, sizes_module):
+        monkeypatch.setattr(
+            module, "describe", lambda config: with_attention(describe(config), part)
+        )
+    check_kept({}, remat, 7)
+
+
+@pytest.mark.parametrize("remat", ["full", "names", "none"])
 @pytest.mark.parametrize(
-    ("query_rank", "tokens", "changes"),
-    [(11, 7, {}), (0, 3 * QUERY_BLOCK, {}), (11, 7, {"compute_dtype": "float32"})],
+    ("query_rank", "tokens", "changes", "backend"),
+    [
+        (11, 7, {}, "xla"),
+        (0, 3 * QUERY_BLOCK, {}, "xla"),
+        (11, 7, {"compute_dtype": "float32"}, "xla"),
+        (11, 7, {}, "blockwise"),
+        (0, 3 * QUERY_BLOCK, {"compute_dtype": "float32"}, "blockwise"),
+    ],
 )
 def test_latent_attention_keeps_what_it_declares(
     query_rank: int,
     tokens: int,
     changes: dict[str, Any],
+    backend: str,
     remat: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rope = Rope(1e4, turned=4)
-    part = LatentAttention(20, 3, 12, 14, 9, query_rank, 1.0, "xla", rope, 0.3, 1e-6)
+    part = LatentAttention(20, 3, 12, 14, 9, query_rank, 1.0, backend, rope, 0.3, 1e-6)
     for module in (decoder_module, sizes_module):
         monkeypatch.setattr(
             module, "describe", lambda config: with_attention(describe(config), part)
@@ -435,11 +458,34 @@ TEMPORARY: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
 ]
 
 
+BLOCKED: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
+    ({}, {"ici_fsdp": 4}, {"microbatches": 2}),
+    ({"num_heads": 4}, {"ici_stage": 2}, {"microbatches": 4, "remat": "names"}),
+    (WIDE | {"head_size": 64}, {"ici_fsdp": 2}, {"microbatches": 2, "remat": "none"}),
+    ({"num_kv_heads": 8}, {"ici_fsdp": 2}, {"microbatches": 2, "weight_gather": "step"}),
+    (NARROW_TYPE | WIDE, {"ici_stage": 2}, {"microbatches": 4, "remat": "names"}),
+]
+
+
+@pytest.mark.parametrize(("model", "mesh", "pipeline"), BLOCKED)
+def test_memory_by_blocks_is_near_the_compilers(
+    model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
+) -> None:
+    """In rows of which plain attention's scores would take most of it."""
+    config = config_of({"compute_dtype": "float32"} | model, mesh, pipeline, tokens=768)
+    steps = steps_of(config)
+    assert steps.partition.decoder.config.attention == "blockwise"
+    temporary = steps.compile_train().memory_analysis().temp_size_in_bytes
+    predicted = memory(Sizes(config), schedule_of(config), platform="cpu")
+    assert predicted.temporary == pytest.approx(temporary, rel=0.1)
+
+
 @pytest.mark.parametrize(("model", "mesh", "pipeline"), TEMPORARY)
 def test_memory_on_cpus_is_near_the_compilers(
     model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
 ) -> None:
-    config = config_of({"compute_dtype": "float32"} | model, mesh, pipeline, tokens=256)
+    named = {"compute_dtype": "float32", "attention": "xla"}
+    config = config_of(named | model, mesh, pipeline, tokens=256)
     compiled = steps_of(config).compile_train().memory_analysis()
     predicted = memory(Sizes(config), schedule_of(config), platform="cpu")
     assert predicted.arguments == pytest.approx(compiled.argument_size_in_bytes, rel=0.01)

@@ -18,6 +18,7 @@ from maxpipe.model.spec import (
     Param,
     Part,
     Scores,
+    Stands,
 )
 
 AUTO = "auto"
@@ -36,12 +37,17 @@ LOG_SUM = "attention_lse"
 """Name of the logarithm of each query's sum of exponentials, in float32, which backends with a
 backward of their own keep with `context`: from both the shares of all keys follow."""
 
-_KEEPS_LOG_SUM = frozenset({"blockwise", "splash"})
+_STANDS: Mapping[str, Stands] = {AUTO: "scores", "xla": "scores", "cudnn": "mask"}
+
+
+def stands(backend: str) -> Stands:
+    """What of its scores a backend has in memory."""
+    return _STANDS.get(backend, "block")
 
 
 def kept_with_context(backend: str, heads: Dims) -> Mapping[str, Mapping[str, Dims]]:
     """What a backend keeps where `context` is kept. `Part.kept_with` of attention."""
-    return {"context": {LOG_SUM: heads}} if backend in _KEEPS_LOG_SUM else {}
+    return {"context": {LOG_SUM: heads}} if stands(backend) == "block" else {}
 
 
 Scaling = Literal["linear", "dynamic", "llama3", "yarn"]
@@ -154,7 +160,7 @@ class Attention(Part):
     @property
     def operations(self) -> tuple[Operation, ...]:
         """Four projections and the two products with the scores."""
-        scores = Scores(self.num_heads, "heads", self.head_size, self.window, fused=self._fused)
+        scores = Scores(self.num_heads, "heads", self.head_size, self.window, stands(self.backend))
         return Matmul("query"), Matmul("key"), Matmul("value"), scores, Matmul("out")
 
     @property
@@ -164,8 +170,15 @@ class Attention(Part):
 
     @property
     def working(self) -> Held:
-        """Of each pair its score and its probability."""
-        return Held(pairs=(1.0, 1.0, 0.0))
+        """Of each pair its score and its probability.
+
+        By blocks, besides: queries and the cotangent of what is mixed in the order of blocks, and
+        of keys and values what is not there anyway, their gradients in float32 among it.
+        """
+        found = Held(pairs=(1.0, 1.0, 0.0))
+        if stands(self.backend) == "block":
+            found += Held(narrow=((2.0, self._query), (1.0, self._key)), wide=((1.0, self._key),))
+        return found
 
     @property
     def residuals(self) -> Held:
@@ -173,14 +186,21 @@ class Attention(Part):
 
         A sink keeps one statistic more. Of each pair whether it counts, its score in float32, with
         a soft cap two more, and its probability. Each block of queries keeps the keys and values
-        that it reads.
+        that it reads. What computes its scores again keeps one statistic and nothing of pairs.
         """
         # Gates keep what they multiply, their sigmoids, and the product.
         narrow = ((1.0, self._width), (5.0 if self.gated else 2.0, self._query))
         keys, turned = ((2.0, self._key),), self.rope.turned or self.head_size
-        wide = ((2.0, ((turned, ""),)), (2.0 + self.sinks, self._heads))
-        found = Held(narrow=narrow, wide=wide, pairs=(1.0, 3.0 if self.soft_cap else 1.0, 1.0))
-        found += Held(narrow=keys) if self._fused else Held(blocks=keys)
+        wide, statistics = ((2.0, ((turned, ""),)),), 2.0 + self.sinks
+        found = Held(narrow=narrow, wide=wide)
+        if stands(self.backend) == "block":
+            window: tuple[Dims, ...] = ((),) if self.window else ()
+            found += Held(narrow=keys, wide=((1.0, self._heads),), wide_once=window)
+        else:
+            pairs = (1.0, 3.0 if self.soft_cap else 1.0, 1.0)
+            found += Held(wide=((statistics, self._heads),), pairs=pairs)
+            is_whole = stands(self.backend) == "mask"
+            found += Held(narrow=keys) if is_whole else Held(blocks=keys)
         if self.head_norm is not None:
             for dims in (self._query, self._key):
                 found += self.head_norm.residuals_of(*self._normed(dims))
@@ -189,14 +209,16 @@ class Attention(Part):
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Inputs of the projections and cotangents of their outputs.
 
-        What head norms wait for; of each sink its share and the cotangent of that.
+        What head norms wait for; of each sink its share and the cotangent of that, or its gradient.
         """
         del normed
         width = (1.0 if recomputed else 2.0, self._width)
         gates = (2.0 if recomputed else 1.0) if self.gated else 0.0
         found = Held(narrow=(width, (2.0 + gates, self._query), (2.0, self._key)))
         if self.sinks:
-            found += Held(wide=((2.0, self._heads),))
+            both = ((2.0, self._heads),)
+            by_blocks = stands(self.backend) == "block"
+            found += Held(wide_once=(self._heads,)) if by_blocks else Held(wide=both)
         for dims in (self._query, self._key):
             if self.head_norm is not None:
                 found += self.head_norm.deferred_of(*self._normed(dims), recomputed=recomputed)
@@ -214,10 +236,6 @@ class Attention(Part):
     def _projected(self) -> int:
         """Entries of a head in the projection of queries."""
         return self.head_size * (2 if self.gated else 1)
-
-    @property
-    def _fused(self) -> bool:
-        return self.backend != "xla"
 
     @property
     def _width(self) -> Dims:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from maxpipe.model.parts.attention import CANNOT, Rope, kept_with_context
+from maxpipe.model.parts.attention import CANNOT, Rope, kept_with_context, stands
 from maxpipe.model.parts.norm import RMSNorm
 from maxpipe.model.spec import Dims, Held, Matmul, Normal, Operation, Param, Part, Scores
 
@@ -118,7 +118,7 @@ class LatentAttention(Part):
     def operations(self) -> tuple[Operation, ...]:
         """All projections and the two products with the scores."""
         mean = (self.head_size + self.value_size) / 2
-        scores = Scores(self.num_heads, "heads", mean, fused=self.backend != "xla")
+        scores = Scores(self.num_heads, "heads", mean, held=stands(self.backend))
         weights = [name for name in self.params if not name.endswith("norm") and name != "out"]
         return *map(Matmul, weights), scores, Matmul("out")
 
@@ -131,21 +131,30 @@ class LatentAttention(Part):
 
     @property
     def working(self) -> Held:
-        """Of each pair its score and its probability."""
-        return Held(pairs=(1.0, 1.0, 0.0))
+        """Of each pair its score and its probability; by blocks arrays in their order, too."""
+        found = Held(pairs=(1.0, 1.0, 0.0))
+        if stands(self.backend) == "block":
+            narrow = ((1.5, self._query), (1.5, self._value))
+            found += Held(narrow=narrow, wide=((1.0, self._value),))
+        return found
 
     @property
     def residuals(self) -> Held:
         """Inputs of all matmuls; angles, and two statistics of each softmax, in float32.
 
         Of each pair whether it counts, its score in float32 and its probability. Each block of
-        queries keeps the keys and values that it reads.
+        queries keeps the keys and values that it reads. What computes its scores again keeps one
+        statistic and nothing of pairs.
         """
         narrow = ((1.0, self._width), (1.0, self._query), (1.0, self._value))
         keys = ((1.0, self._query), (1.0, self._value))
-        wide = ((2.0, ((self.rope_size, ""),)), (2.0, ((self.num_heads, "heads"),)))
-        found = Held(narrow=narrow, wide=wide, pairs=(1.0, 1.0, 1.0))
-        found += Held(narrow=keys) if self.backend != "xla" else Held(blocks=keys)
+        turned, heads = (2.0, ((self.rope_size, ""),)), ((self.num_heads, "heads"),)
+        if stands(self.backend) == "block":
+            found = Held(narrow=(*narrow, *keys), wide=(turned, (1.0, heads)))
+        else:
+            found = Held(narrow=narrow, wide=(turned, (2.0, heads)), pairs=(1.0, 1.0, 1.0))
+            is_whole = stands(self.backend) == "mask"
+            found += Held(narrow=keys) if is_whole else Held(blocks=keys)
         for norm, dims in self._normed:
             found += norm.residuals_of((), dims) + Held(narrow=((1.0, dims),))
         return found
