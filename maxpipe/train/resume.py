@@ -76,7 +76,7 @@ _TYPE = "model.param_dtype"
 _FREE_WHEN_DONE = frozenset({"checkpoint", "eval"})
 _FREE_KEYS_WHEN_DONE = frozenset(
     {"run.name", "train.steps", "train.tokens", "mesh.cpu_devices", "data.allow_change"}
-    | {"guard.replica_check_every"}
+    | {"guard.replica_check_every", "model.attention"}
 )
 
 

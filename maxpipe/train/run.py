@@ -47,7 +47,7 @@ from maxpipe.schedule.table import Schedule
 from maxpipe.telemetry import board
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
-from maxpipe.train import pictures
+from maxpipe.train import attention_check, pictures
 from maxpipe.train.build import batches, datasets_of, steps_of
 from maxpipe.train.evaluate import evaluate
 from maxpipe.train.replicas import explain
@@ -199,9 +199,8 @@ def set_up(
     check_forecast(config, console.warn)
     check_writable(run_dir, WRITTEN_FILES)
     locks = _locks(config, stack) if process == 0 else []
-    for lock in locks:
-        if lock.note:
-            console.warn(lock.note)
+    for note in filter(None, (lock.note for lock in locks)):
+        console.warn(note)
     ours = locks[0].held if locks else lambda: False  # process 0 alone writes records
     events = _ledger(config, link, phases, stack, ours)
     checkpoints = stack.enter_context(
@@ -225,6 +224,8 @@ def set_up(
     phases.progress(first := int(begin.state.step))
     _must_not_be_over(loaded, first, length)
     console.note(begin.words)
+    if first < length:
+        attention_check.check(run_dir, steps, link, console, events)
     with phases.enter(COMPILE):
         train_step, eval_step = _programs(config, steps, datasets, console, length - first)
     events.write("start", step=first, devices=jax.device_count(), seconds=phases.take())
@@ -452,7 +453,8 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
     documents = counted(datasets.train.fingerprint()["documents"], "document")
     model, described = config.model, registry.describe(config.model)
     saved_in = home(run_folder(config.run), config.checkpoint)
-    chosen = choice.words(model, device.platform, config.train.sequence_length)
+    row = config.train.sequence_length, mesh.shape["context"]
+    chosen = choice.words(model, device.platform, *row)
     return [
         ("run", str(run_folder(config.run))),
         *([("saved in", saved_in)] if config.checkpoint.dir else []),

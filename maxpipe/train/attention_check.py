@@ -1,0 +1,203 @@
+"""A backend of attention held against plain attention, before a run trusts it on new hardware.
+
+A kernel can be wrong on one kind of device, or in one release, and a loss curve does not say so at
+once. On a small slice with the model's own options, its results and gradients are compared with
+the same in exact float32: it may be as far from them as plain attention of the run's type is, a few
+times. What was found is among the run's events, so that the same hardware is not checked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from maxpipe.boundary.files import records
+from maxpipe.config.paths import EVENTS_FILE
+from maxpipe.errors import ConfigError
+from maxpipe.model.attention.backends import BACKENDS
+from maxpipe.model.attention.interface import Attend, Mask
+from maxpipe.model.parts.attention import AUTO, Attention
+from maxpipe.model.parts.latent import LatentAttention
+from maxpipe.model.spec import Model
+from maxpipe.processes.link import Link
+from maxpipe.telemetry.console import Console
+from maxpipe.telemetry.records import EventLog
+from maxpipe.train.step import Steps
+
+_EVENT = "attention_checked"
+
+_TOKENS, _GROUPS, _SHARED = 256, 2, 4
+"""Of the slice at most: tokens, key/value heads, and query heads for each of them."""
+_TIMES = 4.0
+"""By how much a backend may be further from exact results than plain attention."""
+_ROUNDING = {"float32": 1e-5, "bfloat16": 2.0**-6}
+"""Distance that is allowed in any case, of an array's largest entry."""
+
+Mixing = Attention | LatentAttention
+
+
+class _Checked(TypedDict):
+    event: Literal["attention_checked"]
+    what: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """Distances from exact results, each of the array's largest entry."""
+
+    backend: str
+    result: float
+    gradients: float
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the backend can be used; a NaN is no small distance."""
+        return self.result <= self.limit and self.gradients <= self.limit
+
+    def __str__(self) -> str:
+        return (
+            f"{self.backend} is {self.result:.1e} off in results and {self.gradients:.1e} in "
+            f"gradients, at most {self.limit:.1e} is allowed"
+        )
+
+
+def check(run_dir: Path, steps: Steps, link: Link, console: Console, events: EventLog) -> None:
+    """Checks the model's attention on hardware that the run has not met.
+
+    Raises:
+        ConfigError: on some process it is wrong.
+    """
+    decoder, (_, tokens), found = steps.partition.decoder, steps.shape, None
+    model, dtype = decoder.model, decoder.config.compute_dtype
+    what = what_is_checked(model, dtype, tokens)
+    if what and not _was_checked(run_dir, what):
+        with console.stage("checking attention"):
+            found = check_attention(model, dtype, tokens)
+    # A process that knows its hardware asks as well: all leave if one of them has to.
+    verdicts = link.same("attention", "" if found is None or found.ok else str(found))
+    if wrong := max(verdicts):
+        raise _refusal(wrong)
+    if found is not None:
+        console.note(f"attention: {found}")
+        events.write(_EVENT, what=what, result=found.result, gradients=found.gradients)
+
+
+def check_attention(model: Model, dtype: str, tokens: int) -> Found | None:
+    """The worst of the model's kinds of attention on a device here; None if all are plain."""
+    found = [_compared(*each, dtype) for each in _cases(model, tokens)]
+    return max(found, key=lambda each: (not each.ok, each.gradients), default=None)
+
+
+def what_is_checked(model: Model, dtype: str, tokens: int) -> str:
+    """Device, release, backend and sizes: all on which the outcome depends; "" for nothing."""
+    cases = [f"{part.backend} {_shape(part, rows)}" for part, rows, _ in _cases(model, tokens)]
+    where = f"{jax.local_devices()[0].device_kind}, jax {jax.__version__}, {dtype}"
+    return f"{where}: {'; '.join(cases)}" if cases else ""
+
+
+def _was_checked(run_dir: Path, what: str) -> bool:
+    """Whether the run's events say so."""
+    try:
+        return any(each["what"] == what for each in records(run_dir / EVENTS_FILE, _Checked))
+    except OSError:
+        return False
+
+
+def _refusal(text: str) -> ConfigError:
+    """The error for a backend that is wrong, by what was found of it."""
+    return ConfigError.one(
+        "model.attention",
+        None,
+        f"computes something else than plain attention on {jax.local_devices()[0].device_kind} "
+        f"with jax {jax.__version__}: {text}, each of the largest entry.",
+        "Set model.attention=xla.",
+    )
+
+
+def _cases(model: Model, tokens: int) -> Iterator[tuple[Mixing, int, tuple[int, ...]]]:
+    """(part, tokens of the slice, sizes of its windows), unlike ones only."""
+    seen: set[str] = set()
+    rows = min(tokens, _TOKENS)
+    for kind in model.kinds.values():
+        for part in kind.parts.values():
+            if not isinstance(part, Mixing) or part.backend in (AUTO, "xla"):
+                continue
+            if (shape := _shape(part, rows)) not in seen:
+                seen.add(shape)
+                name = part.window if isinstance(part, Attention) else ""
+                sizes = {min(int(size), rows // 3) for size in model.values[name]} if name else ()
+                yield part, rows, tuple(sorted(sizes))
+
+
+def _shape(part: Mixing, tokens: int) -> str:
+    """Its sizes and options."""
+    groups, shared, values = _heads(part)
+    more = [*sorted(part.options), *(["window"] if getattr(part, "window", "") else [])]
+    return " ".join(
+        [f"{tokens} tokens {groups * shared}/{groups} x {part.head_size}/{values}", *more]
+    )
+
+
+def _heads(part: Mixing) -> tuple[int, int, int]:
+    """(key/value heads, query heads for each, size of a value) of the slice."""
+    if isinstance(part, LatentAttention):
+        return min(part.num_heads, _GROUPS), 1, part.value_size
+    shared = min(part.num_heads // part.num_kv_heads, _SHARED)
+    return min(part.num_kv_heads, _GROUPS), shared, part.head_size
+
+
+def _compared(part: Mixing, tokens: int, windows: tuple[int, ...], dtype: str) -> Found:
+    """Of one slice: three documents, the last with the largest window."""
+    groups, shared, values = _heads(part)
+    heads, random = groups * shared, np.random.default_rng(0)
+    shapes = (heads, part.head_size), (groups, part.head_size), (groups, values), (heads, values)
+    drawn = [random.standard_normal((1, tokens, *shape)) for shape in shapes]
+    sinks = random.standard_normal(heads) if "sinks" in part.options else None
+    query, key, value, cotangent = (jnp.asarray(each, dtype) for each in drawn)
+    segments = jnp.asarray(np.arange(tokens)[None] * 3 // tokens, jnp.int32)
+
+    def run(attend: Attend, given: Any, cotangent: Array, window: Array) -> list[Array]:
+        def mixed(query: Array, key: Array, value: Array, sinks: Array | None) -> Array:
+            mask = Mask(
+                segments,
+                window=window if windows else 0,
+                windows=windows,
+                scale=part.scale,
+                soft_cap=getattr(part, "soft_cap", 0.0),
+                sinks=sinks,
+            )
+            return attend(query, key, value, mask)
+
+        result, pullback = jax.vjp(mixed, *given)
+        return [result, *jax.tree.leaves(pullback(cotangent))]
+
+    def all_of(given: Any, cotangent: Array, window: Array) -> list[list[Array]]:
+        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (given, cotangent))
+        with jax.default_matmul_precision("highest"):
+            exact = run(BACKENDS["xla"], wide[0], wide[1], window)
+        backends = (BACKENDS["xla"], BACKENDS[part.backend])
+        return [exact, *(run(each, given, cotangent, window) for each in backends)]
+
+    given = (query, key, value, None if sinks is None else jnp.asarray(sinks, dtype))
+    window = jnp.int32(max(windows, default=0))
+    exact, plain, own = jax.device_get(jax.jit(all_of)(given, cotangent, window))
+    of_plain, of_own = (
+        [_distance(*pair) for pair in zip(each, exact, strict=True)] for each in (plain, own)
+    )
+    limit = max(_ROUNDING[dtype], _TIMES * max(of_plain))
+    return Found(part.backend, of_own[0], max(of_own[1:]), limit)
+
+
+def _distance(found: Any, exact: Any) -> float:
+    """NaN counts as infinite: `max` would overlook it."""
+    found, exact = (np.asarray(each, np.float64) for each in (found, exact))
+    distance = float(np.abs(found - exact).max() / np.abs(exact).max())
+    return distance if np.isfinite(distance) else np.inf

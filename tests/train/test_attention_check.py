@@ -1,0 +1,146 @@
+"""A backend of attention is checked on hardware that a run has not met, and refused if wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxpipe.model.attention import blockwise
+from maxpipe.model.attention.backends import BACKENDS
+from maxpipe.model.families.deepseek import DeepseekConfig
+from maxpipe.model.families.gemma2 import Gemma2Config
+from maxpipe.model.families.gpt_oss import GptOssConfig
+from maxpipe.model.families.registry import describe
+from maxpipe.model.spec import Model
+from maxpipe.train.attention_check import check_attention, what_is_checked
+from tests.cases import MODEL
+from tests.train.runs import Run, Start, ends, ledger, write_module
+
+LATENT = DeepseekConfig(kv_rank=6, rope_size=2, value_size=6, num_experts=4, d_expert=8)
+FAMILIES: list[dict[str, Any]] = [
+    {},
+    {"family": "gemma2", "own": Gemma2Config(window=3, score_cap=2.0), "tied_embeddings": True},
+    {"family": "gpt_oss", "own": GptOssConfig(num_experts=4, d_expert=8, window=3)},
+    {"family": "deepseek", "own": LATENT, "num_kv_heads": 8, "head_size": 8},
+]
+TOKENS = 144
+
+
+def model_of(backend: str, **changes: Any) -> Model:
+    return describe(replace(MODEL, **changes, attention=backend))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("changes", FAMILIES, ids=lambda each: each.get("family", "llama"))
+def test_blocks_pass(changes: dict[str, Any], dtype: str) -> None:
+    found = check_attention(model_of("blockwise", **changes), dtype, TOKENS)
+    assert found is not None and found.ok, found
+    assert found.backend == "blockwise"
+    if dtype == "float32":
+        assert 0 < found.result < 1e-5 and 0 < found.gradients < 1e-5
+
+
+def test_plain_attention_is_held_against_nothing() -> None:
+    for backend in ("xla", "auto"):
+        assert check_attention(model_of(backend), "float32", TOKENS) is None
+        assert what_is_checked(model_of(backend), "float32", TOKENS) == ""
+
+
+def shifted(*given: Any) -> Any:
+    return blockwise.attend(*given) * (1 + 1e-3)
+
+
+def without_gradient_of_keys(query: Any, key: Any, *rest: Any) -> Any:
+    return blockwise.attend(query, jax.lax.stop_gradient(key), *rest)
+
+
+def not_a_number(*given: Any) -> Any:
+    return blockwise.attend(*given).at[0, 5].set(jnp.nan)
+
+
+def across_documents(query: Any, key: Any, value: Any, mask: Any) -> Any:
+    return blockwise.attend(query, key, value, replace(mask, segments=mask.segments * 0))
+
+
+def without_window(query: Any, key: Any, value: Any, mask: Any) -> Any:
+    return blockwise.attend(query, key, value, replace(mask, window=0))
+
+
+@pytest.mark.parametrize(
+    "wrong", [shifted, without_gradient_of_keys, not_a_number, across_documents, without_window]
+)
+def test_what_is_wrong_is_found(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result, a gradient alone, a NaN, a mask."""
+    monkeypatch.setitem(BACKENDS, "blockwise", wrong)  # type: ignore[arg-type]
+    found = check_attention(model_of("blockwise", **FAMILIES[1]), "float32", TOKENS)
+    assert found is not None and not found.ok
+    assert "is allowed" in str(found)
+
+
+def test_rounding_of_bfloat16_is_no_mistake_and_a_mistake_no_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def coarse(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        return blockwise.attend(query, key, value, mask) * 1.25
+
+    monkeypatch.setitem(BACKENDS, "blockwise", coarse)  # type: ignore[arg-type]
+    found = check_attention(model_of("blockwise"), "bfloat16", TOKENS)
+    assert found is not None and not found.ok
+
+
+def test_what_is_checked_names_all_on_which_it_depends() -> None:
+    said = {
+        what_is_checked(model_of("blockwise", **changes), dtype, tokens)
+        for changes in FAMILIES
+        for dtype in ("float32", "bfloat16")
+        for tokens in (100, 200)
+    }
+    assert len(said) == 4 * 2 * 2
+    assert all(jax.__version__ in each and "blockwise" in each for each in said)
+    # Longer rows have the same slice.
+    first, second = (what_is_checked(model_of("blockwise"), "float32", n) for n in (512, 4096))
+    assert first == second
+
+
+SMALL = (
+    *("model.attention=blockwise", "train.steps=4", "eval.every=0", "eval.batches=0"),
+    *("mesh.cpu_devices=1", "mesh.ici_stage=1", "pipeline.microbatches=1"),
+)
+
+
+def test_a_run_checks_once(tiny: Path, tmp_path: Path, run: Run) -> None:
+    """Not again where the run's folder says that this hardware passed."""
+    given = (tiny, f"run.dir={tmp_path}", *SMALL)
+    line = "blockwise is "
+    output = run("train", *given)
+    assert line in output and "is allowed" in output
+    checked = list(ledger(tmp_path / "run", "attention_checked"))
+    assert len(checked) == 1 and checked[0]["gradients"] < 1e-5
+    assert line not in run("train", *given, "train.steps=6")
+    # A finished run is the same run with another backend.
+    assert "all 6 steps are done" in run("train", *given, "train.steps=6", "model.attention=auto")
+
+
+BROKEN = """
+import maxpipe.model.attention.backends as backends
+right = backends.BACKENDS["blockwise"]
+backends.BACKENDS["blockwise"] = lambda *given: 1.01 * right(*given)
+"""
+
+
+def test_a_run_with_a_wrong_backend_does_not_start(
+    tiny: Path, tmp_path: Path, start: Start
+) -> None:
+    modules = write_module(tmp_path / "modules", BROKEN)
+    given = (tiny, f"run.dir={tmp_path}", *SMALL)
+    process = start("train", *given, modules=modules)
+    (output,) = ends([process])
+    assert process.returncode == 2, output
+    assert "model.attention" in output and "blockwise is 1.0e-02 off in results" in output
+    assert "Set model.attention=xla." in output and "Traceback" not in output
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
