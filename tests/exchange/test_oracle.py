@@ -356,17 +356,25 @@ def exported(folders: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPa
 NAMES = [f"{kind}-{number}" for kind in CLASSES for number in range(cases(kind))]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_imported_logits_are_those_of_transformers(name: str, folders, exported) -> None:
+ATTENTION = [(name, "xla") for name in NAMES] + [(f"{kind}-0", "blockwise") for kind in CLASSES]
+
+
+@pytest.mark.parametrize(("name", "backend"), ATTENTION)
+def test_imported_logits_are_those_of_transformers(
+    name: str, backend: Any, folders, exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import jax
     import jax.numpy as jnp
 
     from maxpipe.config.schema import MeshConfig
+    from maxpipe.model.attention import blockwise
     from maxpipe.model.decoder import Decoder
     from maxpipe.parallel.sharding import AxisRules
 
-    job = folders[name]
-    config = dataclasses.replace(opened(job["folder"]).config, compute_dtype="float32")
+    # Several blocks, the last not full.
+    monkeypatch.setattr(blockwise, "even_blocks", lambda tokens, block=0: 8)
+    job, named = folders[name], {"compute_dtype": "float32", "attention": backend}
+    config = dataclasses.replace(opened(job["folder"]).config, **named)
     with Checkpoints(exported[0] / f"{name}-checkpoint", write=False) as checkpoints:
         params = checkpoints.restore(0).state["params"]
     decoder = Decoder(config, AxisRules.from_config(MeshConfig()))

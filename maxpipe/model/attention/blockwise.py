@@ -76,7 +76,7 @@ def attend(
 def arranged(
     query: Float[Array, "B T N H"], keys: int, mask: Mask, block: int = 0
 ) -> tuple[Options, Pairs]:
-    """What a mask says, for so many keys at a time."""
+    """What a mask says, for this number of keys."""
     tokens = query.shape[1]
     run = mask.run or tokens
     options = Options(

@@ -27,7 +27,7 @@ from maxpipe.parallel.mesh import CONTEXT, TENSOR
 from maxpipe.parallel.sharding import AxisRules, automatic_axes
 
 _LANES = 128
-"""Kernels want multiples of so many tokens."""
+"""Kernels want multiples of this number of tokens."""
 _NO_SEGMENT = -1
 
 

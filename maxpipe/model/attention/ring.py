@@ -63,7 +63,7 @@ def _turned(tree: Any) -> Any:
 
 
 def _arrived(pairs: Pairs, hop: Int[Array, ""], piece: int, tokens: int) -> Pairs:
-    """What queries are to one of the two pieces of keys that are here after so many hops."""
+    """What queries are to one of the two pieces of keys that are here after this number of hops."""
     owner = (index_on(CONTEXT) - hop) % size_of(CONTEXT)
     start = context.starts_of(owner, tokens)[piece]
     segments = lax.dynamic_slice_in_dim(pairs.key_segments, start, tokens // 2, 1)

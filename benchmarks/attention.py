@@ -1,0 +1,144 @@
+"""Attention by blocks against plain attention, forward and backward, on one device.
+
+    python benchmarks/attention.py            # prints the tables
+    python benchmarks/attention.py --write    # and writes benchmarks/attention.md
+
+8 query heads and 4 key/value heads of 64, float32, packed documents. All programs of a row run in
+turn, so that whatever else the machine does hits all of them: times are medians of ratios to plain
+attention's of the same turn, of the clock and of the processor, whose time others take no part of.
+Memory is what the compiler allocates besides arguments and results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxpipe.model.attention import blockwise, xla
+from maxpipe.model.attention.interface import Attend, Mask
+
+HEADS, KV_HEADS, SIZE, TURNS = 8, 4, 64, 9
+TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)
+BLOCKS, TOKENS_OF_BLOCKS = (64, 128, 256, 512), (1024, 4096)
+DOCUMENT = 500
+"""Tokens of a document, on average."""
+
+
+def program(attend: Attend, tokens: int) -> tuple[Callable[[], None], int]:
+    """(one run of value and gradients, its temporary bytes)."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    query = jax.random.normal(keys[0], (1, tokens, HEADS, SIZE))
+    key, value = (jax.random.normal(each, (1, tokens, KV_HEADS, SIZE)) for each in keys[1:])
+    starts = np.random.default_rng(0).random((1, tokens)) < 1 / DOCUMENT
+    segments = jnp.asarray(np.cumsum(starts, axis=1), jnp.int32)
+
+    def total(query: Any, key: Any, value: Any, segments: Any) -> Any:
+        return (attend(query, key, value, Mask(segments)) ** 2).sum()
+
+    given = query, key, value, segments
+    compiled: Any = jax.jit(jax.value_and_grad(total, (0, 1, 2))).lower(*given).compile()
+
+    def run() -> None:
+        jax.block_until_ready(compiled(*given))
+
+    return run, compiled.memory_analysis().temp_size_in_bytes
+
+
+class Found(NamedTuple):
+    """Medians; ratios are to the first program's."""
+
+    processor_ms: float
+    processor_ratio: float
+    clock_ratio: float
+    mib: float
+
+
+def side_by_side(attends: dict[str, Attend], tokens: int) -> dict[str, Found]:
+    """By name what was measured."""
+    programs = {name: program(attend, tokens) for name, attend in attends.items()}
+    clocks = (time.process_time, time.perf_counter)
+    seconds: dict[str, list[list[float]]] = {name: [] for name in programs}
+    for turn in range(TURNS + 1):
+        for name, (run, _) in programs.items():
+            start = [clock() for clock in clocks]
+            run()
+            if turn:  # the first one is not counted
+                both = zip(clocks, start, strict=True)
+                seconds[name].append([clock() - began for clock, began in both])
+    first = np.array(next(iter(seconds.values())))
+    found = {}
+    for name, (_, size) in programs.items():
+        own = np.array(seconds[name])
+        processor, clock = np.median(own / first, axis=0)
+        milliseconds = 1e3 * float(np.median(own[:, 0]))
+        found[name] = Found(milliseconds, float(processor), float(clock), size / 2**20)
+    return found
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """In Markdown."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="write benchmarks/attention.md")
+    options = parser.parse_args()
+    lengths = []
+    for tokens in TOKENS:
+        found = side_by_side({"xla": xla.attend, "blockwise": blockwise.attend}, tokens)
+        plain, own = found.values()
+        lengths.append(
+            (
+                *(f"{tokens}", f"{plain.processor_ms:.1f} ms", f"{own.processor_ms:.1f} ms"),
+                *(f"{own.processor_ratio:.2f}", f"{own.clock_ratio:.2f}"),
+                *(f"{plain.mib:.1f} MiB", f"{own.mib:.1f} MiB"),
+            )
+        )
+        print(*lengths[-1], flush=True)
+    sizes = []
+    for tokens in TOKENS_OF_BLOCKS:
+        attends: dict[str, Attend] = {"xla": xla.attend}
+        for block in BLOCKS:
+            attends[f"{block}"] = partial(blockwise.attend, block=block)
+        for name, own in list(side_by_side(attends, tokens).items())[1:]:
+            ratios = f"{own.processor_ratio:.2f}", f"{own.clock_ratio:.2f}"
+            sizes.append((f"{tokens}", name, *ratios, f"{own.mib:.1f} MiB"))
+            print(*sizes[-1], flush=True)
+    device = jax.devices()[0].device_kind
+    text = "\n\n".join(
+        [
+            "# Attention by blocks",
+            f"`python benchmarks/attention.py --write`, {jax.__version__} on {device}. Forward and "
+            f"backward, {HEADS} query heads and {KV_HEADS} key/value heads of {SIZE}, float32; a "
+            "ratio is that of `blockwise` to `xla`, which run in turn: of the processor's time, "
+            "all cores together, and of the clock, on a busy machine. Temporary memory is "
+            "the compiler's figure.",
+            table(
+                (
+                    *("tokens", "xla", "blockwise", "ratio", "ratio by the clock"),
+                    *("memory, xla", "memory, blockwise"),
+                ),
+                lengths,
+            ),
+            "By the size of a block, of queries as of keys:",
+            table(("tokens", "block", "ratio", "ratio by the clock", "memory"), sizes),
+        ]
+    )
+    if options.write:
+        Path(__file__).with_suffix(".md").write_text(f"{text}\n")
+
+
+if __name__ == "__main__":
+    main()
