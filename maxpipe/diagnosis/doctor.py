@@ -42,6 +42,7 @@ from maxpipe.data.tokenizer import check_vocab, open_tokenizer
 from maxpipe.diagnosis import environment
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.exchange.source import folder_of, opened
+from maxpipe.model.choice import words
 from maxpipe.model.count import num_params, num_trained
 from maxpipe.model.families.registry import describe
 from maxpipe.processes.hub import free_port
@@ -362,6 +363,15 @@ def devices(target: Target) -> Iterator[Check]:
             action = "End other programs that hold the devices, or set runtime.platform=cpu."
             found = dataclasses.replace(found, action=action)
         yield found
+        if target.config is not None and (platform := record.get("platform")):
+            yield from _attention(target.config, platform)
+
+
+def _attention(config: Config, platform: str) -> Iterator[Check]:
+    """The backend that `auto` is on such devices."""
+    context = max(config.mesh.ici_context, 1) * max(config.mesh.dcn_context, 1)
+    if chosen := words(config.model, platform, config.train.sequence_length, context):
+        yield Check("attention", "ok", chosen)
 
 
 def kinds() -> dict[str, int] | str:

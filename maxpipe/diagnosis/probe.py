@@ -56,7 +56,7 @@ def main(text: str) -> int:
 def _look(config: RuntimeConfig, mesh_config: MeshConfig) -> None:
     _devices(config)
     mesh = build_mesh(mesh_config)
-    _say("mesh", "ok", describe(mesh))
+    _say("mesh", "ok", describe(mesh), platform=mesh.devices.flat[0].platform)
     for axis, size in mesh.shape.items():
         if size > 1:
             _collectives(mesh, axis)

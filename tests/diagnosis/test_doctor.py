@@ -70,7 +70,8 @@ def test_a_run_that_could_start(config: list[str], tmp_path: Path):
     names = [re.split(r" {2,}", line)[1] for line in lines]
     assert names == [
         *("versions", "config", "run folder", "compilation cache", "data", "tokenizer", "clock"),
-        *("devices", "mesh", "collectives over stage", "collectives over fsdp", "two processes"),
+        *("devices", "mesh", "attention", "collectives over stage", "collectives over fsdp"),
+        "two processes",
     ]
     assert "4 x cpu in 1 process" in ran.stdout and "stage 2 x fsdp 2" in ran.stdout
     # It leaves no trace.
@@ -285,9 +286,15 @@ def test_the_mesh_that_is_asked_for_is_tried(config: list[str], monkeypatch: pyt
     ((specs, seconds, _),) = asked
     assert specs[0]["mesh"]["ici_stage"] == 2 and specs[0]["runtime"]["platform"] == "cpu"
     assert seconds == doctor.DEVICE_SECONDS
+    answers(monkeypatch, {"name": "mesh", "status": "ok", "text": "one", "platform": "gpu"})
+    target = Target.of(load([*config, "train.sequence_length=4096"]))
+    assert [each.name for each in doctor.devices(target)] == ["mesh", "attention"]
+    named = Target.of(load([*config, "model.attention=xla"]))
+    assert [each.name for each in doctor.devices(named)] == ["mesh"]
+    asked = answers(monkeypatch)
     several = load([*config, "runtime.num_processes=0", "runtime.init_timeout_seconds=77"])
     list(doctor.devices(Target.of(several)))
-    assert asked[1][1] == doctor.DEVICE_SECONDS + 77
+    assert asked[0][1] == doctor.DEVICE_SECONDS + 77
 
 
 def test_devices_that_hang_are_explained(monkeypatch: pytest.MonkeyPatch):
