@@ -50,6 +50,7 @@ class Case:
     expert: int = 1
     attends: str = "auto"
     """Over the context axis."""
+    shard_mode: str = "auto"
     gather: str = "iteration"
     remat: str = "full"
     idle: str = "skip"
@@ -165,6 +166,7 @@ def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:
     mesh = MeshConfig(
         **{f"{links[axis]}_{axis}": size for axis, size in sizes.items()},
         context_attention=case.attends,  # type: ignore[arg-type]
+        shard_mode=case.shard_mode,  # type: ignore[arg-type]
     )
     size = math.prod(sizes.values())
     return partition(
