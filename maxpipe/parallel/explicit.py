@@ -36,6 +36,15 @@ def left_to_compiler(run: Callable[..., Tree], specs: Tree) -> Callable[..., Tre
     return jax.sharding.auto_axes(run, axes=axes, out_sharding=wanted)
 
 
+def divided(tree: Tree, specs: Tree) -> Tree:
+    """Arrays, divided over the explicit axes as the specs of the same form say."""
+    if not (axes := explicit_axes()):
+        return tree
+    return jax.tree.map(
+        lambda leaf, spec: jax.sharding.reshard(leaf, restrict(spec, axes)), tree, specs
+    )
+
+
 def divided_like(x: jax.Array, other: jax.Array) -> jax.Array:
     """The array, divided over the explicit axes as another one of its shape is."""
     if not explicit_axes():
