@@ -86,16 +86,14 @@ def test_the_compiled_program_takes_and_gives_those_shards(mode: str) -> None:
     steps, found = steps_of(config), {each.name: each for each in shardings(config).parameters}
     compiled = steps.compile_train()
     (taken, batch), _ = compiled.input_shardings
-    for state in (taken, compiled.output_shardings[0]):
-        for tree in (state.params, *moments(state.optimizer).values()):
+    for placement in (taken, compiled.output_shardings[0]):
+        for tree in (placement.params, *moments(placement.optimizer).values()):
             shapes = jax.tree.leaves_with_path(steps.abstract_state.params)
             for (path, leaf), placed in zip(shapes, jax.tree.leaves(tree), strict=True):
                 name = jax.tree_util.keystr(path, simple=True, separator=".")
                 assert placed.shard_shape(leaf.shape) == found[name].shard, name
     # The loop over ticks carries messages: the residual stream of a microbatch on a device.
-    (stream,) = (
-        each for each in shardings(config).activations if each.name == "residual stream"
-    )
+    (stream,) = (each for each in shardings(config).activations if each.name == "residual stream")
     for message in steps.buffer_shapes()["sent"]:
         assert message.shape[-3:] == stream.shard
     rows = batch["tokens"].shard_shape(steps.shape)[0]
