@@ -51,6 +51,7 @@ class Case:
     expert: int = 1
     attends: str = "auto"
     """Over the context axis."""
+    shard_mode: str = "auto"
     gather: str = "iteration"
     remat: str = "full"
     idle: str = "skip"
@@ -106,6 +107,7 @@ class Case:
         return MeshConfig(
             **{f"{links[axis]}_{axis}": size for axis, size in sizes.items()},
             context_attention=self.attends,  # type: ignore[arg-type]
+            shard_mode=self.shard_mode,  # type: ignore[arg-type]
             sequence_parallel=bool(self.split),
             collective_matmul=self.split == "ring",
         )

@@ -13,6 +13,7 @@ from maxpipe.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from maxpipe.config.load import Loaded
+    from maxpipe.config.schema import Config
     from maxpipe.plan.search import Candidate
     from maxpipe.plan.topology import Topology
 
@@ -93,6 +94,7 @@ def _forecast(options: argparse.Namespace, loaded: Loaded, target: Topology) -> 
     from maxpipe.plan import plan, report
 
     layout = plan.layout(loaded, target)
+    _warn_of_copies(layout.config)
     _draw(options, layout, target)
     values, nearest = plan.forecast(layout, target)
     if options.json:
@@ -107,7 +109,9 @@ def _forecast(options: argparse.Namespace, loaded: Loaded, target: Topology) -> 
 def _shardings(options: argparse.Namespace, loaded: Loaded, target: Topology) -> int:
     from maxpipe.plan import shardings, topology
 
-    found = shardings.shardings(topology.placed(loaded, target))
+    config = topology.placed(loaded, target)
+    _warn_of_copies(config)
+    found = shardings.shardings(config)
     if options.json:
         import json
 
@@ -115,6 +119,14 @@ def _shardings(options: argparse.Namespace, loaded: Loaded, target: Topology) ->
     else:
         print(shardings.text(found))
     return ExitCode.DONE
+
+
+def _warn_of_copies(config: Config) -> None:
+    """Of large weights that a rule of the user keeps whole."""
+    from maxpipe.config.copies import meant_copies
+
+    for each in meant_copies(config):
+        print(redact.shown(f"warning: {each.line}"), file=sys.stderr, flush=True)
 
 
 def _draw(options: argparse.Namespace, candidate: Candidate, target: Topology) -> None:

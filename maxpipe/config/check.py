@@ -21,6 +21,7 @@ import maxpipe.config.pipeline_rules
 import maxpipe.config.tokenizer_rules  # noqa: F401  all four register their rules
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import scheme
+from maxpipe.config.copies import meant_copies
 from maxpipe.config.keys import FAMILY, KEYS, family_section
 from maxpipe.config.names import list_meant
 from maxpipe.config.ranges import BOUNDS, Bound
@@ -91,6 +92,7 @@ def cautions(config: Config) -> Iterator[Problem]:
             f"Set optim.warmup_steps={steps // 10}, or a longer run.",
         )
     yield from _moves_nothing(config)
+    yield from meant_copies(config)
 
 
 def _moves_nothing(config: Config) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ What depends on the devices that there are is checked where the mesh is built.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from maxpipe.config.keys import FAMILY, KEYS
 from maxpipe.config.ranges import BOUNDS
@@ -240,33 +240,67 @@ _WITHOUT_ROWS = tuple(axis for axis in MESH_AXES if axis not in ("stage", "data"
 """Axes that split weights."""
 
 
-def _splits_evenly(logical: str, key: str, *partners: str) -> None:
+_NONE: Mapping[str, str] = {}
+
+
+def _sizes_over(config: Config, logical: str) -> dict[str, int]:
+    """Sizes of the mesh axes that split dims with a logical axis; 1 where not known yet."""
+    axes = axis_table(config.mesh)[logical]
+    return {axis: axis_size(config.mesh, axis) or 1 for axis in axes}
+
+
+def _splits_evenly(logical: str, key: str, partners: Mapping[str, str] = _NONE) -> None:
     """The size behind `key` is a multiple of the mesh axes that split it.
 
-    The suggested size is a multiple of the partners' sizes, too.
+    The suggested size is a multiple of the partners' sizes, too, as other findings change them:
+    `partners` are keys with their logical axes.
     """
 
     @rule(key, *partners, "mesh.axis_rules", *axis_keys(*_WITHOUT_ROWS))
     def find(config: Config) -> Iterator[Finding]:
         if not is_read(config, key):
             return
-        axes = axis_table(config.mesh)[logical]
-        sizes = {axis: axis_size(config.mesh, axis) or 1 for axis in axes}
-        shards, axes = math.prod(sizes.values()), [axis for axis in axes if sizes[axis] > 1]
+        sizes = _sizes_over(config, logical)
+        shards, axes = math.prod(sizes.values()), [axis for axis in sizes if sizes[axis] > 1]
         size = value_of(config, key)
         if size % shards:
-            factor = math.lcm(shards, *(value_of(config, partner) for partner in partners))
+            others = (
+                up(value_of(config, partner), math.prod(_sizes_over(config, axis).values()))
+                for partner, axis in partners.items()
+            )
+            factor, rest = math.lcm(shards, *others), shards // sizes[axes[0]]
+            smaller = f", or the {axes[0]} size to {divisors(size // rest)}" * (size % rest == 0)
             yield Finding(
                 key,
                 f"must be a multiple of the {' x '.join(axes)} size ({shards}): mesh.axis_rules "
                 f"splits {logical} over it.",
                 f"Set {key}={up(size, factor)}, or mesh.axis_rules.{logical}=[] to keep a whole "
-                f"copy, or the {axes[0]} size to {divisors(size)}.",
+                f"copy{smaller}.",
             )
 
 
 _splits_evenly("embed", "model.d_model")
-_splits_evenly("heads", "model.num_heads", "model.num_kv_heads")
+
+
+@rule("mesh.axis_rules", *axis_keys(*_WITHOUT_ROWS), *_MODEL_KEYS)
+def _rows_of_experts_split_evenly(config: Config) -> Iterator[Finding]:
+    size = config.model.d_model
+    ways = {name: _sizes_over(config, name) for name in ("embed", "expert_embed")}
+    shards = {name: math.prod(sizes.values()) for name, sizes in ways.items()}
+    is_read = any(isinstance(part, Experts) for part in _parts(config))
+    # Where model.d_model is no multiple for other weights, that is reported.
+    if is_read and size % shards["embed"] == 0 and size % shards["expert_embed"]:
+        axes = [axis for axis, count in ways["expert_embed"].items() if count > 1]
+        yield Finding(
+            "model.d_model",
+            f"must be a multiple of the {' x '.join(axes)} size ({shards['expert_embed']}): "
+            "mesh.axis_rules splits expert_embed, rows of each expert's weights, over it.",
+            f"Set model.d_model={up(size, math.lcm(*shards.values()))}, or "
+            "mesh.axis_rules.expert_embed=[] to keep them whole.",
+        )
+
+
+_splits_evenly("heads", "model.num_heads", {"model.num_kv_heads": "kv_heads"})
 _splits_evenly("kv_heads", "model.num_kv_heads")
 _splits_evenly("head_size", "model.head_size")
 _splits_evenly("mlp", "model.d_mlp")

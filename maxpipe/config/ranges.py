@@ -28,6 +28,7 @@ _RANGES = (
         for family in FAMILIES.values()
         for bound in family.bounds
     ),
+    Bound("mesh.largest_copy_bytes", 2**27, 0, why="0 is no limit"),
     Bound("mesh.cpu_devices", 1, 1, 4096, "each has threads and memory of its own"),
     Bound("pipeline.microbatches", 1, 1),
     Bound("pipeline.repeats", 1, 1),

@@ -136,10 +136,15 @@ class MeshConfig:
     sequences of some heads (Ulysses); heads and key/value heads are multiples of context x tensor.
     `ring` passes keys and values around, so that no device has all; needs `pipeline.idle` compute,
     or one stage. `auto` takes `heads` where they divide, else `gather`."""
+    shard_mode: Literal["auto", "explicit"] = "auto"
+    """How jax knows the way in which arrays are divided outside the pipeline: `auto` leaves it to
+    the compiler, between a program's inputs and outputs; in `explicit` types carry it over all
+    axes but tensor, and an operation that would need a guess is an error. Results are the same.
+    Generation and scoring are always `auto`."""
     cpu_devices: int = 1
     """Number of virtual devices when running on CPU. Ignored on TPU and GPU."""
     sequence_parallel: bool = False
-    """Split what lies between the matmuls of a layer (residual stream, norms, messages, kept
+    """Split what is between the matmuls of a layer (residual stream, norms, messages, kept
     inputs) over tokens on the tensor axis. All-reduces become all-gathers and reduce-scatters, and
     what waits between slots takes less memory."""
     collective_matmul: bool = False
@@ -149,6 +154,10 @@ class MeshConfig:
     axis_rules: dict[str, list[str]] = field(default_factory=dict)
     """Changes to the table from logical axis to mesh axes, e.g. `{mlp: [tensor]}`.
     The default table is printed by `maxpipe config explain mesh.axis_rules`."""
+    largest_copy_bytes: int = 2**27
+    """The most that a device holds of one parameter, a stage's layers together, when all devices
+    of the fsdp, expert and context axes hold the same: a larger one that no rule `[]` keeps whole
+    is an error, and one that a rule keeps whole is reported. 0: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -137,7 +137,8 @@ class _Model:
         config = self.loaded.config
         runtime.start(config.runtime, config.mesh.cpu_devices)
         config = _fitted(self.loaded, self.name, say)
-        mesh = build_mesh(config.mesh)
+        # Programs that generate and score leave shardings to the compiler.
+        mesh = build_mesh(dataclasses.replace(config.mesh, shard_mode="auto"))
         steps = steps_of(config, mesh, self.tokenizer.byte_lengths)
         say(f"restoring the parameters of {self.name}")
         params = steps.partition.by_kind(self.params(steps))

@@ -113,7 +113,16 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
     """
     devices = list(jax.devices() if devices is None else devices)
     config = resolve(config, devices)
-    return Mesh(_arrange(devices, *_sizes(config)), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    grid = _arrange(devices, *_sizes(config))
+    types = [_type_of(axis, size, config) for axis, size in zip(AXES, grid.shape, strict=True)]
+    return Mesh(grid, AXES, axis_types=tuple(types))
+
+
+def _type_of(axis: str, size: int, config: MeshConfig) -> AxisType:
+    # The pipeline's program is manual over explicit axes. Those of one device stay out of it, and
+    # tensor is automatic in it.
+    explicit = config.shard_mode == "explicit" and axis in MANUAL_AXES and size > 1
+    return AxisType.Explicit if explicit else AxisType.Auto
 
 
 def _sizes(config: MeshConfig) -> tuple[list[int], list[int]]:

@@ -22,6 +22,7 @@ from jaxtyping import Float
 
 from maxpipe.parallel.collectives import from_position, program_axes, sum_over
 from maxpipe.parallel.context import own_tokens
+from maxpipe.parallel.explicit import divided
 from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
 from maxpipe.parallel.per_device import vary
 from maxpipe.parallel.sharding import BATCH_SPEC, restrict
@@ -141,7 +142,9 @@ class Engine:
                 in_specs=self._per_device(in_specs),
                 out_specs=self._per_device(out_specs),
             )
-        return lambda params, batch, key: run(params, batch, key, table)
+        # Constants, of which types say that each device has the whole.
+        columns = partial(divided, table, table.specs())
+        return lambda params, batch, key: run(params, batch, key, columns())
 
 
 def _is_spec(node: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,21 +176,22 @@ def text(found: Shardings) -> str:
         "",
         f"parameters, {copies} of {each} with the optimizer's: "
         f"{gib(found.state_bytes)} on a device",
-        *_table(found.parameters),
+        *_table(found.mesh, found.parameters),
         "",
         "activations of a microbatch, on the stage that has it",
-        *_table(found.activations),
+        *_table(found.mesh, found.activations),
     ]
     return "\n".join(lines)
 
 
-def _table(rows: Sequence[Sharding]) -> list[str]:
+def _table(mesh: Mapping[str, int], rows: Sequence[Sharding]) -> list[str]:
+    """Lines; of axes those of the mesh with more than one device are named."""
     head = ("name", "axes", "split over", "whole", "on a device", "bytes", "replicated over")
     cells = [
         (
             each.name + " (frozen)" * each.frozen,
             ", ".join(each.axes),
-            ", ".join("+".join(axes) or "-" for axes in each.spec),
+            ", ".join("+".join(filter(mesh.__contains__, axes)) or "-" for axes in each.spec),
             _shape(each.shape),
             _shape(each.shard),
             gib(each.num_bytes),

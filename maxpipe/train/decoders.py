@@ -15,6 +15,7 @@ from maxpipe.generate.decoding import Decoding
 from maxpipe.generate.sampling import Sampling
 from maxpipe.generate.staged import StagedDecoding
 from maxpipe.model.count import layer_costs
+from maxpipe.parallel.explicit import automatic
 from maxpipe.parallel.mesh import STAGE
 from maxpipe.pipeline.layout import Layout
 from maxpipe.schedule.balance import balanced_cut
@@ -26,11 +27,14 @@ AnyDecoding = Decoding | StagedDecoding
 
 
 def for_decoding(partition: Partition) -> Partition:
-    """The same model on the same mesh, with one chunk for each stage."""
+    """The same model on the same devices, with one chunk for each stage.
+
+    Caches grow and tokens are picked by index: the compiler chooses shardings.
+    """
     decoder, stages = partition.decoder, partition.mesh.shape[STAGE]
     cut = balanced_cut(layer_costs(decoder.model, 1), stages)
     layout = Layout(Ring(stages, 1), tuple(cut), kinds=decoder.model.layers)
-    return Partition(decoder, layout, partition.mesh)
+    return Partition(decoder, layout, automatic(partition.mesh))
 
 
 def decoding_of(parts: Partition, sampling: Sampling, seed: int) -> AnyDecoding:

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 
 from maxpipe.model.decoder import AHEAD
 from maxpipe.model.spec import Follows, Model
+from maxpipe.parallel.explicit import divided_like
 from maxpipe.train.guard import unless_bad
 
 Tree = Any
@@ -61,4 +62,6 @@ def moved(
     In padding of a stack, whose statistics are 0, nothing moves.
     """
     mean = statistic.mean(-1, keepdims=True)
-    return param + how.rate * jnp.sign(mean - statistic).astype(param.dtype)
+    # Each device has the statistics of all experts, and of the parameter maybe only its own.
+    direction = divided_like(jnp.sign(mean - statistic), param)
+    return param + how.rate * direction.astype(param.dtype)

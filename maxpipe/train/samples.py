@@ -16,6 +16,7 @@ from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.generate.completions import Completion, Limits, complete, encoded
 from maxpipe.generate.prompts import read
 from maxpipe.generate.sampling import Sampling
+from maxpipe.parallel.explicit import placed_on
 from maxpipe.train.decoders import decoding_of, for_decoding, prepared, prepared_shardings
 from maxpipe.train.state import Partition
 
@@ -42,6 +43,7 @@ class Samples:
         self._tokenizer, self._prompts = tokenizer, encoded(texts, tokenizer, room)
         self._limits = Limits(min(eval_config.sample_tokens, room), room, batch_size=len(texts))
         parts = for_decoding(partition)
+        self._mesh = parts.mesh
         sampling = Sampling(temperature=eval_config.sample_temperature)
         self._decoding = decoding_of(parts, sampling, seed)
         self._convert = jax.jit(
@@ -58,7 +60,8 @@ class Samples:
             NumbersError: the model gives numbers that are not finite.
         """
         found: list[Completion] = []
-        converted, tokenizer = self._convert(params), self._tokenizer
+        converted = self._convert(placed_on(self._mesh, params))
+        tokenizer = self._tokenizer
         complete(
             self._decoding, converted, tokenizer, self._prompts, self._limits, write=found.append
         )

@@ -18,6 +18,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.model.decoder import Decoder
+from maxpipe.parallel.explicit import left_to_compiler
 from maxpipe.parallel.mesh import STAGE, TENSOR
 from maxpipe.parallel.sharding import STACK
 from maxpipe.pipeline.layout import Layout, pad_vocabulary, padded_vocabulary
@@ -152,6 +153,10 @@ class Partition:
 
     def init(self, key: jax.Array) -> Tree:
         """Stacked parameters; each layer's values depend on key and layer index alone."""
+        # Made of a key, which says nothing of how they are divided.
+        return left_to_compiler(self._drawn, self.specs)(key)
+
+    def _drawn(self, key: jax.Array) -> Tree:
         layout, init_layers = self.layout, self.decoder.init_layers
 
         def drawn(kind: str) -> Tree:

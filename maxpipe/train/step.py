@@ -35,6 +35,7 @@ from maxpipe.config.schema import (
 from maxpipe.model.choice import resolved
 from maxpipe.model.count import layer_costs
 from maxpipe.model.decoder import Decoder
+from maxpipe.parallel.explicit import left_to_compiler, on_mesh, with_shardings
 from maxpipe.parallel.mesh import BATCH_AXES, CONTEXT, STAGE
 from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
 from maxpipe.pipeline import ahead
@@ -131,8 +132,8 @@ class Steps:
 
     @cached_property
     def abstract_state(self) -> TrainState:
-        """Shapes and types of the stacked train state."""
-        return jax.eval_shape(self._init)
+        """Shapes, types and shardings of the stacked train state."""
+        return with_shardings(jax.eval_shape(self._init), self.state_sharding)
 
     @cached_property
     def _abstract_params(self) -> Tree:
@@ -142,7 +143,7 @@ class Steps:
 
     def init(self) -> TrainState:
         """A fresh state on the mesh; the values depend on seed and model only."""
-        init = jax.jit(self._init, out_shardings=self.state_sharding).lower()
+        init = self._jit(self._init, self.state_sharding).lower()
         # On CPU, LLVM spends many seconds on the random generator of a program that runs once.
         # Its integer arithmetic gives the same bits however it is compiled.
         options: dict[str, Any] = {}
@@ -194,7 +195,7 @@ class Steps:
             out_shardings=NamedSharding(self.partition.mesh, PartitionSpec()),
         )
         with jax.set_mesh(self.partition.mesh):
-            lowered = step.lower(self._abstract_params, self.abstract_batch(rows))
+            lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
             return lowered.compile(self.compiler_options)
 
     @property
@@ -220,7 +221,7 @@ class Steps:
     def buffer_shapes(self) -> dict[str, list[Any]]:
         """On one device, of what the train step's loop carries, before compiling it."""
         return self.engine.buffer_shapes(
-            self.train_schedule, self._abstract_params, self.abstract_batch()
+            self.train_schedule, self.abstract_state.params, self.abstract_batch()
         )
 
     def abstract_batch(self, rows: int = 0) -> Tree:
@@ -241,13 +242,19 @@ class Steps:
     @cached_property
     def to_saved(self) -> Any:
         """state -> what a checkpoint holds: network order, no padding."""
+        return self._jit(self._to_saved, self.saved_sharding)
 
-        def convert(state: TrainState) -> Tree:
-            unstack = self.partition.to_saved
-            saved = {name: unstack(tree) for name, tree in moments(state.optimizer).items()}
-            return {"step": state.step, "params": unstack(state.params), "optimizer": saved}
+    def _to_saved(self, state: TrainState) -> Tree:
+        parts = self.partition
 
-        return jax.jit(convert, out_shardings=self.saved_sharding)
+        # Layers of all stages are joined into one dim, and padding is cut off.
+        def unstack(tree: Tree, specs: Tree) -> Tree:
+            return left_to_compiler(parts.to_saved, specs)(tree)
+
+        mine = parts.saved_optimizer_specs
+        saved = {name: unstack(tree, mine) for name, tree in moments(state.optimizer).items()}
+        params = unstack(state.params, parts.saved_specs)
+        return {"step": state.step, "params": params, "optimizer": saved}
 
     @cached_property
     def from_saved(self) -> Any:
@@ -255,39 +262,43 @@ class Steps:
 
         def convert(saved: Tree, guard: GuardState | None = None) -> TrainState:
             guard = initial(self.guard) if guard is None else guard
-            stack, step = self.partition.from_saved, saved["step"]
-            params = stack(saved["params"])
+            step, params = saved["step"], self._stack(saved["params"])
+            stack = left_to_compiler(self.partition.from_saved, self._trained_specs)
             stacked = {name: stack(tree) for name, tree in saved["optimizer"].items()}
             fresh = self._optimizer_state(params)
             optimizer = with_moments(fresh, step - guard.skipped, stacked)
             return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
 
-        return jax.jit(convert, out_shardings=self.state_sharding)
+        return self._jit(convert, self.state_sharding)
 
     @cached_property
     def stack_params(self) -> Any:
         """Parameters as a checkpoint holds them -> as the steps take them."""
-        return jax.jit(self.partition.from_saved, out_shardings=self.state_sharding.params)
+        return self._jit(self._stack, self.state_sharding.params)
+
+    def _stack(self, params: Tree) -> Tree:
+        # Layers are dealt out to stages, and the vocabulary is padded.
+        return left_to_compiler(self.partition.from_saved, self.partition.specs)(params)
+
+    def _jit(self, run: Callable[..., Tree], shardings: Tree) -> Any:
+        """A jitted function with these shardings of its results."""
+        return jax.jit(on_mesh(self.partition.mesh, run), out_shardings=shardings)
 
     def with_weights(self, params: Tree) -> TrainState:
         """A fresh state, but for parameters in the form that a checkpoint holds."""
 
         def convert(saved: Tree) -> TrainState:
-            params, guard = self.partition.from_saved(saved), initial(self.guard)
+            params, guard = self._stack(saved), initial(self.guard)
             optimizer, step = self._optimizer_state(params), jnp.zeros((), jnp.int32)
             return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
 
-        return jax.jit(convert, out_shardings=self.state_sharding)(params)
+        return self._jit(convert, self.state_sharding)(params)
 
     @cached_property
     def abstract_saved(self) -> Tree:
         """Shapes, types and shardings of the saved form."""
-        shapes = jax.eval_shape(self.to_saved, self.abstract_state)
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            shapes,
-            self.saved_sharding,
-        )
+        state = jax.eval_shape(self._init)
+        return with_shardings(jax.eval_shape(self._to_saved, state), self.saved_sharding)
 
     # The computations.
 
@@ -337,7 +348,9 @@ class Steps:
         model, layout = self.partition.decoder.model, self.partition.layout
         metrics |= {f"train/loss_{name}": found.losses[name] for name in model.ends.losses}
         further = {ahead.AHEAD: found.statistics.get(ahead.AHEAD, {})}
-        metrics |= summarised(model, found.losses, layout.unstack(*layers) | further)
+        # Layers of all stages are joined into one dim; the numbers are few.
+        reported = left_to_compiler(layout.unstack, PartitionSpec())(*layers)
+        metrics |= summarised(model, found.losses, reported | further)
         return TrainState(state.step + 1, params, optimizer, guard), metrics
 
     def _updated(
@@ -397,7 +410,9 @@ class Steps:
 
     def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:
         loss, targets = self.engine.loss(schedule)(params, batch, None)
-        size = jnp.asarray(self.byte_lengths, jnp.float32)[batch["targets"]]
+        lengths = jnp.asarray(self.byte_lengths, jnp.float32)
+        # Picked by index: divided as the indices are.
+        size = left_to_compiler(operator.getitem, BATCH_SPEC)(lengths, batch["targets"])
         return {"loss": loss, "targets": targets, "bytes": (size * batch["loss_mask"]).sum()}
 
 

@@ -399,6 +399,13 @@ SMALL = st.integers(1, 12)
             "pipeline.layers_outside": SMALL,
             **{f"model.{name}": SMALL for name in ("num_layers", "num_heads", "num_kv_heads")},
             "model.d_model": st.integers(1, 300),
+            "model.d_mlp": st.integers(1, 100),
+            "model.moe.num_experts": SMALL,
+            "model.moe.d_expert": st.integers(0, 40),
+            "mesh.axis_rules.embed": st.sampled_from(["[]", "[fsdp]", "[fsdp,expert,context]"]),
+            "mesh.largest_copy_bytes": st.sampled_from([0, 1000, 10**6]),
+            "train.sequence_length": st.integers(2, 100),
+            "eval.batch_size": st.integers(0, 20),
             "train.batch_size": st.integers(1, 64),
             "optim.warmup_steps": st.integers(0, 20),
             "pipeline.schedule": st.sampled_from(["gpipe", "1f1b", "interleaved", "zb_v"]),
@@ -406,7 +413,8 @@ SMALL = st.integers(1, 12)
     )
 )
 def test_following_the_actions_ends_in_a_config_that_loads(values: dict[str, object]):
-    given = [f"{key}={value}" for key, value in values.items()]
+    family = ["model.family=moe"] if any("moe" in key for key in values) else []
+    given = [*family, *(f"{key}={value}" for key, value in values.items())]
     for _ in range(6):
         found = problems(given)
         if not found:

@@ -6,11 +6,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from maxpipe.config.schema import MeshConfig
 from maxpipe.errors import ConfigError
+from maxpipe.parallel.explicit import automatic, placed_on
 from maxpipe.parallel.mesh import AXES, BATCH_AXES, MANUAL_AXES, build_mesh, describe, resolve
 
 
@@ -184,3 +187,28 @@ def test_descriptions_leave_out_what_is_one(devices: list[Any]) -> None:
     mesh = build_mesh(MeshConfig(ici_stage=4, ici_fsdp=2), devices)
     assert describe(mesh) == "stage 4 x fsdp 2"
     assert describe(build_mesh(MeshConfig(), devices[:1])) == "one device"
+
+
+def test_types_carry_the_axes_of_several_devices_but_tensor() -> None:
+    config = MeshConfig(ici_stage=2, ici_context=2, ici_tensor=2)
+    explicit = dataclasses.replace(config, shard_mode="explicit")
+    devices = jax.devices()[:8]
+    mesh = build_mesh(explicit, devices)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    assert {axis for axis in AXES if types[axis] == AxisType.Explicit} == {"stage", "context"}
+    auto = build_mesh(config, devices)
+    assert set(auto.axis_types) == {AxisType.Auto}
+    assert automatic(mesh) == auto and automatic(auto) is auto
+
+
+def test_arrays_are_seen_from_another_mesh_without_a_copy() -> None:
+    config = MeshConfig(ici_stage=2, ici_fsdp=4, shard_mode="explicit")
+    mesh = build_mesh(config, jax.devices()[:8])
+    spec = PartitionSpec("stage", ("fsdp", "data"))
+    given = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(mesh, spec))
+    seen = placed_on(automatic(mesh), given)
+    assert seen.sharding == NamedSharding(automatic(mesh), spec)
+    np.testing.assert_array_equal(seen, given)
+    pairs = zip(seen.addressable_shards, given.addressable_shards, strict=True)
+    for mine, theirs in pairs:
+        assert mine.data.unsafe_buffer_pointer() == theirs.data.unsafe_buffer_pointer()

@@ -46,7 +46,7 @@ MODEL = {
 
 
 def config_of(
-    model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any], tokens: int = 32
+    model: dict[str, Any], mesh: dict[str, Any], pipeline: dict[str, Any], tokens: int = 32
 ) -> Config:
     rows = 2 * pipeline["microbatches"] * mesh.get("ici_fsdp", 1) * mesh.get("ici_data", 1)
     train = {"batch_size": rows, "sequence_length": tokens, "steps": 1}

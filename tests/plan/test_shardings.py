@@ -10,9 +10,11 @@ import jax
 import pytest
 
 from maxpipe.cli import main
+from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.plan.memory import state
 from maxpipe.plan.shardings import shardings, text
 from maxpipe.plan.sizes import Sizes
+from maxpipe.train.optim import moments
 from tests.plan.test_memory import config_of, steps_of
 
 CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
@@ -21,6 +23,16 @@ CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
         {"tied_embeddings": True, "num_layers": 11, "vocab_size": 263, "heads_ahead": 2},
         {"ici_stage": 4, "ici_data": 2},
         {"microbatches": 4, "layers_outside": 2},
+    ),
+    (
+        {"num_layers": 2},
+        {"ici_context": 2, "ici_fsdp": 2, "ici_tensor": 2},
+        {"microbatches": 2},
+    ),
+    (
+        {"num_layers": 3, "family": "moe", "moe": {"num_experts": 6, "num_dense_layers": 1}},
+        {"ici_stage": 2, "ici_expert": 2, "ici_context": 2},
+        {"microbatches": 2},
     ),
 ]
 
@@ -45,9 +57,16 @@ def test_parameters_lie_where_the_engine_puts_them(
         copies = sharding.num_devices * math.prod(shard) // leaf.size
         return name, (tuple(spec), leaf.shape, shard, size, copies)
 
+    def rows_of(abstract: Any, placed: Any) -> dict[str, Any]:
+        rows = jax.tree_util.tree_map_with_path(row, abstract, placed)
+        return dict(jax.tree.leaves(rows, is_leaf=lambda leaf: isinstance(leaf, tuple)))
+
     state_of = steps.abstract_state
-    rows = jax.tree_util.tree_map_with_path(row, state_of.params, steps.state_sharding.params)
-    engine = dict(jax.tree.leaves(rows, is_leaf=lambda leaf: isinstance(leaf, tuple)))
+    engine = rows_of(state_of.params, steps.state_sharding.params)
+    # The optimizer's trees are divided as the parameters are.
+    placed = moments(steps.state_sharding.optimizer)
+    for name, tree in moments(state_of.optimizer).items():
+        assert rows_of(tree, placed[name]) == engine, name
     mine = {
         each.name: (each.spec, each.shape, each.shard, each.num_bytes, each.copies)
         for each in found.parameters
@@ -58,6 +77,27 @@ def test_parameters_lie_where_the_engine_puts_them(
         assert len(each.axes) == len(each.shape)
     scalars = 12  # steps and counters
     assert found.state_bytes + scalars == state(Sizes(config))["state"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_the_compiled_program_takes_and_gives_those_shards(mode: str) -> None:
+    model, mesh, pipeline = CASES[-1]
+    config = config_of(model, mesh | {"shard_mode": mode}, pipeline, tokens=16)
+    steps, found = steps_of(config), {each.name: each for each in shardings(config).parameters}
+    compiled = steps.compile_train()
+    (taken, batch), _ = compiled.input_shardings
+    for placement in (taken, compiled.output_shardings[0]):
+        for tree in (placement.params, *moments(placement.optimizer).values()):
+            shapes = jax.tree.leaves_with_path(steps.abstract_state.params)
+            for (path, leaf), placed in zip(shapes, jax.tree.leaves(tree), strict=True):
+                name = jax.tree_util.keystr(path, simple=True, separator=".")
+                assert placed.shard_shape(leaf.shape) == found[name].shard, name
+    # The loop over ticks carries messages: the residual stream of a microbatch on a device.
+    (stream,) = (each for each in shardings(config).activations if each.name == "residual stream")
+    for message in steps.buffer_shapes()["sent"]:
+        assert message.shape[-3:] == stream.shard
+    rows = batch["tokens"].shard_shape(steps.shape)[0]
+    assert rows == pipeline["microbatches"] * stream.shard[0]
 
 
 def test_activations_are_split_over_rows_and_tensor() -> None:
@@ -79,6 +119,8 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     assert main([*ARGUMENTS, "--shardings"]) == 0
     page = capsys.readouterr().out
     assert "layers.layer.attention.query" in page and "fsdp 4" in page
+    # Axes of one device are left out.
+    assert not any(f"+{axis}" in page or f"{axis}+" in page for axis in MESH_AXES)
     assert main([*ARGUMENTS, "--shardings", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["num_saved"] == 3 and values["mesh"] == {"fsdp": 4}

@@ -1,0 +1,116 @@
+"""Large weights of which several devices hold the same copy, by accident or on purpose. No jax."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from maxpipe.config.keys import KEYS
+from maxpipe.config.rules import axis_keys, axis_size, rule, shown
+from maxpipe.config.schema import Config
+from maxpipe.errors import Finding, Problem
+from maxpipe.model.families.registry import describe
+from maxpipe.model.spec import Param
+from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MESH_AXES, axis_table
+
+LIMIT = "mesh.largest_copy_bytes"
+_SHARDS = ("fsdp", "expert", "context")
+"""Axes over which every large weight is divided by the default table; over tensor and stage some
+are, and data is for copies."""
+_BYTES = {"float32": 4, "bfloat16": 2}
+_MODEL_KEYS = tuple(key for key in KEYS if key.startswith("model."))
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A weight that is the same on several devices, layers of a stage together."""
+
+    name: str
+    num_bytes: int
+    """On each of them."""
+    over: Mapping[str, int]
+    """Axes along which it is the same, of more than one device."""
+    logical: str
+    """The dim that the default table divides over one of them, or empty."""
+    is_meant: bool
+    """Whether a rule of the user keeps it whole, or divides it over some of the axes."""
+
+    @property
+    def words(self) -> str:
+        """What is the same where."""
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.over.items())
+        return f"all {math.prod(self.over.values())} devices along {axes} hold the same copy"
+
+
+def copies(config: Config) -> Iterator[Copy]:
+    """Those larger than `mesh.largest_copy_bytes`; an axis whose size is not known yet counts 1."""
+    sizes = {axis: axis_size(config.mesh, axis) or 1 for axis in MESH_AXES}
+    shards = [axis for axis in _SHARDS if sizes[axis] > 1]
+    limit = config.mesh.largest_copy_bytes
+    if not shards or not limit:
+        return
+    rules, table = config.mesh.axis_rules, axis_table(config.mesh)
+    for name, param, count in _weights(config, sizes["stage"]):
+        divided = {axis for logical in param.axes for axis in table.get(logical, ())}
+        over = {axis: sizes[axis] for axis in shards if axis not in divided}
+        split = math.prod(sizes[axis] for axis in divided)
+        size = count * math.prod(param.shape) * _BYTES[config.model.param_dtype] // split
+        if not over or size <= limit:
+            continue
+        moved = [
+            logical
+            for logical in param.axes
+            if logical in rules and not over.keys().isdisjoint(DEFAULT_AXIS_RULES[logical])
+        ]
+        is_meant = not divided.isdisjoint(shards) or any(not rules[each] for each in moved)
+        yield Copy(name, size, over, next(iter(moved), ""), is_meant)
+
+
+def _weights(config: Config, stages: int) -> Iterator[tuple[str, Param, int]]:
+    """(name, parameter, how many of it a device holds at least) in network order."""
+    model, outside = describe(config.model), config.pipeline.layers_outside
+    for path, param in model.ends.params.items():
+        yield ".".join(path), param, 1
+    for place, layers, share in (
+        ("outside", model.layers[:outside], 1),
+        ("layers", model.layers[outside:], stages),
+    ):
+        for kind, count in Counter(layers).items():
+            for path, param in model.kinds[kind].params.items():
+                yield ".".join((place, kind, *path)), param, -(-count // share)
+
+
+@rule(LIMIT, "mesh.axis_rules", "pipeline.layers_outside", *axis_keys(*MESH_AXES), *_MODEL_KEYS)
+def _large_weights_are_divided(config: Config) -> Iterator[Finding]:
+    found = [each for each in copies(config) if not each.is_meant]
+    for logical in dict.fromkeys(each.logical for each in found):
+        largest = max(
+            (each for each in found if each.logical == logical), key=lambda each: each.num_bytes
+        )
+        key = f"mesh.axis_rules.{logical}" if logical else LIMIT
+        default = shown(list(DEFAULT_AXIS_RULES.get(logical, ()))).replace(" ", "")
+        yield Finding(
+            key,
+            f"leaves {largest.name} whole, {largest.num_bytes:,} bytes: {largest.words}, more than "
+            f"{LIMIT} ({config.mesh.largest_copy_bytes:,}) and by no rule that says so.",
+            f"Set {key}={default if logical else largest.num_bytes}"
+            + (f", or {LIMIT}=0 for no limit." if logical else ", or 0 for no limit."),
+        )
+
+
+def meant_copies(config: Config) -> Iterator[Problem]:
+    """Cautions: a rule of the user keeps a large weight whole."""
+    found = [each for each in copies(config) if each.is_meant and each.logical]
+    for logical in dict.fromkeys(each.logical for each in found):
+        mine = [each for each in found if each.logical == logical]
+        largest = max(mine, key=lambda each: each.num_bytes)
+        more = f", and {len(mine) - 1} more weights" if len(mine) > 1 else ""
+        yield Problem(
+            f"mesh.axis_rules.{logical}",
+            shown(list(config.mesh.axis_rules[logical])),
+            f"keeps {largest.name} ({largest.num_bytes:,} bytes a device{more}) on several "
+            f"devices: {largest.words}, moments and gradient too.",
+            f"Leave it as it is if that is meant, or set {LIMIT}=0 to hear no more of it.",
+        )
