@@ -36,7 +36,7 @@ LANES = 128
 """Blocks of queries and keys are multiples of it."""
 _LONG = 4096
 """Tokens from which on blocks are large: a step of the kernel has a cost of its own, and of few
-blocks a larger share is on the diagonal, half of which no query sees."""
+blocks a larger share is on the diagonal, of whose pairs half are hidden."""
 
 
 def attend(
