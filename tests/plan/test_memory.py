@@ -441,12 +441,12 @@ TEMPORARY: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     (LAYERS_AHEAD | WORDS, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 2}),
     (WORDS, {"ici_fsdp": 4, "ici_tensor": 2}, {"microbatches": 2}),
     (
-        WIDE,
+        WIDE | {"attention": "xla"},
         {"ici_stage": 2, "ici_tensor": 4, "sequence_parallel": True},
         {"microbatches": 4, "remat": "names"},
     ),
     (
-        WIDE,
+        WIDE | {"attention": "xla"},
         {"ici_stage": 2, "ici_fsdp": 2, "ici_tensor": 2} | RINGS,
         {"microbatches": 4, "remat": "none", "idle": "compute"},
     ),
