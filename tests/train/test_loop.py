@@ -91,8 +91,15 @@ def test_tensorboard_reads_its_files(unbroken: Path):
 
 
 def test_console_shows_our_lines_only(unbroken: Path):
-    ours = ("reading data", "run ", "devices ", "mesh ", "model ", "pipeline ", "data ")
-    ours += ("training ", "starting a new run in ", "compiling ", "step ", "validation after step ")
+    ours = ("reading data", "run ", "devices ", "mesh ", "model ", "attention ", "pipeline ")
+    ours += (
+        "data ",
+        "training ",
+        "starting a new run in ",
+        "compiling ",
+        "step ",
+        "validation after step ",
+    )
     ours += ("done: ", "final validation loss ")
     lines = (unbroken / "output.txt").read_text().splitlines()
     assert [line for line in lines if not line.startswith(ours)] == []

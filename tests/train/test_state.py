@@ -175,16 +175,19 @@ def test_stacking_works_on_shapes_alone(outside: int) -> None:
 
 # Its sharding.
 
+# Weights are divided over what divides the batch or its tokens, but for `data`.
+GATHERED = ("fsdp", "expert", "context")
+
 
 def test_specs_of_the_stacked_form() -> None:
     specs = named_leaves(make_partition({"ici_stage": 2}).specs)
-    assert specs["embedding"] == PartitionSpec(("stage", "tensor"), "fsdp")
-    assert specs["head"] == PartitionSpec("fsdp", ("stage", "tensor"))
+    assert specs["embedding"] == PartitionSpec(("stage", "tensor"), GATHERED)
+    assert specs["head"] == PartitionSpec(GATHERED, ("stage", "tensor"))
     assert specs["final_norm.scale"] == PartitionSpec(None)
     stacked = (None, "stage", None)
-    assert specs["layers.layer.attention.key"] == PartitionSpec(*stacked, "fsdp", "tensor", None)
-    assert specs["layers.layer.attention.out"] == PartitionSpec(*stacked, "tensor", None, "fsdp")
-    assert specs["layers.layer.mlp.down"] == PartitionSpec(*stacked, "tensor", "fsdp")
+    assert specs["layers.layer.attention.key"] == PartitionSpec(*stacked, GATHERED, "tensor", None)
+    assert specs["layers.layer.attention.out"] == PartitionSpec(*stacked, "tensor", None, GATHERED)
+    assert specs["layers.layer.mlp.down"] == PartitionSpec(*stacked, "tensor", GATHERED)
     assert specs["layers.layer.mlp_norm.scale"] == PartitionSpec(*stacked, None)
     assert not [name for name in specs if name.startswith("outside")]
 
@@ -212,9 +215,9 @@ def test_specs_of_the_network_form_split_what_divides(
         vocab_size=vocab_size,
     )
     specs = named_leaves(partition.saved_specs)
-    assert specs["embedding"] == PartitionSpec(split, "fsdp")
-    assert specs["head"] == PartitionSpec("fsdp", split)
-    assert specs["layers.mlp.gate"] == PartitionSpec(on, "fsdp", "tensor")
+    assert specs["embedding"] == PartitionSpec(split, GATHERED)
+    assert specs["head"] == PartitionSpec(GATHERED, split)
+    assert specs["layers.mlp.gate"] == PartitionSpec(on, GATHERED, "tensor")
     assert specs["layers.attention_norm.scale"] == PartitionSpec(on, None)
     # Every array can really be placed like that.
     shapes = jax.eval_shape(lambda key: partition.to_saved(partition.init(key)), KEY)
