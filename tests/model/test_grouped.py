@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxpipe.config.schema import MeshConfig
-from maxpipe.model.modules import grouped
+from maxpipe.model.modules import grouped, rows
 from maxpipe.model.modules.experts import Experts
 from maxpipe.model.modules.part import Context
 from maxpipe.model.parts import experts
@@ -120,11 +120,21 @@ def test_each_device_sorts_its_own_rows_of_a_batch(given: Any) -> None:
     }
     with jax.set_mesh(mesh):
         run = jax.jit(partial(layer, "grouped", rules=rules))
-        rows = jax.device_put(x, jax.NamedSharding(mesh, BATCH_SPEC))
-        found = run(placed, rows)
-        text = run.lower(placed, rows).compile().as_text() or ""
-    assert re.search(r"= \(s32\[27\].* sort\(", text)
+        batch = jax.device_put(x, jax.NamedSharding(mesh, BATCH_SPEC))
+        found = run(placed, batch)
+        text = run.lower(placed, batch).compile().as_text() or ""
+    assert re.search(r"= u32\[27\].* sort\(", text)
     assert_close(found, layer("all", params, x, AxisRules.from_config(MeshConfig())))
+
+
+@pytest.mark.parametrize("largest", [5, 2**31 - 1])
+@pytest.mark.parametrize("number", [1, 2, 7, 64, 1000])
+def test_equal_keys_stay_as_they_were(number: int, largest: int) -> None:
+    keys = np.random.default_rng(number).integers(0, 6, number).astype(np.int32)
+    keys[-1] = largest
+    order = rows.sorting(jnp.asarray(keys), largest)
+    assert order.tolist() == np.argsort(keys, kind="stable").tolist()
+    assert rows.inverse(order)[order].tolist() == list(range(number))
 
 
 @pytest.mark.parametrize("tokens", [1, 40])

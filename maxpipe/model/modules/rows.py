@@ -37,9 +37,9 @@ def sorted_rows(places: Int[Array, "n k"], num_experts: int) -> tuple[Rows, Int[
     A choice of `num_experts` is one of no expert: it has no row.
     """
     flat = places.reshape(-1)
-    choice = sorting(flat)
+    choice = sorting(flat, num_experts)
     sizes = (flat[:, None] == jnp.arange(num_experts)).sum(0, dtype=jnp.int32)
-    row = jnp.where(flat < num_experts, sorting(choice), len(flat))
+    row = jnp.where(flat < num_experts, inverse(choice), len(flat))
     return Rows(choice, row.reshape(places.shape)), sizes
 
 
@@ -52,8 +52,8 @@ def rows_in_line(queue: Int[Array, "B T k"], lengths: Int[Array, " Q"], room: in
     chosen, num_queues = queue.shape[-1], len(lengths)
     queue = queue.transpose(2, 0, 1).reshape(-1)  # all first choices, then all second ones
     first = jnp.cumsum(lengths) - lengths
-    in_line = sorting(queue)
-    before = sorting(in_line) - first.at[queue].get(mode="clip")
+    in_line = sorting(queue, num_queues)
+    before = inverse(in_line) - first.at[queue].get(mode="clip")
     none, num_choices = num_queues * room, len(queue)
     row = jnp.where((queue < num_queues) & (before < room), queue * room + before, none)
     number, num_tokens = jnp.arange(room), num_choices // chosen
@@ -63,11 +63,21 @@ def rows_in_line(queue: Int[Array, "B T k"], lengths: Int[Array, " Q"], room: in
     return Rows(choice.reshape(-1), row.reshape(chosen, -1).T)
 
 
-def sorting(keys: Int[Array, " N"]) -> Int[Array, " N"]:
-    """The order that sorts them, equal ones as they were."""
+def sorting(keys: Int[Array, " N"], largest: int) -> Int[Array, " N"]:
+    """The order that sorts keys from 0 to `largest`, equal ones as they were."""
+    # Sorting one word for key and place takes XLA for TPU a second to compile, sorting two, or
+    # keeping the order of equal ones, five; a layer has several of these sorts.
+    numbers, bits = jnp.arange(len(keys), dtype=jnp.uint32), (len(keys) - 1).bit_length()
+    if largest.bit_length() + bits <= 32:
+        words = lax.sort(keys.astype(jnp.uint32) << bits | numbers, is_stable=False)
+        return (words & (2**bits - 1)).astype(jnp.int32)
     # `argsort` would call the order the same on all devices, as what it sorts along with them is.
-    numbers = vary(jnp.arange(len(keys), dtype=jnp.int32))
-    return lax.sort((keys, numbers), num_keys=1, is_stable=True)[1]
+    return lax.sort((keys, vary(numbers.astype(jnp.int32))), num_keys=1, is_stable=True)[1]
+
+
+def inverse(order: Int[Array, " N"]) -> Int[Array, " N"]:
+    """Where each element of a permutation stands in it."""
+    return sorting(order, len(order) - 1)
 
 
 def own_vjp(static: int) -> Callable[[Callable[..., Any]], Any]:
@@ -146,10 +156,11 @@ def by_token(
 ) -> Float[Array, "n D"]:
     """Each token's sum over its rows of all arrays. `complete`: all choices have a row."""
     total: Any = 0.0
+    # One gather: each takes XLA for TPU a second to compile.
+    index = row.T.reshape(-1)
     for array in arrays:
-        for index in row.T:
-            found = array.at[index].get(mode="clip").astype(jnp.float32)
-            total += found if complete else jnp.where(index[:, None] < len(array), found, 0.0)
+        found = array.at[index].get(mode="clip").reshape(*row.T.shape, -1).astype(jnp.float32)
+        total += jnp.where(complete | (row.T[..., None] < len(array)), found, 0.0).sum(0)
     return total.astype(arrays[0].dtype)
 
 
