@@ -99,18 +99,17 @@ def scatter_sum(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
     if not present:
         return x
     # XLA for TPU makes all-reduces, twice the traffic, of those with dims of one entry, with
-    # several dims in front, or whose shards are not whole registers.
+    # several dims in front, or along a last dim in shards that are not whole registers.
     size = x.shape[dim] // size_of(present)
     own = (*x.shape[:dim], size, *x.shape[dim + 1 :])
     add = partial(lax.psum_scatter, axis_name=present, tiled=True)
-    inner = [size for size in own[dim:] if size > 1]
-    if (inner or [1])[-1] % LANES and math.prod(own) % LANES == 0:
+    after = [size for size in x.shape[dim + 1 :] if size > 1]
+    if not after and size % LANES and math.prod(own) % LANES == 0:
         first = (size, *x.shape[:dim], *x.shape[dim + 1 :])
         compact = jnp.moveaxis(x, dim, 0).reshape(-1, LANES)
         found = _summed(partial(add, scatter_dimension=0), compact).reshape(first)
         return jnp.moveaxis(found, 0, dim)
     before = [math.prod(x.shape[:dim])] if math.prod(x.shape[:dim]) > 1 else []
-    after = [size for size in x.shape[dim + 1 :] if size > 1]
     compact = x.reshape(*before, x.shape[dim], *after)
     return _summed(partial(add, scatter_dimension=len(before)), compact).reshape(own)
 
