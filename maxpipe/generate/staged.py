@@ -194,7 +194,6 @@ class StagedDecoding:
     @cached_property
     def _specs(self) -> Turning:
         """PartitionSpec of each array of the ring."""
-
         rules = self.decoder.rules
         table = dict(rules.table) | {"batch": TOKEN_AXES}
         rules = replace(rules, table=tuple(table.items()))
