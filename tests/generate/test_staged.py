@@ -39,7 +39,7 @@ def staged_of(
 
 
 DEEP = dataclasses.replace(LLAMA, num_layers=4)
-CROWDED = dataclasses.replace(
+LIMITED = dataclasses.replace(
     MOE, own=dataclasses.replace(MOE.own, num_experts=4, capacity_factor=0.3, exchange_factor=0.3)
 )
 """Would drop tokens in training; when text is generated none is."""
@@ -48,7 +48,7 @@ CASES = {
     "uneven": (GEMMA, MeshConfig(ici_stage=2), (2, 1)),
     "kinds, all axes": (MOE, MeshConfig(ici_stage=2, ici_fsdp=2, ici_tensor=2), (1, 2)),
     "divided rows": (DEEP, MeshConfig(ici_stage=2, ici_context=4), (2, 2)),
-    "crowded experts": (CROWDED, MeshConfig(ici_stage=2, ici_expert=2, ici_context=2), (1, 2)),
+    "limited experts": (LIMITED, MeshConfig(ici_stage=2, ici_expert=2, ici_context=2), (1, 2)),
 }
 
 
