@@ -269,13 +269,14 @@ def _splits_evenly(logical: str, key: str, partners: Mapping[str, str] = _NONE) 
                 for partner, axis in partners.items()
             )
             factor, rest = math.lcm(shards, *others), shards // sizes[axes[0]]
+            whole = f", or mesh.axis_rules.{logical}=[] to keep a whole copy"
+            whole *= () in REMAPPINGS.get(logical, ())
             smaller = f", or the {axes[0]} size to {divisors(size // rest)}" * (size % rest == 0)
             yield Finding(
                 key,
                 f"must be a multiple of the {' x '.join(axes)} size ({shards}): mesh.axis_rules "
                 f"splits {logical} over it.",
-                f"Set {key}={up(size, factor)}, or mesh.axis_rules.{logical}=[] to keep a whole "
-                f"copy{smaller}.",
+                f"Set {key}={up(size, factor)}{whole}{smaller}.",
             )
 
 

@@ -72,10 +72,17 @@ _SAME_KEY = {
     "mesh.ici_data": "dp dp_size ddp data_parallel data_parallel_size data_parallel_degree "
     "dp_replicate data_parallel_replicate_degree num_replicas ici_data_parallelism",
     "mesh.ici_fsdp": "fsdp fsdp_size dp_shard data_parallel_shard_degree ici_fsdp_parallelism",
+    "mesh.ici_expert": "ep ep_size expert_parallel expert_parallel_size expert_model_parallel_size "
+    "expert_parallel_degree ici_expert_parallelism",
+    "mesh.ici_context": "cp cp_size context_parallel context_parallel_size context_parallel_degree "
+    "sp_size ici_context_parallelism ici_sequence_parallelism",
+    "mesh.sequence_parallel": "sp",
     "mesh.dcn_stage": "dcn_pipeline_parallelism",
     "mesh.dcn_tensor": "dcn_tensor_parallelism",
     "mesh.dcn_data": "dcn_data_parallelism",
     "mesh.dcn_fsdp": "dcn_fsdp_parallelism",
+    "mesh.dcn_expert": "dcn_expert_parallelism",
+    "mesh.dcn_context": "dcn_context_parallelism dcn_sequence_parallelism",
     "mesh.cpu_devices": "num_cpu_devices host_device_count jax_num_cpu_devices",
     "pipeline.schedule": "pipeline_schedule pp_schedule pipeline_parallel_schedule",
     "pipeline.microbatches": "num_microbatches n_microbatches "
@@ -192,16 +199,6 @@ _NOT_SAME_KEY = {
     "moe mixture_of_experts": (
         "layers with experts are those of a model family.",
         "Set model.family=moe; `maxpipe config explain model.moe` lists its keys.",
-    ),
-    "ep ep_size expert_parallel expert_parallel_size expert_model_parallel_size "
-    "ici_expert_parallelism": (
-        "experts are not split over devices of their own yet.",
-        "Leave it out; mesh.ici_fsdp and mesh.ici_tensor shard every layer, experts included.",
-    ),
-    "cp cp_size context_parallel context_parallel_size context_parallel_degree sp "
-    "ici_context_parallelism ici_sequence_parallelism": (
-        "splitting sequences over devices is not supported yet.",
-        "Leave it out; mesh.ici_stage, mesh.ici_fsdp and mesh.ici_tensor shrink a device's memory.",
     ),
     "optim.name optim.type optimizer optimizer_name optimizer_type optim.optimizer muon lion "
     "adafactor sgd shampoo sophia adam adamw": (

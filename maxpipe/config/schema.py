@@ -382,7 +382,7 @@ class EvalConfig:
     batches: int = 8
     """Batches per evaluation. 0 turns evaluation off; `maxpipe eval` takes all then."""
     batch_size: int = 0
-    """Sequences per batch over all devices, any multiple of the data and fsdp sizes. 0 takes
+    """Sequences per batch over all devices, any multiple of data x fsdp x expert. 0 takes
     `train.batch_size`."""
     sample_every: int = 0
     """Steps between samples of text, to the console, TensorBoard and `samples.jsonl`. 0: none."""

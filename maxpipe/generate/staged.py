@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ from maxpipe.parallel.collectives import (
     program_axes,
     shift,
 )
-from maxpipe.parallel.mesh import BATCH_AXES, STAGE
+from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
 from maxpipe.parallel.per_device import vary
 from maxpipe.parallel.sharding import restrict
 from maxpipe.pipeline.layout import Layout
@@ -51,8 +51,9 @@ from maxpipe.pipeline.weights import WeightSharding, gather
 
 Tree = Any
 
-_ROWS = PartitionSpec(None, BATCH_AXES)
-"""Of what is given for each row, `[M, B, ...]`."""
+_ROWS = PartitionSpec(None, TOKEN_AXES)
+"""Of what is given for each row, `[M, B, ...]`. A token is too little to be divided over context:
+there, too, each device has rows of its own."""
 
 
 class Turning(NamedTuple):
@@ -70,7 +71,7 @@ class Turning(NamedTuple):
 
 @dataclass(frozen=True)
 class StagedDecoding:
-    """A model's rows on a mesh with stages; rows over the batch axes, heads over tensor."""
+    """A model's rows on a mesh with stages; rows over all axes but tensor, which has heads."""
 
     decoder: Decoder
     layout: Layout
@@ -87,7 +88,7 @@ class StagedDecoding:
     @property
     def shards(self) -> int:
         """What the number of rows is a multiple of."""
-        return self._stages * math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+        return self._stages * math.prod(self.mesh.shape[axis] for axis in TOKEN_AXES)
 
     @property
     def _stages(self) -> int:
@@ -193,16 +194,19 @@ class StagedDecoding:
     @cached_property
     def _specs(self) -> Turning:
         """PartitionSpec of each array of the ring."""
+        rules = self.decoder.rules
+        table = dict(rules.table) | {"batch": TOKEN_AXES}
+        rules = replace(rules, table=tuple(table.items()))
 
         def cached(axes: tuple[str | None, ...]) -> PartitionSpec:
-            return self.decoder.rules.spec(("stage", None, None, *axes), "the cache")
+            return rules.spec(("stage", None, None, *axes), "the cache")
 
         caches = {
             kind: jax.tree.map(cached, self.decoder.cache_axes(kind), is_leaf=is_axes)
             for kind in self.layout.in_ring
         }
         rows: Any = PartitionSpec(STAGE, *_ROWS)
-        arriving: Any = PartitionSpec(STAGE, BATCH_AXES)
+        arriving: Any = PartitionSpec(STAGE, TOKEN_AXES)
         seen = rows if self._penalises else None
         return Turning(caches, arriving, Drawn(rows, rows, rows), seen)
 
@@ -372,9 +376,9 @@ def _joined(first: Drawn, others: Drawn) -> tuple[np.ndarray, np.ndarray]:
 
 def _known(leaf: Array, spec: PartitionSpec) -> Array:
     """The array, which counts the same for all rows unless it is split over them."""
-    if BATCH_AXES in spec:
+    if TOKEN_AXES in spec:
         return leaf
-    for axis in BATCH_AXES:
+    for axis in TOKEN_AXES:
         leaf = from_position(leaf, axis, 0)
     return leaf
 

@@ -47,7 +47,6 @@ REMAPPINGS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kv_heads": ((), ("tensor",)),
     "head_size": ((), ("tensor",)),
     "mlp": ((), ("tensor",)),
-    "experts": ((), ("expert",)),
     "vocab": (("stage",), ("stage", "tensor")),
 }
 """What `mesh.axis_rules` may say. The pipeline owns the stage axis and the batch."""

@@ -103,6 +103,7 @@ BROKEN: list[tuple[str, str, str]] = [
     ),
     ("mesh.axis_rules.hedas=[]", "mesh.axis_rules.hedas", "not a logical axis"),
     ("mesh.axis_rules.batch=[]", "mesh.axis_rules.batch", "the pipeline owns it"),
+    ("mesh.axis_rules.experts=[]", "mesh.axis_rules.experts", "the pipeline owns it"),
     ("mesh.axis_rules.mlp=[fsdp]", "mesh.axis_rules.mlp", "must be [] or [tensor]"),
     ("mesh.axis_rules.embed=[tensor]", "mesh.axis_rules.embed", "must be [] or [fsdp]"),
     ("mesh.axis_rules.vocab=[]", "mesh.axis_rules.vocab", "[stage] or [stage, tensor]"),

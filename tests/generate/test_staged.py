@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from maxpipe.config.schema import MeshConfig, ModelConfig
 from maxpipe.generate.sampling import Sampling
 from maxpipe.generate.staged import StagedDecoding
 from maxpipe.model.decoder import Decoder
+from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.layout import Layout
@@ -27,7 +29,7 @@ def staged_of(
 ) -> tuple[StagedDecoding, Any]:
     """The same as `decoding_of`, with stages."""
     decoder = Decoder(model, AxisRules.from_config(mesh))
-    count = mesh.ici_stage * mesh.ici_data * mesh.ici_fsdp * mesh.ici_tensor
+    count = math.prod(getattr(mesh, f"ici_{axis}") for axis in MESH_AXES)
     grid = build_mesh(mesh, jax.devices()[:count])
     layout = Layout(Ring(len(cut), 1), cut, kinds=decoder.model.layers)
     parts = Partition(decoder, layout, grid)
@@ -37,10 +39,16 @@ def staged_of(
 
 
 DEEP = dataclasses.replace(LLAMA, num_layers=4)
+LIMITED = dataclasses.replace(
+    MOE, own=dataclasses.replace(MOE.own, num_experts=4, capacity_factor=0.3, exchange_factor=0.3)
+)
+"""Would drop tokens in training; when text is generated none is."""
 CASES = {
     "four stages": (DEEP, MeshConfig(ici_stage=4), (1, 1, 1, 1)),
     "uneven": (GEMMA, MeshConfig(ici_stage=2), (2, 1)),
     "kinds, all axes": (MOE, MeshConfig(ici_stage=2, ici_fsdp=2, ici_tensor=2), (1, 2)),
+    "divided rows": (DEEP, MeshConfig(ici_stage=2, ici_context=4), (2, 2)),
+    "limited experts": (LIMITED, MeshConfig(ici_stage=2, ici_expert=2, ici_context=2), (1, 2)),
 }
 
 

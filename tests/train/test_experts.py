@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 
@@ -35,3 +37,21 @@ def test_a_step_tells_what_layers_returned_and_saves_them_by_kind() -> None:
     assert wanted.keys() == {tag for tag in metrics if tag.startswith("moe/")}
     for tag, number in wanted.items():
         np.testing.assert_allclose(metrics[tag], number, rtol=TOLERANCE)
+
+
+def test_padding_takes_no_room_of_other_tokens_between_devices() -> None:
+    """Rows are half padding, in front: the other half fits whichever experts it goes to."""
+    own = MoeConfig(num_experts=4, num_dense_layers=1, d_expert=12, dispatch="grouped")
+    losses = []
+    for factor in (0.0, 1.0):
+        case = Case(expert=2, own=replace(own, exchange_factor=factor), layers=2)
+        steps, batch = steps_of(case, case.rows), batch_of(case.rows, case=case)
+        is_padding = np.arange(case.tokens) < case.tokens // 2
+        batch["tokens"] = np.where(is_padding, 0, batch["tokens"])
+        batch["segment_ids"] = np.where(is_padding, 0, batch["segment_ids"])
+        batch["loss_mask"] = np.where(is_padding, 0.0, batch["loss_mask"]).astype(np.float32)
+        placed = jax.device_put(batch, steps.batch_sharding)
+        _, metrics = steps.compile_train()(steps.init(), placed)
+        losses.append(float(metrics["train/loss"]))
+    assert float(metrics["moe/dropped"]) == 0.0
+    np.testing.assert_allclose(*losses, rtol=TOLERANCE)

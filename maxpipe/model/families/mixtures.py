@@ -33,8 +33,8 @@ class MixtureConfig:
     exchange_factor: float = 0.0
     """With experts on several devices (`mesh.ici_expert`): choices of a microbatch's tokens that a
     device sends to each of them at most, as a multiple of an even share. The others lose this
-    expert, second choices first. 0: all, however unequal they are, which takes the most memory:
-    room for all that may ever come."""
+    expert, second choices first; when text is generated none does. 0: all, however unequal they
+    are, which takes the most memory: room for all that may ever come."""
     dispatch: Literal["auto", "all", "grouped"] = "auto"
     """How tokens get to their experts without a capacity: `grouped` sorts them by expert and
     computes those that they are sent to, with a kernel on TPUs and in blocks of rows elsewhere.

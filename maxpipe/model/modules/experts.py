@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -94,19 +95,27 @@ class Experts(PartModule):
         by_group = limited or self._groups(x, context)
         lost = (places == self.part.num_experts).mean(-1) if self.part.loses else None
         if by_group and apart:
-            return self._exchanged(x, places, routes.weights)
+            return self._exchanged(x, places, routes.weights, context)
         if by_group:
             run = partial(self._by_group, complete=not limited)
             return on_rows_of_device(run, (x, places, routes.weights), self._params(x)), lost
         return self._all_of_axis(x, routes.weights), lost
 
     def _exchanged(
-        self, x: Float[Array, "B T D"], places: Int[Array, "B T k"], weights: Float[Array, "B T E"]
+        self,
+        x: Float[Array, "B T D"],
+        places: Int[Array, "B T k"],
+        weights: Float[Array, "B T E"],
+        context: Context,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"] | None]:
         """`_mixed` where experts are on the devices of an axis."""
         rows, tokens = x.shape[:2]
-        whole = tokens * size_of(CONTEXT)
-        room = self.part.room_between(size_of(EXPERT), rows, tokens, whole)
+        part, segments = self.part, context.inputs["segment_ids"]
+        if context.cache is not None:
+            part = replace(part, capacity=0.0, exchange=0.0)
+        room = part.room_between(size_of(EXPERT), rows, tokens, tokens * size_of(CONTEXT))
+        # Padding would take room of tokens that count.
+        places = jnp.where((segments > 0)[..., None], places, part.num_experts)
         received, sent = to_experts(x, places, weights, room)
         found = self._by_group(received, self._params(x), complete=False)
         lost = sent.slots.lost.reshape(x.shape[:2]) if self.part.loses else None
