@@ -132,7 +132,7 @@ def test_version(capsys: Capture):
             "so that they multiply to 7, or name a topology of 8",
         ),
         ("plan quickstart --topology v5p:2x2x1 mesh.ici_data=-1", "multiply to 4, or name"),
-        ("plan quickstart --topology cpu:2", "Set mesh.cpu_devices=8 or --topology cpu:8, or"),
+        ("plan quickstart --topology cpu:2", "Set mesh.cpu_devices=8 or the topology cpu:8, or"),
         ("plan llama3-8b train.steps=1 --topology h100:8", "Set mesh.ici_data=-1 to use"),
         ("schedule quickstrat", "Did you mean `maxpipe schedule quickstart`?"),
         ("schedule --compare foo,1f1b", "See `maxpipe schedule --help`"),

@@ -36,7 +36,7 @@ from maxpipe.plan.memory import buffers
 from maxpipe.plan.nearest import nearest
 from maxpipe.plan.search import evaluate
 from maxpipe.plan.sizes import Sizes
-from maxpipe.plan.topology import WHERE, Topology, devices, placed
+from maxpipe.plan.topology import WHERE, Topology, devices, other_compiler, placed
 from maxpipe.schedule.table import Schedule, Slots
 from maxpipe.train import executable
 from maxpipe.train.build import steps_of
@@ -192,9 +192,9 @@ def compile_step(loaded: Loaded, topology: Topology, save: Path | None = None) -
     try:
         compiled = lowered.compile(steps.compiler_options)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise _out_of_memory(str(error), config, steps, topology) from error
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise _out_of_memory(str(error), config, steps, topology) from error
+        raise other_compiler(topology, error) or error from error
     done = time.monotonic()
     if save is not None:
         facts = executable.facts_of(to_dict(config), lowered, present)

@@ -7,6 +7,8 @@ not have; CPU devices are virtual; GPUs must be present.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import importlib.metadata
 import math
 import os
 import re
@@ -197,7 +199,7 @@ def _way_to_fill(mesh: MeshConfig, sizes: Sizes, topology: Topology) -> str:
     if topology.num_slices > 1:
         here += f", the product of mesh.dcn_* being {topology.num_slices}"
     if topology.platform == "cpu":  # a CPU run takes its devices from a key
-        more = f"mesh.cpu_devices={sizes.num_devices} or --topology cpu:{sizes.num_devices}"
+        more = f"mesh.cpu_devices={sizes.num_devices} or the topology cpu:{sizes.num_devices}"
         return f"Set {more}, or sizes of axes so that {here}."
     wanted = counted(sizes.num_devices, "device")
     return f"Set sizes of axes so that {here}, or name a topology of {wanted}."
@@ -271,6 +273,28 @@ def devices(topology: Topology) -> Sequence[Any]:
         rule += "programs for GPUs are compiled where they are."
         raise ConfigError.one(WHERE, topology.name, rule, f"Write {topology.name[:-1]}.")
     return present[:count]
+
+
+def other_compiler(topology: Topology, error: Exception) -> ConfigError | None:
+    """What to say of a failed compilation if the compiler is not one that this jax was made for."""
+    if topology.platform != "tpu":
+        return None
+    needed = [each.partition(";")[0].strip() for each in importlib.metadata.requires("jax") or ()]
+    pattern = next((each for each in needed if each.startswith("libtpu==")), "").partition("==")[2]
+    try:
+        version = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if not pattern or fnmatch.fnmatch(version, pattern):
+        return None
+    reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+    return ConfigError.one(
+        WHERE,
+        topology.name,
+        f"cannot be compiled for: jax {importlib.metadata.version('jax')} was made for libtpu "
+        f"{pattern}, and this is {version}. It said: {reason}",
+        f"Install the one that fits: pip install 'libtpu=={pattern}'.",
+    )
 
 
 def _no_topology(topology: Topology, error: Exception) -> ConfigError:

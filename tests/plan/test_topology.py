@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxpipe.errors import ConfigError
-from maxpipe.plan.topology import parse
+from maxpipe.plan.topology import other_compiler, parse
 
 
 @pytest.mark.parametrize(
@@ -81,3 +82,21 @@ def test_any_text_is_explained_by_a_topology_that_exists(text: str) -> None:
         named = re.search(r"([a-z0-9-]+:[0-9x]+)(?:, and more than one of them)?[.?]$", str(error))
         assert named, error
         parse(named[1])
+
+
+@pytest.mark.parametrize(("libtpu", "fits"), [("0.0.42.1", True), ("0.0.52", False)])
+def test_a_compiler_that_does_not_fit_jax_is_named(
+    libtpu: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"libtpu": libtpu, "jax": "0.10.2"}
+    needed = ["scipy>=1.14", 'libtpu==0.0.42.*; extra == "tpu"']
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(importlib.metadata, "requires", {"jax": needed}.__getitem__)
+    error = RuntimeError("INTERNAL: Continuation fusion is not supported\nstack")
+    found = other_compiler(parse("v5p:2x2x1"), error)
+    assert (found is None) == fits
+    if found is not None:
+        told = str(found)
+        assert "this is 0.0.52. It said: INTERNAL: Continuation fusion is not supported" in told
+        assert told.endswith("pip install 'libtpu==0.0.42.*'.")
+    assert other_compiler(parse("cpu:8"), error) is None
