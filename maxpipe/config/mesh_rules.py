@@ -236,6 +236,18 @@ def _stages_turn_alike_around_a_ring(config: Config) -> Iterator[Finding]:
         )
 
 
+@rule("model.attention", "mesh.context_attention", *axis_keys("context"))
+def _rings_score_by_blocks(config: Config) -> Iterator[Finding]:
+    rings = config.mesh.context_attention == "ring" and axis_size(config.mesh, "context") != 1
+    if rings and config.model.attention not in ("auto", "blockwise"):
+        yield Finding(
+            "model.attention",
+            "must be blockwise, or auto, with mesh.context_attention=ring: scores are computed "
+            "part by part as keys come around, by blocks on every device.",
+            "Set model.attention=blockwise, or mesh.context_attention=gather.",
+        )
+
+
 _WITHOUT_ROWS = tuple(axis for axis in MESH_AXES if axis not in ("stage", "data"))
 """Axes that split weights."""
 

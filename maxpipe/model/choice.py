@@ -5,14 +5,15 @@ No jax: forecasts and programs ask the same function, each where it knows the pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from maxpipe.config.schema import ModelConfig
+from maxpipe.config.schema import MeshConfig, ModelConfig
 from maxpipe.model.families.registry import describe
 from maxpipe.model.parts.attention import AUTO, CANNOT, Attention
 from maxpipe.model.parts.latent import LatentAttention
+from maxpipe.parallel.axes import takes_heads
 
 _LONG = {"cpu": 256, "tpu": 4096, "gpu": 4096}
 """Tokens of a row from which on `blockwise` is taken. On CPUs it is faster from 64 on
@@ -33,39 +34,65 @@ class Choice(NamedTuple):
     refused: tuple[str, ...] = ()
 
 
-def choose(model: ModelConfig, platform: str, tokens: int, context: int = 1) -> Choice:
-    """The backend of a model on a platform, as jax names it, for rows of `tokens`.
+class Divided(NamedTuple):
+    """Over how many devices rows and heads are divided, and how tokens get to others."""
 
-    `context` is over how many devices a row is divided.
-    """
+    context: int = 1
+    tensor: int = 1
+    method: str = "auto"
+    """`mesh.context_attention`"""
+
+    @property
+    def in_ring(self) -> bool:
+        """Whether scores are computed part by part, as keys come around: always by blocks."""
+        return self.context > 1 and self.method == "ring"
+
+    @classmethod
+    def by(cls, mesh: MeshConfig, axes: Mapping[str, int]) -> Divided:
+        """Of a mesh whose axes have these sizes."""
+        return cls(axes["context"], axes["tensor"], mesh.context_attention)
+
+
+ALONE = Divided()
+"""Rows that each device has as wholes."""
+
+
+def choose(model: ModelConfig, platform: str, tokens: int, divided: Divided = ALONE) -> Choice:
+    """The backend of a model on a platform, as jax names it, for rows of `tokens`."""
     if model.attention != AUTO:
         return Choice(model.attention)
+    if divided.in_ring:
+        return Choice("blockwise")
     device = platform if platform in _ORDER else "gpu"
     refused: list[str] = []
     for backend in _ORDER[device]:
-        why = next(_refuses(backend, device, model, tokens, context), "")
+        why = next(_refuses(backend, device, model, tokens, divided), "")
         if not why:
             return Choice(backend, tuple(refused))
         refused.append(f"{backend} {why}")
     return Choice("xla", tuple(refused))
 
 
-def resolved(model: ModelConfig, platform: str, tokens: int, context: int = 1) -> ModelConfig:
+def resolved(
+    model: ModelConfig, platform: str, tokens: int, divided: Divided = ALONE
+) -> ModelConfig:
     """The model with a backend that is named: what descriptions and programs are made of."""
-    return replace(model, attention=choose(model, platform, tokens, context).backend)
+    return replace(model, attention=choose(model, platform, tokens, divided).backend)
 
 
-def words(model: ModelConfig, platform: str, tokens: int, context: int = 1) -> str:
+def words(model: ModelConfig, platform: str, tokens: int, divided: Divided = ALONE) -> str:
     """What was chosen and why, for the start of a run and for plans; of a named backend nothing."""
     if model.attention != AUTO:
         return ""
-    backend, refused = choose(model, platform, tokens, context)
+    backend, refused = choose(model, platform, tokens, divided)
+    if divided.in_ring:
+        return f"{backend}, as mesh.context_attention=ring computes by blocks"
     chosen = f"{backend}, as model.attention=auto chooses on {platform} for {tokens:,} tokens"
     return f"{chosen}: {', '.join(refused)}" if refused else chosen
 
 
 def _refuses(
-    backend: str, device: str, model: ModelConfig, tokens: int, context: int
+    backend: str, device: str, model: ModelConfig, tokens: int, divided: Divided
 ) -> Iterator[str]:
     """Why a backend is not taken."""
     if backend not in CANNOT:
@@ -78,7 +105,11 @@ def _refuses(
         yield f"has no {option.replace('_', ' ')}"
     if backend == "blockwise" and tokens < _LONG[device]:
         yield f"is for {_LONG[device]:,} tokens or more"
-    run = tokens // (2 * context) if context > 1 else tokens  # a device has two pieces of a row
+    context, tensor, method = divided
+    whole = context == 1 or all(
+        takes_heads(method, part.num_heads, _key_heads(part), context, tensor) for part in mixing
+    )
+    run = tokens if whole else tokens // (2 * context)  # a device has two pieces of a row
     if backend == "splash" and run % _SPLASH_TOKENS:
         yield f"needs a multiple of {_SPLASH_TOKENS} tokens"
     if backend == "cudnn":
@@ -89,3 +120,7 @@ def _refuses(
                 yield f"needs heads of a multiple of {_CUDNN_HEAD}, {_CUDNN_LARGEST} at most"
         if tokens % 2:
             yield "needs an even number of tokens"
+
+
+def _key_heads(part: Attention | LatentAttention) -> int:
+    return part.num_kv_heads if isinstance(part, Attention) else part.num_heads

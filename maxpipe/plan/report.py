@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxpipe.config.check import total_steps
 from maxpipe.hardware import GIB, Hardware
-from maxpipe.model.choice import words
+from maxpipe.model.choice import Divided, words
 from maxpipe.model.count import active_params, num_params, num_trained
 from maxpipe.plan.advice import TERMS, gib, verdict
 from maxpipe.plan.memory import outside
@@ -91,9 +91,8 @@ def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     """A plan as plain values."""
     config, schedule = candidate.config, candidate.schedule
     sizes = Sizes(config).on(hardware.platform)
-    chosen = words(
-        config.model, hardware.platform, config.train.sequence_length, sizes.axes["context"]
-    )
+    divided = Divided.by(config.mesh, sizes.axes)
+    chosen = words(config.model, hardware.platform, config.train.sequence_length, divided)
     parameters, trained = num_params(sizes.model), num_trained(sizes.model)
     tokens = config.train.batch_size * config.train.sequence_length
     saved = optimizer_of(config.optim).saved(parameters, trained)

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import Config
-from maxpipe.model.choice import resolved
+from maxpipe.model.choice import Divided, resolved
 from maxpipe.model.count import (
     computed_share,
     even_blocks,
@@ -45,8 +45,8 @@ class Sizes:
     def on(self, platform: str) -> Sizes:
         """The same with the backend of attention that a platform has, as jax names it."""
         config = self.config
-        tokens, context = config.train.sequence_length, self.axes["context"]
-        model = resolved(config.model, platform, tokens, context)
+        tokens, divided = config.train.sequence_length, Divided.by(config.mesh, self.axes)
+        model = resolved(config.model, platform, tokens, divided)
         return self if model == config.model else replace(self, config=replace(config, model=model))
 
     # The mesh.

@@ -453,8 +453,8 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
     documents = counted(datasets.train.fingerprint()["documents"], "document")
     model, described = config.model, registry.describe(config.model)
     saved_in = home(run_folder(config.run), config.checkpoint)
-    row = config.train.sequence_length, mesh.shape["context"]
-    chosen = choice.words(model, device.platform, *row)
+    divided = choice.Divided.by(config.mesh, mesh.shape)
+    chosen = choice.words(model, device.platform, config.train.sequence_length, divided)
     return [
         ("run", str(run_folder(config.run))),
         *([("saved in", saved_in)] if config.checkpoint.dir else []),

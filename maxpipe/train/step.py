@@ -32,11 +32,11 @@ from maxpipe.config.schema import (
     PipelineConfig,
     TrainConfig,
 )
-from maxpipe.model.choice import resolved
+from maxpipe.model.choice import Divided, resolved
 from maxpipe.model.count import layer_costs
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.explicit import left_to_compiler, on_mesh, with_shardings
-from maxpipe.parallel.mesh import BATCH_AXES, CONTEXT, STAGE
+from maxpipe.parallel.mesh import BATCH_AXES, CONTEXT, STAGE, TENSOR
 from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
 from maxpipe.pipeline import ahead
 from maxpipe.pipeline.executor import Engine
@@ -436,7 +436,8 @@ def partition(
             does not allow these sizes.
     """
     platform, tokens = mesh.devices.flat[0].platform, train.sequence_length
-    model = resolved(model, platform, tokens, mesh.shape[CONTEXT])
+    divided = Divided(mesh.shape[CONTEXT], mesh.shape[TENSOR], rules.context)
+    model = resolved(model, platform, tokens, divided)
     decoder = Decoder(model, rules)
     schedule = build(
         pipeline.schedule,

@@ -83,6 +83,11 @@ BROKEN: list[tuple[str, str, str]] = [
     ("mesh.dcn_data=-1 mesh.dcn_stage=-1", "mesh.dcn_data", "second -1 among mesh.dcn_*"),
     ("mesh.ici_expert=2 train.batch_size=64", "mesh.ici_expert", "have no experts"),
     ("mesh.ici_context=3 train.sequence_length=64", "train.sequence_length", "2 x context (3) = 6"),
+    (
+        "mesh.ici_context=2 mesh.context_attention=ring model.attention=xla",
+        "model.attention",
+        "must be blockwise, or auto, with mesh.context_attention=ring",
+    ),
     ("mesh.ici_context=2 model.heads_ahead=1", "mesh.ici_context", "tokens further ahead"),
     (
         "mesh.ici_tensor=4 mesh.sequence_parallel=true train.sequence_length=66",

@@ -9,7 +9,7 @@ import pytest
 
 from maxpipe.config.schema import ModelConfig
 from maxpipe.model import choice
-from maxpipe.model.choice import choose, resolved, words
+from maxpipe.model.choice import Divided, choose, resolved, words
 from maxpipe.model.families.deepseek import DeepseekConfig
 from maxpipe.model.families.gemma2 import Gemma2Config
 from maxpipe.model.families.gpt_oss import GptOssConfig
@@ -59,11 +59,23 @@ def test_on_a_tpu_kernels_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(MODEL, "tpu", 8200).backend == "blockwise"
     assert choose(MODEL, "tpu", 200).backend == "xla"
     # A device with pieces of 64 tokens of a row has no whole block of the kernel.
-    assert choose(MODEL, "tpu", 8192, context=64).backend == "blockwise"
+    gathered, exchanged = Divided(64, method="gather"), Divided(2, 1)
+    assert choose(MODEL, "tpu", 8192, gathered).backend == "blockwise"
+    # Where heads are exchanged it has whole rows.
+    assert choose(MODEL, "tpu", 128, exchanged).backend == "splash"
+    assert choose(MODEL, "tpu", 128, exchanged._replace(method="gather")).backend != "splash"
     assert choose(SINKS, "tpu", 8192).backend == "blockwise"
     monkeypatch.setattr(choice, "CANNOT", {name: CANNOT[name] for name in ("xla", "blockwise")})
     found = choose(MODEL, "tpu", 8192)
     assert found == ("blockwise", ("splash is not there",))
+
+
+def test_a_ring_is_by_blocks_everywhere() -> None:
+    ring = Divided(2, method="ring")
+    for platform in ("cpu", "tpu"):
+        assert choose(MODEL, platform, 16, ring) == ("blockwise", ())
+        assert words(MODEL, platform, 16, ring).startswith("blockwise, as mesh.context_attention=")
+    assert choose(MODEL, "cpu", 16, ring._replace(context=1)).backend == "xla"
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
