@@ -35,6 +35,7 @@ from maxpipe.checkpoint.storage import (
 )
 from maxpipe.config.check import cautions
 from maxpipe.config.load import Loaded, load, to_dict
+from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
 from maxpipe.config.training import check_training
 from maxpipe.data.sources import open_source
@@ -42,9 +43,10 @@ from maxpipe.data.tokenizer import check_vocab, open_tokenizer
 from maxpipe.diagnosis import environment
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.exchange.source import folder_of, opened
-from maxpipe.model.choice import words
+from maxpipe.model.choice import Divided, words
 from maxpipe.model.count import num_params, num_trained
 from maxpipe.model.families.registry import describe
+from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.processes.hub import free_port
 from maxpipe.train.optimizers import optimizer_of
 from maxpipe.words import counted
@@ -369,8 +371,9 @@ def devices(target: Target) -> Iterator[Check]:
 
 def _attention(config: Config, platform: str) -> Iterator[Check]:
     """The backend that `auto` is on such devices."""
-    context = max(config.mesh.ici_context, 1) * max(config.mesh.dcn_context, 1)
-    if chosen := words(config.model, platform, config.train.sequence_length, context):
+    sizes = {axis: axis_size(config.mesh, axis) or 1 for axis in MESH_AXES}
+    divided = Divided.by(config.mesh, sizes)
+    if chosen := words(config.model, platform, config.train.sequence_length, divided):
         yield Check("attention", "ok", chosen)
 
 
