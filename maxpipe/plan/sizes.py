@@ -23,6 +23,7 @@ from maxpipe.model.count import (
     scored_pairs,
 )
 from maxpipe.model.families.registry import describe
+from maxpipe.model.parts.experts import Experts
 from maxpipe.model.spec import Dims, Held, Kind, Model, Param, Part, Products, Scores
 from maxpipe.parallel.axes import MESH_AXES, with_tokens
 from maxpipe.schedule.balance import balanced_cut
@@ -41,13 +42,17 @@ class Sizes:
     config: Config
     trained_only: bool = False
     """Whether numbers of parameters leave out frozen ones."""
+    platform: str = ""
+    """Of the devices, as jax names it; empty where nothing depends on it."""
 
     def on(self, platform: str) -> Sizes:
-        """The same with the backend of attention that a platform has, as jax names it."""
+        """The same on a platform, with the backend of attention that it has."""
+        if platform == self.platform:
+            return self
         config = self.config
         tokens, context = config.train.sequence_length, self.axes["context"]
         model = resolved(config.model, platform, tokens, context)
-        return self if model == config.model else replace(self, config=replace(config, model=model))
+        return replace(self, config=replace(config, model=model), platform=platform)
 
     # The mesh.
 
@@ -68,6 +73,19 @@ class Sizes:
     def num_slices(self) -> int:
         """Slices of the mesh."""
         return math.prod(getattr(self.config.mesh, f"dcn_{axis}") for axis in MESH_AXES)
+
+    def present(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Those of the axes that have more than one device, in the order of the mesh."""
+        named = {*axes}
+        return tuple(axis for axis in MESH_AXES if axis in named and self.axes[axis] > 1)
+
+    def shards(self, axes: Iterable[str]) -> int:
+        """Devices along these axes together."""
+        return math.prod(self.axes[axis] for axis in axes)
+
+    def around(self, axes: Iterable[str]) -> float:
+        """Share of an array that a device sends to gather or scatter it over these axes."""
+        return 1.0 - 1.0 / self.shards(axes)
 
     @property
     def stages(self) -> int:
@@ -102,26 +120,40 @@ class Sizes:
     @property
     def rows_per_device(self) -> int:
         """Rows of a step on one device."""
-        shards = math.prod(self.axes[axis] for axis in self._table["batch"])
+        shards = self.shards(self._table["batch"])
         return self.config.train.batch_size // shards
 
     @property
     def tokens(self) -> int:
         """B * T: tokens of a microbatch on one device."""
-        return self.rows * self.config.train.sequence_length // self.axes["context"]
+        return self.rows * self.tokens_of_row
+
+    @property
+    def tokens_of_row(self) -> int:
+        """T: tokens of a row on one device."""
+        return self.config.train.sequence_length // self.axes["context"]
+
+    @property
+    def run(self) -> int:
+        """Of these, those that stand next to each other in the row."""
+        return self.tokens_of_row // (2 if self.axes["context"] > 1 else 1)
 
     # The stack.
 
     @cached_property
     def model(self) -> Model:
-        """What the config describes."""
-        return describe(self.config.model)
+        """What the config describes; of experts the rows that a device has room for."""
+        found = describe(self.config.model)
+        if not self.present(("expert", "context")):
+            return found
+        whole, shards = self.config.train.sequence_length, self.axes["expert"]
+        return _with_rows_of_experts(found, shards, self.rows, self.tokens_of_row, whole)
 
     @cached_property
     def cut(self) -> tuple[int, ...]:
         """Layers of each chunk."""
         pipeline, tokens = self.config.pipeline, self.config.train.sequence_length
-        costs = layer_costs(self.model, tokens)[pipeline.layers_outside :]
+        costs = layer_costs(describe(self.config.model), tokens)[pipeline.layers_outside :]
         return tuple(pipeline.cut) or _even_cut(costs, self.stages * self.repeats)
 
     @cached_property
@@ -179,8 +211,31 @@ class Sizes:
         for size, logical in dims:
             axes = self._table.get(logical, ())
             axes = () if whole and "fsdp" in axes else axes
-            count *= -(-size // math.prod(self.axes[axis] for axis in axes))
+            count *= -(-size // self.shards(axes))
         return count
+
+    def gathered_over(self, dims: Dims) -> tuple[str, ...]:
+        """Axes over which the shards of a parameter are gathered for use: fsdp and those beside it.
+
+        As `pipeline.weights.WeightSharding.axes`.
+        """
+        split = (self._table.get(logical, ()) for _, logical in dims)
+        return self.present(next((axes for axes in split if "fsdp" in axes), ()))
+
+    def kept_over(self, dims: Dims) -> tuple[str, ...]:
+        """Axes of which each device uses its own part of a parameter, for the tokens of all."""
+        split = {axis for _, logical in dims for axis in self._table.get(logical, ())}
+        return self.present((split & {*self.token_axes}) - {*self.gathered_over(dims)})
+
+    def summed_over(self, dims: Dims) -> tuple[str, ...]:
+        """Axes over which a gradient is summed at the end of a step."""
+        settled = {*self.gathered_over(dims), *self.kept_over(dims)}
+        return self.present({*self.token_axes} - settled)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Axes whose devices each have tokens of their own."""
+        return (*self._table["batch"], "context")
 
     def layer_elements(self, kind: str, *, whole: bool = False) -> int:
         """Parameters of one layer on one device."""
@@ -198,10 +253,16 @@ class Sizes:
         }
 
     def computed_elements(self, kind: str) -> float:
-        """Of a layer's gathered parameters on one device, those that meet each token."""
+        """Of a layer's gathered parameters on one device, those that meet each token.
+
+        Experts that are divided over an axis meet the tokens of all its devices: as many for each
+        of its own tokens as if it had all of them.
+        """
         params = self.model.kinds[kind].params
         return sum(
-            share * self.elements(params[name].dims, whole=True)
+            share
+            * self.elements(params[name].dims, whole=True)
+            * self.shards(self.kept_over(params[name].dims))
             for name, share in computed_share(self.model.kinds[kind]).items()
             if self.counts(params[name])
         )
@@ -227,7 +288,7 @@ class Sizes:
 
     def padded(self, param: Param) -> Dims:
         """Dims of a table with its vocabulary padded, so that it divides its shards."""
-        shards = math.prod(self.axes[axis] for axis in self._table["vocab"])
+        shards = self.shards(self._table["vocab"])
         return tuple(
             (-(-size // shards) * shards if logical == "vocab" else size, logical)
             for size, logical in param.dims
@@ -325,7 +386,7 @@ class Sizes:
     @property
     def token_shards(self) -> int:
         """Devices over which tokens are split between the matmuls of a layer."""
-        return math.prod(self.axes[axis] for axis in self._table["sequence"])
+        return self.shards(self._table["sequence"])
 
     def activated(self, dims: Dims) -> int:
         """Of an activation with these dims for every token; `fsdp` shards tokens, not them."""
@@ -339,7 +400,7 @@ class Sizes:
     def share(self, logical: str) -> int:
         """Devices over which activations with this axis are split."""
         axes = self._table.get(logical, ())
-        return math.prod(self.axes[axis] for axis in axes if axis == "tensor")
+        return self.shards({*axes} & {"tensor"})
 
     def named(self, kind: str, names: Iterable[str]) -> int:
         """Bytes of what a layer of this kind keeps under such names."""
@@ -486,6 +547,16 @@ class Sizes:
 
 # A search asks for the same cuts again and again.
 _even_cut = lru_cache(maxsize=256)(balanced_cut)
+
+
+@lru_cache(maxsize=64)
+def _with_rows_of_experts(model: Model, shards: int, rows: int, tokens: int, whole: int) -> Model:
+    """The model with its experts on `shards` devices, each with `tokens` tokens of each row."""
+
+    def divided(part: Part) -> Part:
+        return part.over(shards, rows, tokens, whole) if isinstance(part, Experts) else part
+
+    return model.with_parts(divided)
 
 
 def schedule_of(config: Config) -> Schedule:
