@@ -217,7 +217,7 @@ def regathered(sizes: Sizes, kind: str, action: str, recomputed: float) -> Sent:
     sums = tensor_sums(sizes, kind)
     if sizes.token_shards == 1 or action not in "BW":
         return sums * 0.0
-    return sums * (0.5 if action == "W" else 0.5 * max(0.0, 1.0 - recomputed))
+    return sums * (1.0 if action == "W" else 0.5 * max(0.0, 1.0 - recomputed))
 
 
 # The two ends of the network, and messages between stages.

@@ -64,7 +64,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (BLOCKS, {"ici_context": 4, "context_attention": "ring"}, {}),
     (BLOCKS, {"ici_context": 2, "context_attention": "ring"}, {"remat": "names"}),
     (WINDOWS, {"ici_context": 2, "context_attention": "gather"}, {}),
-    ({}, {"ici_stage": 4, "ici_context": 2}, {"schedule": "zb_h1", "remat": "names"}),
+    (
+        {"num_layers": 8},
+        {"ici_stage": 4, "ici_context": 2},
+        {"schedule": "zb_h1", "remat": "names"},
+    ),
     (
         {"num_layers": 6},
         {"ici_stage": 2, "ici_context": 2, "ici_fsdp": 2},
@@ -79,6 +83,9 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (experts(exchange_factor=1.5), {"ici_expert": 4}, {}),
 ]
 
+_NUMBERS = 1100
+"""Bytes of losses, statistics and the gradient's norm, at most, in a step."""
+
 
 @pytest.mark.parametrize(("model", "mesh", "pipeline"), thinned(CASES, 3), ids=str)
 def test_predicted_bytes_are_those_of_the_program(
@@ -92,9 +99,9 @@ def test_predicted_bytes_are_those_of_the_program(
     profile, _ = read(text, steps, config.pipeline.weight_gather)
     found: dict[str, float] = {}
     for each in of_program(profile.collectives, steps.partition.mesh):
-        found[each.axes] = found.get(each.axes, 0.0) + each.total_bytes
+        if each.total_bytes > _NUMBERS:
+            found[each.axes] = found.get(each.axes, 0.0) + each.total_bytes
     table = steps.train_schedule
     predicted = traffic(Sizes(config).on("cpu"), table, float(config.pipeline.remat != "none"))
     wanted = {axes: sent for (axes, _), sent in predicted.items()}
-    large = {axes: sent for axes, sent in found.items() if sent > 1024}
-    assert large == pytest.approx(wanted, rel=2e-3)
+    assert found == pytest.approx(wanted, abs=_NUMBERS)
