@@ -24,8 +24,9 @@ from maxpipe.model.count import (
 )
 from maxpipe.model.families.registry import describe
 from maxpipe.model.parts.experts import Experts
-from maxpipe.model.spec import Dims, Held, Kind, Model, Param, Part, Products, Scores
+from maxpipe.model.spec import Dims, Held, Kind, Model, Param, Part, Products, Scores, Stands
 from maxpipe.parallel.axes import MESH_AXES, with_tokens
+from maxpipe.plan.reach import Reach, reach
 from maxpipe.schedule.balance import balanced_cut
 from maxpipe.schedule.catalog import build
 from maxpipe.schedule.table import Schedule
@@ -312,14 +313,13 @@ class Sizes:
         dims = self.padded(self.model.ends.embedding)
         return self.elements(tuple(each for each in dims if each[1] == "vocab"), whole=True)
 
-    def divides(self, axis: str, shards: int) -> bool:
-        """Whether this number of shards along a mesh axis divides all layers' parameters evenly."""
+    def divides(self, axes: Mapping[str, int]) -> bool:
+        """Whether mesh axes of these sizes divide all layers' parameters evenly."""
         return all(
-            size % shards == 0
+            size % math.prod(axes.get(axis, 1) for axis in self._table.get(logical, ())) == 0
             for kind in self.model.kinds.values()
             for each in kind.params.values()
             for size, logical in each.dims
-            if axis in self._table.get(logical, ())
         )
 
     @property
@@ -420,14 +420,34 @@ class Sizes:
         )
 
     def _scored_pairs(self, scores: Scores) -> int:
-        """Of a row, the pairs that a device scores for each head.
+        """Of a row, the pairs that a device scores for each head, of all heads on average.
 
         Plain attention leaves out the future only where queries and keys are the same tokens.
         """
-        tokens, context = self.config.train.sequence_length, self.axes["context"]
-        if context > 1 and scores.held != "block":
-            return tokens**2 // context
-        return scored_pairs(tokens, by_blocks=scores.held == "block") // context
+        tokens, found = self.config.train.sequence_length, self.reach(scores)
+        in_blocks = self._stands(scores) == "block"
+        context = self.axes["context"]
+        if found.method in ("gather", "near") and not in_blocks:
+            before = found.far if found.method == "near" else 2 * context - 1
+            return 2 * round(self.run**2 * (1 + before))
+        return scored_pairs(tokens, by_blocks=in_blocks) // context
+
+    def reach(self, scores: Scores) -> Reach:
+        """How attention reaches tokens of other devices."""
+        sizes = self.axes["context"], self.tensor, self.run
+        return reach(self.config.mesh, self.model, scores, *sizes)
+
+    def _stands(self, scores: Scores) -> Stands:
+        """What of its scores is in memory: of a ring, blocks, whichever the backend."""
+        return "block" if self.reach(scores).method == "ring" else scores.held
+
+    def far_keys(self, part: Part) -> float:
+        """Keys and values of other devices' tokens that attention holds, in elements."""
+        return sum(
+            self.reach(each).far * sum(map(self.activated, each.keys))
+            for each in part.operations
+            if isinstance(each, Scores)
+        )
 
     def products(self, part: Part) -> float:
         """Multiply-adds of activations with each other, scores left out."""
@@ -447,7 +467,7 @@ class Sizes:
                     "scores": heads * self._scored_pairs(each),
                     "mask": tokens**2 // self.axes["context"],
                     "block": heads * even_blocks(tokens) ** 2,
-                }[each.held]
+                }[self._stands(each)]
         return self.rows * found
 
     def held_bytes(self, part: Part, held: Held) -> float:
@@ -504,8 +524,9 @@ class Sizes:
 
     def _residual_bytes(self, kind: Kind) -> float:
         """All that a layer's differentiation keeps."""
-        declared = sum(self.held_bytes(part, part.residuals) for part in kind.parts.values())
-        return declared + kind.num_masks * self.activation
+        parts, size = kind.parts.values(), BYTES[self.config.model.compute_dtype]
+        declared = sum(self.held_bytes(part, part.residuals) for part in parts)
+        return declared + size * sum(map(self.far_keys, parts)) + kind.num_masks * self.activation
 
     def report_bytes(self, layers: Mapping[str, int]) -> float:
         """Losses and statistics of this number of layers of each kind."""

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from maxpipe.model.count import matrices_ahead, tokens_before
+from maxpipe.model.count import matrices_ahead
 from maxpipe.model.parts.experts import Experts
 from maxpipe.model.spec import Param, Scores
-from maxpipe.parallel.axes import takes_heads
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
 
@@ -126,45 +125,25 @@ def _summed(sizes: Sizes, params: Iterable[Param]) -> tuple[Sent, ...]:
 # Tokens of rows that are divided over the context axis.
 
 
-def method(sizes: Sizes, scores: Scores) -> str:
-    """How attention reaches tokens of other devices: `heads`, `ring`, `near` or `gather`.
-
-    As `model.attention.over_context` chooses.
-    """
-    mesh, context = sizes.config.mesh, sizes.axes["context"]
-    kv_heads = scores.keys[0][0][0]
-    if takes_heads(mesh.context_attention, scores.heads, kv_heads, context, sizes.tensor):
-        return "heads"
-    if mesh.context_attention == "ring":
-        return "ring"
-    return "near" if _before(sizes, scores) < sizes.run else "gather"
-
-
-def _before(sizes: Sizes, scores: Scores) -> int:
-    """Tokens in front of each of its pieces that a device gets."""
-    windows = map(int, sizes.model.values[scores.window]) if scores.window else ()
-    return tokens_before(windows, sizes.run)
-
-
 def _between_tokens(sizes: Sizes, scores: Scores) -> Iterator[Exchange]:
     if not (axes := sizes.present(["context"])):
         return
     context, size = sizes.axes["context"], BYTES[sizes.config.model.compute_dtype]
     keys = sum(map(sizes.activated, scores.keys))
-    how = method(sizes, scores)
-    if how == "heads":
+    found = sizes.reach(scores)
+    if found.method == "heads":
         all_heads = keys + sizes.activated(scores.query) + sizes.activated(scores.mixed)
         once = Sent(axes, sizes.around(axes) * size * all_heads, 4)
         yield Exchange(once, once, once)
-    elif how == "ring":
+    elif found.method == "ring":
         # Gradients go around with keys and values, in float32.
         hops = context * len(scores.keys)
         around, back = (Sent(axes, context * keys * each, hops) for each in (size, size + WIDE))
         kept = {"context"} <= sizes.kept_names and sizes.config.pipeline.remat == "names"
         yield Exchange(around, around * (not kept), back, hides=True)
     else:
-        share = _before(sizes, scores) / sizes.run if how == "near" else 1.0
-        once = Sent(axes, (context - 1) * size * share * keys, len(scores.keys))
+        sent = (context - 1) * found.share * size * keys
+        once = Sent(axes, sent, len(scores.keys))
         yield Exchange(once, once, once)
 
 

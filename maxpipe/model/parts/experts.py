@@ -91,6 +91,8 @@ class Experts(Part):
     received: float | None = None
     """Rows of experts that a device has room for, for each of its tokens, where experts or a row's
     tokens are divided over devices. None: as many as it computes."""
+    shards: int = 1
+    """Devices over which experts are divided."""
 
     summaries: ClassVar[Mapping[str, Summary]] = {
         "moe/balance_loss": Summary(
@@ -217,8 +219,8 @@ class Experts(Part):
 
     @property
     def working(self) -> Held:
-        """The gates' inputs and outputs and their gradients."""
-        return self._with_rows(6.0, placed=2.0)
+        """The gates' inputs and outputs and their gradients; what is sent to other devices."""
+        return self._with_rows(6.0, placed=2.0 + (self.shards > 1))
 
     @property
     def residuals(self) -> Held:
@@ -234,6 +236,8 @@ class Experts(Part):
         )
         if self.places_tokens:
             found += self._places + Held(wide=((2.0, self._choices),))
+        if self.places_tokens and self.shards > 1:
+            found += self._received
         if self.biased and self.places_tokens:
             found += self._weights_for_biases
         if self.shared is None:
@@ -241,6 +245,13 @@ class Experts(Part):
         # Gated: what it is multiplied with, and what with it.
         gate = Held(narrow=((1.0, self._width), (2.0, ()))) if self.shared_gated else NOTHING
         return found + self._beside(self.shared.residuals) + gate
+
+    @property
+    def _received(self) -> Held:
+        """Rows from other devices, the expert of each, and what it weighs at all that are here."""
+        weights = self._of_rows(1.0, ((self.num_experts // self.shards, ""),))
+        places = Held(wide=(self._of_rows(1.0, ()), (2.0, self._choices)))
+        return Held(narrow=(self._of_rows(1.0, self._width),), wide=(weights,)) + places
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Inputs of all matmuls and cotangents of their outputs, those of the router in float32.
@@ -285,7 +296,7 @@ class Experts(Part):
         found = self.per_token * rows * tokens
         if shards > 1:
             found = shards * self.room_between(shards, rows, tokens, whole)
-        return replace(self, received=found / (rows * tokens))
+        return replace(self, received=found / (rows * tokens), shards=shards)
 
     @property
     def _held(self) -> float:
