@@ -45,6 +45,8 @@ fitted to the TPU compiler's cycles at 2048 and 8192 tokens."""
 RING_MATMULS = 1.35
 """By how much the matmuls of a layer take longer in rings, by the TPU compiler's cycles with 8
 shards of 2048 tokens (`benchmarks/collective_matmul.py`)."""
+ACTIONS = "FBIW"
+"""Kinds of slots: forward, backward, and its halves for inputs and for weights."""
 HIDDEN = {"iteration": 0.5, "visit": 0.0, "step": 0.0}
 """Share of a layer's work behind which its gather travels."""
 
@@ -259,7 +261,7 @@ class LayerCost:
         flops = sum(flops for each, flops in self._scored if each.held != "scores") / 2
         return 0.0 if self.model.hardware.measured else self.model.work(flops, 0.0)
 
-    @property
+    @cached_property
     def _scored(self) -> list[tuple[Scores, float]]:
         """Of each attention the operations of a forward's products."""
         sizes = self.model.sizes
@@ -283,6 +285,13 @@ class LayerCost:
 
     def exchanged(self, action: str) -> float:
         """In a slot of this kind, what its tokens exchange with other devices, behind no work."""
+        return self._exchanged[action]
+
+    @cached_property
+    def _exchanged(self) -> Mapping[str, float]:
+        return {action: self._exchanged_in(action) for action in ACTIONS}
+
+    def _exchanged_in(self, action: str) -> float:
         model, remat = self.model, self.model.sizes.config.pipeline.remat
         forwards = {"F": 1.0, "W": 0.0}.get(action, 2.0 + model.recomputed)
         scoring = forwards * model.work(self._score_flops, 0.0)
@@ -299,6 +308,13 @@ class LayerCost:
 
         On a device that works alone: see `contention`.
         """
+        return self._slots[action]
+
+    @cached_property
+    def _slots(self) -> Mapping[str, float]:
+        return {action: self._in_slot(action) for action in ACTIONS}
+
+    def _in_slot(self, action: str) -> float:
         hardware, model = self.model.hardware, self.model
         pipeline = model.sizes.config.pipeline
         inputs = (hardware.input_grad_cost + model.recomputed) * self.forward + self.rescored

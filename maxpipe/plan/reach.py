@@ -1,12 +1,17 @@
-"""How attention reaches tokens that other devices of the context axis have. No jax."""
+"""What reaches other devices: keys for attention over rows that are divided, and experts' rows.
+
+No jax.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from maxpipe.config.schema import MeshConfig
 from maxpipe.model.count import tokens_before
-from maxpipe.model.spec import Model, Scores
+from maxpipe.model.parts.experts import Experts
+from maxpipe.model.spec import Model, Part, Scores
 from maxpipe.parallel.axes import takes_heads
 
 
@@ -37,3 +42,17 @@ def reach(
     if before < run:
         return Reach("near", before / run, before / run)
     return Reach("gather", 1.0, context - 1.0)
+
+
+@lru_cache(maxsize=64)
+def with_rows_of_experts(model: Model, shards: int, rows: int, tokens: int, whole: int) -> Model:
+    """The model with its experts on `shards` devices.
+
+    Each device has `tokens` of the `whole` tokens of `rows` rows. One object for equal arguments,
+    as what is counted of it is cached.
+    """
+
+    def divided(part: Part) -> Part:
+        return part.over(shards, rows, tokens, whole) if isinstance(part, Experts) else part
+
+    return model.with_parts(divided)

@@ -4,7 +4,7 @@ A layout does not change the loss curve: mesh axes, stages, repeats, group, micr
 gathers and remat. Tables are long where there are many microbatches; time and buffers
 are found from two short tables and extrapolated, which is exact for schedules whose steady state
 repeats. The best few are computed again from their own tables. Rows are divided over devices where
-the batch has too few of them for the devices, or where nothing fits otherwise.
+the batch has too few of them for the devices, or where most does not fit otherwise.
 
 Source: enumerating plans for a compiler's cost model is Alpa's idea (arXiv:2201.12023).
 """
@@ -125,12 +125,16 @@ def search(
     passes = [contexts[:1], contexts[1:]]
     if config.train.batch_size < num_devices or "mesh.ici_context" in fixed:
         passes = [contexts]
+    best: list[Candidate] = []
     for some in filter(None, passes):
         space = layouts(config, num_devices, num_slices, fixed, some)
         found = _best(space, hardware, keep)
         considered, too_large = considered + found.considered, too_large + found.too_large
-        if found.best:
-            return Search(considered, too_large, found.best)
+        best = sorted([*best, *found.best], key=lambda each: each.cost.seconds)[:keep]
+        if best and found.too_large <= found.considered / 2:
+            break
+    if best:
+        return Search(considered, too_large, best)
     raise ConfigError.one(
         "command line: maxpipe plan --search",
         None,
@@ -164,7 +168,7 @@ def _best(space: Iterator[Config], hardware: Hardware, keep: int) -> Search:
             best.append(candidate)
         else:
             too_large += 1
-    return Search(considered, too_large, sorted(best, key=lambda each: each.cost.seconds))
+    return Search(considered, too_large, best)
 
 
 def evaluate(config: Config, hardware: Hardware) -> Candidate:

@@ -23,10 +23,9 @@ from maxpipe.model.count import (
     scored_pairs,
 )
 from maxpipe.model.families.registry import describe
-from maxpipe.model.parts.experts import Experts
 from maxpipe.model.spec import Dims, Held, Kind, Model, Param, Part, Products, Scores, Stands
 from maxpipe.parallel.axes import MESH_AXES, with_tokens
-from maxpipe.plan.reach import Reach, reach
+from maxpipe.plan.reach import Reach, reach, with_rows_of_experts
 from maxpipe.schedule.balance import balanced_cut
 from maxpipe.schedule.catalog import build
 from maxpipe.schedule.table import Schedule
@@ -148,7 +147,7 @@ class Sizes:
         if not self.present(("expert", "context")):
             return found
         whole, shards = self.config.train.sequence_length, self.axes["expert"]
-        return _with_rows_of_experts(found, shards, self.rows, self.tokens_of_row, whole)
+        return with_rows_of_experts(found, shards, self.rows, self.tokens_of_row, whole)
 
     @cached_property
     def cut(self) -> tuple[int, ...]:
@@ -210,10 +209,17 @@ class Sizes:
         """Of an array's shard on one device; `whole`: gathered over fsdp and the axes beside it."""
         count = 1
         for size, logical in dims:
-            axes = self._table.get(logical, ())
-            axes = () if whole and "fsdp" in axes else axes
-            count *= -(-size // self.shards(axes))
+            count *= -(-size // self._ways.get(logical, (1, 1))[whole])
         return count
+
+    @cached_property
+    def _ways(self) -> Mapping[str, tuple[int, int]]:
+        """Shards of each logical axis, stored and gathered for use."""
+        ways = {logical: self.shards(axes) for logical, axes in self._table.items()}
+        return {
+            logical: (count, 1 if "fsdp" in self._table[logical] else count)
+            for logical, count in ways.items()
+        }
 
     def gathered_over(self, dims: Dims) -> tuple[str, ...]:
         """Axes over which the shards of a parameter are gathered for use: fsdp and those beside it.
@@ -568,16 +574,6 @@ class Sizes:
 
 # A search asks for the same cuts again and again.
 _even_cut = lru_cache(maxsize=256)(balanced_cut)
-
-
-@lru_cache(maxsize=64)
-def _with_rows_of_experts(model: Model, shards: int, rows: int, tokens: int, whole: int) -> Model:
-    """The model with its experts on `shards` devices, each with `tokens` tokens of each row."""
-
-    def divided(part: Part) -> Part:
-        return part.over(shards, rows, tokens, whole) if isinstance(part, Experts) else part
-
-    return model.with_parts(divided)
 
 
 def schedule_of(config: Config) -> Schedule:
