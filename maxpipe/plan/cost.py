@@ -107,6 +107,8 @@ class CostModel:
         dcn = math.prod(getattr(mesh, f"dcn_{axis}") for axis in sent.axes)
         latency = sent.rounds * hardware.latency_us * 1e-6
         seconds = sent.num_bytes / (hardware.ways * hardware.link_gb_per_second * 1e9)
+        if sent.to_each:
+            seconds *= hardware.hops(self.sizes.shards(sent.axes) // dcn) / hardware.exchange_rate
         if dcn > 1:
             crossing = sent.num_bytes * (dcn - 1) / dcn
             seconds += crossing / (hardware.network_gb_per_second * 1e9)

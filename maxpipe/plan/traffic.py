@@ -30,6 +30,8 @@ class Sent(NamedTuple):
     num_bytes: float
     rounds: int = 1
     """Collectives."""
+    to_each: bool = False
+    """Whether each device gets something else from each other one: all-to-all."""
 
     def __mul__(self, times: float) -> Sent:  # type: ignore[override]
         return self._replace(num_bytes=times * self.num_bytes)
@@ -133,7 +135,7 @@ def _between_tokens(sizes: Sizes, scores: Scores) -> Iterator[Exchange]:
     found = sizes.reach(scores)
     if found.method == "heads":
         all_heads = keys + sizes.activated(scores.query) + sizes.activated(scores.mixed)
-        once = Sent(axes, sizes.around(axes) * size * all_heads, 4)
+        once = Sent(axes, sizes.around(axes) * size * all_heads, 4, to_each=True)
         yield Exchange(once, once, once)
     elif found.method == "ring":
         # Gradients go around with keys and values, in float32.
@@ -165,9 +167,9 @@ def _between_experts(sizes: Sizes, part: Experts) -> Iterator[Exchange]:
         rows = sizes.tokens * (part.per_token if sizes.platform == "tpu" else part.received or 0.0)
         width, routes = around * size * rows * part.d_model, around * rows * WIDE
         yield Exchange(
-            Sent(axes, 2 * width + 2 * routes, 4),
-            Sent(axes, width + 2 * routes, 3),
-            Sent(axes, 2 * width + routes, 3),
+            Sent(axes, 2 * width + 2 * routes, 4, to_each=True),
+            Sent(axes, width + 2 * routes, 3, to_each=True),
+            Sent(axes, 2 * width + routes, 3, to_each=True),
         )
         return
     # All tokens of the axis through all experts: gathered, and what becomes of them summed.
@@ -212,7 +214,7 @@ def lookup(sizes: Sizes) -> list[Sent]:
     stage, columns = sizes.present(["stage"]), sizes.gathered_over(sizes.model.ends.embedding.dims)
     rows = float(BYTES[sizes.config.model.compute_dtype] * sizes.whole_activation)
     ids = Sent(columns, INTEGER * sizes.tokens * (sizes.shards(columns) - 1.0))
-    travelled = Sent(columns, sizes.around(columns) * rows)
+    travelled = Sent(columns, sizes.around(columns) * rows, to_each=True)
     summed = Sent(stage, 2 * sizes.around(stage) * rows)
     once = [ids, travelled, summed]
     if sizes.outside:  # each stage looks up its own microbatch, and hands it on when its turn comes
