@@ -60,6 +60,8 @@ class Hardware:
     """The same of its weights' gradients."""
     names_recomputed: float = 0.15
     """Forwards that a backward recomputes with `pipeline.remat=names`: norms and the like."""
+    exchange_rate: float = 1.0
+    """Rate of an all-to-all beside that of a gather, both by what a device sends over its links."""
     latency_us: float = 2.0
     """Of a collective or message inside a slice."""
     network_latency_us: float = 100.0
@@ -91,6 +93,14 @@ class Hardware:
     def ways(self) -> int:
         """Directions in which a ring of its devices sends at once."""
         return 2 if self.is_tpu else 1
+
+    def hops(self, count: int) -> float:
+        """How often a link carries a byte of an all-to-all of this many devices, beside a gather's.
+
+        In a ring of N bytes go N / 4 devices far (jax-ml.github.io/scaling-book, chapter 3). The
+        devices are taken for a block of the torus with equal sides.
+        """
+        return max(1.0, count ** (1 / self.torus_dims) / 4) if self.torus_dims else 1.0
 
     @property
     def flops(self) -> float:

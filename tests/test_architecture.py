@@ -49,6 +49,7 @@ ROWS = (
     (
         *("maxpipe.train", "maxpipe.generate", "maxpipe.exchange"),
         *("maxpipe.plan.sizes", "maxpipe.plan.memory", "maxpipe.plan.advice"),
+        "maxpipe.plan.reach",
     ),
     (
         *("maxpipe.train.loop", "maxpipe.train.run", "maxpipe.train.resume"),

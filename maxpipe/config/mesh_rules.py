@@ -47,6 +47,17 @@ def _parts(config: Config) -> Iterator[Part]:
         yield from kind.parts.values()
 
 
+def has_experts(config: Config) -> bool:
+    """Whether some layers have experts, which the expert axis divides."""
+    return any(isinstance(part, Experts) for part in _parts(config))
+
+
+def reads_tokens_in_order(config: Config) -> bool:
+    """Whether something besides attention reads other tokens of a sequence: all on one device."""
+    delta = any(isinstance(part, GatedDelta) for part in _parts(config))
+    return delta or bool(config.model.heads_ahead)
+
+
 def _size_is_a_count(key: str) -> None:
     @rule(key)
     def find(config: Config) -> Iterator[Finding]:
@@ -86,7 +97,7 @@ def _experts_divide(config: Config) -> Iterator[Finding]:
     key = next((key for key in axis_keys("expert") if value_of(config, key) != 1), "")
     if size == 1:
         return
-    if not any(isinstance(part, Experts) for part in _parts(config)):
+    if not has_experts(config):
         yield Finding(
             key,
             f"must be 1: layers of {FAMILY} = {config.model.family} have no experts.",
@@ -300,7 +311,7 @@ def _rows_of_experts_split_evenly(config: Config) -> Iterator[Finding]:
     size = config.model.d_model
     ways = {name: _sizes_over(config, name) for name in ("embed", "expert_embed")}
     shards = {name: math.prod(sizes.values()) for name, sizes in ways.items()}
-    is_read = any(isinstance(part, Experts) for part in _parts(config))
+    is_read = has_experts(config)
     # Where model.d_model is no multiple for other weights, that is reported.
     if is_read and size % shards["embed"] == 0 and size % shards["expert_embed"]:
         axes = [axis for axis, count in ways["expert_embed"].items() if count > 1]

@@ -6,7 +6,7 @@ No jax: the same numbers serve planning, the start-up screen, the MFU and the cu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from maxpipe.model.spec import Kind, Matmul, Model, Param, Products, Scores
@@ -192,6 +192,24 @@ def matrices_ahead(model: Model) -> dict[tuple[str, ...], int]:
         for name, param in model.ends.params.items()
         if name in (("ahead", "transform"), ("ahead", "projection"))
     }
+
+
+_KERNEL_LANES = 128
+"""Kernels want multiples of this number of tokens."""
+
+
+def tokens_before(windows: Iterable[int], run: int) -> int:
+    """How many tokens in front of `run` next to each other their queries may see, of those that
+    other devices have: as many as the largest window says, `run` for all.
+
+    `windows` are those of all layers, 0 for none.
+    """
+    sizes = [*windows] or [0]
+    if 0 in sizes:
+        return run
+    before = max(sizes) - 1
+    before = before if run % _KERNEL_LANES else -(-before // _KERNEL_LANES) * _KERNEL_LANES
+    return min(before, run)
 
 
 QUERY_BLOCK, MAX_BLOCKS = 256, 8

@@ -111,6 +111,12 @@ class Scores(NamedTuple):
     The model needs no more pairs; all are computed, as one program serves all values."""
     held: Stands = "scores"
     """What stands in memory."""
+    query: Dims = ()
+    """Of the activations that are scored and mixed, their dims: of queries,"""
+    keys: tuple[Dims, ...] = ()
+    """of keys and of values,"""
+    mixed: Dims = ()
+    """and of what is mixed."""
 
 
 class Products(NamedTuple):
@@ -483,6 +489,21 @@ class Model:
     ends: Ends
     values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Numbers in which layers differ, for each of `all_layers`: read by the layer's index."""
+
+    def with_parts(self, change: Callable[[Part], Part]) -> Model:
+        """The same with what `change` makes of the part of each branch; itself if nothing else."""
+
+        def changed(branch: Branch) -> Branch:
+            part = change(branch.part)
+            return branch if part is branch.part else replace(branch, part=part)
+
+        kinds = dict(self.kinds)
+        for name, kind in self.kinds.items():
+            branches = tuple(map(changed, kind.branches))
+            if any(new is not old for new, old in zip(branches, kind.branches, strict=True)):
+                kinds[name] = replace(kind, branches=branches)
+        same = all(kinds[name] is kind for name, kind in self.kinds.items())
+        return self if same else replace(self, kinds=kinds)
 
     @property
     def all_layers(self) -> tuple[str, ...]:

@@ -77,8 +77,8 @@ TERMS: dict[str, Term] = {
     ),
     "layer": Term(
         "one layer's whole weights, their gradient, and its activations",
-        "more mesh.ici_tensor, more pipeline.microbatches of fewer rows, a shorter "
-        "train.sequence_length",
+        "more mesh.ici_tensor, more mesh.ici_context for long sequences, more "
+        "pipeline.microbatches of fewer rows, a shorter train.sequence_length",
     ),
     "batch": Term("token ids of the step", "a smaller train.batch_size"),
 }

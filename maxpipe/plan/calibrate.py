@@ -1,8 +1,8 @@
 """Calibration: times of a run's parts on the devices here replace published figures.
 
 A layer's forward, input gradient and weight gradient run in the engine's own slots, on all devices
-at once and on one alone; messages, gathers and reductions use the ring of all devices; a tick's
-overhead is the difference between the same work in many and in few ticks.
+at once and on one alone; messages, gathers, reductions and all-to-alls use the ring of all devices;
+a tick's overhead is the difference between the same work in many and in few ticks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from maxpipe.config.schema import Config, MeshConfig, PipelineConfig
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware, shipped
 from maxpipe.model.decoder import Decoder
-from maxpipe.parallel.collectives import gather_shards, program_axes, scatter_sum, shift
+from maxpipe.parallel.collectives import exchange, gather_shards, program_axes, scatter_sum, shift
 from maxpipe.parallel.mesh import STAGE, build_mesh
 from maxpipe.parallel.per_device import vary
 from maxpipe.parallel.sharding import AxisRules
@@ -79,6 +79,8 @@ class Measured:
     """One layer's weights from shards on all devices."""
     scatter: float = 0.0
     """One layer's gradient, summed to shards."""
+    exchange: float = 0.0
+    """As much as a message, to each device its part."""
     latency: float = 0.0
     """An almost empty collective."""
     fresh: float = 0.0
@@ -155,9 +157,20 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
         ]
         figures["latency_us"] = found.latency * 1e6
         if rates:
-            rate = statistics.harmonic_mean(rates) / hardware.ways
-            figures["link_gb_per_second"] = rate / 1e9
+            rate = statistics.harmonic_mean(rates)
+            figures["link_gb_per_second"] = rate / hardware.ways / 1e9
+            figures["exchange_rate"] = _exchange_rate(found, sizes, hardware, num_devices, rate)
     return dataclasses.replace(hardware, **figures)
+
+
+def _exchange_rate(
+    found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
+) -> float:
+    """Of an all-to-all beside this many bytes a second; as it was where that is not determined."""
+    if found.exchange <= 1.5 * found.latency:
+        return hardware.exchange_rate
+    sent = BYTES[sizes.config.model.compute_dtype] * sizes.activation * (1 - 1 / num_devices)
+    return hardware.hops(num_devices) * sent / (found.exchange - found.latency) / rate
 
 
 def _memory_rate(found: Measured, sizes: Sizes, hardware: Hardware) -> Hardware:
@@ -211,6 +224,7 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
             "hop": _moved(together, message, lambda x, _: shift(x, STAGE, 1, count)),
             "gather": _moved(together, weights[: weights.size // count], _gathered),
             "scatter": _moved(together, weights.astype(jnp.float32), _scattered),
+            "exchange": _moved(together, message[: message.size // count * count], _exchanged),
             "latency": _moved(together, message[:8], lambda x, _: shift(x, STAGE, 1, count)),
             "fresh": _fresh(together),
         }
@@ -300,6 +314,11 @@ def _moved(mesh: Mesh, x: jax.Array, move: Callable[[jax.Array, jax.Array], jax.
 def _gathered(shard: jax.Array, turn: jax.Array) -> jax.Array:
     whole = gather_shards(shard, STAGE, 0)
     return lax.dynamic_slice_in_dim(whole, turn, len(shard))
+
+
+def _exchanged(x: jax.Array, turn: jax.Array) -> jax.Array:
+    del turn
+    return exchange(x, STAGE, 0, 0)
 
 
 def _scattered(whole: jax.Array, turn: jax.Array) -> jax.Array:

@@ -379,6 +379,8 @@ def executions(
         shares = {
             rf"{outside}/{embed}/cond$": schedule.outside.forward,
             rf"{outside}/{embed_grad}/cond$": schedule.outside.backward,
+            # To the ring and back: as many microbatches leave as enter.
+            rf"{outside}/{scopes.SEND}/cond$": schedule.embed_microbatch,
         } | shares
     return trips, {name: float((np.asarray(column) >= 0).mean()) for name, column in shares.items()}
 

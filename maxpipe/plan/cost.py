@@ -2,13 +2,14 @@
 
 Stages advance in lockstep through the ticks of the table: in each tick the busiest one counts.
 Messages travel behind the work of a tick; gathers behind as much of a layer as their mode
-allows. The figures of devices and links are those of `configs/hardware/`, or measured ones.
+allows; what a layer's tokens exchange behind nothing, but for the keys of a ring. The figures of
+devices and links are those of `configs/hardware/`, or measured ones.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -20,6 +21,20 @@ from maxpipe.model.count import train_flops_per_token
 from maxpipe.model.spec import Kind, Scores
 from maxpipe.plan.memory import Memory, memory, state
 from maxpipe.plan.sizes import BYTES, Sizes
+from maxpipe.plan.traffic import (
+    HeadTraffic,
+    LayerTraffic,
+    Sent,
+    at_the_end,
+    joined,
+    lookup,
+    message,
+    regathered,
+    scored,
+    tensor_sums,
+    traffic,
+    turns,
+)
 from maxpipe.schedule.table import Schedule
 
 RECOMPUTED = {"none": 0.0, "full": 1.0, "chunk": 2.0}
@@ -30,6 +45,8 @@ fitted to the TPU compiler's cycles at 2048 and 8192 tokens."""
 RING_MATMULS = 1.35
 """By how much the matmuls of a layer take longer in rings, by the TPU compiler's cycles with 8
 shards of 2048 tokens (`benchmarks/collective_matmul.py`)."""
+ACTIONS = "FBIW"
+"""Kinds of slots: forward, backward, and its halves for inputs and for weights."""
 HIDDEN = {"iteration": 0.5, "visit": 0.0, "step": 0.0}
 """Share of a layer's work behind which its gather travels."""
 
@@ -44,7 +61,7 @@ class Cost:
     """What the model needs of one device in a step."""
     peak_flops: float
     traffic: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Bytes that a device sends in a step, by axis and link."""
+    """Bytes that a device sends in a step, by axes and link."""
 
     @property
     def seconds(self) -> float:
@@ -82,26 +99,29 @@ class CostModel:
         """Bytes of a number in compute type."""
         return BYTES[self.sizes.config.model.compute_dtype]
 
-    def link(self, axis: str) -> str:
-        """`dcn` if the axis crosses slices."""
-        return "dcn" if getattr(self.sizes.config.mesh, f"dcn_{axis}") > 1 else "ici"
-
-    def move(self, axis: str, sent: float, *, rounds: int = 1) -> float:
-        """Seconds to send this many bytes along an axis, from every device at once."""
-        if self.sizes.axes[axis] == 1 or not sent:
+    def move(self, sent: Sent) -> float:
+        """Seconds to send this from every device at once."""
+        if not sent.axes or not sent.num_bytes:
             return 0.0
-        hardware, dcn = self.hardware, getattr(self.sizes.config.mesh, f"dcn_{axis}")
-        latency = rounds * hardware.latency_us * 1e-6
-        seconds = sent / (hardware.ways * hardware.link_gb_per_second * 1e9)
+        hardware, mesh = self.hardware, self.sizes.config.mesh
+        dcn = math.prod(getattr(mesh, f"dcn_{axis}") for axis in sent.axes)
+        latency = sent.rounds * hardware.latency_us * 1e-6
+        seconds = sent.num_bytes / (hardware.ways * hardware.link_gb_per_second * 1e9)
+        if sent.to_each:
+            seconds *= hardware.hops(self.sizes.shards(sent.axes) // dcn) / hardware.exchange_rate
         if dcn > 1:
-            crossing = sent * (dcn - 1) / dcn
+            crossing = sent.num_bytes * (dcn - 1) / dcn
             seconds += crossing / (hardware.network_gb_per_second * 1e9)
-            latency += rounds * hardware.network_latency_us * 1e-6
+            latency += sent.rounds * hardware.network_latency_us * 1e-6
         return seconds + latency
 
-    def around(self, axis: str) -> float:
-        """Share of an array that a device sends to gather or scatter it."""
-        return 1.0 - 1.0 / self.sizes.axes[axis]
+    def moves(self, sent: Iterable[Sent]) -> float:
+        """The same of several, one after the other."""
+        return sum(map(self.move, sent))
+
+    def behind(self, seconds: float, work: float) -> float:
+        """What is left of traffic that travels behind this much work."""
+        return max(0.0, seconds - work * self.hides)
 
     # Work.
 
@@ -124,7 +144,7 @@ class CostModel:
         """Of the kind of most layers."""
         return self.layers[self.sizes.usual_kind]
 
-    def total(self, layers: Mapping[str, int], cost: Callable[[LayerCost], float]) -> float:
+    def total(self, layers: Mapping[str, float], cost: Callable[[LayerCost], float]) -> float:
         """Of this number of layers of each kind."""
         return sum(count * cost(self.layers[kind]) for kind, count in layers.items())
 
@@ -141,7 +161,7 @@ class CostModel:
     @cached_property
     def hop(self) -> float:
         """A message to the next stage."""
-        return self.move("stage", 2.0 * self.size * self.sizes.activation, rounds=2)
+        return self.move(Sent(self.sizes.present(["stage"]), 2 * message(self.sizes), 2))
 
     @cached_property
     def head(self) -> float:
@@ -153,10 +173,12 @@ class CostModel:
         flops = 4.0 * (heads * matrix + ahead) + 2.0 * (heads * trained + trained_ahead)
         flops *= sizes.tokens
         moved = heads * (4.0 * 4 * sizes.tokens * sizes.vocabulary + 4.0 * matrix)
-        sums = 2 * self.move(
-            "stage", 2 * self.around("stage") * self.size * sizes.activation, rounds=2
-        )
-        return self.contention * self.work(flops, moved) + sums + self.embed + self.layers_ahead
+        work, gathers = self.contention * self.work(flops, moved), 0.0
+        if sizes.config.pipeline.weight_gather == "iteration":
+            weights = HeadTraffic(sizes)
+            traffic = self.moves((*weights.gathered, *weights.scattered))
+            gathers = self.behind(traffic, HIDDEN["iteration"] * work)
+        return work + gathers + self.move(scored(sizes)) + self.embed + self.layers_ahead
 
     @property
     def layers_ahead(self) -> float:
@@ -173,10 +195,7 @@ class CostModel:
     @cached_property
     def embed(self) -> float:
         """Lookup of a microbatch, and its gradient."""
-        message = self.size * self.sizes.whole_activation
-        once = self.move("stage", 2 * self.around("stage") * message / self.sizes.fsdp)
-        directions = 2 if self.sizes.trained.embedding_elements() else 1
-        return directions * (once + self.move("fsdp", self.around("fsdp") * message))
+        return self.moves(lookup(self.sizes))
 
 
 @dataclass(frozen=True)
@@ -199,9 +218,14 @@ class LayerCost:
         return self.model.sizes.trained.layer_elements(self.name, whole=True)
 
     @cached_property
+    def sent(self) -> LayerTraffic:
+        """What it sends."""
+        return LayerTraffic(self.model.sizes, self.name)
+
+    @cached_property
     def forward(self) -> float:
         """A forward, its tensor-parallel sums included."""
-        sums = self.num_sums * self._tensor_sum / self.model.contention
+        sums = self.model.move(tensor_sums(self.model.sizes, self.name)) / self.model.contention
         if not self._in_rings:
             return self.seconds + sums
         matmuls = RING_MATMULS * self.matmul_seconds
@@ -212,11 +236,6 @@ class LayerCost:
         """Whether tokens travel to matmuls part by part."""
         sizes = self.model.sizes
         return sizes.config.mesh.collective_matmul and sizes.token_shards > 1
-
-    @property
-    def num_sums(self) -> int:
-        """Tensor-parallel sums of a forward: of each branch's output."""
-        return len(self._kind.branches)
 
     @property
     def seconds(self) -> float:
@@ -233,13 +252,7 @@ class LayerCost:
     def matmul_seconds(self) -> float:
         """Of that, the rest."""
         model, sizes, parts = self.model, self.model.sizes, self._kind.parts.values()
-        flops = 2.0 * sizes.tokens * sizes.computed_elements(self.name)
-        flops += sum(
-            4.0 * sizes.scores(part) * each.head_size
-            for part in parts
-            for each in part.operations
-            if isinstance(each, Scores)
-        )
+        flops = 2.0 * sizes.tokens * sizes.computed_elements(self.name) + self._score_flops
         flops += 2.0 * sum(map(sizes.products, parts))
         moved = sum(sizes.held_bytes(part, part.traffic) for part in parts)
         return model.work(flops, model.size * self._whole + moved)
@@ -247,13 +260,23 @@ class LayerCost:
     @cached_property
     def rescored(self) -> float:
         """Of a backward, the scores that were not kept; measured costs of a backward have them."""
-        flops = sum(
-            2.0 * self.model.sizes.scores(part) * each.head_size
+        flops = sum(flops for each, flops in self._scored if each.held != "scores") / 2
+        return 0.0 if self.model.hardware.measured else self.model.work(flops, 0.0)
+
+    @cached_property
+    def _scored(self) -> list[tuple[Scores, float]]:
+        """Of each attention the operations of a forward's products."""
+        sizes = self.model.sizes
+        return [
+            (each, 4.0 * sizes.scores(part) * each.head_size)
             for part in self._kind.parts.values()
             for each in part.operations
-            if isinstance(each, Scores) and each.held != "scores"
-        )
-        return 0.0 if self.model.hardware.measured else self.model.work(flops, 0.0)
+            if isinstance(each, Scores)
+        ]
+
+    @property
+    def _score_flops(self) -> float:
+        return sum(flops for _, flops in self._scored)
 
     @property
     def accumulation(self) -> float:
@@ -262,31 +285,38 @@ class LayerCost:
         rate = self.model.hardware.memory_gb_per_second * 1e9
         return 0.0 if self.model.hides else moved / rate
 
+    def exchanged(self, action: str) -> float:
+        """In a slot of this kind, what its tokens exchange with other devices, behind no work."""
+        return self._exchanged[action]
+
     @cached_property
-    def _tensor_sum(self) -> float:
-        return self.model.move("tensor", self.summed)
+    def _exchanged(self) -> Mapping[str, float]:
+        return {action: self._exchanged_in(action) for action in ACTIONS}
 
-    @property
-    def summed(self) -> float:
-        """Bytes that a device sends for one tensor-parallel sum, or to gather and scatter once."""
-        whole = self.model.size * self.model.sizes.whole_activation
-        return 2 * self.model.around("tensor") * whole
-
-    def regathered(self, action: str) -> float:
-        """Bytes that a device sends in a slot to gather split tokens again for weight gradients.
-
-        A whole backward gathers cotangents once, and inputs with the forward that it runs again.
-        """
-        if self.model.sizes.token_shards == 1 or action not in "BW":
-            return 0.0
-        gathers = 2.0 if action == "W" else max(0.0, 1.0 - self.model.recomputed)
-        return gathers * self.num_sums * self.summed / 2
+    def _exchanged_in(self, action: str) -> float:
+        model, remat = self.model, self.model.sizes.config.pipeline.remat
+        forwards = {"F": 1.0, "W": 0.0}.get(action, 2.0 + model.recomputed)
+        scoring = forwards * model.work(self._score_flops, 0.0)
+        return sum(
+            model.behind(
+                model.moves(each.in_slot(action, remat)) / model.contention,
+                scoring if each.hides else 0.0,
+            )
+            for each in self.sent.exchanges
+        )
 
     def slot(self, action: str) -> float:
-        """In a slot of this kind, gathers and reductions in the slot included.
+        """In a slot of this kind, with what it gathers, reduces and exchanges.
 
         On a device that works alone: see `contention`.
         """
+        return self._slots[action]
+
+    @cached_property
+    def _slots(self) -> Mapping[str, float]:
+        return {action: self._in_slot(action) for action in ACTIONS}
+
+    def _in_slot(self, action: str) -> float:
         hardware, model = self.model.hardware, self.model
         pipeline = model.sizes.config.pipeline
         inputs = (hardware.input_grad_cost + model.recomputed) * self.forward + self.rescored
@@ -294,15 +324,17 @@ class LayerCost:
         own = {"F": self.forward, "B": inputs + weights, "I": inputs, "W": weights}[action]
         own += self._kept(action)
         if not self._in_rings:
-            own += model.move("tensor", self.regathered(action)) / model.contention
-        if pipeline.weight_gather != "iteration" or model.sizes.fsdp == 1:
-            return own
+            again = regathered(model.sizes, self.name, action, model.recomputed)
+            own += model.move(again) / model.contention
+        exchanged = self.exchanged(action)
+        if pipeline.weight_gather != "iteration":
+            return own + exchanged
         gathers = {"F": 1, "B": 1, "I": 1, "W": 0}[action]
         if pipeline.remat == "chunk" and action in "BI":
             gathers += 1
         traffic = gathers * self.gather + (self.scatter if action in "BW" else 0.0)
-        behind = HIDDEN["iteration"] * own if model.hides else 0.0
-        return own + max(0.0, traffic / model.contention - behind)
+        left = model.behind(traffic / model.contention, HIDDEN["iteration"] * own)
+        return own + exchanged + left
 
     @cached_property
     def _trained_share(self) -> float:
@@ -320,26 +352,15 @@ class LayerCost:
         moved = {"F": stash, "B": stash, "I": stash + deferred, "W": deferred}[action]
         return moved / (self.model.hardware.memory_gb_per_second * 1e9)
 
-    @property
-    def gathered(self) -> float:
-        """Bytes that a device sends to gather its weights."""
-        return self.model.size * self._whole * self.model.around("fsdp")
-
-    @property
-    def scattered(self) -> float:
-        """The same to sum its gradient, in float32."""
-        return 4 * self._trained * self.model.around("fsdp")
-
     @cached_property
     def gather(self) -> float:
-        """Its weights over fsdp."""
-        return self.model.move("fsdp", self.gathered, rounds=len(self._kind.params))
+        """Its weights, from shards on other devices."""
+        return self.model.moves(self.sent.gathered)
 
     @cached_property
     def scatter(self) -> float:
-        """Its gradient over fsdp."""
-        trained = [param for param in self._kind.params.values() if param.trainable]
-        return self.model.move("fsdp", self.scattered, rounds=len(trained))
+        """Its gradient, to shards."""
+        return self.model.moves(self.sent.scattered)
 
 
 def cost(sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | None = None) -> Cost:
@@ -351,10 +372,12 @@ def cost(sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | No
     exposed = np.maximum(0.0, hop - behind * model.hides)
     work = float(ticks.sum())
     ideal = min(work, _ideal(model, schedule))
+    exchanged = min(ideal, _exchanged(model, schedule))
     loss = np.asarray(schedule.loss_microbatch) >= 0
     train = sizes.config.train
     parts = {
-        "layers": ideal,
+        "layers": ideal - exchanged,
+        "exchange": exchanged,
         "bubble": work - ideal,
         "outside": _outside(model, schedule),
         "head": float(loss.sum()) * model.head,
@@ -371,7 +394,7 @@ def cost(sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | No
         {name: seconds for name, seconds in parts.items() if seconds},
         needed / sizes.num_devices,
         hardware.flops,
-        traffic(model, schedule),
+        traffic(sizes, schedule, model.recomputed),
     )
 
 
@@ -406,6 +429,14 @@ def _ideal(model: CostModel, schedule: Schedule) -> float:
     return sizes.microbatches * layers / sizes.stages * model.contention
 
 
+def _exchanged(model: CostModel, schedule: Schedule) -> float:
+    """Of these, seconds of what tokens exchange between devices."""
+    actions = [action for action, _ in schedule.kinds]
+    exchanged = lambda layer: sum(map(layer.exchanged, actions))  # noqa: E731
+    layers = model.total(model.sizes.ring, exchanged)
+    return model.sizes.microbatches * layers / model.sizes.stages * model.contention
+
+
 def _outside(model: CostModel, schedule: Schedule) -> float:
     """Seconds of the layers outside the ring: all stages run them at once, a round at a time."""
     rounds, layers = schedule.outside, model.sizes.outside
@@ -416,35 +447,20 @@ def _outside(model: CostModel, schedule: Schedule) -> float:
 
 
 def _gathers(model: CostModel, schedule: Schedule) -> float:
-    sizes, mode = model.sizes, model.sizes.config.pipeline.weight_gather
-    if mode == "iteration":
+    """Of weights, where that is not done layer by layer."""
+    if model.sizes.config.pipeline.weight_gather == "iteration":
         return 0.0
-    gather = attrgetter("gather")
-    outside = model.total(sizes.outside, gather) + model.total(sizes.layers_ahead, gather)
-    if mode == "step" or not schedule.visits.num_window:
-        return outside + model.total(sizes.layer_slots, gather)
-    return outside + len(schedule.visits.gather_tick) * model.total(sizes.per_chunk, gather)
+    layers = model.total(turns(model.sizes, schedule).gathered, attrgetter("gather"))
+    return layers + model.moves(HeadTraffic(model.sizes).gathered)
 
 
 def _reductions(model: CostModel, schedule: Schedule) -> float:
-    """Of gradients, over fsdp where it is not done layer by layer, and over data."""
-    sizes, mode = model.sizes, model.sizes.config.pipeline.weight_gather
-    scatter, layers = attrgetter("scatter"), 0.0
-    if mode == "step" or (mode == "visit" and not schedule.visits.num_window):
-        layers = model.total(sizes.layer_slots, scatter)
-    elif mode == "visit":
-        layers = len(schedule.visits.reduce_tick) * model.total(sizes.per_chunk, scatter)
-    if mode != "iteration":
-        layers += model.total(sizes.outside, scatter) + model.total(sizes.layers_ahead, scatter)
-    layers += model.move("stage", _summed_over_stages(model))
-    over_data = model.move("data", 2 * model.around("data") * 4.0 * sizes.trained.shard_elements)
-    return layers + over_data
-
-
-def _summed_over_stages(model: CostModel) -> float:
-    """Bytes that a device sends to sum the gradients of layers outside the ring, and behind it."""
-    trained = model.sizes.trained
-    return 2 * model.around("stage") * 4.0 * (trained.outside_elements() + trained.ahead_elements())
+    """Of gradients, to shards where it is not done layer by layer, and over what they leave."""
+    sizes, found = model.sizes, model.moves(joined(at_the_end(model.sizes)))
+    if sizes.config.pipeline.weight_gather == "iteration":
+        return found
+    found += model.total(turns(sizes, schedule).scattered, attrgetter("scatter"))
+    return found + model.moves(HeadTraffic(sizes).scattered)
 
 
 def _update(model: CostModel) -> float:
@@ -460,41 +476,3 @@ def _fresh(model: CostModel, schedule: Schedule, held: Memory | None) -> float:
         return 0.0
     held = held or memory(model.sizes, schedule, platform=model.hardware.platform)
     return held.temporary / (rate * 1e9)
-
-
-def traffic(model: CostModel, schedule: Schedule) -> dict[tuple[str, str], float]:
-    """Bytes that a device sends in a step, by axis and link."""
-    sizes, pipeline = model.sizes, model.sizes.config.pipeline
-    gathered, scattered = attrgetter("gathered"), attrgetter("scattered")
-    each, all_layers = sizes.microbatches / sizes.stages, sizes.ring + sizes.outside
-    # Every stage runs those of all microbatches.
-    further = {kind: count * sizes.stages for kind, count in sizes.layers_ahead.items()}
-    all_layers += Counter(further)
-    if pipeline.weight_gather == "iteration":
-        again = 3 if pipeline.remat == "chunk" else 2
-        sent = again * model.total(all_layers, gathered) + model.total(all_layers, scattered)
-        fsdp = each * sent
-    elif pipeline.weight_gather == "visit" and schedule.visits.num_window:
-        visits, chunk = schedule.visits, sizes.per_chunk
-        fsdp = len(visits.gather_tick) * model.total(chunk, gathered)
-        fsdp += len(visits.reduce_tick) * model.total(chunk, scattered)
-        held = sizes.outside + Counter(sizes.layers_ahead)
-        fsdp += model.total(held, gathered) + model.total(held, scattered)
-    else:
-        held = sizes.outside + Counter(sizes.layers_ahead) + Counter(sizes.layer_slots)
-        fsdp = model.total(held, gathered) + model.total(held, scattered)
-    ways = sum(1 for way in schedule.arrivals if way.step)
-    message = model.size * sizes.activation
-    summed = model.total(
-        all_layers, lambda layer: (2 + model.recomputed) * layer.num_sums * layer.summed
-    )
-    action = "W" if schedule.mixed else "B"
-    summed += model.total(all_layers, lambda layer: layer.regathered(action))
-    along = schedule.num_ticks * ways * message if sizes.stages > 1 else 0.0
-    found: Mapping[str, float] = {
-        "fsdp": fsdp,
-        "stage": along + _summed_over_stages(model),
-        "tensor": each * summed,
-        "data": 2 * model.around("data") * 4.0 * sizes.trained.shard_elements,
-    }
-    return {(axis, model.link(axis)): sent for axis, sent in found.items() if sent}

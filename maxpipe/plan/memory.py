@@ -233,6 +233,10 @@ SUMMED = 1.2
 """The same of whole activations that are on their way to be summed over tensor beside scores."""
 
 
+FAR = 2.0
+"""Of keys and values of other devices' tokens: gathered, and their gradients."""
+
+
 def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
     """The backward of the largest layer, whose parts take the memory in turn."""
     size = BYTES[sizes.config.model.compute_dtype]
@@ -253,6 +257,7 @@ def _part_on_tpu(sizes: Sizes, part: Part) -> float:
     size, held = BYTES[sizes.config.model.compute_dtype], part.working
     narrow, wide, other = held.pairs
     found = (wide * 4 + narrow * SCORES * size + other) * sizes.held_scores(part)
+    found += FAR * size * sizes.far_keys(part)
     if found and sizes.tensor > 1:
         found += SUMMED * size * sizes.whole_activation
     return found + sizes.held_bytes(part, replace(held, pairs=(0.0, 0.0, 0.0)))
@@ -280,7 +285,8 @@ def _layer_on_cpu(sizes: Sizes) -> float:
             for part in parts
             for copies, dims in (*part.working.narrow, *part.working.wide)
         )
-        alive = max(CPU_SCORES_ALONE * pairs, CPU_SCORES * pairs + arrays)
+        alive = FAR * sum(map(sizes.far_keys, parts))
+        alive += max(CPU_SCORES_ALONE * pairs, CPU_SCORES * pairs + arrays)
         alive += CPU_ACTIVATIONS * len(parts) * sizes.activation
         alive += CPU_GATHERED * (sizes.token_shards > 1) * sizes.whole_activation
         return alive + CPU_WEIGHTS * sizes.layer_elements(name, whole=True)

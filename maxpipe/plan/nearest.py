@@ -67,7 +67,7 @@ def _changes(config: Config) -> Iterator[Change]:
         yield "pipeline", {"schedule": ONE_FORWARD_ONE_BACKWARD}
     if pipeline.group:
         yield "pipeline", {"group": 0}
-    for taker in ("fsdp", "stage"):
+    for taker in ("fsdp", "stage", "context", "expert"):
         for factor in (2, 4, 8):
             size = mesh.ici_data
             if size % factor == 0 and size >= factor:

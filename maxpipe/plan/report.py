@@ -277,6 +277,7 @@ def calibrated(found: Measured, before: Hardware, after: Hardware) -> str:
         "a message to the next device": found.hop,
         "gathering a layer's weights": found.gather,
         "reducing a layer's gradient": found.scatter,
+        "an all-to-all of its rows": found.exchange,
         "an almost empty collective": found.latency,
         "overhead of a tick": after.tick_us * 1e-6,
     }
@@ -296,6 +297,7 @@ FIGURES = (
     "weight_grad_cost",
     "names_recomputed",
     "link_gb_per_second",
+    "exchange_rate",
     "latency_us",
     "tick_us",
     "shared_by",

@@ -3,7 +3,8 @@
 A layout does not change the loss curve: mesh axes, stages, repeats, group, microbatches, schedule,
 gathers and remat. Tables are long where there are many microbatches; time and buffers
 are found from two short tables and extrapolated, which is exact for schedules whose steady state
-repeats. The best few are computed again from their own tables.
+repeats. The best few are computed again from their own tables. Rows are divided over devices where
+the batch has too few of them for the devices, or where most does not fit otherwise.
 
 Source: enumerating plans for a compiler's cost model is Alpa's idea (arXiv:2201.12023).
 """
@@ -13,16 +14,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from maxpipe.config.check import check
 from maxpipe.config.keys import default_of
+from maxpipe.config.mesh_rules import has_experts, reads_tokens_in_order
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware
+from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.plan.advice import ROOM
 from maxpipe.plan.cost import Cost, cost
 from maxpipe.plan.memory import Memory, memory
@@ -31,7 +34,6 @@ from maxpipe.schedule.catalog import INTERLEAVED, SCHEDULES, build
 from maxpipe.schedule.table import Schedule
 from maxpipe.words import counted
 
-AXES = ("stage", "data", "fsdp", "tensor")
 TOKENS = ("sequence_parallel", "collective_matmul")
 """Keys of `mesh` that say how tokens lie along tensor."""
 REPEATS = (1, 2, 3, 4, 6, 8)
@@ -66,7 +68,7 @@ class Candidate:
         """The keys that define the layout."""
         mesh, pipeline = self.config.mesh, self.config.pipeline
         found: dict[str, Any] = {}
-        for link, axis in itertools.product(("ici", "dcn"), AXES):
+        for link, axis in itertools.product(("ici", "dcn"), MESH_AXES):
             size = getattr(mesh, f"{link}_{axis}")
             if size > 1:
                 found[f"mesh.{link}_{axis}"] = size
@@ -118,9 +120,35 @@ def search(
     Raises:
         ConfigError: nothing fits.
     """
+    fixed, considered, too_large = fixed or {}, 0, 0
+    contexts = _contexts(config, num_devices // num_slices)
+    passes = [contexts[:1], contexts[1:]]
+    if config.train.batch_size < num_devices or "mesh.ici_context" in fixed:
+        passes = [contexts]
+    best: list[Candidate] = []
+    for some in filter(None, passes):
+        space = layouts(config, num_devices, num_slices, fixed, some)
+        found = _best(space, hardware, keep)
+        considered, too_large = considered + found.considered, too_large + found.too_large
+        best = sorted([*best, *found.best], key=lambda each: each.cost.seconds)[:keep]
+        if best and found.too_large <= found.considered / 2:
+            break
+    if best:
+        return Search(considered, too_large, best)
+    raise ConfigError.one(
+        "command line: maxpipe plan --search",
+        None,
+        f"found no layout that fits {hardware.memory_gib:g} GiB among {considered} on "
+        f"{counted(num_devices, 'device')} of {hardware.name}.",
+        "Name more devices, a smaller train.sequence_length, or fewer --fix.",
+    )
+
+
+def _best(space: Iterator[Config], hardware: Hardware, keep: int) -> Search:
+    """The `keep` fastest of some layouts that fit."""
     considered = too_large = 0
     limit, ranked = ROOM * hardware.memory_bytes, []
-    for layout in layouts(config, num_devices, num_slices, fixed or {}):
+    for layout in space:
         considered += 1
         sizes = Sizes(layout)
         short, long = short_schedules(layout)
@@ -140,15 +168,7 @@ def search(
             best.append(candidate)
         else:
             too_large += 1
-    if not best:
-        raise ConfigError.one(
-            "command line: maxpipe plan --search",
-            None,
-            f"found no layout that fits {hardware.memory_gib:g} GiB among {considered} on "
-            f"{counted(num_devices, 'device')} of {hardware.name}.",
-            "Name more devices, a smaller train.sequence_length, or fewer --fix.",
-        )
-    return Search(considered, too_large, sorted(best, key=lambda each: each.cost.seconds))
+    return Search(considered, too_large, best)
 
 
 def evaluate(config: Config, hardware: Hardware) -> Candidate:
@@ -162,10 +182,14 @@ def evaluate(config: Config, hardware: Hardware) -> Candidate:
 
 
 def layouts(
-    config: Config, num_devices: int, num_slices: int, fixed: Mapping[str, Any]
+    config: Config,
+    num_devices: int,
+    num_slices: int,
+    fixed: Mapping[str, Any],
+    contexts: Sequence[int] = (1,),
 ) -> Iterator[Config]:
-    """Layouts with legal sizes; `check` applies the other rules."""
-    for mesh in _meshes(config, num_devices, num_slices):
+    """Layouts with legal sizes; `check` applies the other rules. `contexts` are sizes to try."""
+    for mesh in _meshes(config, num_devices, num_slices, contexts):
         if any(
             mesh.get(key.removeprefix("mesh."), 1) != value  # a size that is not named is 1
             for key, value in fixed.items()
@@ -174,7 +198,7 @@ def layouts(
             continue
         resolved = dataclasses.replace(
             config.mesh,
-            **{f"{link}_{axis}": 1 for link in ("ici", "dcn") for axis in AXES} | mesh,
+            **{f"{link}_{axis}": 1 for link in ("ici", "dcn") for axis in MESH_AXES} | mesh,
         )
         on_mesh = dataclasses.replace(config, mesh=resolved)
         for pipeline in _pipelines(on_mesh):
@@ -187,42 +211,71 @@ def layouts(
                 yield dataclasses.replace(on_mesh, pipeline=section)
 
 
-def _meshes(config: Config, num_devices: int, num_slices: int) -> Iterator[dict[str, int]]:
-    rows, given = config.train.batch_size, Sizes(config)
+def _contexts(config: Config, inside: int) -> list[int]:
+    """Devices over which rows may be divided: powers of two, as many on each as on any."""
+    if reads_tokens_in_order(config):
+        return [1]
+    tokens = config.train.sequence_length
+    several = [size for size in _divisors(inside) if size > 1 and size.bit_count() == 1]
+    return [1, *(size for size in several if tokens % (2 * size) == 0)]
+
+
+def _meshes(
+    config: Config, num_devices: int, num_slices: int, contexts: Sequence[int]
+) -> Iterator[dict[str, Any]]:
     inside = num_devices // num_slices
     across = ("data", "fsdp", "stage") if num_slices > 1 else ("data",)
-    for tensor in _divisors(inside):
-        if tensor > 8 or not given.divides("tensor", tensor):
+    for sizes, axis in itertools.product(_inside(config, inside, contexts), across):
+        total = sizes | {axis: sizes[axis] * num_slices}
+        shards = total["data"] * total["fsdp"] * total["expert"]
+        if total["stage"] > config.model.num_layers or config.train.batch_size % shards:
             continue
-        for stage in _divisors(inside // tensor):
-            for fsdp in _divisors(inside // tensor // stage):
-                data = inside // tensor // stage // fsdp
-                for axis in across:
-                    sizes = {"stage": stage, "data": data, "fsdp": fsdp, "tensor": tensor}
-                    total = sizes | {axis: sizes[axis] * num_slices}
-                    if total["stage"] > config.model.num_layers or rows % (
-                        total["data"] * total["fsdp"]
-                    ):
-                        continue
-                    if not given.divides("fsdp", total["fsdp"]):
-                        continue
-                    mesh = {f"ici_{name}": size for name, size in sizes.items()}
-                    mesh |= {f"dcn_{axis}": num_slices} if num_slices > 1 else {}
-                    for split, rings in _token_splits(config, tensor):
-                        yield mesh | dict(zip(TOKENS, (split, rings), strict=True))
+        if not Sizes(config).divides(total):
+            continue
+        mesh = {f"ici_{name}": size for name, size in sizes.items()}
+        mesh |= {f"dcn_{axis}": num_slices} if num_slices > 1 else {}
+        for split, rings in _token_splits(config, sizes):
+            yield mesh | dict(zip(TOKENS, (split, rings), strict=True))
 
 
-def _token_splits(config: Config, tensor: int) -> Iterator[tuple[bool, bool]]:
+def _inside(config: Config, inside: int, contexts: Sequence[int]) -> Iterator[dict[str, int]]:
+    """Sizes of the axes in a slice."""
+    given, experts = Sizes(config), has_experts(config)
+    for tensor in _divisors(inside):
+        if tensor > 8 or not given.divides({"tensor": tensor}):
+            continue
+        for context in contexts:
+            if (inside // tensor) % context:
+                continue
+            left = inside // tensor // context
+            for expert in _divisors(left) if experts else (1,):
+                if not given.divides({"expert": expert}):
+                    continue
+                for stage in _divisors(left // expert):
+                    for fsdp in _divisors(left // expert // stage):
+                        data = left // expert // stage // fsdp
+                        yield {
+                            "stage": stage,
+                            "data": data,
+                            "fsdp": fsdp,
+                            "expert": expert,
+                            "context": context,
+                            "tensor": tensor,
+                        }
+
+
+def _token_splits(config: Config, sizes: Mapping[str, int]) -> Iterator[tuple[bool, bool]]:
     """(whether tokens are split between matmuls, whether they travel in rings)."""
     yield False, False
-    if tensor > 1 and config.train.sequence_length % tensor == 0:
+    tensor, context = sizes["tensor"], sizes["context"]
+    if tensor > 1 and config.train.sequence_length % (tensor * context) == 0:
         yield True, False
         yield True, True
 
 
 def _pipelines(config: Config) -> Iterator[dict[str, Any]]:
     sizes = Sizes(config)
-    stages, fsdp = sizes.stages, sizes.fsdp
+    stages, shared = sizes.stages, sizes.gathered_over(sizes.model.ends.embedding.dims)
     layers = config.model.num_layers - config.pipeline.layers_outside
     base: dict[str, Any] = {"cut": [], "delayed_forwarding": False}
     if config.mesh.collective_matmul and stages > 1:
@@ -235,7 +288,7 @@ def _pipelines(config: Config) -> Iterator[dict[str, Any]]:
             group = group_factor * stages
             if stages > 1 and (count < stages or group > count):
                 continue
-            for gather in GATHERS if fsdp > 1 else ("iteration",):
+            for gather in GATHERS if shared else ("iteration",):
                 # A window pays when several chunks share a stage and microbatches a gather.
                 if gather == "visit" and (repeats == 1 or not spec.reads_group):
                     continue

@@ -25,6 +25,7 @@ from maxpipe.model.count import (
 from maxpipe.model.families.registry import describe
 from maxpipe.model.spec import Dims, Held, Kind, Model, Param, Part, Products, Scores
 from maxpipe.parallel.axes import MESH_AXES, with_tokens
+from maxpipe.plan.reach import Reach, reach, with_rows_of_experts
 from maxpipe.schedule.balance import balanced_cut
 from maxpipe.schedule.catalog import build
 from maxpipe.schedule.table import Schedule
@@ -41,13 +42,17 @@ class Sizes:
     config: Config
     trained_only: bool = False
     """Whether numbers of parameters leave out frozen ones."""
+    platform: str = ""
+    """Of the devices, as jax names it; empty where nothing depends on it."""
 
     def on(self, platform: str) -> Sizes:
-        """The same with the backend of attention that a platform has, as jax names it."""
+        """The same on a platform, with the backend of attention that it has."""
+        if platform == self.platform:
+            return self
         config = self.config
         tokens, divided = config.train.sequence_length, Divided.by(config.mesh, self.axes)
         model = resolved(config.model, platform, tokens, divided)
-        return self if model == config.model else replace(self, config=replace(config, model=model))
+        return replace(self, config=replace(config, model=model), platform=platform)
 
     # The mesh.
 
@@ -68,6 +73,19 @@ class Sizes:
     def num_slices(self) -> int:
         """Slices of the mesh."""
         return math.prod(getattr(self.config.mesh, f"dcn_{axis}") for axis in MESH_AXES)
+
+    def present(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Those of the axes that have more than one device, in the order of the mesh."""
+        named = {*axes}
+        return tuple(axis for axis in MESH_AXES if axis in named and self.axes[axis] > 1)
+
+    def shards(self, axes: Iterable[str]) -> int:
+        """Devices along these axes together."""
+        return math.prod(self.axes[axis] for axis in axes)
+
+    def around(self, axes: Iterable[str]) -> float:
+        """Share of an array that a device sends to gather or scatter it over these axes."""
+        return 1.0 - 1.0 / self.shards(axes)
 
     @property
     def stages(self) -> int:
@@ -102,26 +120,40 @@ class Sizes:
     @property
     def rows_per_device(self) -> int:
         """Rows of a step on one device."""
-        shards = math.prod(self.axes[axis] for axis in self._table["batch"])
+        shards = self.shards(self._table["batch"])
         return self.config.train.batch_size // shards
 
     @property
     def tokens(self) -> int:
         """B * T: tokens of a microbatch on one device."""
-        return self.rows * self.config.train.sequence_length // self.axes["context"]
+        return self.rows * self.tokens_of_row
+
+    @property
+    def tokens_of_row(self) -> int:
+        """T: tokens of a row on one device."""
+        return self.config.train.sequence_length // self.axes["context"]
+
+    @property
+    def run(self) -> int:
+        """Of these, those that stand next to each other in the row."""
+        return self.tokens_of_row // (2 if self.axes["context"] > 1 else 1)
 
     # The stack.
 
     @cached_property
     def model(self) -> Model:
-        """What the config describes."""
-        return describe(self.config.model)
+        """What the config describes; of experts the rows that a device has room for."""
+        found = describe(self.config.model)
+        if not self.present(("expert", "context")):
+            return found
+        whole, shards = self.config.train.sequence_length, self.axes["expert"]
+        return with_rows_of_experts(found, shards, self.rows, self.tokens_of_row, whole)
 
     @cached_property
     def cut(self) -> tuple[int, ...]:
         """Layers of each chunk."""
         pipeline, tokens = self.config.pipeline, self.config.train.sequence_length
-        costs = layer_costs(self.model, tokens)[pipeline.layers_outside :]
+        costs = layer_costs(describe(self.config.model), tokens)[pipeline.layers_outside :]
         return tuple(pipeline.cut) or _even_cut(costs, self.stages * self.repeats)
 
     @cached_property
@@ -177,10 +209,40 @@ class Sizes:
         """Of an array's shard on one device; `whole`: gathered over fsdp and the axes beside it."""
         count = 1
         for size, logical in dims:
-            axes = self._table.get(logical, ())
-            axes = () if whole and "fsdp" in axes else axes
-            count *= -(-size // math.prod(self.axes[axis] for axis in axes))
+            count *= -(-size // self._ways.get(logical, (1, 1))[whole])
         return count
+
+    @cached_property
+    def _ways(self) -> Mapping[str, tuple[int, int]]:
+        """Shards of each logical axis, stored and gathered for use."""
+        ways = {logical: self.shards(axes) for logical, axes in self._table.items()}
+        return {
+            logical: (count, 1 if "fsdp" in self._table[logical] else count)
+            for logical, count in ways.items()
+        }
+
+    def gathered_over(self, dims: Dims) -> tuple[str, ...]:
+        """Axes over which the shards of a parameter are gathered for use: fsdp and those beside it.
+
+        As `pipeline.weights.WeightSharding.axes`.
+        """
+        split = (self._table.get(logical, ()) for _, logical in dims)
+        return self.present(next((axes for axes in split if "fsdp" in axes), ()))
+
+    def kept_over(self, dims: Dims) -> tuple[str, ...]:
+        """Axes of which each device uses its own part of a parameter, for the tokens of all."""
+        split = {axis for _, logical in dims for axis in self._table.get(logical, ())}
+        return self.present((split & {*self.token_axes}) - {*self.gathered_over(dims)})
+
+    def summed_over(self, dims: Dims) -> tuple[str, ...]:
+        """Axes over which a gradient is summed at the end of a step."""
+        settled = {*self.gathered_over(dims), *self.kept_over(dims)}
+        return self.present({*self.token_axes} - settled)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Axes whose devices each have tokens of their own."""
+        return (*self._table["batch"], "context")
 
     def layer_elements(self, kind: str, *, whole: bool = False) -> int:
         """Parameters of one layer on one device."""
@@ -198,10 +260,16 @@ class Sizes:
         }
 
     def computed_elements(self, kind: str) -> float:
-        """Of a layer's gathered parameters on one device, those that meet each token."""
+        """Of a layer's gathered parameters on one device, those that meet each token.
+
+        Experts that are divided over an axis meet the tokens of all its devices: as many for each
+        of its own tokens as if it had all of them.
+        """
         params = self.model.kinds[kind].params
         return sum(
-            share * self.elements(params[name].dims, whole=True)
+            share
+            * self.elements(params[name].dims, whole=True)
+            * self.shards(self.kept_over(params[name].dims))
             for name, share in computed_share(self.model.kinds[kind]).items()
             if self.counts(params[name])
         )
@@ -227,7 +295,7 @@ class Sizes:
 
     def padded(self, param: Param) -> Dims:
         """Dims of a table with its vocabulary padded, so that it divides its shards."""
-        shards = math.prod(self.axes[axis] for axis in self._table["vocab"])
+        shards = self.shards(self._table["vocab"])
         return tuple(
             (-(-size // shards) * shards if logical == "vocab" else size, logical)
             for size, logical in param.dims
@@ -251,14 +319,13 @@ class Sizes:
         dims = self.padded(self.model.ends.embedding)
         return self.elements(tuple(each for each in dims if each[1] == "vocab"), whole=True)
 
-    def divides(self, axis: str, shards: int) -> bool:
-        """Whether this number of shards along a mesh axis divides all layers' parameters evenly."""
+    def divides(self, axes: Mapping[str, int]) -> bool:
+        """Whether mesh axes of these sizes divide all layers' parameters evenly."""
         return all(
-            size % shards == 0
+            size % math.prod(axes.get(axis, 1) for axis in self._table.get(logical, ())) == 0
             for kind in self.model.kinds.values()
             for each in kind.params.values()
             for size, logical in each.dims
-            if axis in self._table.get(logical, ())
         )
 
     @property
@@ -325,7 +392,7 @@ class Sizes:
     @property
     def token_shards(self) -> int:
         """Devices over which tokens are split between the matmuls of a layer."""
-        return math.prod(self.axes[axis] for axis in self._table["sequence"])
+        return self.shards(self._table["sequence"])
 
     def activated(self, dims: Dims) -> int:
         """Of an activation with these dims for every token; `fsdp` shards tokens, not them."""
@@ -339,7 +406,7 @@ class Sizes:
     def share(self, logical: str) -> int:
         """Devices over which activations with this axis are split."""
         axes = self._table.get(logical, ())
-        return math.prod(self.axes[axis] for axis in axes if axis == "tensor")
+        return self.shards({*axes} & {"tensor"})
 
     def named(self, kind: str, names: Iterable[str]) -> int:
         """Bytes of what a layer of this kind keeps under such names."""
@@ -359,14 +426,30 @@ class Sizes:
         )
 
     def _scored_pairs(self, scores: Scores) -> int:
-        """Of a row, the pairs that a device scores for each head.
+        """Of a row, the pairs that a device scores for each head, of all heads on average.
 
         Plain attention leaves out the future only where queries and keys are the same tokens.
         """
-        tokens, context = self.config.train.sequence_length, self.axes["context"]
-        if context > 1 and scores.held != "block":
-            return tokens**2 // context
-        return scored_pairs(tokens, by_blocks=scores.held == "block") // context
+        tokens, found = self.config.train.sequence_length, self.reach(scores)
+        in_blocks = scores.held == "block"
+        context = self.axes["context"]
+        if found.method in ("gather", "near") and not in_blocks:
+            before = found.far if found.method == "near" else 2 * context - 1
+            return 2 * round(self.run**2 * (1 + before))
+        return scored_pairs(tokens, by_blocks=in_blocks) // context
+
+    def reach(self, scores: Scores) -> Reach:
+        """How attention reaches tokens of other devices."""
+        sizes = self.axes["context"], self.tensor, self.run
+        return reach(self.config.mesh, self.model, scores, *sizes)
+
+    def far_keys(self, part: Part) -> float:
+        """Keys and values of other devices' tokens that attention holds, in elements."""
+        return sum(
+            self.reach(each).far * sum(map(self.activated, each.keys))
+            for each in part.operations
+            if isinstance(each, Scores)
+        )
 
     def products(self, part: Part) -> float:
         """Multiply-adds of activations with each other, scores left out."""
@@ -443,8 +526,9 @@ class Sizes:
 
     def _residual_bytes(self, kind: Kind) -> float:
         """All that a layer's differentiation keeps."""
-        declared = sum(self.held_bytes(part, part.residuals) for part in kind.parts.values())
-        return declared + kind.num_masks * self.activation
+        parts, size = kind.parts.values(), BYTES[self.config.model.compute_dtype]
+        declared = sum(self.held_bytes(part, part.residuals) for part in parts)
+        return declared + size * sum(map(self.far_keys, parts)) + kind.num_masks * self.activation
 
     def report_bytes(self, layers: Mapping[str, int]) -> float:
         """Losses and statistics of this number of layers of each kind."""

@@ -15,9 +15,10 @@ import pytest
 from maxpipe.config.load import from_dict
 from maxpipe.hardware import shipped
 from maxpipe.plan.compile import build_steps, read
-from maxpipe.plan.cost import CostModel, traffic
+from maxpipe.plan.cost import CostModel
 from maxpipe.plan.memory import buffers
 from maxpipe.plan.sizes import Sizes
+from maxpipe.plan.traffic import traffic
 from tests.cases import Case, thinned
 from tests.pipeline.test_executor import check_gradients
 from tests.pipeline.test_families import GEMMA, GEMMA2, GROUPED, NEXT, QWEN2, QWEN3, ROOM, V2, V3
@@ -135,8 +136,8 @@ def test_sums_become_gathers_and_scatters_and_these_rings() -> None:
 )
 def test_predicted_traffic_is_near_the_compilers(pipeline: dict[str, Any]) -> None:
     found = compiled("ring", **pipeline)
-    model = CostModel(found.sizes, shipped()["v5p"])
-    predicted = traffic(model, found.steps.train_schedule)["tensor", "ici"]
+    recomputed = CostModel(found.sizes, shipped()["v5p"]).recomputed
+    predicted = traffic(found.sizes, found.steps.train_schedule, recomputed)["tensor", "ici"]
     assert predicted == pytest.approx(sum(found.layers().values()), rel=0.1)
 
 

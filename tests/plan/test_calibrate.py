@@ -68,12 +68,14 @@ def test_the_cost_model_gives_back_what_was_measured(
         hop=latency + 2 * sizes.activation / rate,
         gather=latency + 2 * weights / rate,
         scatter=latency + 4 * weights / rate,
+        exchange=latency + 0.5 * 2 * sizes.activation * (1 - 1 / NUM_DEVICES) / rate,
         latency=latency,
         fresh=4e-9,
     )
     after = applied(found, sizes, shipped()[kind], NUM_DEVICES)
     model = CostModel(sizes, after)
     layer = model.usual
+    assert after.exchange_rate == pytest.approx(2.0)
     assert layer.forward == pytest.approx(found.forward_alone)
     assert model.contention == pytest.approx(contention)
     assert model.hides == (contention == 1)
@@ -84,9 +86,10 @@ def test_the_cost_model_gives_back_what_was_measured(
     backward = after.weight_grad_cost * layer.seconds + layer.accumulation
     assert backward == pytest.approx(0.8 * found.forward_alone)
     assert (layer.accumulation > 0) == (contention > 1)
-    # Nine arrays, each with its own latency.
-    assert layer.gather == pytest.approx(found.gather + 8 * latency)
-    assert layer.scatter == pytest.approx(found.scatter + 8 * latency)
+    # Seven arrays, each with its own latency; two norms are whole.
+    norms = 2 * sizes.config.model.d_model * (1 - 1 / NUM_DEVICES)
+    assert layer.gather == pytest.approx(found.gather + 6 * latency - 2 * norms / rate)
+    assert layer.scatter == pytest.approx(found.scatter + 6 * latency - 4 * norms / rate)
 
 
 def again(measure: Callable[[], T]) -> T:
@@ -109,7 +112,7 @@ def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPa
     assert many.weight_grad > 4 * few.weight_grad  # adding it up takes the same for any length
     # Virtual devices share cores, and nothing moves in no time.
     assert many.forward > many.forward_alone > 0
-    assert min(many.hop, many.gather, many.scatter, many.latency, many.fresh) > 0
+    assert min(many.hop, many.gather, many.scatter, many.exchange, many.latency, many.fresh) > 0
 
 
 @pytest.mark.timing

@@ -48,7 +48,8 @@ MODEL = {
 def config_of(
     model: dict[str, Any], mesh: dict[str, Any], pipeline: dict[str, Any], tokens: int = 32
 ) -> Config:
-    rows = 2 * pipeline["microbatches"] * mesh.get("ici_fsdp", 1) * mesh.get("ici_data", 1)
+    shards = math.prod(mesh.get(f"ici_{axis}", 1) for axis in ("data", "fsdp", "expert"))
+    rows = 2 * pipeline["microbatches"] * shards
     train = {"batch_size": rows, "sequence_length": tokens, "steps": 1}
     sections = {"model": MODEL | model, "mesh": mesh, "pipeline": pipeline, "train": train}
     return from_dict(sections)
@@ -84,7 +85,7 @@ BIASED: dict[str, Any] = {
     "family": "gpt_oss",
     "gpt_oss": {"num_experts": 5, "d_expert": 28},
 }
-CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
+CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (EXPERTS, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
     (
         EXPERTS,
@@ -102,6 +103,11 @@ CASES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
         {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
     ),
     ({}, {}, {"microbatches": 2}),
+    (
+        {"attention": "blockwise"},
+        {"ici_stage": 2, "ici_context": 2, "context_attention": "gather"},
+        {"microbatches": 4, "remat": "none"},
+    ),
     ({}, {"ici_stage": 2, "ici_fsdp": 2, "ici_data": 2}, {"microbatches": 4, "schedule": "1f1b"}),
     ({}, {"ici_stage": 4, "ici_tensor": 2}, {"microbatches": 8, "repeats": 3}),
     ({}, {"ici_stage": 4, "ici_fsdp": 2}, {"microbatches": 8, "repeats": 2, "remat": "chunk"}),
@@ -489,6 +495,41 @@ def test_memory_by_blocks_is_near_the_compilers(
     temporary = steps.compile_train().memory_analysis().temp_size_in_bytes
     predicted = memory(Sizes(config), schedule_of(config), platform="cpu")
     assert predicted.temporary == pytest.approx(temporary, rel=0.1)
+
+
+ROUTED: dict[str, Any] = {
+    "family": "moe",
+    "num_layers": 4,
+    "d_model": 256,
+    "moe": {"num_experts": 8, "d_expert": 512, "num_dense_layers": 0, "exchange_factor": 1.25},
+}
+GATHERED = {"context_attention": "gather"}
+DIVIDED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({}, {"ici_context": 4}, {"remat": "none"}),
+    ({}, {"ici_context": 4} | GATHERED, {"attention": "blockwise", "remat": "none"}),
+    (ROUTED, {"ici_expert": 4}, {}),
+    ({}, {"ici_context": 4}, {"attention": "blockwise"}),
+    ({}, {"ici_context": 4} | GATHERED, {}),
+    ({}, {"ici_context": 4} | GATHERED, {"attention": "blockwise"}),
+    ({}, {"ici_context": 4, "context_attention": "ring"}, {"attention": "blockwise"}),
+    (ROUTED, {"ici_expert": 4}, {"remat": "none"}),
+    (ROUTED, {"ici_expert": 2, "ici_context": 2}, {"attention": "blockwise"}),
+]
+
+
+@pytest.mark.parametrize(("model", "mesh", "pipeline"), thinned(DIVIDED, 3))
+def test_memory_of_divided_rows_and_experts_is_near_the_compilers(
+    model: dict[str, Any], mesh: dict[str, Any], pipeline: dict[str, Any]
+) -> None:
+    attention = pipeline.get("attention", "xla")
+    named = {"compute_dtype": "float32", "attention": attention, "num_layers": 4} | WIDE
+    tokens = 256 if model else 512 if attention == "xla" else 1024
+    pipeline = {"microbatches": 2, "remat": pipeline.get("remat", "full")}
+    config = config_of(named | model, mesh, pipeline, tokens)
+    compiled = steps_of(config).compile_train().memory_analysis()
+    predicted = memory(Sizes(config), schedule_of(config), platform="cpu")
+    assert predicted.arguments == pytest.approx(compiled.argument_size_in_bytes, rel=0.01)
+    assert predicted.temporary == pytest.approx(compiled.temp_size_in_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize(("model", "mesh", "pipeline"), TEMPORARY)

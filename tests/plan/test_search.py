@@ -110,6 +110,48 @@ def test_a_search_finds_something_at_least_as_fast() -> None:
     assert all(each.config.mesh.ici_stage == 4 for each in found.best)
 
 
+def long_rows(rows: int) -> Config:
+    train = {"batch_size": rows, "sequence_length": 32768, "steps": 1}
+    return from_dict({"model": LAYERS, "train": train})
+
+
+@pytest.mark.parametrize("rows", [16, 8])
+def test_rows_that_do_not_fit_a_device_are_divided(rows: int) -> None:
+    """Nothing fits otherwise, or there are fewer of them than devices."""
+    only = {"mesh.ici_tensor": 1, "mesh.ici_stage": 1}
+    with pytest.raises(ConfigError, match="found no layout that fits"):
+        best_layouts(long_rows(rows), V5E, only | {"mesh.ici_context": 1})
+    for each in best_layouts(long_rows(rows), V5E, only).best:
+        assert each.config.mesh.ici_context > 1 and each.config.mesh.context_attention == "auto"
+        assert not check(each.config, {})
+        assert each.cost.parts["exchange"] > 0
+
+
+def test_short_rows_stay_whole() -> None:
+    found = best_layouts(config_of(), parse("v5p:2x2x2"), {"mesh.ici_tensor": 1})
+    assert all(each.config.mesh.ici_context == 1 for each in found.best)
+
+
+EXPERTS: dict[str, Any] = LAYERS | {
+    "family": "moe",
+    "num_layers": 16,
+    "d_model": 2048,
+    "num_heads": 16,
+    "d_mlp": 8192,
+    "moe": {"num_experts": 64, "d_expert": 1024, "num_dense_layers": 0, "exchange_factor": 1.5},
+}
+
+
+def test_experts_are_divided_where_gathering_them_takes_longer() -> None:
+    train = {"batch_size": 64, "sequence_length": 2048, "steps": 1}
+    config, topology = from_dict({"model": EXPERTS, "train": train}), parse("v5p:2x4x4")
+    only = {"mesh.ici_tensor": 1, "mesh.ici_stage": 1}
+    best = best_layouts(config, topology, only).best[0]
+    whole = best_layouts(config, topology, only | {"mesh.ici_expert": 1}).best[0]
+    assert best.config.mesh.ici_expert > 1 and best.cost.seconds < whole.cost.seconds
+    assert 64 % best.config.mesh.ici_expert == 0 and not check(best.config, {})
+
+
 def test_the_winner_can_be_loaded(tmp_path: Path) -> None:
     found = best_layouts(config_of(), parse("v5p:2x2x2"), {"mesh.ici_tensor": 1})
     (tmp_path / "best.yml").write_text(to_yaml(found.best[0].config))

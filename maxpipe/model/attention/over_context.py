@@ -20,14 +20,13 @@ from jaxtyping import Float, Int
 
 from maxpipe.model.attention import ring
 from maxpipe.model.attention.interface import Attend, Mask
+from maxpipe.model.count import tokens_before
 from maxpipe.parallel import context
 from maxpipe.parallel.axes import takes_heads
 from maxpipe.parallel.collectives import exchange, index_on, size_of
 from maxpipe.parallel.mesh import CONTEXT, TENSOR
 from maxpipe.parallel.sharding import AxisRules, automatic_axes
 
-_LANES = 128
-"""Kernels want multiples of this number of tokens."""
 _NO_SEGMENT = -1
 
 
@@ -55,7 +54,7 @@ def attend(
     )
     if rules.context == "ring":
         return ring.attend(query, key, value, mask)
-    before = _tokens_before(mask)
+    before = tokens_before(_windows(mask), mask.run)
     if before < mask.run:
         return _near(backend, query, key, value, mask, before)
     key, value = (context.whole_rows(each, 1) for each in (key, value))
@@ -106,13 +105,9 @@ def _own_heads(x: Float[Array, " N"]) -> Float[Array, " n"]:
 # By keys nearby. A device's two pieces are as two rows, in front of each the tokens before it.
 
 
-def _tokens_before(mask: Mask) -> int:
-    """How many tokens in front of a piece its queries may see; a whole piece or more: all."""
-    windows = mask.windows or ((mask.window,) if isinstance(mask.window, int) else (0,))
-    if 0 in windows:
-        return mask.run
-    before = max(windows) - 1
-    return before if mask.run % _LANES else -(-before // _LANES) * _LANES
+def _windows(mask: Mask) -> tuple[int, ...]:
+    """Of all layers; 0 where there is none, or it is not known."""
+    return mask.windows or ((mask.window,) if isinstance(mask.window, int) else (0,))
 
 
 def _near(

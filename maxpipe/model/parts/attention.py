@@ -161,7 +161,16 @@ class Attention(Part):
     @property
     def operations(self) -> tuple[Operation, ...]:
         """Four projections and the two products with the scores."""
-        scores = Scores(self.num_heads, "heads", self.head_size, self.window, stands(self.backend))
+        scores = Scores(
+            self.num_heads,
+            "heads",
+            self.head_size,
+            self.window,
+            held=stands(self.backend),
+            query=self._query,
+            keys=(self._key, self._key),
+            mixed=self._query,
+        )
         return Matmul("query"), Matmul("key"), Matmul("value"), scores, Matmul("out")
 
     @property

@@ -88,6 +88,11 @@ class Experts(Part):
     are added to scores where experts are chosen, and not where they are weighted. None: none."""
     biased: bool = False
     """Whether biases are added to the router's logits and to all projections."""
+    received: float | None = None
+    """Rows of experts that a device has room for, for each of its tokens, where experts or a row's
+    tokens are divided over devices. None: as many as it computes."""
+    shards: int = 1
+    """Devices over which experts are divided."""
 
     summaries: ClassVar[Mapping[str, Summary]] = {
         "moe/balance_loss": Summary(
@@ -171,7 +176,7 @@ class Experts(Part):
     @property
     def activations(self) -> Mapping[str, Dims]:
         """Both inputs of the gates, of all rows of experts."""
-        hidden = ((math.ceil(self.rows), "experts"), *self._hidden)
+        hidden = ((math.ceil(self._held), "experts"), *self._hidden)
         found: dict[str, Dims] = {"expert_gate": hidden, "expert_up": hidden}
         return found | {f"shared_{name}": dims for name, dims in self._of_shared("activations")}
 
@@ -214,8 +219,8 @@ class Experts(Part):
 
     @property
     def working(self) -> Held:
-        """The gates' inputs and outputs and their gradients."""
-        return self._with_rows(6.0, placed=2.0)
+        """The gates' inputs and outputs and their gradients; what is sent to other devices."""
+        return self._with_rows(6.0, placed=2.0 + (self.shards > 1))
 
     @property
     def residuals(self) -> Held:
@@ -231,6 +236,8 @@ class Experts(Part):
         )
         if self.places_tokens:
             found += self._places + Held(wide=((2.0, self._choices),))
+        if self.places_tokens and self.shards > 1:
+            found += self._received
         if self.biased and self.places_tokens:
             found += self._weights_for_biases
         if self.shared is None:
@@ -238,6 +245,13 @@ class Experts(Part):
         # Gated: what it is multiplied with, and what with it.
         gate = Held(narrow=((1.0, self._width), (2.0, ()))) if self.shared_gated else NOTHING
         return found + self._beside(self.shared.residuals) + gate
+
+    @property
+    def _received(self) -> Held:
+        """Rows from other devices, the expert of each, and what it weighs at all that are here."""
+        weights = self._of_rows(1.0, ((self.num_experts // self.shards, ""),))
+        places = Held(wide=(self._of_rows(1.0, ()), (2.0, self._choices)))
+        return Held(narrow=(self._of_rows(1.0, self._width),), wide=(weights,)) + places
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Inputs of all matmuls and cotangents of their outputs, those of the router in float32.
@@ -271,7 +285,23 @@ class Experts(Part):
         """Experts that compute something for a token, on average, used or not."""
         if not self.capacity:
             return float(self.per_token if self.grouped else self.num_experts)
+        if self.received is not None:  # what is not sent is not computed
+            return min(self.capacity, 1.0) * self.per_token
         return min(self.capacity * self.per_token, float(self.num_experts))
+
+    def over(self, shards: int, rows: int, tokens: int, whole: int) -> Experts:
+        """The same on `shards` devices; each has `tokens` of the `whole` tokens of `rows` rows."""
+        if not self.places_tokens:
+            return self
+        found = self.per_token * rows * tokens
+        if shards > 1:
+            found = shards * self.room_between(shards, rows, tokens, whole)
+        return replace(self, received=found / (rows * tokens), shards=shards)
+
+    @property
+    def _held(self) -> float:
+        """Rows of experts in memory, for each token."""
+        return self.rows if self.received is None else self.received
 
     @property
     def grouped(self) -> bool:
@@ -352,9 +382,9 @@ class Experts(Part):
 
     def _of_rows(self, copies: float, dims: Dims) -> tuple[float, Dims]:
         """Copies of something that each row of experts has, as a number for each token."""
-        if self.rows.is_integer():
-            return copies, ((int(self.rows), "experts"), *dims)
-        return copies * self.rows / self.num_experts, (*self._each, *dims)
+        if self._held.is_integer():
+            return copies, ((int(self._held), "experts"), *dims)
+        return copies * self._held / self.num_experts, (*self._each, *dims)
 
     def _of_shared(self, what: Literal["params", "activations"]) -> Iterable[tuple[str, Any]]:
         return () if self.shared is None else getattr(self.shared, what).items()

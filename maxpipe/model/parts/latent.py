@@ -118,7 +118,15 @@ class LatentAttention(Part):
     def operations(self) -> tuple[Operation, ...]:
         """All projections and the two products with the scores."""
         mean = (self.head_size + self.value_size) / 2
-        scores = Scores(self.num_heads, "heads", mean, held=stands(self.backend))
+        scores = Scores(
+            self.num_heads,
+            "heads",
+            mean,
+            held=stands(self.backend),
+            query=self._query,
+            keys=(self._query, self._value),
+            mixed=self._value,
+        )
         weights = [name for name in self.params if not name.endswith("norm") and name != "out"]
         return *map(Matmul, weights), scores, Matmul("out")
 

@@ -1,0 +1,355 @@
+"""What a device sends in a step, byte by byte: of weights, gradients, messages, tokens and rows.
+
+The same collectives as in `pipeline` and `model`, and as many: held against compiled programs.
+Sums of losses and of statistics are left out. No jax.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from maxpipe.model.count import matrices_ahead
+from maxpipe.model.parts.experts import Experts
+from maxpipe.model.spec import Param, Scores
+from maxpipe.plan.sizes import BYTES, Sizes
+from maxpipe.schedule.table import Schedule
+
+INTEGER = 4
+"""Bytes of a token, of an expert's number, and of a number in float32."""
+WIDE = 4
+
+
+class Sent(NamedTuple):
+    """By one device, along mesh axes that are more than one device together."""
+
+    axes: tuple[str, ...]
+    num_bytes: float
+    rounds: int = 1
+    """Collectives."""
+    to_each: bool = False
+    """Whether each device gets something else from each other one: all-to-all."""
+
+    def __mul__(self, times: float) -> Sent:  # type: ignore[override]
+        return self._replace(num_bytes=times * self.num_bytes)
+
+
+class Exchange(NamedTuple):
+    """What a layer sends of its tokens, on the way to others and back."""
+
+    forward: Sent
+    again: Sent
+    """Of a forward that is run again for a backward, which does not need all of it."""
+    backward: Sent
+    hides: bool = False
+    """Whether it travels behind the work that it is for."""
+
+    def in_slot(self, action: str, remat: str) -> list[Sent]:
+        """In a slot of a schedule: `F`, `B`, `I` or `W`."""
+        if action in "FW":
+            return [self.forward] if action == "F" else []
+        recomputed = {"none": [], "chunk": [self.forward, self.again]}.get(remat, [self.again])
+        return [*recomputed, self.backward]
+
+
+@dataclass(frozen=True)
+class LayerTraffic:
+    """Of one layer of a kind, on a microbatch."""
+
+    sizes: Sizes
+    name: str
+
+    @property
+    def _params(self) -> Iterable[Param]:
+        return self.sizes.model.kinds[self.name].params.values()
+
+    @cached_property
+    def gathered(self) -> tuple[Sent, ...]:
+        """For its weights."""
+        return _gathered(self.sizes, self._params)
+
+    @cached_property
+    def scattered(self) -> tuple[Sent, ...]:
+        """To sum its gradient, as shards."""
+        return _gathered(self.sizes.trained, self._params, size=WIDE)
+
+    @cached_property
+    def summed(self) -> tuple[Sent, ...]:
+        """To sum its gradient at the end of a step over what is left."""
+        return _summed(self.sizes.trained, self._params)
+
+    @cached_property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """Of its parts."""
+        found = []
+        for part in self.sizes.model.kinds[self.name].parts.values():
+            if isinstance(part, Experts):
+                found += _between_experts(self.sizes, part)
+            for each in part.operations:
+                if isinstance(each, Scores):
+                    found += _between_tokens(self.sizes, each)
+        return tuple(found)
+
+
+def joined(sent: Iterable[Sent]) -> tuple[Sent, ...]:
+    """What goes along the same axes at once."""
+    found: dict[tuple[str, ...], float] = defaultdict(float)
+    for each in sent:
+        found[each.axes] += each.num_bytes
+    return tuple(Sent(axes, num_bytes) for axes, num_bytes in found.items())
+
+
+def _gathered(sizes: Sizes, params: Iterable[Param], size: int = 0) -> tuple[Sent, ...]:
+    """To gather shards of parameters, or to scatter whole ones; those with the same axes as one."""
+    size = size or BYTES[sizes.config.model.compute_dtype]
+    found: dict[tuple[str, ...], Sent] = {}
+    for param in params:
+        if sizes.counts(param) and (axes := sizes.gathered_over(param.dims)):
+            whole = size * sizes.elements(param.dims, whole=True)
+            before = found.get(axes, Sent(axes, 0.0, 0))
+            sent = before.num_bytes + sizes.around(axes) * whole
+            found[axes] = Sent(axes, sent, before.rounds + 1)
+    return tuple(found.values())
+
+
+def _summed(sizes: Sizes, params: Iterable[Param]) -> tuple[Sent, ...]:
+    """To sum gradients, each over the axes that its shards leave."""
+    return tuple(
+        Sent(axes, 2 * sizes.around(axes) * WIDE * sizes.elements(param.dims))
+        for param in params
+        if sizes.counts(param) and (axes := sizes.summed_over(param.dims))
+    )
+
+
+# Tokens of rows that are divided over the context axis.
+
+
+def _between_tokens(sizes: Sizes, scores: Scores) -> Iterator[Exchange]:
+    if not (axes := sizes.present(["context"])):
+        return
+    context, size = sizes.axes["context"], BYTES[sizes.config.model.compute_dtype]
+    keys = sum(map(sizes.activated, scores.keys))
+    found = sizes.reach(scores)
+    if found.method == "heads":
+        all_heads = keys + sizes.activated(scores.query) + sizes.activated(scores.mixed)
+        once = Sent(axes, sizes.around(axes) * size * all_heads, 4, to_each=True)
+        yield Exchange(once, once, once)
+    elif found.method == "ring":
+        # Gradients go around with keys and values, in float32.
+        hops = context * len(scores.keys)
+        around, back = (Sent(axes, context * keys * each, hops) for each in (size, size + WIDE))
+        kept = {"context"} <= sizes.kept_names and sizes.config.pipeline.remat == "names"
+        yield Exchange(around, around * (not kept), back, hides=True)
+    else:
+        sent = (context - 1) * found.share * size * keys
+        once = Sent(axes, sent, len(scores.keys))
+        yield Exchange(once, once, once)
+
+
+# Rows of experts that are divided over the expert axis.
+
+
+def _between_experts(sizes: Sizes, part: Experts) -> Iterator[Exchange]:
+    context = sizes.present(["context"])
+    if part.capacity and context:
+        # Who has room follows from whole rows.
+        choices = INTEGER * sizes.tokens * part.per_token
+        places = Sent(context, (sizes.axes["context"] - 1) * choices)
+        yield Exchange(places, places, Sent(context, 0.0, 0))
+    if not (axes := sizes.present(["expert"])):
+        return
+    size, around = BYTES[sizes.config.model.compute_dtype], sizes.around(axes)
+    if part.places_tokens:
+        # Padded, or on TPUs only what is in use.
+        rows = sizes.tokens * (part.per_token if sizes.platform == "tpu" else part.received or 0.0)
+        width, routes = around * size * rows * part.d_model, around * rows * WIDE
+        yield Exchange(
+            Sent(axes, 2 * width + 2 * routes, 4, to_each=True),
+            Sent(axes, width + 2 * routes, 3, to_each=True),
+            Sent(axes, 2 * width + routes, 3, to_each=True),
+        )
+        return
+    # All tokens of the axis through all experts: gathered, and what becomes of them summed.
+    width = around * size * sizes.axes["expert"] * sizes.whole_activation
+    weights = around * WIDE * sizes.tokens * part.num_experts
+    once = Sent(axes, 2 * width + weights, 3)
+    yield Exchange(once, Sent(axes, width + weights, 2), once)
+
+
+# Tokens split over the tensor axis, or what is summed over it.
+
+
+def tensor_sums(sizes: Sizes, kind: str) -> Sent:
+    """Of a layer's forward: of each branch's output, or to gather and scatter its tokens."""
+    axes = sizes.present(["tensor"])
+    whole = BYTES[sizes.config.model.compute_dtype] * sizes.whole_activation
+    branches = len(sizes.model.kinds[kind].branches)
+    return Sent(axes, branches * 2 * sizes.around(axes) * whole, branches)
+
+
+def regathered(sizes: Sizes, kind: str, action: str, recomputed: float) -> Sent:
+    """To gather split tokens again, in a slot of this kind, for weight gradients.
+
+    A whole backward gathers cotangents once, and inputs with the forward that it runs again.
+    """
+    sums = tensor_sums(sizes, kind)
+    if sizes.token_shards == 1 or action not in "BW":
+        return sums * 0.0
+    return sums * (1.0 if action == "W" else 0.5 * max(0.0, 1.0 - recomputed))
+
+
+# The two ends of the network, and messages between stages.
+
+
+def message(sizes: Sizes) -> float:
+    """Bytes of what a stage hands to the next."""
+    return float(BYTES[sizes.config.model.compute_dtype] * sizes.activation)
+
+
+def lookup(sizes: Sizes) -> list[Sent]:
+    """Of a microbatch's embedding, and of its gradient."""
+    stage, columns = sizes.present(["stage"]), sizes.gathered_over(sizes.model.ends.embedding.dims)
+    rows = float(BYTES[sizes.config.model.compute_dtype] * sizes.whole_activation)
+    ids = Sent(columns, INTEGER * sizes.tokens * (sizes.shards(columns) - 1.0))
+    travelled = Sent(columns, sizes.around(columns) * rows, to_each=True)
+    summed = Sent(stage, 2 * sizes.around(stage) * rows)
+    once = [ids, travelled, summed]
+    if sizes.outside:  # each stage looks up its own microbatch, and hands it on when its turn comes
+        own = Sent(stage, sizes.around(stage) * rows)
+        once = [ids, travelled * (1 / sizes.stages), own, summed]
+    return once * (2 if sizes.trained.embedding_elements() else 1)
+
+
+def scored(sizes: Sizes) -> Sent:
+    """Of a microbatch's loss head: output, cotangent in float32 and three sums over logits."""
+    stage, size = sizes.present(["stage"]), BYTES[sizes.config.model.compute_dtype]
+    numbers = WIDE * 3 * (1 + sizes.heads_ahead) * sizes.tokens
+    sent = (size + WIDE) * sizes.activation + numbers
+    return Sent(stage, 2 * sizes.around(stage) * sent, 5)
+
+
+@dataclass(frozen=True)
+class HeadTraffic:
+    """Of the output projection, and of the matrices of heads ahead; once gathered, once scattered.
+
+    What those have in layers is not among it.
+    """
+
+    sizes: Sizes
+
+    @property
+    def _params(self) -> tuple[Param, ...]:
+        sizes, ends = self.sizes, self.sizes.model.ends
+        own = ends.params["embedding" if ends.head is None else "head",]
+        ahead = (ends.params[name] for name in matrices_ahead(sizes.model))
+        return (replace(own, dims=sizes.padded(own)), *ahead)
+
+    @cached_property
+    def gathered(self) -> tuple[Sent, ...]:
+        """For weights."""
+        return _gathered(self.sizes, self._params)
+
+    @cached_property
+    def scattered(self) -> tuple[Sent, ...]:
+        """To sum gradients, as shards."""
+        return _gathered(self.sizes.trained, self._params, size=WIDE)
+
+    @cached_property
+    def summed(self) -> tuple[Sent, ...]:
+        """To sum gradients at the end of a step over what is left: with the embedding's."""
+        sizes, ends = self.sizes.trained, self.sizes.model.ends
+        embedding = replace(ends.params["embedding",], dims=sizes.padded(ends.embedding))
+        norms = [param for (name, *_), param in ends.params.items() if name == "final_norm"]
+        return _summed(sizes, (*self._params, embedding, *norms))
+
+
+# All of a step.
+
+
+class Turns(NamedTuple):
+    """How often a device does something with a layer of each kind in a step."""
+
+    run: Mapping[str, float]
+    """Layers of a microbatch, forward and backward, on the average stage."""
+    gathered: Mapping[str, float]
+    scattered: Mapping[str, float]
+    of_head: float
+    """How often the output projection is gathered, and its gradient scattered."""
+
+
+def turns(sizes: Sizes, schedule: Schedule) -> Turns:
+    """By the mode in which weights are gathered."""
+    pipeline = sizes.config.pipeline
+    # Every stage runs the heads ahead of all microbatches.
+    ahead = {kind: count * sizes.stages for kind, count in sizes.layers_ahead.items()}
+    each = sizes.microbatches / sizes.stages
+    layers = sizes.ring + sizes.outside + Counter(ahead)
+    run = {kind: each * count for kind, count in layers.items()}
+    if pipeline.weight_gather == "iteration":
+        times = 3 if pipeline.remat == "chunk" else 2
+        gathered = {kind: times * count for kind, count in run.items()}
+        return Turns(run, gathered, run, sizes.microbatches)
+    once = sizes.outside + Counter(sizes.layers_ahead)
+    if pipeline.weight_gather == "step" or not schedule.visits.num_window:
+        held = once + Counter(sizes.layer_slots)
+        return Turns(run, held, held, 1.0)
+    ticks = (schedule.visits.gather_tick, schedule.visits.reduce_tick)
+    chunk = Counter(sizes.per_chunk)
+    gathered, scattered = (
+        once + Counter({kind: len(column) * chunk[kind] for kind in chunk}) for column in ticks
+    )
+    return Turns(run, gathered, scattered, 1.0)
+
+
+def at_the_end(sizes: Sizes) -> Iterator[Sent]:
+    """To sum gradients over the devices that still have parts of them."""
+    held = Counter(sizes.layer_slots) + sizes.outside + Counter(sizes.layers_ahead)
+    for kind, count in held.items():
+        yield from (sent * count for sent in LayerTraffic(sizes, kind).summed)
+    yield from HeadTraffic(sizes).summed
+    stage, trained = sizes.present(["stage"]), sizes.trained
+    elements = trained.outside_elements() + trained.ahead_elements() + trained.norm_elements
+    yield Sent(stage, 2 * sizes.around(stage) * WIDE * elements)
+
+
+def link(sizes: Sizes, axes: Iterable[str]) -> str:
+    """`dcn` if one of the axes crosses slices."""
+    return "dcn" if any(getattr(sizes.config.mesh, f"dcn_{axis}") > 1 for axis in axes) else "ici"
+
+
+def traffic(sizes: Sizes, schedule: Schedule, recomputed: float) -> dict[tuple[str, str], float]:
+    """Bytes that a device sends in a step, by axes (`fsdp+context`) and link.
+
+    `recomputed` are the forwards that a backward runs again.
+    """
+    found = joined(sent * times for sent, times in _everything(sizes, schedule, recomputed))
+    return {
+        ("+".join(each.axes), link(sizes, each.axes)): each.num_bytes
+        for each in found
+        if each.axes and each.num_bytes
+    }
+
+
+def _everything(
+    sizes: Sizes, schedule: Schedule, recomputed: float
+) -> Iterator[tuple[Sent, float]]:
+    """What is sent at once, and how often."""
+    of, remat = turns(sizes, schedule), sizes.config.pipeline.remat
+    for kind in sizes.model.kinds:
+        layer, run = LayerTraffic(sizes, kind), of.run.get(kind, 0.0)
+        yield from ((sent, of.gathered.get(kind, 0.0)) for sent in layer.gathered)
+        yield from ((sent, of.scattered.get(kind, 0.0)) for sent in layer.scattered)
+        for each in layer.exchanges:
+            yield from ((sent, run) for action in "FB" for sent in each.in_slot(action, remat))
+        yield tensor_sums(sizes, kind), (2 + recomputed) * run
+        yield regathered(sizes, kind, "W" if schedule.mixed else "B", recomputed), run
+    head, lookups = HeadTraffic(sizes), sizes.microbatches * (2 if sizes.layers_ahead else 1)
+    yield from ((sent, of.of_head) for sent in (*head.gathered, *head.scattered))
+    yield from ((sent, lookups) for sent in lookup(sizes))
+    yield scored(sizes), sizes.microbatches
+    ways = sum(1 for way in schedule.arrivals if way.step)
+    yield Sent(sizes.present(["stage"]), message(sizes)), schedule.num_ticks * ways
+    yield from ((sent, 1.0) for sent in at_the_end(sizes))

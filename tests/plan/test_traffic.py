@@ -1,0 +1,107 @@
+"""Predicted bytes against those of the compiled program's collectives, axis by axis."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import pytest
+
+from maxpipe.config.load import from_dict
+from maxpipe.config.schema import Config
+from maxpipe.parallel.mesh import AXES
+from maxpipe.plan.compile import build_steps, read
+from maxpipe.plan.compile import traffic as of_program
+from maxpipe.plan.sizes import Sizes
+from maxpipe.plan.traffic import traffic
+from tests.cases import thinned
+
+MODEL = {
+    "num_layers": 4,
+    "d_model": 64,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_size": 16,
+    "d_mlp": 96,
+    "vocab_size": 262,
+    "compute_dtype": "float32",
+    "attention": "xla",
+}
+BLOCKS = {"attention": "blockwise"}
+WINDOWS = {"family": "mistral", "mistral": {"window": 5}}
+EXPERTS: dict[str, Any] = {
+    "family": "moe",
+    "moe": {"num_experts": 8, "d_expert": 28, "num_dense_layers": 0},
+}
+
+
+def experts(**changes: Any) -> dict[str, Any]:
+    return EXPERTS | {"moe": EXPERTS["moe"] | changes}
+
+
+def config_of(model: dict[str, Any], mesh: dict[str, Any], pipeline: dict[str, Any]) -> Config:
+    pipeline = {"microbatches": 2 * mesh.get("ici_stage", 1)} | pipeline
+    shards = math.prod(mesh.get(f"ici_{axis}", 1) for axis in ("data", "fsdp", "expert"))
+    train = {
+        "batch_size": 2 * pipeline["microbatches"] * shards,
+        "sequence_length": 32,
+        "steps": 1,
+    }
+    sections = {"model": MODEL | model, "mesh": mesh, "pipeline": pipeline, "train": train}
+    return from_dict(sections)
+
+
+CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    # Stages, contexts and shards of weights at once.
+    ({}, {"ici_stage": 2, "ici_fsdp": 2, "ici_context": 2}, {}),
+    (BLOCKS, {"ici_context": 2, "context_attention": "gather"}, {"remat": "names"}),
+    ({}, {"ici_fsdp": 4, "ici_data": 2}, {}),
+    # Rows of experts, and shards of weights over three axes and over two.
+    (EXPERTS, {"ici_fsdp": 2, "ici_expert": 2, "ici_context": 2}, {}),
+    ({}, {"ici_context": 4}, {"remat": "chunk"}),
+    ({}, {"ici_context": 2, "ici_data": 2}, {"remat": "none", "weight_gather": "step"}),
+    (BLOCKS, {"ici_context": 4, "context_attention": "ring"}, {}),
+    (BLOCKS, {"ici_context": 2, "context_attention": "ring"}, {"remat": "names"}),
+    (WINDOWS, {"ici_context": 2, "context_attention": "gather"}, {}),
+    (
+        {"num_layers": 8},
+        {"ici_stage": 4, "ici_context": 2},
+        {"schedule": "zb_h1", "remat": "names"},
+    ),
+    (
+        {"num_layers": 6},
+        {"ici_stage": 2, "ici_context": 2, "ici_fsdp": 2},
+        {"layers_outside": 2, "remat": "names"},
+    ),
+    ({"num_layers": 8}, {"ici_stage": 2, "ici_context": 2}, {"repeats": 2}),
+    (EXPERTS, {"ici_expert": 4}, {"remat": "names"}),
+    (EXPERTS, {"ici_expert": 2, "ici_stage": 2}, {"remat": "none"}),
+    (EXPERTS, {"ici_expert": 2, "ici_data": 2}, {"weight_gather": "step", "remat": "chunk"}),
+    (experts(dispatch="all"), {"ici_expert": 2, "ici_context": 2}, {}),
+    (experts(capacity_factor=1.25), {"ici_expert": 2, "ici_context": 2}, {}),
+    (experts(exchange_factor=1.5), {"ici_expert": 4}, {}),
+]
+
+_NUMBERS = 1100
+"""Bytes of losses, statistics and the gradient's norm, at most, in a step."""
+
+
+@pytest.mark.parametrize(("model", "mesh", "pipeline"), thinned(CASES, 3), ids=str)
+def test_predicted_bytes_are_those_of_the_program(
+    model: dict[str, Any], mesh: dict[str, Any], pipeline: dict[str, Any]
+) -> None:
+    """But for sums of losses, statistics and the gradient's norm."""
+    config = config_of(model, mesh, pipeline)
+    count = math.prod(getattr(config.mesh, f"ici_{axis}") for axis in AXES)
+    steps = build_steps(config, jax.devices()[:count])
+    text = steps.compile_train().as_text()
+    profile, _ = read(text, steps, config.pipeline.weight_gather)
+    found: dict[str, float] = {}
+    for each in of_program(profile.collectives, steps.partition.mesh):
+        if each.total_bytes > _NUMBERS:
+            found[each.axes] = found.get(each.axes, 0.0) + each.total_bytes
+    table = steps.train_schedule
+    predicted = traffic(Sizes(config).on("cpu"), table, float(config.pipeline.remat != "none"))
+    wanted = {axes: sent for (axes, _), sent in predicted.items()}
+    assert found == pytest.approx(wanted, abs=_NUMBERS)
