@@ -28,8 +28,10 @@ class Sent(NamedTuple):
 
     axes: tuple[str, ...]
     num_bytes: float
-    rounds: int = 1
+    rounds: float = 1
     """Collectives."""
+    is_sum: bool = False
+    """Whether they are all-reduces, which compilers merge: their number is not known."""
     to_each: bool = False
     """Whether each device gets something else from each other one: all-to-all."""
 
@@ -118,7 +120,7 @@ def _gathered(sizes: Sizes, params: Iterable[Param], size: int = 0) -> tuple[Sen
 def _summed(sizes: Sizes, params: Iterable[Param]) -> tuple[Sent, ...]:
     """To sum gradients, each over the axes that its shards leave."""
     return tuple(
-        Sent(axes, 2 * sizes.around(axes) * WIDE * sizes.elements(param.dims))
+        Sent(axes, 2 * sizes.around(axes) * WIDE * sizes.elements(param.dims), is_sum=True)
         for param in params
         if sizes.counts(param) and (axes := sizes.summed_over(param.dims))
     )
@@ -140,7 +142,8 @@ def _between_tokens(sizes: Sizes, scores: Scores) -> Iterator[Exchange]:
     elif found.method == "ring":
         # Gradients go around with keys and values, in float32.
         hops = context * len(scores.keys)
-        around, back = (Sent(axes, context * keys * each, hops) for each in (size, size + WIDE))
+        around = Sent(axes, context * keys * size, hops)
+        back = Sent(axes, context * keys * (size + WIDE), 2 * hops)
         kept = {"context"} <= sizes.kept_names and sizes.config.pipeline.remat == "names"
         yield Exchange(around, around * (not kept), back, hides=True)
     else:
@@ -166,9 +169,12 @@ def _between_experts(sizes: Sizes, part: Experts) -> Iterator[Exchange]:
         # Padded, or on TPUs only what is in use.
         rows = sizes.tokens * (part.per_token if sizes.platform == "tpu" else part.received or 0.0)
         width, routes = around * size * rows * part.d_model, around * rows * WIDE
+        # How many are sent is known where not all are, and kept where everything is.
+        ragged = sizes.platform == "tpu"
+        counted = ragged or sizes.config.pipeline.remat == "none"
         yield Exchange(
-            Sent(axes, 2 * width + 2 * routes, 4, to_each=True),
-            Sent(axes, width + 2 * routes, 3, to_each=True),
+            Sent(axes, 2 * width + 2 * routes, 4 + counted, to_each=True),
+            Sent(axes, width + 2 * routes, 3 + ragged, to_each=True),
             Sent(axes, 2 * width + routes, 3, to_each=True),
         )
         return
@@ -187,7 +193,8 @@ def tensor_sums(sizes: Sizes, kind: str) -> Sent:
     axes = sizes.present(["tensor"])
     whole = BYTES[sizes.config.model.compute_dtype] * sizes.whole_activation
     branches = len(sizes.model.kinds[kind].branches)
-    return Sent(axes, branches * 2 * sizes.around(axes) * whole, branches)
+    sent, gathers = branches * 2 * sizes.around(axes) * whole, sizes.token_shards > 1
+    return Sent(axes, sent, 2 * branches if gathers else branches, is_sum=not gathers)
 
 
 def regathered(sizes: Sizes, kind: str, action: str, recomputed: float) -> Sent:
@@ -215,11 +222,12 @@ def lookup(sizes: Sizes) -> list[Sent]:
     rows = float(BYTES[sizes.config.model.compute_dtype] * sizes.whole_activation)
     ids = Sent(columns, INTEGER * sizes.tokens * (sizes.shards(columns) - 1.0))
     travelled = Sent(columns, sizes.around(columns) * rows, to_each=True)
-    summed = Sent(stage, 2 * sizes.around(stage) * rows)
+    summed = Sent(stage, 2 * sizes.around(stage) * rows, is_sum=True)
     once = [ids, travelled, summed]
     if sizes.outside:  # each stage looks up its own microbatch, and hands it on when its turn comes
-        own = Sent(stage, sizes.around(stage) * rows)
-        once = [ids, travelled * (1 / sizes.stages), own, summed]
+        part = 1 / sizes.stages
+        own = Sent(stage, sizes.around(stage) * rows, part)
+        once = [ids, travelled._replace(rounds=part) * part, own, summed]
     return once * (2 if sizes.trained.embedding_elements() else 1)
 
 
@@ -228,7 +236,7 @@ def scored(sizes: Sizes) -> Sent:
     stage, size = sizes.present(["stage"]), BYTES[sizes.config.model.compute_dtype]
     numbers = WIDE * 3 * (1 + sizes.heads_ahead) * sizes.tokens
     sent = (size + WIDE) * sizes.activation + numbers
-    return Sent(stage, 2 * sizes.around(stage) * sent, 5)
+    return Sent(stage, 2 * sizes.around(stage) * sent, 5, is_sum=True)
 
 
 @dataclass(frozen=True)
@@ -278,6 +286,8 @@ class Turns(NamedTuple):
     scattered: Mapping[str, float]
     of_head: float
     """How often the output projection is gathered, and its gradient scattered."""
+    together: Mapping[str, float] | None = None
+    """In how many gathers, and scatters, that happens; None: each layer by itself."""
 
 
 def turns(sizes: Sizes, schedule: Schedule) -> Turns:
@@ -295,7 +305,9 @@ def turns(sizes: Sizes, schedule: Schedule) -> Turns:
     once = sizes.outside + Counter(sizes.layers_ahead)
     if pipeline.weight_gather == "step" or not schedule.visits.num_window:
         held = once + Counter(sizes.layer_slots)
-        return Turns(run, held, held, 1.0)
+        stacks = (sizes.layer_slots, sizes.outside, sizes.layers_ahead)
+        together = {kind: float(sum(kind in stack for stack in stacks)) for kind in held}
+        return Turns(run, held, held, 1.0, together)
     ticks = (schedule.visits.gather_tick, schedule.visits.reduce_tick)
     chunk = Counter(sizes.per_chunk)
     gathered, scattered = (
@@ -312,7 +324,7 @@ def at_the_end(sizes: Sizes) -> Iterator[Sent]:
     yield from HeadTraffic(sizes).summed
     stage, trained = sizes.present(["stage"]), sizes.trained
     elements = trained.outside_elements() + trained.ahead_elements() + trained.norm_elements
-    yield Sent(stage, 2 * sizes.around(stage) * WIDE * elements)
+    yield Sent(stage, 2 * sizes.around(stage) * WIDE * elements, is_sum=True)
 
 
 def link(sizes: Sizes, axes: Iterable[str]) -> str:
@@ -320,12 +332,21 @@ def link(sizes: Sizes, axes: Iterable[str]) -> str:
     return "dcn" if any(getattr(sizes.config.mesh, f"dcn_{axis}") > 1 for axis in axes) else "ici"
 
 
+def collectives(sizes: Sizes, schedule: Schedule, recomputed: float) -> dict[str, float]:
+    """How many a device takes part in in a step, by axes (`fsdp+context`); all-reduces left out."""
+    found: dict[str, float] = defaultdict(float)
+    for sent, times, together in _everything(sizes, schedule, recomputed):
+        if sent.axes and sent.num_bytes and not sent.is_sum:
+            found["+".join(sent.axes)] += sent.rounds * (times if together is None else together)
+    return dict(found)
+
+
 def traffic(sizes: Sizes, schedule: Schedule, recomputed: float) -> dict[tuple[str, str], float]:
     """Bytes that a device sends in a step, by axes (`fsdp+context`) and link.
 
     `recomputed` are the forwards that a backward runs again.
     """
-    found = joined(sent * times for sent, times in _everything(sizes, schedule, recomputed))
+    found = joined(sent * times for sent, times, _ in _everything(sizes, schedule, recomputed))
     return {
         ("+".join(each.axes), link(sizes, each.axes)): each.num_bytes
         for each in found
@@ -335,21 +356,24 @@ def traffic(sizes: Sizes, schedule: Schedule, recomputed: float) -> dict[tuple[s
 
 def _everything(
     sizes: Sizes, schedule: Schedule, recomputed: float
-) -> Iterator[tuple[Sent, float]]:
-    """What is sent at once, and how often."""
+) -> Iterator[tuple[Sent, float, float | None]]:
+    """What is sent at once, how often, and in how many collectives if not in as many."""
     of, remat = turns(sizes, schedule), sizes.config.pipeline.remat
     for kind in sizes.model.kinds:
         layer, run = LayerTraffic(sizes, kind), of.run.get(kind, 0.0)
-        yield from ((sent, of.gathered.get(kind, 0.0)) for sent in layer.gathered)
-        yield from ((sent, of.scattered.get(kind, 0.0)) for sent in layer.scattered)
+        once = None if of.together is None else of.together.get(kind, 0.0)
+        yield from ((sent, of.gathered.get(kind, 0.0), once) for sent in layer.gathered)
+        yield from ((sent, of.scattered.get(kind, 0.0), once) for sent in layer.scattered)
         for each in layer.exchanges:
-            yield from ((sent, run) for action in "FB" for sent in each.in_slot(action, remat))
-        yield tensor_sums(sizes, kind), (2 + recomputed) * run
-        yield regathered(sizes, kind, "W" if schedule.mixed else "B", recomputed), run
+            yield from (
+                (sent, run, None) for action in "FB" for sent in each.in_slot(action, remat)
+            )
+        yield tensor_sums(sizes, kind), (2 + recomputed) * run, None
+        yield regathered(sizes, kind, "W" if schedule.mixed else "B", recomputed), run, None
     head, lookups = HeadTraffic(sizes), sizes.microbatches * (2 if sizes.layers_ahead else 1)
-    yield from ((sent, of.of_head) for sent in (*head.gathered, *head.scattered))
-    yield from ((sent, lookups) for sent in lookup(sizes))
-    yield scored(sizes), sizes.microbatches
+    yield from ((sent, of.of_head, None) for sent in (*head.gathered, *head.scattered))
+    yield from ((sent, lookups, None) for sent in lookup(sizes))
+    yield scored(sizes), sizes.microbatches, None
     ways = sum(1 for way in schedule.arrivals if way.step)
-    yield Sent(sizes.present(["stage"]), message(sizes)), schedule.num_ticks * ways
-    yield from ((sent, 1.0) for sent in at_the_end(sizes))
+    yield Sent(sizes.present(["stage"]), message(sizes)), schedule.num_ticks * ways, None
+    yield from ((sent, 1.0, None) for sent in at_the_end(sizes))
