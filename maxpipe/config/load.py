@@ -134,6 +134,25 @@ def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
     return "\n".join([*lines, ""])
 
 
+def value_of(text: str) -> tuple[str, Any]:
+    """(full key, value) of `section.key=value`, of the type that the schema declares.
+
+    Raises:
+        ConfigError: no such key, or no such value of it.
+    """
+    problems: list[Problem] = []
+    nodes, paths = copy.deepcopy(_unset()), []
+    for assignment in from_override(text, problems):
+        paths.append(assignment.path)
+        if problem := _assign(nodes, assignment):
+            problems.append(problem)
+    if problems:
+        raise ConfigError(problems)
+    section, (name, *_) = parted(paths[0])
+    value = nodes[section][name]
+    return f"{section}.{name}", OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+
+
 # From assignments to values.
 
 

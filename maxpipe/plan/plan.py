@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxpipe.config.load import Loaded
+from maxpipe.config.load import Loaded, value_of
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.plan.nearest import nearest
@@ -33,7 +33,7 @@ def fixed_keys(loaded: Loaded, texts: Sequence[str]) -> dict[str, Any]:
     """The values of `section.key=value` that a search keeps.
 
     Raises:
-        ConfigError: a key that a search does not set.
+        ConfigError: not a key of mesh or pipeline, or not a value that it can have.
     """
     from maxpipe.config.keys import KEYS
 
@@ -47,7 +47,15 @@ def fixed_keys(loaded: Loaded, texts: Sequence[str]) -> dict[str, Any]:
                 "must be a key of mesh or pipeline with its value.",
                 "Write --fix mesh.ici_stage=4.",
             )
-        found[key] = int(value) if value.lstrip("-").isdigit() else value
+        _, found[key] = value_of(text)
+        size_of_axis = key.startswith(("mesh.ici_", "mesh.dcn_"))
+        if size_of_axis and found[key] < 1:
+            raise ConfigError.one(
+                f"command line: --fix {key}",
+                value,
+                "must be a number of devices: a search finds what is left by itself.",
+                f"Write --fix {key}=2, or leave it out.",
+            )
     return found
 
 

@@ -75,7 +75,10 @@ class Candidate:
         for name in TOKENS:
             if getattr(mesh, name):
                 found[f"mesh.{name}"] = True
-        if mesh.collective_matmul and pipeline.idle != default_of("pipeline.idle"):
+        over_context = mesh.ici_context * mesh.dcn_context > 1
+        if over_context and mesh.context_attention != default_of("mesh.context_attention"):
+            found["mesh.context_attention"] = mesh.context_attention
+        if pipeline.idle != default_of("pipeline.idle"):
             found["pipeline.idle"] = pipeline.idle
         for name in _LAYOUT:
             value = getattr(pipeline, name)
@@ -110,7 +113,7 @@ def search(
     """The layouts with the shortest predicted steps.
 
     Args:
-        config: model, batch and optimizer; its layout is ignored.
+        config: model, batch and optimizer; what a search varies is ignored of its layout.
         hardware: the kind of device.
         num_devices: of all slices.
         num_slices: number of slices.
@@ -118,9 +121,10 @@ def search(
         keep: how many to return.
 
     Raises:
-        ConfigError: nothing fits.
+        ConfigError: nothing fits, or no layout has what is fixed.
     """
     fixed, considered, too_large = fixed or {}, 0, 0
+    config = _with_fixed(config, fixed)
     contexts = _contexts(config, num_devices // num_slices)
     passes = [contexts[:1], contexts[1:]]
     if config.train.batch_size < num_devices or "mesh.ici_context" in fixed:
@@ -135,13 +139,35 @@ def search(
             break
     if best:
         return Search(considered, too_large, best)
+    devices = f"{counted(num_devices, 'device')} of {hardware.name}"
+    if not considered:
+        raise ConfigError.one(
+            "command line: maxpipe plan --search",
+            " ".join(f"{key}={value}" for key, value in fixed.items()) or None,
+            f"found no layout to try on {devices}: sizes must divide the batch, the tokens of a "
+            "row, and the model's parameters.",
+            "Name another number of devices, another train.batch_size, or fewer --fix.",
+        )
     raise ConfigError.one(
         "command line: maxpipe plan --search",
         None,
-        f"found no layout that fits {hardware.memory_gib:g} GiB among {considered} on "
-        f"{counted(num_devices, 'device')} of {hardware.name}.",
+        f"found no layout that fits {hardware.memory_gib:g} GiB among {considered} on {devices}.",
         "Name more devices, a smaller train.sequence_length, or fewer --fix.",
     )
+
+
+def _with_fixed(config: Config, fixed: Mapping[str, Any]) -> Config:
+    """The config with what is fixed; of what a search never varies no other layout has it."""
+    varied = {"pipeline": {"cut": [], "delayed_forwarding": False}}
+    for section in ("mesh", "pipeline"):
+        values = varied.get(section, {}) | {
+            key.partition(".")[2]: value
+            for key, value in fixed.items()
+            if key.startswith(f"{section}.")
+        }
+        part = dataclasses.replace(getattr(config, section), **values)
+        config = dataclasses.replace(config, **{section: part})
+    return config
 
 
 def _best(space: Iterator[Config], hardware: Hardware, keep: int) -> Search:
@@ -189,17 +215,17 @@ def layouts(
     contexts: Sequence[int] = (1,),
 ) -> Iterator[Config]:
     """Layouts with legal sizes; `check` applies the other rules. `contexts` are sizes to try."""
-    for mesh in _meshes(config, num_devices, num_slices, contexts):
+    across = [axis for axis in MESH_AXES if fixed.get(f"mesh.dcn_{axis}", 1) > 1]
+    whole = {f"{link}_{axis}": 1 for link in ("ici", "dcn") for axis in MESH_AXES}
+    for sizes in _meshes(config, num_devices, num_slices, contexts, across):
+        mesh = whole | sizes  # a size that is not named is 1
         if any(
-            mesh.get(key.removeprefix("mesh."), 1) != value  # a size that is not named is 1
+            mesh[name] != value
             for key, value in fixed.items()
-            if key.startswith("mesh.")
+            if key.startswith("mesh.") and (name := key.removeprefix("mesh.")) in mesh
         ):
             continue
-        resolved = dataclasses.replace(
-            config.mesh,
-            **{f"{link}_{axis}": 1 for link in ("ici", "dcn") for axis in MESH_AXES} | mesh,
-        )
+        resolved = dataclasses.replace(config.mesh, **mesh)
         on_mesh = dataclasses.replace(config, mesh=resolved)
         for pipeline in _pipelines(on_mesh):
             if all(
@@ -212,19 +238,23 @@ def layouts(
 
 
 def _contexts(config: Config, inside: int) -> list[int]:
-    """Devices over which rows may be divided: powers of two, as many on each as on any."""
+    """Devices over which rows may be divided, as many tokens on each as on any."""
     if reads_tokens_in_order(config):
         return [1]
     tokens = config.train.sequence_length
-    several = [size for size in _divisors(inside) if size > 1 and size.bit_count() == 1]
-    return [1, *(size for size in several if tokens % (2 * size) == 0)]
+    return [1, *(size for size in _divisors(inside)[1:] if tokens % (2 * size) == 0)]
 
 
 def _meshes(
-    config: Config, num_devices: int, num_slices: int, contexts: Sequence[int]
+    config: Config,
+    num_devices: int,
+    num_slices: int,
+    contexts: Sequence[int],
+    across: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
+    """`across` names axes that slices must be on, if any must."""
     inside = num_devices // num_slices
-    across = ("data", "fsdp", "stage") if num_slices > 1 else ("data",)
+    across = across or ("data", "fsdp", "stage") if num_slices > 1 else ("data",)
     for sizes, axis in itertools.product(_inside(config, inside, contexts), across):
         total = sizes | {axis: sizes[axis] * num_slices}
         shards = total["data"] * total["fsdp"] * total["expert"]
@@ -277,8 +307,9 @@ def _pipelines(config: Config) -> Iterator[dict[str, Any]]:
     sizes = Sizes(config)
     stages, shared = sizes.stages, sizes.gathered_over(sizes.model.ends.embedding.dims)
     layers = config.model.num_layers - config.pipeline.layers_outside
-    base: dict[str, Any] = {"cut": [], "delayed_forwarding": False}
-    if config.mesh.collective_matmul and stages > 1:
+    base: dict[str, Any] = {}
+    in_ring = config.mesh.context_attention == "ring" and sizes.axes["context"] > 1
+    if stages > 1 and (config.mesh.collective_matmul or in_ring):
         base["idle"] = "compute"  # stages that skip a slot would not come to a ring
     for name, repeats, group_factor in _schedules(stages):
         if stages * repeats > layers:

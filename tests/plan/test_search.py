@@ -17,9 +17,9 @@ from maxpipe.errors import ConfigError
 from maxpipe.hardware import shipped
 from maxpipe.plan.cost import cost
 from maxpipe.plan.plan import best_layouts, fixed_keys, forecast, layout
-from maxpipe.plan.search import _seconds, evaluate, layouts, short_schedules
+from maxpipe.plan.search import Candidate, _seconds, evaluate, layouts, short_schedules
 from maxpipe.plan.sizes import Sizes, schedule_of
-from maxpipe.plan.topology import parse
+from maxpipe.plan.topology import Topology, parse
 
 LAYERS = {
     "num_layers": 32,
@@ -125,6 +125,50 @@ def test_rows_that_do_not_fit_a_device_are_divided(rows: int) -> None:
         assert each.config.mesh.ici_context > 1 and each.config.mesh.context_attention == "auto"
         assert not check(each.config, {})
         assert each.cost.parts["exchange"] > 0
+
+
+ODD: dict[str, Any] = LAYERS | {"num_layers": 2, "d_model": 96, "head_size": 16, "d_mlp": 192}
+
+
+def odd(rows: int, texts: list[str], topology: Topology) -> list[Candidate]:
+    train = {"batch_size": rows, "sequence_length": 96, "steps": 1}
+    config = from_dict({"model": ODD, "train": train})
+    return best_layouts(config, topology, fixed_keys(Loaded(config, {}), texts)).best
+
+
+@pytest.mark.parametrize(
+    ("topology", "text"),
+    [
+        (parse("v5e:2x2"), "mesh.sequence_parallel=true"),
+        (parse("v5e:2x2"), "pipeline.layers_outside=1"),
+        (parse("v5e:2x2"), "pipeline.idle=compute"),
+        (parse("v5e:2x2"), "mesh.ici_context=4"),
+        (parse("cpu:6"), "mesh.ici_context=3"),
+        (parse("v5e:2x2", 2), "mesh.dcn_context=2"),
+    ],
+)
+def test_what_is_fixed_has_that_value_in_each_layout(topology: Topology, text: str) -> None:
+    key, _, value = text.partition("=")
+    for each in odd(8 if "context" not in key else 1, [text], topology):
+        assert str(each.changes[key]).lower() == value
+        assert not check(each.config, {})
+
+
+def test_a_ring_over_stages_computes_where_a_stage_idles() -> None:
+    texts = ["mesh.context_attention=ring", "mesh.ici_context=2", "mesh.ici_stage=2"]
+    for each in odd(2, texts, parse("v5e:2x2")):
+        assert each.changes["mesh.context_attention"] == "ring"
+        assert each.changes["pipeline.idle"] == "compute"
+
+
+def test_fewer_rows_than_devices_are_divided_over_any_number() -> None:
+    assert all(each.config.mesh.ici_context % 3 == 0 for each in odd(1, [], parse("cpu:6")))
+
+
+def test_no_layout_to_try_is_not_said_to_be_too_large() -> None:
+    with pytest.raises(ConfigError, match="found no layout to try on 5 devices") as error:
+        odd(1, [], parse("cpu:5"))
+    assert "fits" not in str(error.value)
 
 
 def test_short_rows_stay_whole() -> None:
