@@ -235,6 +235,7 @@ def search_facts(
     ]
     return {
         "considered": found.considered,
+        "computed": found.computed,
         "too_large": found.too_large,
         "best": [facts(each, hardware) for each in found.best[:SHOWN]],
         "compiled": by_compiler,
@@ -308,8 +309,10 @@ FIGURES = (
 
 def searched(found: Search, hardware: Hardware) -> str:
     """The best layouts, two lines each, with the parts of their time."""
+    some = found.computed < found.considered
+    computed = f"{found.computed:,} were computed, and of these " if some else ""
     lines = [
-        f"{found.considered:,} layouts, of which {found.too_large:,} do not fit "
+        f"{found.considered:,} layouts, of which {computed}{found.too_large:,} do not fit "
         f"{hardware.memory_gib:g} GiB",
         "",
     ]

@@ -4,7 +4,9 @@ A layout does not change the loss curve: mesh axes, stages, repeats, group, micr
 gathers and remat. Tables are long where there are many microbatches; time and buffers
 are found from two short tables and extrapolated, which is exact for schedules whose steady state
 repeats. The best few are computed again from their own tables. Rows are divided over devices where
-the batch has too few of them for the devices, or where most does not fit otherwise.
+the batch has too few of them for the devices, or where most does not fit otherwise. Where layouts
+are too many to compute, samples of each mesh decide which meshes to go on with: successive halving
+(Jamieson and Talwalkar, arXiv:1502.07943).
 
 Source: enumerating plans for a compiler's cost model is Alpa's idea (arXiv:2201.12023).
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -39,6 +42,10 @@ TOKENS = ("sequence_parallel", "collective_matmul")
 REPEATS = (1, 2, 3, 4, 6, 8)
 GATHERS = ("iteration", "visit", "step")
 REMATS = ("none", "names", "full", "chunk")
+EXHAUSTIVE = 20_000
+"""Layouts up to which all are computed: a minute."""
+SAMPLED, HALVING = 12, 4
+"""Of each mesh, to begin with; by how much meshes become fewer, and their samples larger."""
 SHOWN = 10
 """Layouts that a search returns by default, and that are printed."""
 
@@ -98,7 +105,10 @@ class Search:
 
     considered: int
     too_large: int
+    """Of those that were computed."""
     best: list[Candidate]
+    computed: int
+    """Of those considered; the others are of meshes whose samples were slower, or did not fit."""
 
 
 def search(
@@ -123,7 +133,7 @@ def search(
     Raises:
         ConfigError: nothing fits, or no layout has what is fixed.
     """
-    fixed, considered, too_large = fixed or {}, 0, 0
+    fixed, considered, computed, too_large = fixed or {}, 0, 0, 0
     config = _with_fixed(config, fixed)
     contexts = _contexts(config, num_devices // num_slices)
     passes = [contexts[:1], contexts[1:]]
@@ -131,14 +141,15 @@ def search(
         passes = [contexts]
     best: list[Candidate] = []
     for some in filter(None, passes):
-        space = layouts(config, num_devices, num_slices, fixed, some)
+        space = list(_spaces(config, num_devices, num_slices, fixed, some))
         found = _best(space, hardware, keep)
         considered, too_large = considered + found.considered, too_large + found.too_large
+        computed += found.computed
         best = sorted([*best, *found.best], key=lambda each: each.cost.seconds)[:keep]
-        if best and found.too_large <= found.considered / 2:
+        if best and found.too_large <= found.computed / 2:
             break
     if best:
-        return Search(considered, too_large, best)
+        return Search(considered, too_large, best, computed)
     devices = f"{counted(num_devices, 'device')} of {hardware.name}"
     if not considered:
         raise ConfigError.one(
@@ -170,23 +181,73 @@ def _with_fixed(config: Config, fixed: Mapping[str, Any]) -> Config:
     return config
 
 
-def _best(space: Iterator[Config], hardware: Hardware, keep: int) -> Search:
+@dataclass(frozen=True)
+class _Space:
+    """The layouts of one mesh."""
+
+    on_mesh: Config
+    pipelines: Sequence[Mapping[str, Any]]
+
+    def layout(self, place: int) -> Config:
+        """One of them."""
+        section = dataclasses.replace(self.on_mesh.pipeline, **self.pipelines[place])
+        return dataclasses.replace(self.on_mesh, pipeline=section)
+
+
+@dataclass
+class _Ranking:
+    """What was computed of some layouts."""
+
+    hardware: Hardware
+    seconds: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
+    """By space and layout; infinite where it does not fit."""
+
+    def add(self, space: _Space, number: int, places: Sequence[int]) -> tuple[float, float]:
+        """The least seconds, and bytes, of these layouts of a space."""
+        best = least = math.inf
+        for place in places:
+            if (number, place) in self.seconds:
+                best = min(best, self.seconds[number, place])
+                continue
+            layout = space.layout(place)
+            short, long = short_schedules(layout)
+            held = memory(Sizes(layout), long or short, platform=self.hardware.platform).total
+            fits = held <= ROOM * self.hardware.memory_bytes
+            seconds = _seconds(layout, short, long, self.hardware) if fits else math.inf
+            self.seconds[number, place] = seconds
+            best, least = min(best, seconds), min(least, held)
+        return best, least
+
+
+def _best(spaces: Sequence[_Space], hardware: Hardware, keep: int) -> Search:
     """The `keep` fastest of some layouts that fit."""
-    considered = too_large = 0
-    limit, ranked = ROOM * hardware.memory_bytes, []
-    for layout in space:
-        considered += 1
-        sizes = Sizes(layout)
-        short, long = short_schedules(layout)
-        if memory(sizes, long or short, platform=hardware.platform).total > limit:
-            too_large += 1
-            continue
-        ranked.append((_seconds(layout, short, long, hardware), layout))
-    ranked.sort(key=lambda pair: pair[0])
-    best: list[Candidate] = []
-    for _, layout in ranked:
-        if len(best) == keep:
+    considered = sum(len(space.pipelines) for space in spaces)
+    ranking, left = _Ranking(hardware), list(range(len(spaces)))
+    drawn, sampled = random.Random(0), SAMPLED
+    while sum(len(spaces[number].pipelines) for number in left) > EXHAUSTIVE:
+        most = {number: min(sampled, len(spaces[number].pipelines)) for number in left}
+        found = {
+            number: ranking.add(
+                spaces[number],
+                number,
+                drawn.sample(range(len(spaces[number].pipelines)), most[number]),
+            )
+            for number in left
+        }
+        # Where nothing fitted, the one that needs least may have others that do.
+        left = sorted(left, key=lambda number: found[number])[: max(1, len(left) // HALVING)]
+        sampled *= HALVING
+        if len(left) == 1:
             break
+    for number in left:
+        ranking.add(spaces[number], number, range(len(spaces[number].pipelines)))
+    limit, ranked = ROOM * hardware.memory_bytes, sorted(ranking.seconds, key=ranking.seconds.get)  # type: ignore[arg-type]
+    too_large = sum(math.isinf(seconds) for seconds in ranking.seconds.values())
+    best: list[Candidate] = []
+    for number, place in ranked:
+        if len(best) == keep or math.isinf(ranking.seconds[number, place]):
+            break
+        layout = spaces[number].layout(place)
         if check(layout, {}):
             continue
         candidate = evaluate(layout, hardware)
@@ -194,7 +255,7 @@ def _best(space: Iterator[Config], hardware: Hardware, keep: int) -> Search:
             best.append(candidate)
         else:
             too_large += 1
-    return Search(considered, too_large, best)
+    return Search(considered, too_large, best, len(ranking.seconds))
 
 
 def evaluate(config: Config, hardware: Hardware) -> Candidate:
@@ -215,6 +276,18 @@ def layouts(
     contexts: Sequence[int] = (1,),
 ) -> Iterator[Config]:
     """Layouts with legal sizes; `check` applies the other rules. `contexts` are sizes to try."""
+    for space in _spaces(config, num_devices, num_slices, fixed, contexts):
+        yield from map(space.layout, range(len(space.pipelines)))
+
+
+def _spaces(
+    config: Config,
+    num_devices: int,
+    num_slices: int,
+    fixed: Mapping[str, Any],
+    contexts: Sequence[int],
+) -> Iterator[_Space]:
+    """The same by meshes."""
     across = [axis for axis in MESH_AXES if fixed.get(f"mesh.dcn_{axis}", 1) > 1]
     whole = {f"{link}_{axis}": 1 for link in ("ici", "dcn") for axis in MESH_AXES}
     for sizes in _meshes(config, num_devices, num_slices, contexts, across):
@@ -227,14 +300,17 @@ def layouts(
             continue
         resolved = dataclasses.replace(config.mesh, **mesh)
         on_mesh = dataclasses.replace(config, mesh=resolved)
-        for pipeline in _pipelines(on_mesh):
+        pipelines = [
+            pipeline
+            for pipeline in _pipelines(on_mesh)
             if all(
                 pipeline.get(key.removeprefix("pipeline."), value) == value
                 for key, value in fixed.items()
                 if key.startswith("pipeline.")
-            ):
-                section = dataclasses.replace(config.pipeline, **pipeline)
-                yield dataclasses.replace(on_mesh, pipeline=section)
+            )
+        ]
+        if pipelines:
+            yield _Space(on_mesh, pipelines)
 
 
 def _contexts(config: Config, inside: int) -> list[int]:

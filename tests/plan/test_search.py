@@ -17,7 +17,7 @@ from maxpipe.errors import ConfigError
 from maxpipe.hardware import shipped
 from maxpipe.plan.cost import cost
 from maxpipe.plan.plan import best_layouts, fixed_keys, forecast, layout
-from maxpipe.plan.search import Candidate, _seconds, evaluate, layouts, short_schedules
+from maxpipe.plan.search import Candidate, _seconds, evaluate, layouts, search, short_schedules
 from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.plan.topology import Topology, parse
 
@@ -48,6 +48,16 @@ def test_candidates_are_legal_and_use_all_devices() -> None:
     for config in found[::97]:
         assert Sizes(config).num_devices == 32
         assert not check(config, {})
+
+
+def test_samples_of_meshes_find_nearly_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed = {"pipeline.remat": "full"}
+    whole = search(config_of(rows=64), V5E.hardware, num_devices=16, fixed=fixed, keep=3)
+    assert whole.computed == whole.considered
+    monkeypatch.setattr("maxpipe.plan.search.EXHAUSTIVE", whole.considered // 10)
+    some = search(config_of(rows=64), V5E.hardware, num_devices=16, fixed=fixed, keep=3)
+    assert some.considered == whole.considered and some.computed < whole.considered / 2
+    assert some.best[0].cost.seconds <= 1.05 * whole.best[0].cost.seconds
 
 
 def test_slices_are_crossed_by_one_axis_only() -> None:
@@ -115,11 +125,13 @@ def long_rows(rows: int) -> Config:
     return from_dict({"model": LAYERS, "train": train})
 
 
-@pytest.mark.parametrize("rows", [16, 8])
-def test_rows_that_do_not_fit_a_device_are_divided(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "says"), [(16, "found no layout that fits"), (8, "found no layout to try")]
+)
+def test_rows_that_do_not_fit_a_device_are_divided(rows: int, says: str) -> None:
     """Nothing fits otherwise, or there are fewer of them than devices."""
     only = {"mesh.ici_tensor": 1, "mesh.ici_stage": 1}
-    with pytest.raises(ConfigError, match="found no layout that fits"):
+    with pytest.raises(ConfigError, match=says):
         best_layouts(long_rows(rows), V5E, only | {"mesh.ici_context": 1})
     for each in best_layouts(long_rows(rows), V5E, only).best:
         assert each.config.mesh.ici_context > 1 and each.config.mesh.context_attention == "auto"
