@@ -330,11 +330,19 @@ def _meshes(
 ) -> Iterator[dict[str, Any]]:
     """`across` names axes that slices must be on, if any must."""
     inside = num_devices // num_slices
-    across = across or ("data", "fsdp", "stage") if num_slices > 1 else ("data",)
+    if num_slices == 1:
+        across = ("data",)
+    elif not across:
+        across = ["data", "fsdp", "stage", *(["expert"] if has_experts(config) else [])]
+        if config.train.batch_size < num_devices and not reads_tokens_in_order(config):
+            across.append("context")
+    tokens = config.train.sequence_length
     for sizes, axis in itertools.product(_inside(config, inside, contexts), across):
         total = sizes | {axis: sizes[axis] * num_slices}
         shards = total["data"] * total["fsdp"] * total["expert"]
         if total["stage"] > config.model.num_layers or config.train.batch_size % shards:
+            continue
+        if total["context"] > 1 and tokens % (2 * total["context"]):
             continue
         if not Sizes(config).divides(total):
             continue

@@ -139,6 +139,16 @@ def test_rows_that_do_not_fit_a_device_are_divided(rows: int, says: str) -> None
         assert each.cost.parts["exchange"] > 0
 
 
+def test_few_rows_are_divided_over_slices() -> None:
+    config = from_dict(
+        {"model": ODD, "train": {"batch_size": 1, "sequence_length": 96, "steps": 1}}
+    )
+    found = best_layouts(config, parse("cpu:2", 2), {}).best
+    assert any(each.config.mesh.dcn_context == 2 for each in found)
+    for each in found:
+        assert not check(each.config, {})
+
+
 ODD: dict[str, Any] = LAYERS | {"num_layers": 2, "d_model": 96, "head_size": 16, "d_mlp": 192}
 
 
