@@ -197,7 +197,7 @@ def _add_plan(commands: Commands) -> None:
         "plan",
         help="predict memory, traffic and step time, or search for the best layout",
         description="Predict what a run takes on a topology, from its config alone: memory of a\n"
-        "device term by term, bubble, traffic, step time. With --search, rank every legal layout.",
+        "device term by term, bubble, traffic, step time. With --search, rank the legal layouts.",
         epilog="examples:\n  maxpipe plan run.yml --topology v5p:4x4x4\n"
         "  maxpipe plan run.yml --topology v5p:8x8x8 --slices 2 --search "
         "--fix mesh.dcn_stage=2 --write best.yml\n"

@@ -1,4 +1,4 @@
-"""Every legal layout of a run, pruned by memory and ranked by predicted time.
+"""The legal layouts of a run, pruned by memory and ranked by predicted time.
 
 A layout does not change the loss curve: mesh axes, stages, repeats, group, microbatches, schedule,
 gathers and remat. Tables are long where there are many microbatches; time and buffers
@@ -17,10 +17,10 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxpipe.config.check import check
 from maxpipe.config.keys import default_of
@@ -162,7 +162,8 @@ def search(
     raise ConfigError.one(
         "command line: maxpipe plan --search",
         None,
-        f"found no layout that fits {hardware.memory_gib:g} GiB among {considered} on {devices}.",
+        f"found no layout that fits {hardware.memory_gib:g} GiB among {computed} "
+        f"that were computed of {considered} on {devices}.",
         "Name more devices, a smaller train.sequence_length, or fewer --fix.",
     )
 
@@ -194,68 +195,63 @@ class _Space:
         return dataclasses.replace(self.on_mesh, pipeline=section)
 
 
-@dataclass
-class _Ranking:
-    """What was computed of some layouts."""
+class _Found(NamedTuple):
+    """Of a layout: the faster is the better, and of those that do not fit the smaller."""
 
-    hardware: Hardware
-    seconds: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
-    """By space and layout; infinite where it does not fit."""
+    seconds: float
+    """Infinite where it does not fit."""
+    num_bytes: float
 
-    def add(self, space: _Space, number: int, places: Sequence[int]) -> tuple[float, float]:
-        """The least seconds, and bytes, of these layouts of a space."""
-        best = least = math.inf
+
+def _computed(layout: Config, hardware: Hardware) -> _Found:
+    """From short tables."""
+    short, long = short_schedules(layout)
+    held = memory(Sizes(layout), long or short, platform=hardware.platform).total
+    fits = held <= ROOM * hardware.memory_bytes
+    return _Found(_seconds(layout, short, long, hardware) if fits else math.inf, held)
+
+
+def _ranked(spaces: Sequence[_Space], hardware: Hardware) -> dict[tuple[int, int], _Found]:
+    """(mesh, layout of it) -> what was computed, the best first; of many layouts not of all."""
+    found: dict[tuple[int, int], _Found] = {}
+    left, drawn, sampled = list(range(len(spaces))), random.Random(0), SAMPLED
+
+    def compute(number: int, places: Iterable[int]) -> _Found:
         for place in places:
-            if (number, place) in self.seconds:
-                best = min(best, self.seconds[number, place])
-                continue
-            layout = space.layout(place)
-            short, long = short_schedules(layout)
-            held = memory(Sizes(layout), long or short, platform=self.hardware.platform).total
-            fits = held <= ROOM * self.hardware.memory_bytes
-            seconds = _seconds(layout, short, long, self.hardware) if fits else math.inf
-            self.seconds[number, place] = seconds
-            best, least = min(best, seconds), min(least, held)
-        return best, least
+            if (number, place) not in found:
+                found[number, place] = _computed(spaces[number].layout(place), hardware)
+        return min(found[number, place] for place in places)
+
+    while len(left) > 1 and sum(len(spaces[number].pipelines) for number in left) > EXHAUSTIVE:
+        places = {number: range(len(spaces[number].pipelines)) for number in left}
+        best = {
+            number: compute(number, drawn.sample(every, min(sampled, len(every))))
+            for number, every in places.items()
+        }
+        left = sorted(left, key=best.__getitem__)[: max(1, len(left) // HALVING)]
+        sampled *= HALVING
+    for number in left:
+        compute(number, range(len(spaces[number].pipelines)))
+    return dict(sorted(found.items(), key=lambda pair: pair[1]))
 
 
 def _best(spaces: Sequence[_Space], hardware: Hardware, keep: int) -> Search:
     """The `keep` fastest of some layouts that fit."""
-    considered = sum(len(space.pipelines) for space in spaces)
-    ranking, left = _Ranking(hardware), list(range(len(spaces)))
-    drawn, sampled = random.Random(0), SAMPLED
-    while sum(len(spaces[number].pipelines) for number in left) > EXHAUSTIVE:
-        most = {number: min(sampled, len(spaces[number].pipelines)) for number in left}
-        found = {
-            number: ranking.add(
-                spaces[number],
-                number,
-                drawn.sample(range(len(spaces[number].pipelines)), most[number]),
-            )
-            for number in left
-        }
-        # Where nothing fitted, the one that needs least may have others that do.
-        left = sorted(left, key=lambda number: found[number])[: max(1, len(left) // HALVING)]
-        sampled *= HALVING
-        if len(left) == 1:
-            break
-    for number in left:
-        ranking.add(spaces[number], number, range(len(spaces[number].pipelines)))
-    limit, ranked = ROOM * hardware.memory_bytes, sorted(ranking.seconds, key=ranking.seconds.get)  # type: ignore[arg-type]
-    too_large = sum(math.isinf(seconds) for seconds in ranking.seconds.values())
-    best: list[Candidate] = []
+    ranked, best = _ranked(spaces, hardware), []
+    too_large = sum(math.isinf(each.seconds) for each in ranked.values())
     for number, place in ranked:
-        if len(best) == keep or math.isinf(ranking.seconds[number, place]):
+        if len(best) == keep or math.isinf(ranked[number, place].seconds):
             break
         layout = spaces[number].layout(place)
         if check(layout, {}):
             continue
         candidate = evaluate(layout, hardware)
-        if candidate.memory.total <= limit:
+        if candidate.memory.total <= ROOM * hardware.memory_bytes:
             best.append(candidate)
         else:
             too_large += 1
-    return Search(considered, too_large, best, len(ranking.seconds))
+    considered = sum(len(space.pipelines) for space in spaces)
+    return Search(considered, too_large, best, len(ranked))
 
 
 def evaluate(config: Config, hardware: Hardware) -> Candidate:
@@ -290,6 +286,11 @@ def _spaces(
     """The same by meshes."""
     across = [axis for axis in MESH_AXES if fixed.get(f"mesh.dcn_{axis}", 1) > 1]
     whole = {f"{link}_{axis}": 1 for link in ("ici", "dcn") for axis in MESH_AXES}
+    kept = {
+        key.removeprefix("pipeline."): value
+        for key, value in fixed.items()
+        if key.startswith("pipeline.")
+    }
     for sizes in _meshes(config, num_devices, num_slices, contexts, across):
         mesh = whole | sizes  # a size that is not named is 1
         if any(
@@ -300,15 +301,13 @@ def _spaces(
             continue
         resolved = dataclasses.replace(config.mesh, **mesh)
         on_mesh = dataclasses.replace(config, mesh=resolved)
-        pipelines = [
-            pipeline
-            for pipeline in _pipelines(on_mesh)
-            if all(
-                pipeline.get(key.removeprefix("pipeline."), value) == value
-                for key, value in fixed.items()
-                if key.startswith("pipeline.")
-            )
-        ]
+        pipelines = _pipelines(on_mesh)
+        if kept:
+            pipelines = [
+                pipeline
+                for pipeline in pipelines
+                if all(pipeline.get(name, value) == value for name, value in kept.items())
+            ]
         if pipelines:
             yield _Space(on_mesh, pipelines)
 
@@ -387,23 +386,35 @@ def _token_splits(config: Config, sizes: Mapping[str, int]) -> Iterator[tuple[bo
         yield True, True
 
 
-def _pipelines(config: Config) -> Iterator[dict[str, Any]]:
+def _pipelines(config: Config) -> tuple[Mapping[str, Any], ...]:
+    """Ways to run a mesh's stages: as many meshes have the same ones, they share them."""
     sizes = Sizes(config)
-    stages, shared = sizes.stages, sizes.gathered_over(sizes.model.ends.embedding.dims)
-    layers = config.model.num_layers - config.pipeline.layers_outside
-    base: dict[str, Any] = {}
     in_ring = config.mesh.context_attention == "ring" and sizes.axes["context"] > 1
-    if stages > 1 and (config.mesh.collective_matmul or in_ring):
-        base["idle"] = "compute"  # stages that skip a slot would not come to a ring
+    return _ways(
+        sizes.stages,
+        config.model.num_layers - config.pipeline.layers_outside,
+        sizes.rows_per_device,
+        gathers=bool(sizes.gathered_over(sizes.model.ends.embedding.dims)),
+        rings=config.mesh.collective_matmul or in_ring,
+    )
+
+
+@cache
+def _ways(
+    stages: int, layers: int, rows: int, *, gathers: bool, rings: bool
+) -> tuple[Mapping[str, Any], ...]:
+    found: list[Mapping[str, Any]] = []
+    # Stages that skip a slot would not come to a ring.
+    base = {"idle": "compute"} if stages > 1 and rings else {}
     for name, repeats, group_factor in _schedules(stages):
         if stages * repeats > layers:
             continue
         spec = SCHEDULES[name]
-        for count in _divisors(sizes.rows_per_device):
+        for count in _divisors(rows):
             group = group_factor * stages
             if stages > 1 and (count < stages or group > count):
                 continue
-            for gather in GATHERS if shared else ("iteration",):
+            for gather in GATHERS if gathers else ("iteration",):
                 # A window pays when several chunks share a stage and microbatches a gather.
                 if gather == "visit" and (repeats == 1 or not spec.reads_group):
                     continue
@@ -413,14 +424,18 @@ def _pipelines(config: Config) -> Iterator[dict[str, Any]]:
                     # A split backward recomputes once for I and once for W: it pays with little.
                     if spec.split and remat in ("full", "chunk"):
                         continue
-                    yield base | {
-                        "schedule": name,
-                        "repeats": repeats,
-                        "group": group if group_factor > 1 else 0,
-                        "microbatches": count,
-                        "weight_gather": gather,
-                        "remat": remat,
-                    }
+                    found.append(
+                        base
+                        | {
+                            "schedule": name,
+                            "repeats": repeats,
+                            "group": group if group_factor > 1 else 0,
+                            "microbatches": count,
+                            "weight_gather": gather,
+                            "remat": remat,
+                        }
+                    )
+    return tuple(found)
 
 
 def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:
