@@ -3,15 +3,16 @@
     python benchmarks/attention.py            # prints the tables
     python benchmarks/attention.py --write    # and writes benchmarks/attention.md
 
-8 query heads and 4 key/value heads of 64, float32, packed documents. All programs of a row run in
-turn, so that whatever else the machine does hits all of them: times are medians of ratios to plain
-attention's of the same turn, of the clock and of the processor, whose time others take no part of.
-Memory is what the compiler allocates besides arguments and results.
+8 query heads and 4 key/value heads of 64, float32; rows are packed documents, or one. All programs
+of a row run in turn, so that whatever else the machine does hits all of them: times are medians of
+ratios to plain attention's of the same turn, of the clock and of the processor, whose time others
+take no part of. Memory is what the compiler allocates besides arguments and results.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,18 +27,18 @@ from maxpipe.model.attention import blockwise, xla
 from maxpipe.model.attention.interface import Attend, Mask
 
 HEADS, KV_HEADS, SIZE, TURNS = 8, 4, 64, 9
-TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)
+TOKENS = (128, 256, 512, 1024, 2048, 4096)
 BLOCKS, TOKENS_OF_BLOCKS = (64, 128, 256, 512), (1024, 4096)
-DOCUMENT = 500
-"""Tokens of a document, on average."""
+DOCUMENTS = (500, 0)
+"""Tokens of a document, on average; 0 for one in a row."""
 
 
-def program(attend: Attend, tokens: int) -> tuple[Callable[[], None], int]:
+def program(attend: Attend, tokens: int, document: int) -> tuple[Callable[[], None], int]:
     """(one run of value and gradients, its temporary bytes)."""
     keys = jax.random.split(jax.random.key(0), 3)
     query = jax.random.normal(keys[0], (1, tokens, HEADS, SIZE))
     key, value = (jax.random.normal(each, (1, tokens, KV_HEADS, SIZE)) for each in keys[1:])
-    starts = np.random.default_rng(0).random((1, tokens)) < 1 / DOCUMENT
+    starts = np.random.default_rng(0).random((1, tokens)) < (1 / document if document else 0)
     segments = jnp.asarray(np.cumsum(starts, axis=1), jnp.int32)
 
     def total(query: Any, key: Any, value: Any, segments: Any) -> Any:
@@ -61,9 +62,9 @@ class Found(NamedTuple):
     mib: float
 
 
-def side_by_side(attends: dict[str, Attend], tokens: int) -> dict[str, Found]:
+def side_by_side(attends: dict[str, Attend], tokens: int, document: int) -> dict[str, Found]:
     """By name what was measured."""
-    programs = {name: program(attend, tokens) for name, attend in attends.items()}
+    programs = {name: program(attend, tokens, document) for name, attend in attends.items()}
     clocks = (time.process_time, time.perf_counter)
     seconds: dict[str, list[list[float]]] = {name: [] for name in programs}
     for turn in range(TURNS + 1):
@@ -96,12 +97,13 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write benchmarks/attention.md")
     options = parser.parse_args()
     lengths = []
-    for tokens in TOKENS:
-        found = side_by_side({"xla": xla.attend, "blockwise": blockwise.attend}, tokens)
-        plain, own = found.values()
+    for tokens, document in itertools.product(TOKENS, DOCUMENTS):
+        attends: dict[str, Attend] = {"xla": xla.attend, "blockwise": blockwise.attend}
+        plain, own = side_by_side(attends, tokens, document).values()
         lengths.append(
             (
-                *(f"{tokens}", f"{plain.processor_ms:.1f} ms", f"{own.processor_ms:.1f} ms"),
+                *(f"{tokens}", f"{document or 'one'}"),
+                *(f"{plain.processor_ms:.1f} ms", f"{own.processor_ms:.1f} ms"),
                 *(f"{own.processor_ratio:.2f}", f"{own.clock_ratio:.2f}"),
                 *(f"{plain.mib:.1f} MiB", f"{own.mib:.1f} MiB"),
             )
@@ -109,10 +111,10 @@ def main() -> None:
         print(*lengths[-1], flush=True)
     sizes = []
     for tokens in TOKENS_OF_BLOCKS:
-        attends: dict[str, Attend] = {"xla": xla.attend}
+        attends = {"xla": xla.attend}
         for block in BLOCKS:
             attends[f"{block}"] = partial(blockwise.attend, block=block)
-        for name, own in list(side_by_side(attends, tokens).items())[1:]:
+        for name, own in list(side_by_side(attends, tokens, 0).items())[1:]:
             ratios = f"{own.processor_ratio:.2f}", f"{own.clock_ratio:.2f}"
             sizes.append((f"{tokens}", name, *ratios, f"{own.mib:.1f} MiB"))
             print(*sizes[-1], flush=True)
@@ -123,16 +125,16 @@ def main() -> None:
             f"`python benchmarks/attention.py --write`, {jax.__version__} on {device}. Forward and "
             f"backward, {HEADS} query heads and {KV_HEADS} key/value heads of {SIZE}, float32; a "
             "ratio is that of `blockwise` to `xla`, which run in turn: of the processor's time, "
-            "all cores together, and of the clock, on a busy machine. Temporary memory is "
-            "the compiler's figure.",
+            "all cores together, and of the clock. Documents of a row have about as many tokens as "
+            "the table says. Temporary memory is the compiler's figure.",
             table(
                 (
-                    *("tokens", "xla", "blockwise", "ratio", "ratio by the clock"),
+                    *("tokens", "document", "xla", "blockwise", "ratio", "ratio by the clock"),
                     *("memory, xla", "memory, blockwise"),
                 ),
                 lengths,
             ),
-            "By the size of a block, of queries as of keys:",
+            "By the size of a block, of queries as of keys, in rows of one document:",
             table(("tokens", "block", "ratio", "ratio by the clock", "memory"), sizes),
         ]
     )

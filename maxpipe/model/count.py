@@ -225,10 +225,11 @@ def query_blocks(tokens: int, block: int = 0) -> list[tuple[int, int]]:
     return [(start, start + block) for start in range(0, tokens, block)]
 
 
-_BLOCK, _LARGEST_BLOCK, _BLOCKS, _LANES = 128, 512, 32, 8
-"""Queries and keys whose scores blockwise attention holds at once, at most: `_BLOCK` of a sequence
-that makes up to `_BLOCKS` of them, more of a longer one. 128 is the fastest on CPUs
-(`benchmarks/attention.md`). Several blocks have a multiple of `_LANES` tokens."""
+_BLOCKS, _LANES = ((16_384, 512), (2048, 256), (0, 128)), 8
+"""Queries and keys whose scores blockwise attention holds at once, at most, by the fewest
+tokens of a sequence. On CPUs 128 needs the least processor time, and 256 the least by the clock,
+as several cores share it (`benchmarks/attention.md`). Several blocks have a multiple of `_LANES`
+tokens."""
 
 
 def even_blocks(tokens: int, block: int = 0) -> int:
@@ -236,7 +237,7 @@ def even_blocks(tokens: int, block: int = 0) -> int:
 
     `block` is the largest allowed, 0 for the usual one. The last block may be partly empty.
     """
-    block = block or min(max(_BLOCK, tokens // _BLOCKS), _LARGEST_BLOCK)
+    block = block or next(size for least, size in _BLOCKS if tokens >= least)
     count = -(-tokens // block)
     size = -(-tokens // count)
     return size if count == 1 else -(-size // _LANES) * _LANES

@@ -213,9 +213,9 @@ def test_memory_does_not_grow_with_the_square() -> None:
         program: Any = jax.jit(run).lower(shape, shape, shape, ids).compile()
         return program.memory_analysis().temp_size_in_bytes
 
-    assert temporary(blockwise.attend, 2048) < 2.2 * temporary(blockwise.attend, 1024)
-    assert temporary(xla.attend, 2048) > 3 * temporary(xla.attend, 1024)
-    assert temporary(blockwise.attend, 1024) < 0.3 * temporary(xla.attend, 1024)
+    assert temporary(blockwise.attend, 4096) < 2.2 * temporary(blockwise.attend, 2048)
+    assert temporary(xla.attend, 4096) > 3 * temporary(xla.attend, 2048)
+    assert temporary(blockwise.attend, 2048) < 0.2 * temporary(xla.attend, 2048)
 
 
 @pytest.mark.parametrize("window", [0, 33])
@@ -232,6 +232,17 @@ def test_loops_turn_as_often_as_the_mask_asks_for(window: int) -> None:
     found = blockwise.attend(query, query, late, mask, block)
     sees_all = not window
     assert bool(jnp.isfinite(found[:, -1]).all()) != sees_all
+
+
+def test_blocks_of_other_documents_are_not_read() -> None:
+    """A block of queries reads from the first block of keys with one of its documents on."""
+    tokens, block = 64, 16
+    query = jnp.ones((2, tokens, 1, 4))
+    segments = jnp.stack([jnp.arange(tokens) // 32, (jnp.arange(tokens) + 8) // 32])
+    value = query.at[:, :block].set(jnp.nan)
+    found = blockwise.attend(query, query, value, Mask(segments), block)
+    assert jnp.isnan(found[:, : 2 * block]).all()  # rows share a block's loop
+    np.testing.assert_array_equal(found[:, 2 * block :], 1.0)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 127, 128, 129, 257, 4096, 5000, 8192, 131072])

@@ -3,8 +3,8 @@
 Scores exist for one pair of blocks at a time. The softmax is computed as keys go by (online
 softmax, arXiv:1805.02867), and the backward computes scores again from each query's logarithm of
 the sum of exponentials (arXiv:2205.14135, algorithm 4 of arXiv:2307.08691 in the order of its
-forward). Loops turn as often as the causal band and the window ask for, numbers that may differ by
-device and layer: nothing is differentiated through them.
+forward). Loops turn as often as the causal band, the window and the documents of a row ask for,
+numbers that may differ by device and layer: nothing is differentiated through them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Options(NamedTuple):
     query_block: int
     key_block: int
     trips: float
-    """Blocks of keys that one of queries sees, on average: of a whole row, and of each window."""
+    """Blocks of keys that one of queries sees, on average of the windows, where a row is one
+    document: no more than these are computed."""
 
 
 class Pairs(NamedTuple):
@@ -107,7 +108,7 @@ def arranged(
 def _mean_trips(
     keys: int, query_block: int, key_block: int, causal: bool, windows: tuple[int, ...]
 ) -> float:
-    """As `_Blocks.bounds` has them for the blocks of a whole row."""
+    """As `_Blocks.bounds` has them for the blocks of a whole row that is one document."""
     first, blocks = np.arange(0, keys, query_block), -(-keys // key_block)
     last = np.minimum(first + query_block, keys) - 1
     end = np.minimum(last // key_block + 1, blocks) if causal else np.full(len(first), blocks)
@@ -200,16 +201,25 @@ class _Blocks:
         x = x.transpose(1, 0, 3, 2, 4)
         return x.reshape(self.batch, -1, self.groups, x.shape[-1])[:, : self.keys]
 
-    def bounds(self, places: Int[Array, " t"]) -> tuple[Array, Array]:
-        """First block of keys that some query of a block sees, and one past the last."""
+    def bounds(self) -> tuple[Int[Array, " i"], Int[Array, " i"]]:
+        """Of each block of queries, the first block of keys that some see, and one past the last.
+
+        Keys of documents before the first and behind the last of a block's are outside.
+        """
         size, window = self.options.key_block, self.rows.window
-        first, last = jnp.int32(0), jnp.int32(self.num_key_blocks)
+        near = (self.segments.min(-1)[:, None] <= self.key_segments.max(-1)) & (
+            self.segments.max(-1)[:, None] >= self.key_segments.min(-1)
+        )
+        shared = near.any(-1)  # i j
+        first = jnp.argmax(shared, axis=1).astype(jnp.int32)
+        behind = jnp.argmax(shared[:, ::-1], axis=1).astype(jnp.int32)
+        last = jnp.where(shared.any(1), self.num_key_blocks - behind, 0)
         if self.options.causal:
-            last = jnp.minimum(places.max() // size + 1, last)
+            last = jnp.minimum(self.places.max(1) // size + 1, last)
         if window is not None:
-            earliest = jnp.maximum(places.min() - window + 1, 0) // size
-            first = jnp.where(window > 0, jnp.minimum(earliest, last), first)
-        return first, last
+            earliest = jnp.maximum(self.places.min(1) - window + 1, 0) // size
+            first = jnp.where(window > 0, jnp.maximum(earliest, first), first)
+        return jnp.minimum(first, last), last
 
     def seen(
         self, segments: Int[Array, "B t"], places: Int[Array, " t"], block: Array
@@ -246,8 +256,8 @@ def forward(
         total = jnp.ones(shape)
     start = vary((largest, total, jnp.zeros((*shape, value.shape[-1]))))
 
-    def of_block(_: None, given: tuple[Array, Array, Array]) -> tuple[None, tuple[Array, Array]]:
-        query, segments, places = given
+    def of_block(_: None, given: tuple[Any, ...]) -> tuple[None, tuple[Array, Array]]:
+        query, segments, places, bounds = given
 
         def add(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             largest, total, mixed = state
@@ -259,12 +269,12 @@ def forward(
             return new, total * shrink + shares.sum(-1), mixed * shrink[..., None] + part
 
         with jax.named_scope(stated.trips(options.trips)):
-            largest, total, mixed = lax.fori_loop(*blocks.bounds(places), add, start)
+            largest, total, mixed = lax.fori_loop(*bounds, add, start)
         total = jnp.where(total > 0, total, 1.0)
         mixed = mixed / total[..., None]
         return None, (mixed, (largest + jnp.log(total))[..., None])
 
-    given = (blocks.of_queries(query), blocks.segments, blocks.places)
+    given = (blocks.of_queries(query), blocks.segments, blocks.places, blocks.bounds())
     _, (mixed, log_sum) = lax.scan(of_block, None, given)
     return blocks.queries(mixed), blocks.queries(log_sum)[..., 0]
 
@@ -299,9 +309,9 @@ def backward(
     slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1, keepdims=True)
 
     def of_block(
-        sums: tuple[Array, ...], given: tuple[Array, ...]
+        sums: tuple[Array, ...], given: tuple[Any, ...]
     ) -> tuple[tuple[Array, ...], Array]:
-        query, d_mixed, log_sum, slope, segments, places = given
+        query, d_mixed, log_sum, slope, segments, places, bounds = given
         *of_keys, d_sinks = sums
 
         def add(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -321,7 +331,7 @@ def backward(
 
         start = (vary(jnp.zeros(query.shape)), *of_keys)
         with jax.named_scope(stated.trips(options.trips)):
-            d_query, *found = lax.fori_loop(*blocks.bounds(places), add, start)
+            d_query, *found = lax.fori_loop(*bounds, add, start)
         if sinks is not None:  # among the sums, so that a split backward waits for nothing else
             share = jnp.exp(_by_group(sinks, blocks.groups)[..., None] - log_sum)
             d_sinks -= (share * slope).sum((0, 3, 4))
@@ -330,7 +340,7 @@ def backward(
     d_sinks = jnp.zeros((blocks.groups, blocks.heads // blocks.groups))
     sums = vary((jnp.zeros(keys.shape), jnp.zeros(values.shape), d_sinks))
     of_tokens = tuple(map(blocks.of_queries, (query, d_mixed, log_sums, slope)))
-    given = (*of_tokens, blocks.segments, blocks.places)
+    given = (*of_tokens, blocks.segments, blocks.places, blocks.bounds())
     (d_keys, d_values, d_sinks), d_query = lax.scan(of_block, sums, given)
     of_keys = blocks.pairs(d_keys), blocks.pairs(d_values)
     return blocks.queries(d_query), *of_keys, d_sinks.reshape(-1)
