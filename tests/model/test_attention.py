@@ -270,6 +270,28 @@ def test_blocks_of_queries_change_nothing(block: int, options: dict[str, Any]) -
         assert_close(a, b)
 
 
+@pytest.mark.parametrize("cap", [0.05, 0.9, 20.0])
+def test_gradients_go_through_a_soft_cap(cap: float) -> None:
+    """As those of its formula, from scores far above the cap to ones far below."""
+    weight = jax.random.normal(KEYS_OF_TEST[3], QUERY.shape)
+    same = SEGMENTS[:, None, :, None] == SEGMENTS[:, None, None, :]
+    seen = same & jnp.tri(12, dtype=bool)
+
+    def plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        key, value = (jnp.repeat(each, 2, axis=2) for each in (key, value))
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key) * 8**-0.5
+        shares = jax.nn.softmax(jnp.where(seen, cap * jnp.tanh(scores / cap), -1e30), axis=-1)
+        return (jnp.einsum("bnts,bsnh->btnh", shares, value) * weight).sum()
+
+    def total(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return (attend(query, key, value, Mask(SEGMENTS, soft_cap=cap)) * weight).sum()
+
+    found, wanted = (
+        jax.value_and_grad(f, argnums=(0, 1, 2))(QUERY, KEY, VALUE) for f in (total, plain)
+    )
+    jax.tree.map(assert_close, found, wanted)
+
+
 @pytest.mark.parametrize(
     "options",
     [

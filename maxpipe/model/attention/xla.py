@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -70,7 +72,7 @@ def _mixed(
     scores = scores.reshape(rows, groups, -1, tokens, num_keys)
     scores *= size**-0.5 if mask.scale is None else mask.scale
     if mask.soft_cap:
-        scores = mask.soft_cap * jnp.tanh(scores / mask.soft_cap)
+        scores = _capped(scores, mask.soft_cap)
     scores = jnp.where(seen[:, :, None], scores, jnp.finfo(jnp.float32).min)
     if mask.sinks is None:
         shares = jax.nn.softmax(scores, axis=-1)
@@ -80,6 +82,23 @@ def _mixed(
     mixed = jnp.einsum("bgxs,bgsh->bgxh", shares, value)
     mixed = mixed.reshape(rows, groups, -1, tokens, value.shape[-1]).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(rows, tokens, heads, value.shape[-1])
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _capped(scores: Float[Array, "*pairs"], cap: float) -> Float[Array, "*pairs"]:
+    """`cap * tanh(scores / cap)`, of which its slope alone is kept.
+
+    Releases of jax differ in what they keep of a tanh: its slope, or two arrays that make it.
+    """
+    return cap * jnp.tanh(scores / cap)
+
+
+@_capped.defjvp
+def _capped_forward(
+    cap: float, scores: tuple[Array], moved: tuple[Array]
+) -> tuple[Float[Array, "*pairs"], Float[Array, "*pairs"]]:
+    bent = jnp.tanh(scores[0] / cap)
+    return cap * bent, ((1.0 - bent) * (1.0 + bent)) * moved[0]
 
 
 def _beside(

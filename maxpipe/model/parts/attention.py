@@ -195,7 +195,7 @@ class Attention(Part):
         """Inputs of all matmuls; angles, and two statistics of each softmax, in float32.
 
         A sink keeps one statistic more. Of each pair whether it counts, its score in float32, with
-        a soft cap two more, and its probability. Each block of queries keeps the keys and values
+        a soft cap its slope, and its probability. Each block of queries keeps the keys and values
         that it reads. What computes its scores again keeps one statistic and nothing of pairs.
         """
         # Gates keep what they multiply, their sigmoids, and the product.
@@ -207,7 +207,7 @@ class Attention(Part):
             window: tuple[Dims, ...] = ((),) if self.window else ()
             found += Held(narrow=keys, wide=((1.0, self._heads),), wide_once=window)
         else:
-            pairs = (1.0, 3.0 if self.soft_cap else 1.0, 1.0)
+            pairs = (1.0, 2.0 if self.soft_cap else 1.0, 1.0)
             found += Held(wide=((statistics, self._heads),), pairs=pairs)
             is_whole = stands(self.backend) == "mask"
             found += Held(narrow=keys) if is_whole else Held(blocks=keys)
