@@ -209,6 +209,24 @@ def test_rotation_keeps_lengths_and_depends_on_distances_only() -> None:
     assert_close(scores(17), scores(0))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("turned", [0, 6])
+def test_rotation_by_a_product_is_the_same(dtype: Any, turned: int) -> None:
+    """With the backend of TPUs: values, and gradients, to the last bits that a sum may change."""
+    x, grad = jax.random.normal(jax.random.key(0), (2, 2, 5, 3, 8)).astype(dtype)
+    positions = jnp.arange(5)[None] + jnp.asarray([[0], [700]])
+    angles = rotary_frequencies(Rope(10000.0, turned=turned), 8, NO_CONTEXT)
+    (wanted, back), (found, own) = (
+        jax.vjp(lambda x, backend=backend: rotate(x, positions, angles, 1.25, backend), x)
+        for backend in ("xla", "splash")
+    )
+    assert found.dtype == dtype
+    rtol, atol = (2.0**-7, 2.0**-9) if dtype == jnp.bfloat16 else (0, 1e-6)
+    for pair in ((found, wanted), (own(grad)[0], back(grad)[0])):
+        ours, plain = (np.asarray(each, np.float32) for each in pair)
+        np.testing.assert_allclose(ours, plain, rtol=rtol, atol=atol)
+
+
 def test_rotation_of_half_precision_is_done_in_float32() -> None:
     x = jax.random.normal(jax.random.key(0), (1, 4, 1, 8)).astype(jnp.bfloat16)
     positions = jnp.array([[0, 1, 500, 8191]])

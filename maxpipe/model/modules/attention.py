@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
@@ -20,6 +21,7 @@ from maxpipe.model.modules.norm import rms_normed
 from maxpipe.model.modules.part import Context, Output, PartModule
 from maxpipe.model.parts import attention
 from maxpipe.parallel.context import num_tokens
+from maxpipe.parallel.per_device import vary
 from maxpipe.parallel.sequence import TokenSplit
 from maxpipe.parallel.sharding import AxisRules, constrain
 
@@ -103,19 +105,56 @@ def rotate(
     positions: Int[Array, "B T"],
     frequencies: Float[Array, " half"],
     length: float = 1.0,
+    backend: str = "xla",
 ) -> Float[Array, "B T N H"]:
     """Turns each pair (i, i + half) by its position's angle; entries behind the pairs stay.
 
-    `length` is a factor of what turns.
+    `length` is a factor of what turns. With the `backend` of attention for TPUs the halves change
+    places in a product with a permutation: moved between lanes they take five times as long.
     """
     angles = positions[..., None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
     if length != 1.0:
         cos, sin = cos * length, sin * length
+    if backend == "splash":
+        return _turned_by_product(*vary((x, cos, sin)))
     half = len(frequencies)
     first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate([*turned, *([rest] if rest.size else [])], axis=-1).astype(x.dtype)
+
+
+@jax.custom_vjp
+def _turned_by_product(
+    x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 half"], sin: Float[Array, "B T 1 half"]
+) -> Float[Array, "B T N H"]:
+    """Exact as a sum of one entry: in bfloat16 at any precision, in float32 at the highest."""
+    half, size = cos.shape[-1], x.shape[-1]
+    rest = [(0, 0)] * 3 + [(0, size - 2 * half)]
+    cos = jnp.pad(jnp.concatenate([cos, cos], axis=-1), rest, constant_values=1.0)
+    sin = jnp.pad(jnp.concatenate([-sin, sin], axis=-1), rest)
+    order = np.concatenate([np.roll(np.arange(2 * half), half), np.arange(2 * half, size)])
+    swapped = jnp.einsum(
+        "btnh,hk->btnk",
+        x,
+        np.eye(size, dtype=x.dtype)[:, order],
+        precision="highest" if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
+
+
+def _turned_rule(x: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _turned_by_product(x, cos, sin), (cos, sin)
+
+
+def _turned_back_rule(angles: tuple[Array, Array], grad: Array) -> tuple[Array, None, None]:
+    """By the angles back: nothing is lost to a sum of gradients in low precision."""
+    cos, sin = angles
+    return _turned_by_product(grad, cos, -sin), None, None
+
+
+_turned_by_product.defvjp(_turned_rule, _turned_back_rule)
 
 
 class Attention(PartModule):
@@ -148,8 +187,9 @@ class Attention(PartModule):
             query = rms_normed(query, self.query_norm[...], part.head_norm)
             key = rms_normed(key, self.key_norm[...], part.head_norm)
         heads, kv_heads = (None, None, "heads", "head_size"), (None, None, "kv_heads", "head_size")
-        query = constrain(rotate(query, positions, frequencies, part.rope.length), heads, rules)
-        key = constrain(rotate(key, positions, frequencies, part.rope.length), kv_heads, rules)
+        angles = positions, frequencies, part.rope.length
+        query = constrain(rotate(query, *angles, part.backend), heads, rules)
+        key = constrain(rotate(key, *angles, part.backend), kv_heads, rules)
         value = constrain(value, kv_heads, rules)
         query = checkpoint_name(query, "query")
         key = checkpoint_name(key, "key")

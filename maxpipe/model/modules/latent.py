@@ -52,13 +52,14 @@ class LatentAttention(PartModule):
         part, dtype, positions = self.part, x.dtype, context.inputs["positions"]
         split = context.split(self.rules)
         frequencies = rotary_frequencies(part.rope, part.rope_size, context)
-        query = rotate(self._query(x, split), positions, frequencies, part.rope.length)
+        angles = positions, frequencies, part.rope.length, part.backend
+        query = rotate(self._query(x, split), *angles)
         query = checkpoint_name(constrain(query, _HEADS, self.rules), "query")
         down = jnp.einsum("btd,dr->btr", x, self.key_value_down[...].astype(dtype))
         small = rms_normed(checkpoint_name(down, "latent"), self.key_value_norm[...], part.norm)
         weight = _halves(self.rope_key[...].astype(dtype))
         turned = split.whole(jnp.einsum("btd,dh->bth", x, weight))[:, :, None]
-        turned = rotate(turned, positions, frequencies, part.rope.length)
+        turned = rotate(turned, *angles)
         mask = Mask(context.inputs["segment_ids"], scale=part.scale)
         cache = context.cache
         if cache is None:
