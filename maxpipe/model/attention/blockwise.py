@@ -257,7 +257,7 @@ def forward(
     start = vary((largest, total, jnp.zeros((*shape, value.shape[-1]))))
 
     def of_block(_: None, given: tuple[Any, ...]) -> tuple[None, tuple[Array, Array]]:
-        query, segments, places, bounds = given
+        query, segments, places, (first, last) = given
 
         def add(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             largest, total, mixed = state
@@ -269,7 +269,7 @@ def forward(
             return new, total * shrink + shares.sum(-1), mixed * shrink[..., None] + part
 
         with jax.named_scope(stated.trips(options.trips)):
-            largest, total, mixed = lax.fori_loop(*bounds, add, start)
+            largest, total, mixed = lax.fori_loop(first, last, add, start)
         total = jnp.where(total > 0, total, 1.0)
         mixed = mixed / total[..., None]
         return None, (mixed, (largest + jnp.log(total))[..., None])
@@ -311,7 +311,7 @@ def backward(
     def of_block(
         sums: tuple[Array, ...], given: tuple[Any, ...]
     ) -> tuple[tuple[Array, ...], Array]:
-        query, d_mixed, log_sum, slope, segments, places, bounds = given
+        query, d_mixed, log_sum, slope, segments, places, (first, last) = given
         *of_keys, d_sinks = sums
 
         def add(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -331,7 +331,7 @@ def backward(
 
         start = (vary(jnp.zeros(query.shape)), *of_keys)
         with jax.named_scope(stated.trips(options.trips)):
-            d_query, *found = lax.fori_loop(*bounds, add, start)
+            d_query, *found = lax.fori_loop(first, last, add, start)
         if sinks is not None:  # among the sums, so that a split backward waits for nothing else
             share = jnp.exp(_by_group(sinks, blocks.groups)[..., None] - log_sum)
             d_sinks -= (share * slope).sum((0, 3, 4))
