@@ -31,7 +31,7 @@ from maxpipe.model.modules.block import (
 )
 from maxpipe.model.modules.part import Context, Output
 from maxpipe.model.spec import Model, Param
-from maxpipe.parallel.sharding import AxisRules
+from maxpipe.parallel.sharding import AxisRules, by_rows
 
 AHEAD = "ahead"
 """Name of parameters, and of statistics, of heads that predict further ahead."""
@@ -188,7 +188,7 @@ class Decoder:
 
     def embed(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """What the first layer is given, in the compute type."""
-        x = table.astype(self._dtype)[tokens]
+        x = by_rows(table.astype(self._dtype)[tokens], self.rules)
         scale = self.model.ends.embed_scale
         return x if scale == 1.0 else x * jnp.asarray(scale, self._dtype)
 

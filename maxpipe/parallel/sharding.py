@@ -130,6 +130,22 @@ def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> 
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*dims))
 
 
+def by_rows(x: jax.Array, rules: AxisRules) -> jax.Array:
+    """Rows of an embedding table `[B, T, D]`, split over the batch axes along B and not along D.
+
+    They come split along D as the table is. Of axes that go over to B, and context, which does not,
+    XLA makes a copy of everything on each device; one after the other, an all-to-all and an
+    all-gather. A no-op but in programs that are automatic throughout, over such axes.
+    """
+    automatic, (entry,) = automatic_axes(), rules.spec(("embed",))
+    rest = tuple(axis for axis in axes_of(entry) if axis in automatic and axis not in BATCH_AXES)
+    if not rest or automatic.isdisjoint(BATCH_AXES):
+        return x
+    for dim in (rest, None):
+        x = jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES, None, dim))
+    return x
+
+
 def automatic_axes() -> set[str]:
     """Mesh axes of more than one device that are left to the compiler here."""
     mesh = jax.sharding.get_abstract_mesh()

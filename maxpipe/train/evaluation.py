@@ -20,6 +20,7 @@ from maxpipe.boundary.files import full
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.storage import run_folder
 from maxpipe.config.check import check
+from maxpipe.config.rules import batch_shards
 from maxpipe.config.schema import Config, MeshConfig, PipelineConfig, TrainConfig
 from maxpipe.config.training import unread_path
 from maxpipe.data.loader import Loader, Split, build_once_through, compare
@@ -231,9 +232,7 @@ def _sizes(mesh: MeshConfig) -> dict[str, int]:
 
 def _on_one_axis(config: Config, axis: str, count: int) -> Config:
     """The config on one stage, with microbatches no larger than before."""
-    shards = math.prod(
-        size for key, size in _sizes(config.mesh).items() if key.endswith(("_data", "_fsdp"))
-    )
+    shards, _ = batch_shards(config.mesh)
     largest = max(1, config.train.batch_size // (shards * config.pipeline.microbatches))
     mine = max(1, config.train.batch_size // count)
     microbatches = next(

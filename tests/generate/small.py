@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from maxpipe.model.families.deepseek import DeepseekConfig
 from maxpipe.model.families.gemma3 import Gemma3Config
 from maxpipe.model.families.moe import MoeConfig
 from maxpipe.model.families.qwen3_next import Qwen3NextConfig
+from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 
@@ -77,7 +79,7 @@ def decoding_of(
 ) -> tuple[Decoding, Any]:
     """Something to generate with on the first devices, and its parameters on them."""
     decoder = Decoder(model, AxisRules.from_config(mesh))
-    count = mesh.ici_data * mesh.ici_fsdp * mesh.ici_tensor
+    count = math.prod(getattr(mesh, f"ici_{axis}") for axis in MESH_AXES)
     grid = build_mesh(mesh, jax.devices()[:count])
     params = jax.jit(decoder.init)(jax.random.key(2))
     spec, axes = decoder.rules.spec, decoder.axes()

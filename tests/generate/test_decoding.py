@@ -120,11 +120,13 @@ def test_prompts_in_the_place_of_rows_that_are_over(case: str) -> None:
         np.testing.assert_allclose([n for _, n in each], nats[number][: len(each)], rtol=1e-5)
 
 
+MIXED = MeshConfig(ici_expert=4, ici_context=2, axis_rules={"latent": ["fsdp"]})
 MESHES = {
     "all axes": (MOE, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "states": (NEXT, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "tensor-data": (LLAMA, MeshConfig(ici_data=2, ici_tensor=2)),
     "latents": (DEEPSEEK, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
+    "experts-context": (DEEPSEEK, MIXED),
     "whole kv heads": (LLAMA, MeshConfig(ici_tensor=4, axis_rules={"kv_heads": []})),
 }
 
@@ -139,6 +141,13 @@ def test_every_mesh_gives_the_same_tokens(case: str) -> None:
     (wanted, nats), (tokens, logprobs) = found
     assert tokens.tolist() == wanted.tolist()
     np.testing.assert_allclose(logprobs, nats, rtol=1e-5)
+
+
+def test_no_device_copies_all_rows_to_split_them(capfd: pytest.CaptureFixture[str]) -> None:
+    """XLA says so where it does: the embedding is split over context, and no row is."""
+    decoding, params = decoding_of(DEEPSEEK, mesh=MIXED)
+    followed(decoding, params, PROMPTS[:4], range(4))
+    assert "rematerialization" not in capfd.readouterr().err
 
 
 def test_caches_are_split_over_rows_and_heads() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from maxpipe.config.schema import (
+    Config,
     DataConfig,
     MeshConfig,
     ModelConfig,
@@ -23,6 +24,7 @@ from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.train.evaluate import evaluate
+from maxpipe.train.evaluation import _on_one_axis
 from maxpipe.train.step import Steps, partition
 
 SAME = 1e-5  # float32, relative
@@ -198,3 +200,15 @@ def test_sums_of_many_batches_are_exact():
     batches = [(float(np.float32(0.1)), 1.0, 1.0)] * count
     found = evaluate(lambda params, batch: sums(*batch), None, batches)
     assert found is not None and found.metrics["eval/loss"] == float(np.float32(0.1))
+
+
+def test_fewer_devices_have_no_larger_microbatches() -> None:
+    """8 rows in 2 microbatches on 2 experts x 2 data are 1 row of each on a device."""
+    config = Config(
+        model=MODEL,
+        mesh=MeshConfig(ici_expert=2, ici_data=2),
+        pipeline=PipelineConfig(microbatches=2),
+        train=TrainConfig(batch_size=ROWS, sequence_length=TOKENS),
+    )
+    assert _on_one_axis(config, "fsdp", 1).pipeline.microbatches == ROWS
+    assert _on_one_axis(config, "data", 2).pipeline.microbatches == ROWS // 2
