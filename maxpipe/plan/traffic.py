@@ -227,7 +227,7 @@ def lookup(sizes: Sizes) -> list[Sent]:
     if sizes.outside:  # each stage looks up its own microbatch, and hands it on when its turn comes
         part = 1 / sizes.stages
         own = Sent(stage, sizes.around(stage) * rows, part)
-        once = [ids, travelled._replace(rounds=part) * part, own, summed]
+        once = [ids._replace(rounds=part), travelled._replace(rounds=part) * part, own, summed]
     return once * (2 if sizes.trained.embedding_elements() else 1)
 
 
