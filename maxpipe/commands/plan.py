@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from typing import TYPE_CHECKING
 
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import full
 from maxpipe.commands.parser import Commands, add_inputs, count, read_config, write_file
+from maxpipe.commands.progress import Progress
 from maxpipe.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -147,7 +149,8 @@ def _search(options: argparse.Namespace, loaded: Loaded, target: Topology) -> in
     fixed = plan.fixed_keys(loaded, options.fix)
     present = topology.all_here(target) if options.measure else ()
     keep = max(CANDIDATES, options.measure) if options.measure else max(SHOWN, options.compile or 0)
-    found = plan.best_layouts(loaded.config, target, fixed, keep)
+    with contextlib.closing(Progress(" layouts")) as progress:
+        found = plan.best_layouts(loaded.config, target, fixed, keep, report=progress.report)
     if not options.json:
         print(report.searched(found, target.hardware), flush=True)
     tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731

@@ -60,9 +60,9 @@ def fixed_keys(loaded: Loaded, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def best_layouts(
-    config: Config, topology: Topology, fixed: Mapping[str, Any], keep: int = SHOWN
+    config: Config, topology: Topology, fixed: Mapping[str, Any], keep: int = SHOWN, **options: Any
 ) -> Search:
-    """The `keep` fastest layouts of a config on a topology."""
+    """The `keep` fastest layouts of a config on a topology; options are those of `search`."""
     return search(
         config,
         topology.hardware,
@@ -70,4 +70,5 @@ def best_layouts(
         num_slices=topology.num_slices,
         fixed=fixed,
         keep=keep,
+        **options,
     )

@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -99,6 +99,13 @@ class Candidate:
         return " ".join(f"{key}={value}" for key, value in self.changes.items())
 
 
+Report = Callable[[str, int, int], None]
+
+
+def _silent(task: str, done: int, total: int) -> None:
+    """Nothing is said."""
+
+
 @dataclass(frozen=True)
 class Search:
     """What a search found."""
@@ -119,6 +126,7 @@ def search(
     num_slices: int = 1,
     fixed: Mapping[str, Any] | None = None,
     keep: int = SHOWN,
+    report: Report = _silent,
 ) -> Search:
     """The layouts with the shortest predicted steps.
 
@@ -129,6 +137,7 @@ def search(
         num_slices: number of slices.
         fixed: full keys of `mesh` and `pipeline` that keep their value.
         keep: how many to return.
+        report: is called with (what is done, how much of it, of how much).
 
     Raises:
         ConfigError: nothing fits, or no layout has what is fixed.
@@ -142,7 +151,7 @@ def search(
     best: list[Candidate] = []
     for some in filter(None, passes):
         space = list(_spaces(config, num_devices, num_slices, fixed, some))
-        found = _best(space, hardware, keep)
+        found = _best(space, hardware, keep, report)
         considered, too_large = considered + found.considered, too_large + found.too_large
         computed += found.computed
         best = sorted([*best, *found.best], key=lambda each: each.cost.seconds)[:keep]
@@ -211,33 +220,38 @@ def _computed(layout: Config, hardware: Hardware) -> _Found:
     return _Found(_seconds(layout, short, long, hardware) if fits else math.inf, held)
 
 
-def _ranked(spaces: Sequence[_Space], hardware: Hardware) -> dict[tuple[int, int], _Found]:
+def _ranked(
+    spaces: Sequence[_Space], hardware: Hardware, report: Report
+) -> dict[tuple[int, int], _Found]:
     """(mesh, layout of it) -> what was computed, the best first; of many layouts not of all."""
     found: dict[tuple[int, int], _Found] = {}
     left, drawn, sampled = list(range(len(spaces))), random.Random(0), SAMPLED
 
-    def compute(number: int, places: Iterable[int]) -> _Found:
-        for place in places:
-            if (number, place) not in found:
-                found[number, place] = _computed(spaces[number].layout(place), hardware)
-        return min(found[number, place] for place in places)
+    def compute(task: str, chosen: Mapping[int, Collection[int]]) -> dict[int, _Found]:
+        """Of each mesh the best of its chosen layouts."""
+        done, total = 0, sum(map(len, chosen.values()))
+        for number, places in chosen.items():
+            for place in places:
+                report(task, done := done + 1, total)
+                if (number, place) not in found:
+                    found[number, place] = _computed(spaces[number].layout(place), hardware)
+        return {number: min(found[number, each] for each in chosen[number]) for number in chosen}
 
     while len(left) > 1 and sum(len(spaces[number].pipelines) for number in left) > EXHAUSTIVE:
         places = {number: range(len(spaces[number].pipelines)) for number in left}
-        best = {
-            number: compute(number, drawn.sample(every, min(sampled, len(every))))
-            for number, every in places.items()
-        }
+        best = compute(
+            f"predicting samples of {counted(len(left), 'mesh')}",
+            {n: drawn.sample(every, min(sampled, len(every))) for n, every in places.items()},
+        )
         left = sorted(left, key=best.__getitem__)[: max(1, len(left) // HALVING)]
         sampled *= HALVING
-    for number in left:
-        compute(number, range(len(spaces[number].pipelines)))
+    compute("predicting layouts", {n: range(len(spaces[n].pipelines)) for n in left})
     return dict(sorted(found.items(), key=lambda pair: pair[1]))
 
 
-def _best(spaces: Sequence[_Space], hardware: Hardware, keep: int) -> Search:
+def _best(spaces: Sequence[_Space], hardware: Hardware, keep: int, report: Report) -> Search:
     """The `keep` fastest of some layouts that fit."""
-    ranked, best = _ranked(spaces, hardware), []
+    ranked, best = _ranked(spaces, hardware, report), []
     too_large = sum(math.isinf(each.seconds) for each in ranked.values())
     for number, place in ranked:
         if len(best) == keep or math.isinf(ranked[number, place].seconds):
