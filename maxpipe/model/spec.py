@@ -222,6 +222,11 @@ class Part(Protocol):
         ...
 
     @property
+    def spared(self) -> Held:
+        """Of `working`, copies that compilers make where they drop its optimization barriers."""
+        return NOTHING
+
+    @property
     def residuals(self) -> Held:
         """What differentiating the part keeps where nothing is recomputed."""
         ...

@@ -58,17 +58,22 @@ def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     working = sizes
     if platform == "tpu":
         terms["copies"] = _copies(sizes)
-    elif platform == "cpu" and sizes.config.model.compute_dtype != "float32":
-        working = _in_float32(sizes)
-        terms["widened"] = _widened(sizes, working, schedule) if _buffers_are_widened() else 0.0
     if platform == "cpu":
-        layer = _layer_on_cpu(working)
+        narrow, older = sizes.config.model.compute_dtype != "float32", _is_older_on_cpu()
+        if narrow and older:
+            working = _in_float32(sizes)
+            terms["widened"] = _widened(sizes, working, schedule)
+        else:
+            terms["window"] += _refilled_on_cpu(sizes, schedule, narrow=narrow)
+        layer = _layer_on_cpu(working, score_bytes=4, barriers=not older)
+        moments = {"layer": layer, "held": _gathering_on_cpu(working)}
     else:
         layer = _layer_on_tpu(sizes, schedule)
         if platform != "tpu":  # GPUs were not measured: the larger of the two
-            layer = max(layer, _layer_on_cpu(sizes))
-    logits = _logits(working, fused=platform == "tpu")
-    moments = {"layer": layer, "logits": logits, "window": _arriving(sizes, schedule)}
+            size = BYTES[sizes.config.model.compute_dtype]
+            layer = max(layer, _layer_on_cpu(sizes, score_bytes=size, barriers=False))
+        moments = {"layer": layer, "window": _arriving(sizes, schedule)}
+    moments["logits"] = _logits(working, fused=platform == "tpu")
     fullest = max(moments, key=moments.__getitem__)
     terms[fullest] = terms.get(fullest, 0.0) + moments[fullest]
     on_host = schedule.num_stash * sum(
@@ -201,21 +206,22 @@ def _in_float32(sizes: Sizes) -> Sizes:
 
 
 @cache
-def _buffers_are_widened() -> bool:
-    """Whether the jax at hand is one whose CPU compiler does that; jax is not imported for it."""
+def _is_older_on_cpu() -> bool:
+    """Whether the jax at hand has an older compiler for CPUs; jax is not imported for it."""
     try:
         major, minor, *_ = importlib.metadata.version("jax").split(".")
     except importlib.metadata.PackageNotFoundError:
         return False
-    return (int(major), int(minor)) < _NARROW_BUFFERS
+    return (int(major), int(minor)) < _NEWER_ON_CPU
 
 
-_NARROW_BUFFERS = (0, 12)
-"""Version of jax from which on XLA for CPU keeps buffers in bfloat16; 0.10 did not."""
+_NEWER_ON_CPU = (0, 12)
+"""Version of jax from which on XLA for CPU keeps activations and buffers in bfloat16, and
+optimization barriers until it has fused; 0.10 did neither."""
 
 
 def _widened(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
-    """XLA for CPU computes in float32: it may widen gathered weights, and copies of buffers."""
+    """Older XLA for CPU computes in float32: it widens gathered weights and copies of buffers."""
     both = (sizes, wide)
     held, held_wide = (sum(_gathered(each).values()) for each in both)
     carried, carried_wide = (sum(buffers(each, schedule).values()) for each in both)
@@ -272,26 +278,53 @@ CPU_KEPT, CPU_RECOMPUTED = 5 / 6, 1.25
 again."""
 CPU_SCORES, CPU_SCORES_ALONE = 0.95, 1.6
 """The same of pairs: beside those arrays, and while attention's backward is at work."""
+CPU_GATHERING = 2 / 3
+"""Of a stage's whole weights in float32, what stands beside narrow ones while these are made: all
+have been gathered when the first is converted. Fitted."""
 
 
-def _layer_on_cpu(sizes: Sizes) -> float:
-    """The same where most of a layer is held at once; copies fitted as above."""
+def _gathering_on_cpu(sizes: Sizes) -> float:
+    """Collectives are in float32: of weights that are held for the step, what is not held then."""
+    model, pipeline = sizes.config.model, sizes.config.pipeline
+    if pipeline.weight_gather != "step" or model.compute_dtype == "float32":
+        return 0.0
+    return CPU_GATHERING * 4 * sizes.held_elements(whole=True)
+
+
+def _refilled_on_cpu(sizes: Sizes, schedule: Schedule, *, narrow: bool) -> float:
+    """A copy of the window, beside it a chunk in float32, and shards that are not in float32."""
+    if not _by_visit(sizes, schedule):
+        return 0.0
+    chunk = sizes.chunk_elements()
+    window = BYTES[sizes.config.model.compute_dtype] * schedule.visits.num_window * chunk
+    return float(window + 4 * chunk + 4 * sizes.held_elements() * narrow)
+
+
+def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, barriers: bool) -> float:
+    """The same where most of a layer is held at once; copies fitted as above.
+
+    `score_bytes`: of a pair, whatever the compute type. `barriers`: whether they are kept.
+    """
+    size = BYTES[sizes.config.model.compute_dtype]
+
+    def arrays_of(part: Part) -> float:
+        spared = part.spared.narrow if barriers else ()
+        arrays = (*part.working.narrow, *part.working.wide)
+        found = sum(copies * sizes.activated(dims) for copies, dims in arrays)
+        found -= sum(copies * sizes.activated(dims) for copies, dims in spared)
+        return (CPU_KEPT if sizes.keeps(part) else CPU_RECOMPUTED) * found
 
     def needed(name: str, kind: Kind) -> float:
         parts = kind.parts.values()
         pairs = sum(sum(part.working.pairs) * sizes.held_scores(part) for part in parts)
-        arrays = sum(
-            (CPU_KEPT if sizes.keeps(part) else CPU_RECOMPUTED) * copies * sizes.activated(dims)
-            for part in parts
-            for copies, dims in (*part.working.narrow, *part.working.wide)
-        )
+        pairs *= score_bytes / size
+        arrays = sum(map(arrays_of, parts))
         alive = FAR * sum(map(sizes.far_keys, parts))
         alive += max(CPU_SCORES_ALONE * pairs, CPU_SCORES * pairs + arrays)
         alive += CPU_ACTIVATIONS * len(parts) * sizes.activation
         alive += CPU_GATHERED * (sizes.token_shards > 1) * sizes.whole_activation
         return alive + CPU_WEIGHTS * sizes.layer_elements(name, whole=True)
 
-    size = BYTES[sizes.config.model.compute_dtype]
     ring = size * max(needed(*kind) for kind in sizes.model.kinds.items()) + _chunk_inputs(sizes)
     kinds = sizes.model.kinds
     behind = [size * needed(name, kinds[name]) for name in sizes.layers_ahead]

@@ -472,6 +472,12 @@ TEMPORARY: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
         {"ici_fsdp": 8},
         {"microbatches": 2, "remat": "names", "saved_names": ["attention"]},
     ),
+    (
+        WIDE,
+        {"ici_stage": 2, "ici_fsdp": 4},
+        {"microbatches": 8, "repeats": 3, "weight_gather": "visit"},
+    ),
+    (NARROW_TYPE | WIDE, {"ici_fsdp": 4}, {"microbatches": 2, "remat": "names"}),
 ]
 
 

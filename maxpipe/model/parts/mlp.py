@@ -65,6 +65,11 @@ class GatedMLP(Part):
         return Held(narrow=((6.0, self._hidden),))
 
     @property
+    def spared(self) -> Held:
+        """Behind a barrier, gradients are there once: transposed when their inputs are gone."""
+        return Held(narrow=((2.0, self._hidden),))
+
+    @property
     def residuals(self) -> Held:
         """Inputs of all matmuls, and of the gate."""
         return Held(narrow=((1.0, self._width), (3.0, self._hidden)))
