@@ -10,7 +10,7 @@ from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.plan.nearest import nearest
 from maxpipe.plan.report import facts
-from maxpipe.plan.search import SHOWN, Candidate, Search, evaluate, search
+from maxpipe.plan.search import SHOWN, Candidate, Report, Search, evaluate, search, silent
 from maxpipe.plan.topology import Topology, placed
 
 
@@ -60,9 +60,13 @@ def fixed_keys(loaded: Loaded, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def best_layouts(
-    config: Config, topology: Topology, fixed: Mapping[str, Any], keep: int = SHOWN, **options: Any
+    config: Config,
+    topology: Topology,
+    fixed: Mapping[str, Any],
+    keep: int = SHOWN,
+    report: Report = silent,
 ) -> Search:
-    """The `keep` fastest layouts of a config on a topology; options are those of `search`."""
+    """The `keep` fastest layouts of a config on a topology; `report` is that of `search`."""
     return search(
         config,
         topology.hardware,
@@ -70,5 +74,5 @@ def best_layouts(
         num_slices=topology.num_slices,
         fixed=fixed,
         keep=keep,
-        **options,
+        report=report,
     )

@@ -102,7 +102,7 @@ class Candidate:
 Report = Callable[[str, int, int], None]
 
 
-def _silent(task: str, done: int, total: int) -> None:
+def silent(task: str, done: int, total: int) -> None:
     """Nothing is said."""
 
 
@@ -126,7 +126,7 @@ def search(
     num_slices: int = 1,
     fixed: Mapping[str, Any] | None = None,
     keep: int = SHOWN,
-    report: Report = _silent,
+    report: Report = silent,
 ) -> Search:
     """The layouts with the shortest predicted steps.
 
