@@ -224,8 +224,12 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    name: Literal["adamw", "lion"] = "adamw"
+    """`adamw` (arXiv:1711.05101) keeps two moments of each parameter; `lion` (arXiv:2302.06675)
+    keeps one, and moves each entry by the learning rate, up or down. Its rate is 3 to 10 times
+    smaller than AdamW's, and its weight decay as much larger. A run keeps its optimizer."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -238,11 +242,11 @@ class OptimConfig:
     final_fraction: float = 0.1
     """Learning rate at the end as a fraction of the peak. Not read by `constant`."""
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay of the first moment; of `lion`, share of the moment in what is updated by."""
     beta2: float = 0.95
-    """Decay of the second moment."""
+    """Decay of the second moment; of `lion`, of its only one."""
     epsilon: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment. Not read by `lion`."""
     weight_decay: float = 0.1
     """Decoupled weight decay. Normalisation scales are not decayed."""
     clip_norm: float = 1.0
