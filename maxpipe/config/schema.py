@@ -237,6 +237,11 @@ class OptimConfig:
     whole run, no change, or `wsd`: stable, then linear over the last `optim.decay_fraction`."""
     warmup_steps: int = 0
     """Steps over which the rate rises from 0 to its peak."""
+    phases: list[str] = field(default_factory=list, hash=False)  # a list has no hash
+    """The rate's phases, in place of `optim.schedule` and what it reads, such as `['10% linear 0 ->
+    1', '3 x 20% cosine 1 -> 0.1', 'rest linear 0']`: a number of steps, a share of the run or its
+    `rest`, `3 x` in front for restarts; `linear` or `cosine`; and fractions of the peak. A phase
+    without `FROM ->` goes on where the one before it ends."""
     decay_fraction: float = 0.2
     """Share of the run, at its end, in which `wsd` decays."""
     final_fraction: float = 0.1

@@ -10,6 +10,7 @@ import optax
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from maxpipe.config.phases import phases
 from maxpipe.config.schema import OptimConfig
 from maxpipe.train.guard import unless_bad
 from maxpipe.train.optimizers import optimizer_of
@@ -22,6 +23,8 @@ _ROUNDED = 1.05
 
 def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
     """Learning rate by step: a warm-up, then the configured shape until `total_steps`."""
+    if config.phases:
+        return _by_phases(config, total_steps)
     peak = config.learning_rate
     end = peak * config.final_fraction
     after = max(1, total_steps - config.warmup_steps)
@@ -43,6 +46,23 @@ def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
     # The first step already moves: rate peak/warmup, not 0.
     rise = optax.linear_schedule(peak / config.warmup_steps, peak, max(1, config.warmup_steps - 1))
     return optax.join_schedules([rise, shape], [config.warmup_steps])
+
+
+def _by_phases(config: OptimConfig, total_steps: int) -> optax.Schedule:
+    """The phases one after the other; each reaches its end with the step behind its last."""
+    peak, shapes, borders = config.learning_rate, [], []
+    for phase in phases(config.phases, total_steps):
+        start, end = peak * phase.start, peak * phase.end
+        steps = max(1, phase.steps)
+        if phase.shape == "cosine" and start != end:
+            bent = optax.cosine_decay_schedule(1.0, steps)
+            shapes.append(lambda step, a=start, b=end, bent=bent: b + (a - b) * bent(step))
+        else:
+            shapes.append(optax.linear_schedule(start, end, steps))
+        last = borders[-1] if borders else 0
+        borders.append(min(last + phase.steps, 2**31 - 1))  # steps are int32
+    final = optax.constant_schedule(peak * phases(config.phases, total_steps)[-1].end)
+    return optax.join_schedules([*shapes, final], borders)
 
 
 def reach_after(
