@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.plan.gpu_target import INSTALL, missing_compiler
+from maxpipe.plan.gpu_target import INSTALL, has_cudnn, missing_compiler
 
 pytestmark = [
     pytest.mark.slow,
@@ -55,3 +56,16 @@ def test_slices_are_joined_by_the_network() -> None:
     moved = traffic(found)
     assert moved["collective-permute", "stage"]["link"] == "dcn"
     assert moved["reduce-scatter", "fsdp"]["link"] == "ici"
+
+
+@pytest.mark.skipif(not has_cudnn(), reason=f"needs cuDNN: {INSTALL}")
+def test_fused_attention_is_compiled_on_several_devices_with_its_heads_divided() -> None:
+    """jax's own rule for the kernel fails there; a run would end with it at its first step."""
+    sizes = ("mesh.ici_stage=2", "mesh.ici_fsdp=2", "mesh.ici_tensor=2")
+    found = compiled("--topology", "h100:8", *sizes, "model.compute_dtype=bfloat16")
+    assert found["attention"] == "cudnn"
+    # Two forwards, the second for the backward, of which the kernel does 2.5 times as much.
+    model = {"pairs": 128 * 128 / 2, "width": 4 * 32, "rows": 32, "layers": 8}
+    forward = 4 * math.prod(model.values()) / 8
+    assert found["kernel_flops"] == pytest.approx(4.5 * forward)
+    assert any("cuDNN" in each for each in found["unknown"])
