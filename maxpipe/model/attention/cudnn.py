@@ -76,7 +76,7 @@ def _forward(
     _, heads = shards.axes_of(query)
 
     def run(query: Array, key: Array, value: Array, seen: Array) -> tuple[Array, Any]:
-        # The kernel's gradient of it, which nobody takes, is typed as differing between heads.
+        # The kernel's unused gradient of it is typed as differing between heads.
         seen = lax.pcast(seen, heads, to="varying") if heads else seen
         mixed, pull = jax.vjp(
             lambda query, key, value: _mix(query, key, value, seen, call=call), query, key, value
