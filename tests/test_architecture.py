@@ -18,7 +18,7 @@ PACKAGE = ROOT / "maxpipe"
 # From the ground up. A module imports lower rows, and its own row inside its own folder; the
 # longest name that matches it counts.
 ROWS = (
-    ("maxpipe", "maxpipe.errors", "maxpipe.words"),
+    ("maxpipe", "maxpipe.errors", "maxpipe.words", "maxpipe.nested"),
     ("maxpipe.boundary",),
     (
         *("maxpipe.schedule", "maxpipe.config.schema", "maxpipe.config.bounds"),
@@ -41,7 +41,7 @@ ROWS = (
     (
         *("maxpipe.model", "maxpipe.pipeline", "maxpipe.data"),
         *("maxpipe.checkpoint", "maxpipe.telemetry"),
-        *("maxpipe.train.guard", "maxpipe.train.optim", "maxpipe.train.optimizers"),
+        *("maxpipe.train.guard", "maxpipe.optim"),
         "maxpipe.train.executable",
         *("maxpipe.plan.hlo", "maxpipe.plan.hlo_text", "maxpipe.plan.gpu_target"),
         *("maxpipe.diagnosis.environment", "maxpipe.diagnosis.probe"),
@@ -116,7 +116,7 @@ JAX_FREE = (
     "maxpipe.model.families",
     "maxpipe.exchange.named",
     "maxpipe.exchange.source",
-    "maxpipe.train.optimizers",
+    "maxpipe.optim.kept",
     "maxpipe.generate.text",
     "maxpipe.pipeline.scopes",
     "maxpipe.plan.plan",

@@ -253,7 +253,7 @@ class HeadTraffic:
         sizes, ends = self.sizes, self.sizes.model.ends
         own = ends.params["embedding" if ends.head is None else "head",]
         ahead = (ends.params[name] for name in matrices_ahead(sizes.model))
-        return (replace(own, dims=sizes.padded(own)), *ahead)
+        return (replace(own, dims=sizes.padded(own.dims)), *ahead)
 
     @cached_property
     def gathered(self) -> tuple[Sent, ...]:
@@ -269,7 +269,7 @@ class HeadTraffic:
     def summed(self) -> tuple[Sent, ...]:
         """To sum gradients at the end of a step over what is left: with the embedding's."""
         sizes, ends = self.sizes.trained, self.sizes.model.ends
-        embedding = replace(ends.params["embedding",], dims=sizes.padded(ends.embedding))
+        embedding = replace(ends.params["embedding",], dims=sizes.padded(ends.embedding.dims))
         norms = [param for (name, *_), param in ends.params.items() if name == "final_norm"]
         return _summed(sizes, (*self._params, embedding, *norms))
 

@@ -8,16 +8,24 @@ both forms.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxpipe.config.by_name import by_name
+from maxpipe.config.schema import OptimConfig
 from maxpipe.model.decoder import Decoder
+from maxpipe.model.frozen import chosen, names_in_layers
+from maxpipe.model.spec import Param
+from maxpipe.nested import Path, flat, nested
+from maxpipe.optim.kept import Kept
+from maxpipe.optim.update import OptState, Target
 from maxpipe.parallel.explicit import left_to_compiler
 from maxpipe.parallel.mesh import STAGE, TENSOR
 from maxpipe.parallel.sharding import STACK
@@ -26,6 +34,8 @@ from maxpipe.pipeline.trainable import trained
 from maxpipe.train.guard import GuardState
 
 Tree = Any
+VOCABULARY: Mapping[str, int] = {"embedding": 0, "head": 1}
+"""Parameters with a dim for the vocabulary, and which one that is."""
 
 
 class TrainState(NamedTuple):
@@ -34,7 +44,7 @@ class TrainState(NamedTuple):
     step: jax.Array
     """int32: steps done, those whose update was not taken included."""
     params: Tree
-    optimizer: optax.OptState
+    optimizer: OptState
     guard: GuardState
 
 
@@ -112,12 +122,18 @@ class Partition:
         )
         return specs
 
-    @cached_property
-    def saved_optimizer_specs(self) -> Tree:
-        """The same of what the optimizer saves of each parameter that is trained."""
-        mask = self.decoder.trainable()
-        layers = {kind: mask["layers"][kind] for kind in self.layout.stacks}
-        return trained(self.saved_specs, mask | {"layers": self._without_one_kind(layers)})
+    def saved_kept_specs(self, kept: Mapping[Path, Kept]) -> Tree:
+        """The same of what is kept of parameters, which are named by their paths when stacked."""
+        found: dict[Path, PartitionSpec] = {}
+        for path, spec in flat(self.by_kind(self.saved_specs)).items():
+            in_layers = path[0] == "layers"
+            paths = (path, ("outside", *path[1:])) if in_layers else (path,)
+            one = next((kept[each] for each in paths if each in kept), None)
+            if one is not None:
+                dropped = {in_layers + dim for dim in one.left_out}
+                entries = (entry for dim, entry in enumerate(spec) if dim not in dropped)
+                found[path] = PartitionSpec(*entries)
+        return self._as_saved(nested(found))
 
     def _saved_layers(self, kind: str) -> Tree:
         """PartitionSpec of the parameters of all layers of a kind, in network order."""
@@ -142,10 +158,29 @@ class Partition:
             return saved
         return saved | {"layers": {next(iter(self.layout.stacks)): saved["layers"]}}
 
-    @cached_property
-    def decayed(self) -> Tree:
-        """Which of the trained parameters weight decay applies to."""
-        return self.trained(self._by_place(self.decoder.decays()))
+    def targets(self, optim: OptimConfig) -> dict[Path, Target]:
+        """The trained parameters, by their paths in the stacked form."""
+        model, layout = self.decoder.model, self.layout
+        rates = chosen(model, by_name(optim.rate_factors))
+        decays = chosen(model, by_name(optim.weight_decays))
+        specs, found = flat(self.specs), dict[Path, Target]()
+
+        def add(path: Path, name: str, param: Param, layers: np.ndarray | None = None) -> None:
+            decay = decays.get(name, optim.weight_decay if param.decays else 0.0)
+            if param.trainable:
+                found[path] = Target(param, name, rates.get(name, 1.0), decay, layers, specs[path])
+
+        for key, param in model.ends.params.items():
+            add(key, ".".join(key), param)
+        for kind, stack in layout.stacks.items():
+            names, params = names_in_layers(model, kind), model.kinds[kind].params
+            for key, name in names.items():
+                if kind in layout.in_ring:
+                    layers = stack.layer_at.reshape(stack.shape)
+                    add(("layers", kind, *key), name, params[key], layers)
+                if kind in layout.in_front:
+                    add(("outside", kind, *key), name, params[key], np.array(stack.in_front))
+        return found
 
     def shardings(self, specs: Tree) -> Tree:
         """The specs on this mesh."""
@@ -178,43 +213,45 @@ class Partition:
             }
         return params
 
-    def stack(self, params: Tree) -> Tree:
+    def stack(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
         """Network order, `layers {kind: [n, ...]}` -> the stacked, padded form.
 
-        Parameters may be missing in the tree here and below, as frozen ones do in the optimizer's.
+        Parameters may be missing in the tree here and below, as frozen ones do in the optimizer's,
+        and dims of them: `vocabulary` says which dims are that of the vocabulary.
         """
-        stacked = self._pad_vocabulary(params)
+        stacked = self._pad_vocabulary(params, vocabulary)
         layers, outside = self.layout.stack(stacked.pop("layers", {}))
         places = {"layers": layers, "outside": outside}
         return stacked | {name: tree for name, tree in places.items() if tree}
 
-    def unstack(self, params: Tree) -> Tree:
+    def unstack(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
         """The stacked form -> network order without padding."""
         size = self.decoder.config.vocab_size
         plain = dict(params)
         layers = self.layout.unstack(plain.pop("layers", {}), plain.pop("outside", {}))
-        if "embedding" in plain:
-            plain["embedding"] = plain["embedding"][:size]
-        if "head" in plain:
-            plain["head"] = plain["head"][:, :size]
+        for name, dim in vocabulary.items():
+            if name in plain:
+                plain[name] = jax.lax.slice_in_dim(plain[name], 0, size, axis=dim)
         return plain | {"layers": layers} if layers else plain
 
-    def to_saved(self, params: Tree) -> Tree:
+    def to_saved(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
         """The stacked form -> what checkpoints hold: network order."""
-        plain = self.unstack(params)
+        return self._as_saved(self.unstack(params, vocabulary))
+
+    def _as_saved(self, plain: Tree) -> Tree:
         if "layers" not in plain:
             return plain
         return plain | {"layers": self._without_one_kind(plain["layers"])}
 
-    def from_saved(self, saved: Tree) -> Tree:
+    def from_saved(self, saved: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
         """The way back."""
-        return self.stack(self.by_kind(saved))
+        return self.stack(self.by_kind(saved), vocabulary)
 
-    def _pad_vocabulary(self, params: Tree) -> Tree:
+    def _pad_vocabulary(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
         shape = self.mesh.shape
         size = padded_vocabulary(self.decoder.config.vocab_size, shape[STAGE] * shape[TENSOR])
         padded = dict(params)
-        for name, dim in (("embedding", 0), ("head", 1)):
+        for name, dim in vocabulary.items():
             if name in params:
                 padded[name] = pad_vocabulary(params[name], dim, size)
         return padded
