@@ -184,7 +184,10 @@ def with_attention(model: Model, part: Part) -> Model:
     return replace(model, kinds=kinds)
 
 
-def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:
+OPTIM = OptimConfig(learning_rate=3e-3, warmup_steps=2)
+
+
+def steps_of(case: Case, rows: int, total_steps: int = 10, optim: OptimConfig = OPTIM) -> Steps:
     config = case.model
     mesh = case.mesh
     size = math.prod(axis_size(mesh, axis) or 1 for axis in MESH_AXES)
@@ -204,7 +207,7 @@ def steps_of(case: Case, rows: int, total_steps: int = 10) -> Steps:
             offloaded_names=list(case.offloaded),
             idle=case.idle,  # type: ignore[arg-type]
         ),
-        optim=OptimConfig(learning_rate=3e-3, warmup_steps=2),
+        optim=optim,
         train=TrainConfig(batch_size=rows, sequence_length=case.tokens),
         total_steps=total_steps,
         rules=AxisRules.from_config(mesh),

@@ -43,7 +43,7 @@ ROWS = (
         *("maxpipe.checkpoint", "maxpipe.telemetry"),
         *("maxpipe.train.guard", "maxpipe.train.optim", "maxpipe.train.optimizers"),
         "maxpipe.train.executable",
-        *("maxpipe.plan.hlo", "maxpipe.plan.hlo_text"),
+        *("maxpipe.plan.hlo", "maxpipe.plan.hlo_text", "maxpipe.plan.gpu_target"),
         *("maxpipe.diagnosis.environment", "maxpipe.diagnosis.probe"),
     ),
     (
@@ -83,6 +83,7 @@ FORBIDDEN = [
     ("maxpipe.model.frozen", "jax", "a description is data"),
     ("maxpipe.errors", "jax", "errors are raised everywhere"),
     ("maxpipe.hardware", "jax", "plans are made without devices"),
+    ("maxpipe.plan.gpu_target", "jax", "a compiler is looked at before jax loads it"),
     ("maxpipe.diagnosis.environment", "jax", "a process of its own looks at devices"),
     ("maxpipe.diagnosis.doctor", "jax", "a process of its own looks at devices"),
     ("maxpipe.launch", "jax", "the launcher holds no device"),

@@ -282,7 +282,8 @@ def _add_compile(commands: Commands) -> None:
         help="compile the train step for devices that need not be there",
         description="Compile the real train step for a topology and say what the compiler knows:\n"
         "memory, operations, collectives and what they hide behind. TPU programs need libtpu\n"
-        "(pip install 'maxpipe[tpu]') and no TPU.",
+        "(pip install 'maxpipe[tpu]') and no TPU, those for NVIDIA GPUs jax's CUDA plugin\n"
+        "(pip install 'maxpipe[gpu-aot]') and no GPU.",
         epilog="examples:\n  maxpipe compile quickstart --topology cpu:8 "
         "mesh.ici_stage=4 mesh.ici_fsdp=2\n"
         "  maxpipe compile run.yml --topology v5p:4x4x4 --slices 2 mesh.dcn_stage=2",

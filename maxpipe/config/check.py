@@ -24,6 +24,7 @@ from maxpipe.boundary.files import scheme
 from maxpipe.config.copies import meant_copies
 from maxpipe.config.keys import FAMILY, KEYS, family_section
 from maxpipe.config.names import list_meant
+from maxpipe.config.phases import EXAMPLE, phases
 from maxpipe.config.ranges import BOUNDS, Bound
 from maxpipe.config.rules import (
     RULES,
@@ -106,7 +107,7 @@ def _moves_nothing(config: Config) -> Iterator[Problem]:
         )
     # The norm is taken over more entries than those of the embedding table.
     entry = (optim.clip_norm or 1.0) / math.sqrt(config.model.vocab_size * config.model.d_model)
-    if entry < optim.epsilon:
+    if entry < optim.epsilon and optim.name != "lion":
         yield Problem(
             "optim.epsilon",
             f"{optim.epsilon:g}",
@@ -117,6 +118,34 @@ def _moves_nothing(config: Config) -> Iterator[Problem]:
 
 
 # Rules on single values.
+
+_LENGTH = ("train.steps", "train.tokens", "train.batch_size", "train.sequence_length")
+"""What `total_steps` reads."""
+
+
+@rule("optim.phases", "optim.warmup_steps", *_LENGTH)
+def _phases_can_be_read(config: Config) -> Iterator[Finding]:
+    texts, steps = config.optim.phases, total_steps(config.train)
+    if not texts:
+        return
+    try:
+        found = phases(texts, steps)
+    except ValueError as error:
+        yield Finding("optim.phases", str(error), f'Set "optim.phases={EXAMPLE}".')
+        return
+    if config.optim.warmup_steps:
+        yield Finding(
+            "optim.warmup_steps",
+            "must be 0 with optim.phases, which hold the warm-up.",
+            f"Set optim.warmup_steps=0, and '{config.optim.warmup_steps} linear 0 -> 1' as the "
+            "first of the phases.",
+        )
+    if steps and all(phase.start == phase.end == 0 for phase in found if phase.steps):
+        yield Finding(
+            "optim.phases",
+            "must leave a rate above 0: nothing would be learned.",
+            f'Set "optim.phases={EXAMPLE}".',
+        )
 
 
 def _in_bound(bound: Bound) -> None:

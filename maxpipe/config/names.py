@@ -99,6 +99,7 @@ _SAME_KEY = {
     "train_batch_size batch bsz",
     "train.sequence_length": "seq_len seq_length max_seq_len max_seq_length sequence_len "
     "context_length ctx_len n_ctx block_size max_length max_target_length",
+    "optim.name": "optimizer optimizer_name optimizer_type optim.type optim.optimizer",
     "optim.learning_rate": "lr max_lr peak_lr base_lr",
     "optim.schedule": "lr_scheduler lr_scheduler_type lr_schedule scheduler lr_decay_style",
     "optim.warmup_steps": "warmup num_warmup_steps warmup_iters lr_warmup_steps lr_warmup_iters",
@@ -200,10 +201,13 @@ _NOT_SAME_KEY = {
         "layers with experts are those of a model family.",
         "Set model.family=moe; `maxpipe config explain model.moe` lists its keys.",
     ),
-    "optim.name optim.type optimizer optimizer_name optimizer_type optim.optimizer muon lion "
-    "adafactor sgd shampoo sophia adam adamw": (
-        "AdamW is the only optimizer.",
-        "Leave it out; `maxpipe config explain optim` lists what AdamW takes.",
+    "adam adamw lion": (
+        "an optimizer is chosen by its name.",
+        "Set optim.name to adamw or lion; `maxpipe config explain optim` lists what they take.",
+    ),
+    "muon adafactor sgd shampoo soap sophia": (
+        "is no optimizer that there is: AdamW and Lion are.",
+        "Set optim.name=adamw, or lion for half of its state.",
     ),
     "zero zero_stage zero_optimization deepspeed sharding_strategy fsdp_config strategy": (
         "sharding is said by the mesh.",
@@ -308,6 +312,12 @@ _VALUES = {
         "bpe gpt2 llama llama3 qwen cl100k o200k wordpiece": (
             "Set tokenizer.kind=auto and tokenizer.path to the model's folder, or to its "
             "tokenizer.json or tokenizer.model."
+        ),
+    },
+    "optim.name": {
+        "adam adamw_torch adamw_torch_fused fused_adamw": "adamw",
+        "muon adafactor sgd shampoo soap sophia": (
+            "It is not supported. Set optim.name=adamw, or lion for half of its state."
         ),
     },
     "optim.schedule": {

@@ -224,8 +224,12 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    name: Literal["adamw", "lion"] = "adamw"
+    """`adamw` (arXiv:1711.05101) keeps two moments of each parameter; `lion` (arXiv:2302.06675)
+    keeps one, and moves each entry by the learning rate, up or down. Its rate is 3 to 10 times
+    smaller than AdamW's, and its weight decay as much larger. A run keeps its optimizer."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -233,16 +237,21 @@ class OptimConfig:
     whole run, no change, or `wsd`: stable, then linear over the last `optim.decay_fraction`."""
     warmup_steps: int = 0
     """Steps over which the rate rises from 0 to its peak."""
+    phases: list[str] = field(default_factory=list, hash=False)  # a list has no hash
+    """The rate's phases, in place of `optim.schedule` and what it reads, such as `['10% linear 0 ->
+    1', '3 x 20% cosine 1 -> 0.1', 'rest linear 0']`: a number of steps, a share of the run or its
+    `rest`, `3 x` in front for restarts; `linear` or `cosine`; and fractions of the peak. A phase
+    without `FROM ->` goes on where the one before it ends."""
     decay_fraction: float = 0.2
     """Share of the run, at its end, in which `wsd` decays."""
     final_fraction: float = 0.1
     """Learning rate at the end as a fraction of the peak. Not read by `constant`."""
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay of the first moment; of `lion`, share of the moment in what is updated by."""
     beta2: float = 0.95
-    """Decay of the second moment."""
+    """Decay of the second moment; of `lion`, of its only one."""
     epsilon: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment. Not read by `lion`."""
     weight_decay: float = 0.1
     """Decoupled weight decay. Normalisation scales are not decayed."""
     clip_norm: float = 1.0

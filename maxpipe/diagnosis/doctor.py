@@ -47,6 +47,7 @@ from maxpipe.model.choice import Divided, words
 from maxpipe.model.count import num_params, num_trained
 from maxpipe.model.families.registry import describe
 from maxpipe.parallel.axes import MESH_AXES
+from maxpipe.plan import gpu_target
 from maxpipe.processes.hub import free_port
 from maxpipe.train.optimizers import optimizer_of
 from maxpipe.words import counted
@@ -150,6 +151,10 @@ def versions() -> Check:
     if wrong:
         action = "Run: pip install -c constraints/py311.txt . (py312.txt for later Pythons)"
         return Check("versions", "FAILED", f"{'; '.join(wrong)}.", action)
+    if any(map(environment.installed, gpu_target.PLUGINS)) and (
+        unfit := gpu_target.missing_compiler()
+    ):
+        return Check("versions", "FAILED", f"jax for GPUs {unfit[0]}.", f"Run: {unfit[1]}.")
     shown = {name: version for name, version in environment.versions().items() if version}
     return Check("versions", "ok", ", ".join(f"{name} {v}" for name, v in shown.items()))
 

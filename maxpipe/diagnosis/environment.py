@@ -28,6 +28,7 @@ PACKAGES = (
     "jaxlib",
     "libtpu",
     "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
     "flax",
     "optax",
     "orbax-checkpoint",

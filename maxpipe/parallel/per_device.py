@@ -32,19 +32,22 @@ def vary(tree: Any) -> Any:
     return jax.tree.map(mark, tree)
 
 
-def on_shards(run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def on_shards(
+    run: Callable[..., Any], in_specs: Any, out_specs: Any, *, states_types: bool = False
+) -> Callable[..., Any]:
     """`run` on each device's shards over all axes that are not manual yet; specs name only those.
 
     What kernels need: a Mosaic call must see every axis as manual, those of size 1, too, and states
     nothing of what varies, so that nothing is checked inside. Results are marked as varying. Not to
-    be differentiated: the marks would become sums over devices.
+    be differentiated: the marks would become sums over devices. `states_types`: what is called
+    states what varies, and rules for its gradients that are used inside compare that.
     """
     mesh = jax.sharding.get_abstract_mesh()
     rest = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
     if not rest:
         return run
     inside = jax.shard_map(
-        run, axis_names=rest, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        run, axis_names=rest, in_specs=in_specs, out_specs=out_specs, check_vma=states_types
     )
     return lambda *arguments: vary(inside(*arguments))
 

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import re
 
-_FLOPS = re.compile(r"\bflops_(\d+)\b")
+_FLOPS = re.compile(r"(\btranspose\((?:\w+\()*)?\bflops_(\d+)(?:_(\d+))?\b")
 _TRIPS = re.compile(r"\btrips_([\d.]+)\)*/while$")
 
 
-def flops(count: float) -> str:
-    """Scope of one kernel that does this number of operations, a multiply-add counting 2."""
-    return f"flops_{round(count)}"
+def flops(count: float, backward: float = 0.0) -> str:
+    """Scope of one kernel that does this number of operations, a multiply-add counting 2.
+
+    `backward`: of the kernel that jax puts in its place where it is transposed.
+    """
+    return f"flops_{round(count)}_{round(backward)}" if backward else f"flops_{round(count)}"
 
 
 def trips(mean: float) -> str:
@@ -29,7 +32,10 @@ def trips(mean: float) -> str:
 def flops_of(op_name: str) -> float | None:
     """Operations of one execution of a kernel, as the innermost scope states them."""
     found = _FLOPS.findall(op_name)
-    return float(found[-1]) if found else None
+    if not found:
+        return None
+    transposed, forward, backward = found[-1]
+    return float(backward if transposed and backward else forward)
 
 
 def trips_of(op_name: str) -> float | None:

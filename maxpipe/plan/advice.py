@@ -36,6 +36,10 @@ TERMS: dict[str, Term] = {
         "the parameters' shards in compute type",
         "pipeline.remat=chunk (not kept on TPUs), more mesh.ici_fsdp",
     ),
+    "turned": Term(
+        "transposed shards of parameters, for GPUs gather over the first dim",
+        "more mesh.ici_fsdp or mesh.ici_stage",
+    ),
     "widened": Term(
         "float32 copies of what is narrower, for CPUs compute in float32",
         "model.compute_dtype=float32",

@@ -25,10 +25,12 @@ from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware
 from maxpipe.model.count import train_flops_per_token
 from maxpipe.model.families.registry import describe
+from maxpipe.model.parts.attention import AUTO
 from maxpipe.model.spec import Model, Scores
 from maxpipe.parallel.mesh import AXES, BATCH_AXES, build_mesh
 from maxpipe.pipeline import scopes
 from maxpipe.pipeline.layout import Layout
+from maxpipe.plan import gpu_target
 from maxpipe.plan.advice import capacity, explain_out_of_memory, gib, largest
 from maxpipe.plan.hlo import Collective, Profile, profile
 from maxpipe.plan.hlo_text import parse
@@ -36,7 +38,7 @@ from maxpipe.plan.memory import buffers
 from maxpipe.plan.nearest import nearest
 from maxpipe.plan.search import evaluate
 from maxpipe.plan.sizes import Sizes
-from maxpipe.plan.topology import WHERE, Topology, devices, other_compiler, placed
+from maxpipe.plan.topology import WHERE, Topology, are_here, devices, other_compiler, placed
 from maxpipe.schedule.table import Schedule, Slots
 from maxpipe.train import executable
 from maxpipe.train.build import steps_of
@@ -72,6 +74,8 @@ class Traffic:
     """Sent by one device in one step."""
     cycles_behind: float
     """Estimated cycles of what is scheduled between their starts and dones."""
+    flops_behind: float = 0.0
+    """Operations of the matmuls and kernels there."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,8 @@ class Report:
     largest: list[tuple[str, str, float]] = field(default_factory=list)
     """(operation, where it comes from, cycles) of the costliest instructions."""
     unknown_loops: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    """What the compiler leaves open, in words."""
 
     @property
     def total_bytes(self) -> int:
@@ -186,11 +192,15 @@ def compile_step(loaded: Loaded, topology: Topology, save: Path | None = None) -
     present = devices(topology)
     config = placed(loaded, topology)
     steps = build_steps(config, present)
+    untuned = topology.platform == "cuda" and not are_here(present)
+    if untuned and save is not None:
+        raise _only_a_report(save)
     start = time.monotonic()
-    lowered = steps.lower_train()
+    lowered = _lowered(steps, config, topology)
     lowered_at = time.monotonic()
+    options = steps.compiler_options | (dict(gpu_target.OPTIONS) if untuned else {})
     try:
-        compiled = lowered.compile(steps.compiler_options)
+        compiled = lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise _out_of_memory(str(error), config, steps, topology) from error
@@ -201,7 +211,42 @@ def compile_step(loaded: Loaded, topology: Topology, save: Path | None = None) -
         executable.save(compiled, save, facts)
     report = report_of(config, topology, steps, compiled)
     seconds = {"lower_seconds": lowered_at - start, "compile_seconds": done - lowered_at}
-    return dataclasses.replace(report, **seconds)
+    unknown = _unknown(report.attention) if untuned else []
+    return dataclasses.replace(report, **seconds, unknown=unknown)
+
+
+def _lowered(steps: Steps, config: Config, topology: Topology) -> Any:
+    try:
+        return steps.lower_train()
+    except RuntimeError as error:
+        if "cuDNN" not in str(error):
+            raise
+        given = f"attention cudnn on {topology.name}"
+        rule = f"is compiled with cuDNN, which is not here: {str(error).splitlines()[0]}"
+        if config.model.attention == AUTO:
+            rule += " model.attention=auto chose it, as a run on such GPUs does."
+        action = f"Run: {gpu_target.INSTALL}, which brings it; or set model.attention=blockwise."
+        raise ConfigError.one("model.attention", given, rule, action) from error
+
+
+def _only_a_report(save: Path) -> ConfigError:
+    rule = "cannot keep a step for GPUs that are not here: XLA chooses a run's kernels by timing "
+    rule += "them, and this one would be slower."
+    action = "Leave out --save, or compile on a machine with these GPUs."
+    return ConfigError.one("command line: --save", save, rule, action)
+
+
+def _unknown(attention: str) -> list[str]:
+    """What a compiler without a GPU leaves open."""
+    found = [
+        "time: it estimates no cycles for GPUs",
+        "kernels: none were timed (no autotuning, no Triton matmuls), so that a run's may differ, "
+        "and the memory that they work in",
+        "memory outside of the program: CUDA's, NCCL's",
+    ]
+    if attention == "cudnn":
+        found.append("memory that cuDNN's attention works in")
+    return found
 
 
 def _out_of_memory(message: str, config: Config, steps: Steps, topology: Topology) -> ConfigError:
@@ -276,7 +321,7 @@ def kernel_cycles(found: Profile, hardware: Hardware) -> float:
 def versions() -> dict[str, str]:
     """Of everything that decides what a program is compiled to."""
     found = {}
-    for name in ("maxpipe", "jax", "jaxlib", "libtpu"):
+    for name in ("maxpipe", "jax", "jaxlib", "libtpu", *gpu_target.PLUGINS, *gpu_target.CUDNN):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -426,7 +471,7 @@ def traffic(found: Sequence[Collective], mesh: Any) -> list[Traffic]:
     """Collectives by kind, axes and link, most bytes first."""
     placed = list(mesh.devices.flat)
     place_of = {device.id: place for place, device in enumerate(placed)}
-    slices = np.array([getattr(device, "slice_index", 0) or 0 for device in placed])
+    slices = np.array([_slice_of(device) for device in placed])
     grouped: dict[tuple[str, str, str, bool], list[Collective]] = {}
     for each in found:
         group = [place_of[member] for member in each.group] if each.between_slices else each.group
@@ -443,7 +488,15 @@ def traffic(found: Sequence[Collective], mesh: Any) -> list[Traffic]:
             count=sum(each.count for each in group),
             total_bytes=sum(each.total_bytes for each in group),
             cycles_behind=sum(each.cycles_between * each.count for each in group),
+            flops_behind=sum(each.flops_between * each.count for each in group),
         )
         for key, group in grouped.items()
     ]
     return sorted(result, key=lambda each: -each.total_bytes)
+
+
+def _slice_of(device: Any) -> int:
+    """Of GPUs that are not here each slice is a process of its own."""
+    if getattr(device, "platform", "") == "gpu":
+        return device.process_index
+    return getattr(device, "slice_index", 0) or 0

@@ -21,6 +21,7 @@ COLOURS = {
     "partial": "#f6b26b",
     "held": "#1f6f4c",
     "window": "#86cfae",
+    "turned": "#5f86c9",
     "widened": "#d98ca8",
     "stash": "#5a3aa6",
     "deferred": "#bba6ef",

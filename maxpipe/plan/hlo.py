@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -62,7 +62,7 @@ class Entry:
     @property
     def is_kernel(self) -> bool:
         """Whether it is a program of its own, for which the compiler has no estimate of cycles."""
-        return self.instruction.opcode == "custom-call"
+        return self.instruction.opcode == "custom-call" and not _is_gemm(self.instruction)
 
     @property
     def cycles(self) -> float:
@@ -96,6 +96,8 @@ class Collective:
     """Computing instructions between start and done, in scheduled order."""
     cycles_between: float = 0.0
     """Their estimated cycles, loops included."""
+    flops_between: float = 0.0
+    """Operations of their matmuls and kernels, loops included."""
     between_slices: bool = False
     """Whether hosts carry it from slice to slice; `group` has ids of devices then."""
 
@@ -183,7 +185,7 @@ class _Walk:
     windows: Mapping[int, float]
     regions: Mapping[str, str]
     copy_bytes: int
-    costs: dict[str, tuple[float, int]] = field(default_factory=dict)
+    costs: dict[str, tuple[float, float, int]] = field(default_factory=dict)
     profile: Profile = field(default_factory=Profile)
 
     def visit(self, name: str, count: float, region: str, depth: int) -> None:
@@ -260,21 +262,33 @@ class _Walk:
         values = [c.operands[0] for c in constants if re.match(r"[su]\d+\[\]", c.shape)]
         return float(values[0]) if len(values) == 1 else None
 
-    def cost(self, name: str) -> tuple[float, int]:
-        """Cycles of one execution; then, where nothing is estimated, instructions."""
+    def cost(self, name: str) -> tuple[float, float, int]:
+        """Cycles of one execution; then, where nothing is estimated, operations, instructions."""
         if name not in self.costs:
-            cycles, size = 0.0, 0
-            for each in self.module.computations[name].values():
-                own, inner = self._instruction_cost(each)
-                cycles, size = cycles + own, size + inner
-            self.costs[name] = cycles, size
+            computation = self.module.computations[name]
+            self.costs[name] = self._cost_of(computation.values(), computation)
         return self.costs[name]
 
-    def _instruction_cost(self, each: Instruction) -> tuple[float, int]:
+    def _cost_of(
+        self, instructions: Iterable[Instruction], computation: Computation
+    ) -> tuple[float, float, int]:
+        cycles, flops, size = 0.0, 0.0, 0
+        for each in instructions:
+            own = self._instruction_cost(each, computation)
+            cycles, flops, size = cycles + own[0], flops + own[1], size + own[2]
+        return cycles, flops, size
+
+    def _instruction_cost(
+        self, each: Instruction, computation: Computation
+    ) -> tuple[float, float, int]:
         if each.opcode not in ("while", "conditional", "call"):
-            return each.cycles, 1
+            return each.cycles, self._flops(each, computation), 1
         parts = [(self.cost(name), times) for name, times in self._called(each)]
-        return sum(c * times for (c, _), times in parts), 1 + sum(s for (_, s), _ in parts)
+        return (
+            sum(cycles * times for (cycles, _, _), times in parts),
+            sum(flops * times for (_, flops, _), times in parts),
+            1 + sum(size for (_, _, size), _ in parts),
+        )
 
     # Work.
 
@@ -286,12 +300,14 @@ class _Walk:
         if each.opcode == "custom-call":
             if (named := stated.flops_of(each.op_name)) is not None:
                 return named
+            if _is_gemm(each):
+                return 2.0 * _products(each, array_dims(computation[each.operands[0]].shape)[0])
             own = re.search(r'"cost_estimate":\{"flops":"(\d+)"', each.attributes)
             return float(own.group(1)) if own else 0.0
         if each.opcode not in ("dot", "convolution"):
             return 0.0
-        left, right = (computation[name].shape for name in each.operands[:2])
-        return 2.0 * _products(each, array_dims(left)[0], array_dims(right)[0])
+        left, right = (array_dims(computation[name].shape)[0] for name in each.operands[:2])
+        return 2.0 * _products(each, left, right)
 
     # Data movement.
 
@@ -313,8 +329,10 @@ class _Walk:
         if kind == "ragged-all-to-all":
             operands = operands[:1]  # the others are where it writes, and sizes and places
         size = sum(operand.num_bytes for operand in operands)
-        is_async = self._is_start(each)
+        # GPU programs write a start and a done of every collective, and which does wait.
+        is_async = self._is_start(each) and '"is_sync":true' not in each.attributes
         between = self._between(each, computation) if is_async else []
+        cycles, flops, _ = self._cost_of(between, computation)
         return Collective(
             kind=kind,
             name=each.name,
@@ -325,7 +343,8 @@ class _Walk:
             num_bytes=_sent(kind, size, len(group)),
             is_async=is_async,
             between=tuple(other.name for other in between),
-            cycles_between=sum(self._instruction_cost(other)[0] for other in between),
+            cycles_between=cycles,
+            flops_between=flops,
         )
 
     def _from_other_slices(self, recv: Instruction, computation: Computation) -> Collective | None:
@@ -342,6 +361,7 @@ class _Walk:
         )
         group = group_between_slices(settings["megascale_target"])
         between = self._between(recv, computation)
+        cycles, flops, _ = self._cost_of(between, computation)
         return Collective(
             kind=kind,
             name=recv.name,
@@ -352,7 +372,8 @@ class _Walk:
             num_bytes=_sent(kind, computation[send.operands[0]].num_bytes, len(group)),
             is_async=True,
             between=tuple(other.name for other in between),
-            cycles_between=sum(self._instruction_cost(other)[0] for other in between),
+            cycles_between=cycles,
+            flops_between=flops,
             between_slices=True,
         )
 
@@ -417,13 +438,23 @@ class _Walk:
         return bool(kinds & moves) and kinds <= moves | {"fusion", "parameter", "bitcast"}
 
 
-def _products(each: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> int:
+def _is_gemm(each: Instruction) -> bool:
+    """Whether it is a matmul of cuBLAS."""
+    return each.opcode == "custom-call" and '"gemm_backend_config"' in each.attributes
+
+
+_CONTRACTED = re.compile(
+    r'lhs_contracting_dims=\{([\d,]*)\}|"lhs_contracting_dimensions":\[([\d",]*)\]'
+)
+
+
+def _products(each: Instruction, left: tuple[int, ...], right: tuple[int, ...] = ()) -> int:
     """Multiplications of a matmul."""
     out = array_dims(each.shape)[0]
-    if each.opcode == "dot":
-        listed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", each.attributes)
-        dims = listed.group(1).split(",") if listed else []
-        return math.prod(out) * math.prod(left[int(dim)] for dim in dims if dim)
+    if each.opcode != "convolution":
+        listed = _CONTRACTED.search(each.attributes)
+        dims = re.findall(r"\d+", "".join(filter(None, listed.groups()))) if listed else []
+        return math.prod(out) * math.prod(left[int(dim)] for dim in dims)
     # A matmul as XLA for TPU writes it, other dims in the place of spatial ones.
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", each.attributes)
     window = re.search(r"window=\{([^}]*)\}", each.attributes)

@@ -54,10 +54,12 @@ def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     """What the train step of a config takes on devices of a platform, as jax names it."""
     sizes = sizes.on(platform)
     terms = state(sizes) | buffers(sizes, schedule)
-    terms |= _gathered(sizes)
+    terms |= _gathered(sizes, schedule)
     working = sizes
     if platform == "tpu":
         terms["copies"] = _copies(sizes)
+    if platform not in ("cpu", "tpu"):
+        terms["turned"] = _turned(sizes, schedule)
     if platform == "cpu":
         narrow, older = sizes.config.model.compute_dtype != "float32", _is_older_on_cpu()
         if narrow and older:
@@ -67,16 +69,18 @@ def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
             terms["window"] += _refilled_on_cpu(sizes, schedule, narrow=narrow)
         spared = CPU_SPARED * (sizes.token_shards == 1) if older else 1.0
         layer = _layer_on_cpu(working, score_bytes=4, spared=spared)
-        moments = {"layer": layer, "held": _gathering_on_cpu(working)}
+        moments = {"layer": layer, "held": _gathering_on_cpu(working, schedule)}
     else:
         layer = _layer_on_tpu(sizes, schedule)
-        if platform != "tpu":  # GPUs were not measured: the larger of the two
+        if platform != "tpu":  # the larger of the two
             size = BYTES[sizes.config.model.compute_dtype]
             layer = max(layer, _layer_on_cpu(sizes, score_bytes=size, spared=0.0))
         moments = {"layer": layer, "window": _arriving(sizes, schedule)}
-    moments["logits"] = _logits(working, fused=platform == "tpu")
+    moments["logits"] = _logits(working, platform)
     fullest = max(moments, key=moments.__getitem__)
     terms[fullest] = terms.get(fullest, 0.0) + moments[fullest]
+    if platform not in ("cpu", "tpu"):
+        terms[fullest] += WORKSPACE
     on_host = schedule.num_stash * sum(
         length * sizes.kept_bytes(kind)[1] for kind, length in sizes.per_chunk.items()
     )
@@ -168,14 +172,14 @@ def _gradient_elements(sizes: Sizes, schedule: Schedule) -> int:
     return layers + ends + heads + sizes.norm_elements
 
 
-def _gathered(sizes: Sizes) -> dict[str, float]:
+def _gathered(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     """Whole weights that are held from start to end."""
     pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
     if pipeline.weight_gather == "iteration":
         return {"held": 0.0}
     elements = sizes.head_elements(whole=True) + sizes.outside_elements(whole=True)
     elements += sizes.ahead_elements(whole=True)
-    if pipeline.weight_gather == "step":
+    if _by_step(sizes, schedule):
         elements += sizes.held_elements(whole=True)
     return {"held": float(size * elements)}
 
@@ -201,6 +205,19 @@ def _copies(sizes: Sizes) -> float:
     return float(size * elements)
 
 
+WORKSPACE = 32.0 * 2**20
+"""Of matmuls by cuBLAS, on GPUs of the Hopper generation; on others less."""
+
+
+def _turned(sizes: Sizes, schedule: Schedule) -> float:
+    """Shards of layers that XLA for GPUs keeps transposed throughout the step, as they are stored.
+
+    It gathers over the first dim only, and takes the transposition of the others out of the loops.
+    """
+    stays = not _by_step(sizes, schedule)
+    return float(stays * BYTES[sizes.config.model.param_dtype] * sizes.turned_elements)
+
+
 def _in_float32(sizes: Sizes) -> Sizes:
     config = sizes.config
     return Sizes(replace(config, model=replace(config.model, compute_dtype="float32")))
@@ -224,7 +241,7 @@ optimization barriers until it has fused; 0.10 did neither."""
 def _widened(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
     """Older XLA for CPU computes in float32: it widens gathered weights and copies of buffers."""
     both = (sizes, wide)
-    held, held_wide = (sum(_gathered(each).values()) for each in both)
+    held, held_wide = (sum(_gathered(each, schedule).values()) for each in both)
     carried, carried_wide = (sum(buffers(each, schedule).values()) for each in both)
     # A float32 copy is twice what its original would grow by.
     return held_wide - held + 2 * (carried_wide - carried)
@@ -287,10 +304,9 @@ CPU_GATHERING = 2 / 3
 have been gathered when the first is converted. Fitted."""
 
 
-def _gathering_on_cpu(sizes: Sizes) -> float:
+def _gathering_on_cpu(sizes: Sizes, schedule: Schedule) -> float:
     """Collectives are in float32: of weights that are held for the step, what is not held then."""
-    model, pipeline = sizes.config.model, sizes.config.pipeline
-    if pipeline.weight_gather != "step" or model.compute_dtype == "float32":
+    if not _by_step(sizes, schedule) or sizes.config.model.compute_dtype == "float32":
         return 0.0
     return CPU_GATHERING * 4 * sizes.held_elements(whole=True)
 
@@ -365,19 +381,22 @@ def _chunk_inputs(sizes: Sizes) -> float:
 
 
 UNFUSED_LOGITS = 3.0
-"""Copies of the logits in float32 where XLA does not fuse the loss and its gradient."""
+"""Copies of the logits in float32 where XLA does not fuse the loss and its gradient: on CPUs."""
 
 
-def _logits(sizes: Sizes, *, fused: bool) -> float:
+def _logits(sizes: Sizes, platform: str) -> float:
     """The loss head's backward."""
     model, gathers = sizes.config.model, sizes.config.pipeline.weight_gather == "iteration"
+    size, pairs = BYTES[model.compute_dtype], sizes.tokens * sizes.vocabulary
     matrix = sizes.head_elements(whole=True)
-    logits = 4.0 * sizes.tokens * sizes.vocabulary
+    gradient = 4.0 * sizes.trained.head_elements(whole=True)
     # The matrix's gradient, after the other copies of the logits.
-    with_gradient = logits + 4.0 * sizes.trained.head_elements(whole=True)
-    if fused:
+    with_gradient = 4.0 * pairs + gradient
+    if platform == "tpu":
         # Whole accumulators take it where they are; shards of them, after it was summed.
-        most = with_gradient if gathers else logits
-    else:
-        most = max(with_gradient, UNFUSED_LOGITS * logits)
-    return most + BYTES[model.compute_dtype] * matrix * gathers + _waiting_ahead(sizes)
+        most = with_gradient if gathers else 4.0 * pairs
+    elif platform == "cpu":
+        most = max(with_gradient, UNFUSED_LOGITS * 4.0 * pairs)
+    else:  # beside the logits their gradient in compute type, of which the matrix's is made
+        most = size * pairs + max(4.0 * pairs, gradient)
+    return most + size * matrix * gathers + _waiting_ahead(sizes)

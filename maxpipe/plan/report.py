@@ -61,6 +61,8 @@ def compiled(report: Report) -> str:
         lines.append(f"copies of whole buffers inside loops: {report.copies}")
     if report.unknown_loops:
         lines.append(f"loops counted once: {', '.join(report.unknown_loops)}")
+    if report.unknown:
+        lines += ["", "not known without a GPU:", *(f"  {each}" for each in report.unknown)]
     return "\n".join(lines)
 
 
@@ -76,7 +78,7 @@ def _table(found: Sequence[Traffic]) -> list[str]:
             f"{each.count:.0f}",
             gib(each.total_bytes),
             "yes" if each.asynchronous else "no",
-            f"{each.cycles_behind / 1e6:.0f} Mcycles" if each.cycles_behind else "-",
+            _behind(each),
         )
         for each in found
     ]
@@ -85,6 +87,13 @@ def _table(found: Sequence[Traffic]) -> list[str]:
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
         for row in (head, *rows)
     ]
+
+
+def _behind(each: Traffic) -> str:
+    """What is computed meanwhile: operations where no cycles are estimated."""
+    if each.cycles_behind:
+        return f"{each.cycles_behind / 1e6:.0f} Mcycles"
+    return f"{each.flops_behind / 1e12:.4g} TFLOP" if each.flops_behind else "-"
 
 
 def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:

@@ -281,6 +281,19 @@ class Sizes:
             for kind, count in self.layer_slots.items()
         )
 
+    @cached_property
+    def turned_elements(self) -> int:
+        """Of the parameters of a stage's layers, those whose gathered dim is not their first."""
+
+        def turned(kind: Kind) -> int:
+            counted = (each.dims for each in kind.params.values() if self.counts(each))
+            behind = (dims for dims in counted if self.gathered_over(dims[1:]))
+            return sum(map(self.elements, behind))
+
+        return sum(
+            count * turned(self.model.kinds[kind]) for kind, count in self.layer_slots.items()
+        )
+
     def chunk_elements(self) -> int:
         """Parameters of a chunk with as many layers of each kind as any, gathered."""
         return sum(

@@ -1,19 +1,22 @@
 """Names of groups of devices, such as `v5p:4x4x4`, and their devices.
 
 Parsing needs no jax. TPU devices come from libtpu, which describes chips that this machine does
-not have; CPU devices are virtual; GPUs must be present.
+not have, and GPUs that are not here from jax's CUDA plugin; CPU devices are virtual.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import importlib.metadata
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from maxpipe.config.check import check
@@ -23,6 +26,7 @@ from maxpipe.config.schema import Config, MeshConfig, RuntimeConfig
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware, known, of_device
 from maxpipe.parallel.axes import resolved
+from maxpipe.plan import gpu_target
 from maxpipe.plan.sizes import Sizes
 from maxpipe.words import counted
 
@@ -228,7 +232,18 @@ def placed(loaded: Loaded, topology: Topology) -> Config:
 
 
 def prepare(topology: Topology) -> None:
-    """Settings before jax is imported or initialises devices."""
+    """Settings before jax is imported or initialises devices.
+
+    Raises:
+        ConfigError: this machine has neither such GPUs nor a compiler for them.
+    """
+    if topology.platform == "cuda":
+        # Else the compiler reports what it tries.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        if not _has_gpus():
+            _check_compiler(topology)
+            with _quiet():
+                import jax  # noqa: F401 - loads the plugin
     if topology.platform != "tpu":
         return
     os.environ["TPU_ACCELERATOR_TYPE"] = topology.accelerator
@@ -242,37 +257,101 @@ def prepare(topology: Topology) -> None:
 
 
 def devices(topology: Topology) -> Sequence[Any]:
-    """jax's devices of the topology; those of TPUs can be compiled for, not run on.
+    """jax's devices of the topology; those that are not here can be compiled for, not run on.
 
     Raises:
         ConfigError: this machine cannot describe them.
     """
     import jax
-    from jax.experimental import topologies
 
-    platform, count = topology.platform, topology.num_devices
-    if platform == "tpu":
-        jax.config.update("jax_platforms", "cpu")
-        options: dict[str, Any] = dict(_CHIP_OPTIONS.get(topology.hardware.topology, {}))
-        if topology.num_slices > 1:
-            options["num_slices"] = topology.num_slices
-        try:
-            found = topologies.get_topology_desc(topology.name, platform="tpu", **options)
-        except (RuntimeError, ValueError, NotImplementedError, ImportError) as error:
-            raise _no_topology(topology, error) from error
-        return found.devices
-    jax.config.update("jax_platforms", platform)
-    if platform == "cpu":
-        jax.config.update("jax_num_cpu_devices", count)
+    if topology.platform == "cuda":
+        return _gpus_here(topology) or _described(topology)
+    if topology.platform == "tpu":
+        return _described(topology)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", topology.num_devices)
+    return jax.devices()[: topology.num_devices]
+
+
+def are_here(found: Sequence[Any]) -> bool:
+    """Whether programs can be run on these devices."""
+    import jax
+
+    return found[0].client is jax.devices()[0].client
+
+
+def _has_gpus() -> bool:
+    """Whether this machine has NVIDIA GPUs of whatever kind."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _gpus_here(topology: Topology) -> Sequence[Any]:
+    """As many of this machine's GPUs, if they are of the kind; none otherwise."""
+    import jax
+
+    if not _has_gpus():
+        return ()
+    jax.config.update("jax_platforms", "cuda")
     try:
         present = jax.devices()
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError):  # AssertionError: no plugin
+        return ()
+    kind = of_device(present[0].device_kind)
+    same = kind is not None and kind.topology == topology.hardware.topology
+    return present[: topology.num_devices] if same and len(present) >= topology.num_devices else ()
+
+
+def _described(topology: Topology) -> Sequence[Any]:
+    """Devices that a compiler describes, which need not be there."""
+    import jax
+    from jax.experimental import topologies
+
+    jax.config.update("jax_platforms", "cpu")
+    hardware = topology.hardware
+    options: dict[str, Any] = {}
+    if topology.platform == "tpu":
+        options |= {"topology_name": topology.name} | _CHIP_OPTIONS.get(hardware.topology, {})
+        if topology.num_slices > 1:
+            options["num_slices"] = topology.num_slices
+    else:
+        _check_compiler(topology)
+        # Slices, processes of each, and devices of a process: slices are told apart by processes.
+        options["topology"] = f"{topology.num_slices}x1x{topology.devices_per_slice}"
+        options["target_config"] = gpu_target.target_config(hardware)
+    try:
+        with _quiet() if topology.platform == "cuda" else contextlib.nullcontext():
+            found = topologies.get_topology_desc(platform=topology.platform, **options)
+    except (RuntimeError, ValueError, NotImplementedError, ImportError) as error:
         raise _no_topology(topology, error) from error
-    if len(present) < count:
-        rule = f"needs {counted(count, 'device')}, and this machine has {len(present)}: "
-        rule += "programs for GPUs are compiled where they are."
-        raise ConfigError.one(WHERE, topology.name, rule, f"Write {topology.name[:-1]}.")
-    return present[:count]
+    return found.devices
+
+
+def _check_compiler(topology: Topology) -> None:
+    kind = topology.hardware.topology
+    if kind not in gpu_target.CARDS:
+        rule = "is not a kind of GPU whose compiler settings are known: these are "
+        action = "Name one of them, or compile where such GPUs are."
+        raise ConfigError.one(WHERE, topology.name, rule + ", ".join(gpu_target.CARDS), action)
+    if missing := gpu_target.missing_compiler():
+        reason, command = missing
+        raise ConfigError.one(WHERE, topology.name, f"{reason}.", f"Run: {command}.")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps off stderr that there is no driver, as the CUDA plugin reports whenever it is loaded.
+
+    It does so before any level of messages applies.
+    """
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def other_compiler(topology: Topology, error: Exception) -> ConfigError | None:
@@ -299,7 +378,7 @@ def other_compiler(topology: Topology, error: Exception) -> ConfigError | None:
 
 def _no_topology(topology: Topology, error: Exception) -> ConfigError:
     reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
-    extra = {"tpu": "tpu", "cuda": "cuda"}[topology.platform]
+    extra = {"tpu": "tpu", "cuda": "gpu-aot"}[topology.platform]
     return ConfigError.one(
         WHERE,
         topology.name,

@@ -10,9 +10,10 @@ import optax
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from maxpipe.config.phases import phases
 from maxpipe.config.schema import OptimConfig
 from maxpipe.train.guard import unless_bad
-from maxpipe.train.optimizers import ADAMW
+from maxpipe.train.optimizers import optimizer_of
 
 Tree = Any
 
@@ -22,6 +23,8 @@ _ROUNDED = 1.05
 
 def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
     """Learning rate by step: a warm-up, then the configured shape until `total_steps`."""
+    if config.phases:
+        return _by_phases(config, total_steps)
     peak = config.learning_rate
     end = peak * config.final_fraction
     after = max(1, total_steps - config.warmup_steps)
@@ -43,6 +46,23 @@ def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
     # The first step already moves: rate peak/warmup, not 0.
     rise = optax.linear_schedule(peak / config.warmup_steps, peak, max(1, config.warmup_steps - 1))
     return optax.join_schedules([rise, shape], [config.warmup_steps])
+
+
+def _by_phases(config: OptimConfig, total_steps: int) -> optax.Schedule:
+    """The phases one after the other; each reaches its end with the step behind its last."""
+    peak, shapes, borders = config.learning_rate, [], []
+    for phase in phases(config.phases, total_steps):
+        start, end = peak * phase.start, peak * phase.end
+        steps = max(1, phase.steps)
+        if phase.shape == "cosine" and start != end:
+            bent = optax.cosine_decay_schedule(1.0, steps)
+            shapes.append(lambda step, a=start, b=end, bent=bent: b + (a - b) * bent(step))
+        else:
+            shapes.append(optax.linear_schedule(start, end, steps))
+        last = borders[-1] if borders else 0
+        borders.append(min(last + phase.steps, 2**31 - 1))  # steps are int32
+    final = optax.constant_schedule(peak * phases(config.phases, total_steps)[-1].end)
+    return optax.join_schedules([*shapes, final], borders)
 
 
 def reach_after(
@@ -68,13 +88,20 @@ def reach_after(
     """
     params, moment = reach
     gradient = jnp.minimum(norm, config.clip_norm) if config.clip_norm else norm
-    moment = _ROUNDED * (config.beta1 * moment + (1 - config.beta1) * gradient)
-    corrected = moment / (1 - config.beta1)
-    update = corrected / config.epsilon + config.weight_decay * params
+    is_lion = config.name == "lion"
+    decay = config.beta2 if is_lion else config.beta1
+    moment = _ROUNDED * (decay * moment + (1 - decay) * gradient)
+    if is_lion:  # a sign, of a mixture of moment and gradient
+        corrected = jnp.maximum(reach[1], gradient)
+        update = 1.0 + config.weight_decay * params
+    else:
+        corrected = moment / (1 - config.beta1)
+        update = corrected / config.epsilon + config.weight_decay * params
     params = _ROUNDED * (params + jnp.abs(rate) * update)
     bounds = jnp.stack([params, moment]).astype(jnp.float32)
     # Smaller numbers may be rounded to 0, as divisors or beside 1.
-    is_bounded = config.epsilon > 1e-30 and max(config.beta1, config.beta2) < 1 - 1e-6
+    is_bounded = is_lion or config.epsilon > 1e-30
+    is_bounded &= max(config.beta1, config.beta2) < 1 - 1e-6
     within = jnp.maximum(jnp.maximum(params, corrected), update) < 1e37
     return jnp.where(is_bounded & within, bounds, jnp.inf)
 
@@ -82,7 +109,7 @@ def reach_after(
 def build_optimizer(
     config: OptimConfig, total_steps: int, decayed: Tree
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW with clipping by the norm of the whole gradient.
+    """The config's optimizer, behind clipping by the norm of the whole gradient.
 
     `decayed` is a tree of bools: which parameters decay. `update` takes `norm`, that of the whole
     gradient if it is known, and `taken`, a bool: unless it is true the state stays as it is, and
@@ -91,7 +118,9 @@ def build_optimizer(
     clip = _clip(config.clip_norm) if config.clip_norm else optax.identity()
     return optax.chain(
         clip,
-        _scale_by_adam(config.beta1, config.beta2, config.epsilon),
+        _scale_by_lion(config.beta1, config.beta2)
+        if config.name == "lion"
+        else _scale_by_adam(config.beta1, config.beta2, config.epsilon),
         optax.add_decayed_weights(config.weight_decay, decayed),
         _if_taken(optax.scale_by_learning_rate(learning_rate(config, total_steps))),
     )
@@ -152,6 +181,31 @@ def _scale_by_adam(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _scale_by_lion(beta1: float, beta2: float) -> optax.GradientTransformationExtraArgs:
+    """optax's Lion, with a moment that stays as it is unless the update is taken."""
+
+    def update(
+        updates: Tree,
+        state: Tree,
+        params: Tree = None,
+        *,
+        taken: Bool[Array, ""] | bool = True,
+        **_: Any,
+    ) -> tuple[Tree, Tree]:
+        # Of the gradient and the moment before it, as both are read to make the one after it.
+        signs = jax.tree.map(
+            lambda gradient, moment: jnp.sign((1 - beta1) * gradient + beta1 * moment),
+            updates,
+            state.mu,
+        )
+        mu = optax.tree.update_moment(updates, state.mu, beta2, 1)
+        new = optax.ScaleByLionState(optax.safe_increment(state.count), mu)
+        return signs, unless_bad(taken, optax.tree.cast_like(new, state), state)
+
+    init = optax.scale_by_lion(beta1, beta2).init
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
 def _if_taken(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """A transformation whose state stays as it is unless the update is taken."""
 
@@ -169,14 +223,15 @@ def _if_taken(inner: optax.GradientTransformation) -> optax.GradientTransformati
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def moments(state: optax.OptState) -> dict[str, Tree]:
+def moments(config: OptimConfig, state: optax.OptState) -> dict[str, Tree]:
     """The parameter-shaped part of the state; the rest follows from the step."""
-    return {name: optax.tree_utils.tree_get(state, name) for name in ADAMW.trees}
+    trees = optimizer_of(config).trees
+    return {name: optax.tree_utils.tree_get(state, name) for name in trees}
 
 
-def momentum(state: optax.OptState) -> Tree:
+def momentum(config: OptimConfig, state: optax.OptState) -> Tree:
     """The averaged gradients, which `reach_after` bounds."""
-    return optax.tree_utils.tree_get(state, ADAMW.momentum)
+    return optax.tree_utils.tree_get(state, optimizer_of(config).momentum)
 
 
 def with_moments(

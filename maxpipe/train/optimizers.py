@@ -6,6 +6,7 @@ follow from this; `train.optim` computes it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from maxpipe.config.schema import OptimConfig
@@ -30,11 +31,13 @@ class Optimizer:
         return params + len(self.trees) * trained
 
 
-ADAMW = Optimizer(trees=("mu", "nu"), momentum="mu")
-"""First and second moments (arXiv:1711.05101)."""
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    "adamw": Optimizer(trees=("mu", "nu"), momentum="mu"),
+    "lion": Optimizer(trees=("mu",), momentum="mu"),
+}
+"""By `optim.name`. `mu` and `nu` are means of gradients and of their squares."""
 
 
 def optimizer_of(config: OptimConfig) -> Optimizer:
     """The one that a config chooses."""
-    del config  # there is one so far
-    return ADAMW
+    return OPTIMIZERS[config.name]

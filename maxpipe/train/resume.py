@@ -57,7 +57,7 @@ OWN_KEYS = frozenset(
     | {"tokenizer.path"}
 )
 
-_FROZEN = "model.frozen"
+_FROZEN, _OPTIMIZER = "model.frozen", "optim.name"
 _HEADS_AHEAD, _AHEAD = "model.heads_ahead", "model.ahead"
 """The second is not read where the first is 0."""
 
@@ -139,6 +139,7 @@ def restore_or_init(
         otherwise = "run.name to a new name" if own else _NEW_START
         check_model(model, to_dict(config)["model"], loaded.origins, otherwise)
         _check_trained(frozen, loaded, facts.step, own=own)
+        _check_optimizer(facts, loaded, own=own)
         if own and facts.step == total_steps(config.train):
             _check_finished(facts, loaded)
         others = compare(data["fingerprint"], datasets.train.fingerprint())
@@ -390,10 +391,7 @@ def _check_trained(frozen: list[str], loaded: Loaded, step: int, *, own: bool) -
     more, fewer = (", ".join(sorted(some)) for some in (now - then, then - now))
     changes = [f"{fewer} now frozen"] if fewer else []
     changes += [f"{more} now trained"] if more else []
-    action = "checkpoint.restore=weights to start from its parameters alone"
-    if own:
-        run = loaded.config.run.name
-        action = f"run.name to a new name, checkpoint.restore_from={run} and " + action
+    action = _from_weights(loaded, own=own)
     raise ConfigError.one(
         where(_FROZEN, loaded.origins),
         shown(model.frozen),
@@ -401,6 +399,33 @@ def _check_trained(frozen: list[str], loaded: Loaded, step: int, *, own: bool) -
         f"what was trained then: {'; '.join(changes)}.",
         f"Set {_FROZEN}=[{','.join(frozen)}], or {action}.",
     )
+
+
+def _check_optimizer(facts: Facts, loaded: Loaded, *, own: bool) -> None:
+    """A run goes on with its optimizer: another one keeps other things of each parameter.
+
+    Raises:
+        ConfigError: the checkpoint's is not the config's.
+    """
+    then = facts.config.get("optim", {}).get("name", before_of(_OPTIMIZER))
+    now = loaded.config.optim.name
+    if then != now:
+        raise ConfigError.one(
+            where(_OPTIMIZER, loaded.origins),
+            now,
+            f"must be {shown(then)}, which step {facts.step} was saved with: the optimizer's state "
+            "is of its own kind.",
+            f"Set {_OPTIMIZER}={shown(then)}, or {_from_weights(loaded, own=own)}.",
+        )
+
+
+def _from_weights(loaded: Loaded, *, own: bool) -> str:
+    """What to set to start a run from the parameters of a checkpoint alone."""
+    action = "checkpoint.restore=weights to start from its parameters alone"
+    if not own:
+        return action
+    run = loaded.config.run.name
+    return f"run.name to a new name, checkpoint.restore_from={run} and {action}"
 
 
 def _as_known(saved: Mapping[str, Any]) -> dict[str, Any]:

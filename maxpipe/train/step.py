@@ -59,6 +59,7 @@ from maxpipe.train.optim import (
     reach_after,
     with_moments,
 )
+from maxpipe.train.optimizers import optimizer_of
 from maxpipe.train.replicas import ReplicaCheck
 from maxpipe.train.state import Partition, TrainState
 from maxpipe.train.summaries import summarised
@@ -86,10 +87,8 @@ class Steps:
     byte_lengths: np.ndarray
     """Bytes of text that each token id stands for."""
     guard: GuardConfig
-    reach_after: Callable[
-        [Float[Array, " 2"], Float[Array, ""], Float[Array, ""]], Float[Array, " 2"]
-    ]
-    """Bounds on what an update leaves, from (those before, gradient norm, learning rate)."""
+    optim: OptimConfig
+    """What `optimizer` was made of."""
 
     # Shardings.
 
@@ -126,7 +125,7 @@ class Steps:
     def saved_sharding(self) -> Tree:
         """Of the saved form of the state, in network order."""
         specs, mine = self.partition.saved_specs, self.partition.saved_optimizer_specs
-        trees = dict.fromkeys(moments(self.abstract_state.optimizer), mine)
+        trees = dict.fromkeys(optimizer_of(self.optim).trees, mine)
         saved = {"step": PartitionSpec(), "params": specs, "optimizer": trees}
         return self.partition.shardings(saved)
 
@@ -252,7 +251,9 @@ class Steps:
             return left_to_compiler(parts.to_saved, specs)(tree)
 
         mine = parts.saved_optimizer_specs
-        saved = {name: unstack(tree, mine) for name, tree in moments(state.optimizer).items()}
+        saved = {
+            name: unstack(tree, mine) for name, tree in moments(self.optim, state.optimizer).items()
+        }
         params = unstack(state.params, parts.saved_specs)
         return {"step": state.step, "params": params, "optimizer": saved}
 
@@ -373,17 +374,21 @@ class Steps:
         The bound alone answers, all but always. Where it cannot, the update is computed once
         more to look at it: a pass over all that there is.
         """
-        bound = self.reach_after(state.guard.reach, norm, rate)
+        bound = reach_after(self.optim, state.guard.reach, norm, rate)
 
         def by_looking() -> tuple[jax.Array, jax.Array]:
             largest = [
                 jnp.stack(
                     [jnp.abs(leaf).max().astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
                 )
-                for tree in (self.partition.trained(state.params), momentum(state.optimizer))
+                for tree in (
+                    self.partition.trained(state.params),
+                    momentum(self.optim, state.optimizer),
+                )
             ]
             reach = jnp.stack([sizes.max() for sizes in largest])
-            return self._stays_finite(gradients, norm, state), self.reach_after(reach, norm, rate)
+            after = reach_after(self.optim, reach, norm, rate)
+            return self._stays_finite(gradients, norm, state), after
 
         known = jnp.isfinite(bound).all()
         return jax.lax.cond(known, lambda: (known, bound), by_looking)
@@ -404,7 +409,7 @@ class Steps:
         finite = jax.tree.map(
             lambda *entries: reduce(operator.and_, map(jnp.isfinite, entries)).all(),
             params,
-            *moments(optimizer).values(),
+            *moments(self.optim, optimizer).values(),
         )
         return jnp.stack(jax.tree.leaves(finite)).all()
 
@@ -488,7 +493,7 @@ def partition(
         seed=seed,
         byte_lengths=lengths,
         guard=guard,
-        reach_after=partial(reach_after, optim),
+        optim=optim,
     )
 
 

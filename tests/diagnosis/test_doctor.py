@@ -20,6 +20,7 @@ from maxpipe.cli import main
 from maxpipe.config.load import load
 from maxpipe.diagnosis import doctor, environment
 from maxpipe.diagnosis.doctor import Check, Target
+from maxpipe.plan import gpu_target
 from tests.bucket import Bucket
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +120,17 @@ def test_versions(present: dict[str, str | None], words: str, monkeypatch: pytes
         environment, "installed", lambda name: present[name] if name in present else right(name)
     )
     explained(doctor.versions(), words)
+
+
+def test_a_plugin_for_gpus_of_another_jax_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = environment.installed
+    monkeypatch.setattr(
+        environment, "installed", lambda name: "0.9" if name in gpu_target.PLUGINS else right(name)
+    )
+    monkeypatch.setattr(gpu_target, "missing_compiler", lambda: ("needs another", "pip install x"))
+    explained(doctor.versions(), "jax for GPUs needs another")
+    monkeypatch.setattr(gpu_target, "missing_compiler", lambda: None)
+    assert doctor.versions().status == "ok"
 
 
 @pytest.mark.parametrize(

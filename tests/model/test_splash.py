@@ -323,6 +323,9 @@ def test_rows_behind_a_cache_are_left_to_plain_attention() -> None:
 
 def test_scopes_are_read_back() -> None:
     assert stated.flops_of(f"jit(f)/jvp({stated.flops(12.4)})/pallas_call") == 12
+    both = stated.flops(4, 10)
+    again = f"transpose(jvp())/rematted_computation/jvp({both})/kernel"
+    assert (stated.flops_of(again), stated.flops_of(f"a/transpose(jvp({both}))/b")) == (4, 10)
     assert stated.trips_of(f"transpose(jvp({stated.trips(2.5)}))/while") == 2.5
     assert stated.flops_of("jit(f)/flops/mul") is None
     assert stated.trips_of(f"{stated.trips(2.5)}/body/while") is None

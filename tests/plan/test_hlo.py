@@ -416,3 +416,30 @@ def test_a_collective_of_ragged_parts_sends_its_first_operand() -> None:
     (found,) = profile(parse(KERNELS)).collectives
     assert (found.kind, found.is_async) == ("ragged-all-to-all", True)
     assert found.num_bytes == 4 * 512 * 128 * 2 * 3 / 4
+
+
+GPU = """\
+HloModule jit_step, is_scheduled=true, num_partitions=8
+
+ENTRY %main (x: f32[128,64], w: f32[32,64]) -> f32[128,256] {
+  %x = f32[128,64]{1,0} parameter(0)
+  %w = f32[32,64]{1,0} parameter(1)
+  %all-gather-start = (f32[32,64]{1,0}, f32[256,64]{1,0}) all-gather-start(%w), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, backend_config={"collective_backend_config":{"is_sync":false}}
+  %first = (f32[128,128]{1,0}, s8[33554432]{0}) custom-call(%x, %x), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
+  %all-gather-done = f32[256,64]{1,0} all-gather-done(%all-gather-start)
+  %all-reduce-start = f32[128,64]{1,0} all-reduce-start(%x), replica_groups=[1,8]<=[8], to_apply=%sum, backend_config={"collective_backend_config":{"is_sync":true}}
+  %all-reduce-done = f32[128,64]{1,0} all-reduce-done(%all-reduce-start)
+  %second = (f32[128,256]{1,0}, s8[33554432]{0}) custom-call(%all-reduce-done, %all-gather-done), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
+  ROOT %out = f32[128,256]{1,0} get-tuple-element(%second), index=0
+}
+"""
+
+
+def test_a_gpu_program_multiplies_by_cublas_and_says_which_collectives_wait() -> None:
+    found = profile(parse(GPU))
+    assert found.flops == 2 * 128 * 64 * (128 + 256)
+    assert found.kernel_flops == 0 and found.cycles == 0
+    gather, reduce = found.collectives
+    assert (gather.kind, gather.is_async, gather.between) == ("all-gather", True, ("first",))
+    assert (gather.num_bytes, gather.flops_between) == (32 * 64 * 4 * 7, 2 * 128 * 64 * 128)
+    assert (reduce.kind, reduce.is_async, reduce.between) == ("all-reduce", False, ())

@@ -27,7 +27,7 @@ from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.remat import Constants, differentiate
 from maxpipe.plan import sizes as sizes_module
 from maxpipe.plan.compile import build_steps, executions
-from maxpipe.plan.memory import buffers, memory, state
+from maxpipe.plan.memory import WORKSPACE, buffers, memory, state
 from maxpipe.plan.sizes import Sizes, schedule_of
 from maxpipe.train.step import Steps, keep_of
 from tests.cases import buffer_bytes, thinned, with_attention, with_layer_norms
@@ -420,6 +420,38 @@ def test_gathered_accumulators_take_the_heads_gradient_in_place() -> None:
     of_a_stage = 4096 // 2
     assert logits["step"] == 4 * 2 * 32 * of_a_stage
     assert logits["iteration"] - logits["step"] == (4 + 2) * 48 * of_a_stage
+
+
+def test_gpus_keep_transposed_shards_and_the_logits_gradient() -> None:
+    """By the GPU compiler, `benchmarks/gpu_ahead_of_time.md`."""
+    model, mesh = {"vocab_size": 65536, "d_model": 48}, {"ici_stage": 2, "ici_fsdp": 2}
+    found = {}
+    for gather in ("iteration", "step"):
+        config = config_of(model, mesh, {"microbatches": 4, "weight_gather": gather})
+        sizes = Sizes(config)
+        found[gather] = memory(sizes, schedule_of(config), platform="cuda").terms
+    pairs, matrix = 2 * 32 * 65536 // 2, 48 * 65536 // 2
+    assert found["step"]["logits"] == (2 + 4) * pairs + WORKSPACE
+    assert found["iteration"]["logits"] - found["step"]["logits"] == 2 * matrix
+    # Outputs of attention and of the MLP are gathered over their last dim.
+    params = sizes.model.kinds["layer"].params
+    last = [each.dims for each in params.values() if each.dims[-1][1] == "embed"]
+    behind = [dims for dims in last if len(dims) > 1]
+    assert len(behind) == 2
+    turned = 4 * sizes.layer_slots["layer"] * sum(map(sizes.elements, behind))
+    assert found["iteration"]["turned"] == turned and "turned" not in found["step"]
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu", "cpu"])
+def test_visits_that_keep_every_chunk_hold_whole_weights_as_steps_do(platform: str) -> None:
+    found = []
+    for gather in ("step", "visit"):
+        pipeline = {"microbatches": 4, "repeats": 2, "weight_gather": gather}
+        config = config_of({}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
+        schedule = schedule_of(config)
+        assert schedule.visits.num_window == 0
+        found.append(memory(Sizes(config), schedule, platform=platform))
+    assert found[0].terms["held"] == found[1].terms["held"] > 0
 
 
 def test_a_chunk_arrives_beside_the_window() -> None:

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from maxpipe.cli import main
+from maxpipe.config.schema import OptimConfig
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.plan.memory import state
 from maxpipe.plan.shardings import shardings, text
@@ -64,8 +65,8 @@ def test_parameters_lie_where_the_engine_puts_them(
     state_of = steps.abstract_state
     engine = rows_of(state_of.params, steps.state_sharding.params)
     # The optimizer's trees are divided as the parameters are.
-    placed = moments(steps.state_sharding.optimizer)
-    for name, tree in moments(state_of.optimizer).items():
+    placed = moments(OptimConfig(), steps.state_sharding.optimizer)
+    for name, tree in moments(OptimConfig(), state_of.optimizer).items():
         assert rows_of(tree, placed[name]) == engine, name
     mine = {
         each.name: (each.spec, each.shape, each.shard, each.num_bytes, each.copies)
@@ -87,7 +88,7 @@ def test_the_compiled_program_takes_and_gives_those_shards(mode: str) -> None:
     compiled = steps.compile_train()
     (taken, batch), _ = compiled.input_shardings
     for placement in (taken, compiled.output_shardings[0]):
-        for tree in (placement.params, *moments(placement.optimizer).values()):
+        for tree in (placement.params, *moments(OptimConfig(), placement.optimizer).values()):
             shapes = jax.tree.leaves_with_path(steps.abstract_state.params)
             for (path, leaf), placed in zip(shapes, jax.tree.leaves(tree), strict=True):
                 name = jax.tree_util.keystr(path, simple=True, separator=".")

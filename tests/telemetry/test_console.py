@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import io
 import logging
+import re
 
 import pytest
 
@@ -94,15 +95,15 @@ def test_live_view_shows_metrics_stage_and_progress(monkeypatch: pytest.MonkeyPa
         logging.getLogger("orbax").warning("slow disk")
     shown = stream.getvalue()
     for text in (
-        "runs/tiny [1]",
-        "compiling train step ... 00:00",
-        "compiling train step: 0.0s",
-        "loss 2.3456",
-        "12.3k tokens/s",
-        "step 120/600",
-        "warning: orbax: slow disk",
+        r"runs/tiny \[1\]",
+        r"compiling train step \.\.\. 00:0\d",
+        r"compiling train step: \d+\.\ds",
+        r"loss 2\.3456",
+        r"12\.3k tokens/s",
+        r"step 120/600",
+        r"warning: orbax: slow disk",
     ):
-        assert text in shown
+        assert re.search(text, shown)
 
 
 def test_dumb_terminals_get_plain_lines(monkeypatch: pytest.MonkeyPatch):

@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from maxpipe.checkpoint.trees import named
+from maxpipe.config.schema import OptimConfig
 from maxpipe.model.families.registry import describe
 from maxpipe.model.frozen import declared, trained
 from maxpipe.train.optim import moments
-from maxpipe.train.step import Steps
-from tests.cases import TOLERANCE, Case, batch_of, steps_of
+from tests.cases import TOLERANCE, Case, steps_of
 from tests.train.runs import Run, losses, saved
+from tests.train.states import ROWS, same_bits, trained_on
 
-ROWS = 8
 FROZEN = ("embedding", "layers.attention.*", "layers.mlp_norm.scale")
 HERE = Case(2, 2, 2, fsdp=2, layers=5, frozen=FROZEN)
 ELSEWHERE = Case(3, 1, 4, schedule="zb_h1", outside=1, data=2, layers=5, frozen=FROZEN)
-
-
-def trained_on(steps: Steps, run: Any, state: Any, first: int, last: int) -> tuple[Any, list[Any]]:
-    """The state after these steps, and the losses."""
-    found = []
-    for step in range(first, last):
-        batch = jax.device_put(batch_of(ROWS, step), steps.batch_sharding)
-        state, metrics = run(state, batch)
-        found.append(float(metrics["train/loss"]))
-    return state, found
-
-
-def same_bits(first: Any, second: Any) -> dict[str, bool]:
-    a, b = named(jax.device_get(first)), named(jax.device_get(second))
-    assert a.keys() == b.keys()
-    return {name: a[name].tobytes() == b[name].tobytes() for name in a}
 
 
 def test_frozen_parameters_keep_their_bits_and_have_no_state() -> None:
@@ -48,7 +31,10 @@ def test_frozen_parameters_keep_their_bits_and_have_no_state() -> None:
     kept = same_bits(saved["params"], begun["params"])
     assert kept == {name: name not in names for name in kept}
     assert not names.isdisjoint(kept) and any(kept.values())
-    for tree in (*saved["optimizer"].values(), *moments(steps.abstract_saved).values()):
+    for tree in (
+        *saved["optimizer"].values(),
+        *moments(OptimConfig(), steps.abstract_saved).values(),
+    ):
         assert named(tree).keys() == names
     # Frozen parameters that decay would have moved: they would lose a part of each entry.
     assert steps.replica_check.differences(state) == []

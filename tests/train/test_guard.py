@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from maxpipe.config.load import from_dict
-from maxpipe.config.schema import GuardConfig, MeshConfig
+from maxpipe.config.schema import GuardConfig, MeshConfig, OptimConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.plan.compile import build_steps
 from maxpipe.train import optim, step
@@ -238,7 +238,7 @@ def test_an_update_that_overflows_on_one_device_is_a_bad_step(
 ) -> None:
     """Loss and gradients are finite; one entry of what the update would leave is not."""
     host = jax.tree.map(np.array, on_host)
-    numbers = moments(host.optimizer)
+    numbers = moments(OptimConfig(), host.optimizer)
     if place == "params":  # a finite moment, over the root of nothing
         numbers["mu"]["embedding"][0, 0] = np.finfo(np.float32).max
         numbers["nu"]["embedding"][0, 0] = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +94,23 @@ def test_short_runs_have_finite_rates(schedule: str, total: int, warmup: int) ->
     assert np.isfinite(got).all() and (got[:total] > 0).all() and got.max() <= PEAK * (1 + 1e-6)
 
 
+def test_phases_follow_each_other() -> None:
+    texts = ["10% linear 0 -> 1", "2 x 30 cosine 1 -> 0.1", "rest linear 0.5"]
+    got = rates(100, phases=texts)
+    bend = [0.1 + 0.9 * (1 + math.cos(math.pi * done / 30)) / 2 for done in range(30)]
+    tail = [0.1 + 0.4 * done / 30 for done in range(30)]
+    wanted = [*(done / 10 for done in range(10)), *bend, *bend, *tail, 0.5]
+    np.testing.assert_allclose(got, PEAK * np.array(wanted), rtol=1e-5)
+    # Behind the last phase the rate stays; phases that are longer than the run are cut off.
+    short = rates(20, phases=["5 linear 0.2", "5 linear 0.2"])
+    np.testing.assert_allclose(short[5:], 0.2 * PEAK, rtol=1e-5)
+    np.testing.assert_allclose(
+        rates(10, phases=["100 cosine 0"]), rates(100, phases=["100 cosine 0"])[:11], rtol=1e-6
+    )
+    rising = rates(10, phases=["rest cosine 0.5 -> 1"])
+    assert (np.diff(rising) > 0).all() and rising[0] == pytest.approx(0.5 * PEAK)
+
+
 def test_after_the_end_the_rate_stays() -> None:
     config = OptimConfig(learning_rate=PEAK, schedule="cosine", final_fraction=0.1)
     assert rate_at(learning_rate(config, 10), 1000) == pytest.approx(0.1 * PEAK)
@@ -175,7 +192,7 @@ def test_adamw_equals_the_plain_algorithm(num_steps: int) -> None:
     got, state = run_optax(CONFIG, gradients)
     wanted, wanted_moments = run_numpy(CONFIG, gradients)
     assert_close(got, wanted)
-    found = moments(state)
+    found = moments(CONFIG, state)
     for name in ("mu", "nu"):
         assert_close(found[name], wanted_moments[name])
 
@@ -195,7 +212,7 @@ def first_mu(scale: float, clip_norm: float) -> float:
     config = OptimConfig(beta1=0.0, clip_norm=clip_norm)
     gradient = tree(1, scale)
     _, state = run_optax(config, [gradient])
-    return float(optax.tree.norm(moments(state)["mu"]))
+    return float(optax.tree.norm(moments(config, state)["mu"]))
 
 
 def test_clipping_measures_the_whole_gradient() -> None:
@@ -213,7 +230,7 @@ def test_moments_and_step_are_the_whole_state() -> None:
     gradients = [tree(1 + i) for i in range(4)]
     params, state = run_optax(CONFIG, gradients)
     fresh = build_optimizer(CONFIG, 10, DECAYED).init(params)
-    again = with_moments(fresh, jnp.int32(4), moments(state))
+    again = with_moments(fresh, jnp.int32(4), moments(CONFIG, state))
     assert jax.tree.structure(again) == jax.tree.structure(state)
     for one, two in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(one, two)
@@ -242,6 +259,30 @@ def test_adam_is_that_of_optax_bit_for_bit() -> None:
         params = optax.apply_updates(params, updates)
 
 
+def test_lion_is_that_of_optax_bit_for_bit() -> None:
+    """Over updates that are taken, and as it was where one is not."""
+    config = dataclasses.replace(CONFIG, name="lion", schedule="constant", warmup_steps=0)
+    mine = build_optimizer(config, 10, DECAYED)
+    theirs = optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.lion(
+            learning_rate(config, 10), config.beta1, config.beta2, None, 0.3, lambda _: DECAYED
+        ),
+    )
+    params: Any = jax.tree.map(jnp.asarray, tree(0))
+    state, wanted_state = mine.init(params), theirs.init(params)
+    for seed in range(1, 5):
+        gradient: Any = jax.tree.map(jnp.asarray, tree(seed))
+        bad: Any = jax.tree.map(lambda leaf: leaf * jnp.nan, gradient)
+        _, state = mine.update(bad, state, params, taken=jnp.array(False))
+        updates, state = mine.update(gradient, state, params, taken=jnp.array(True))
+        wanted, wanted_state = theirs.update(gradient, wanted_state, params)
+        jax.tree.map(np.testing.assert_array_equal, updates, wanted)
+        mu = optax.tree_utils.tree_get(wanted_state, "mu")
+        jax.tree.map(np.testing.assert_array_equal, moments(config, state), {"mu": mu})
+        params = optax.apply_updates(params, updates)
+
+
 def test_narrow_moments_stay_narrow() -> None:
     optimizer = build_optimizer(CONFIG, 10, DECAYED)
     params: Any = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), tree(0))
@@ -262,10 +303,14 @@ def sizes_of(random: np.random.Generator, low: int, high: int) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["adamw", "lion"])
 @pytest.mark.fault("N6")
-def test_what_is_said_to_stay_finite_does(dtype: str, seed: int) -> None:
+def test_what_is_said_to_stay_finite_does(
+    name: Literal["adamw", "lion"], dtype: str, seed: int
+) -> None:
     random = np.random.default_rng(seed)
     config = OptimConfig(
+        name=name,
         learning_rate=float(10.0 ** random.uniform(-6, 3)),
         schedule="constant",
         beta1=float(random.choice([0.0, 0.5, 0.9, 0.999, 0.999999, 1 - 1e-9])),
@@ -289,16 +334,20 @@ def test_what_is_said_to_stay_finite_does(dtype: str, seed: int) -> None:
 
     if seed % 2:  # as training leaves them: no size of moments that gradients never had
         mu, nu = ({"w": jnp.zeros_like(params["w"])} for _ in range(2))
-    state = with_moments(state, jnp.int32(random.choice([0, 3, 1000])), {"mu": mu, "nu": nu})
+    saved = {key: {"mu": mu, "nu": nu}[key] for key in moments(config, state)}
+    state = with_moments(state, jnp.int32(random.choice([0, 3, 1000])), saved)
     reach = jnp.stack([jnp.abs(tree["w"]).max().astype("f4") for tree in (params, mu)])
     for _ in range(5):
         gradients = {"w": jnp.asarray(sizes_of(random, largest - 20, largest), dtype)}
         params, state, reach = step(params, state, gradients, reach)
         if not np.isfinite(reach).all():
             break
-        for tree, bound in zip((params, moments(state)["mu"]), np.asarray(reach), strict=True):
+        for tree, bound in zip(
+            (params, moments(config, state)["mu"]), np.asarray(reach), strict=True
+        ):
             assert np.abs(np.asarray(tree["w"], "f4")).max() <= bound + 1e-15
-        assert np.isfinite(np.asarray(moments(state)["nu"]["w"], "f4")).all()
+        for each in moments(config, state).values():
+            assert np.isfinite(np.asarray(each["w"], "f4")).all()
 
 
 def test_ordinary_training_is_never_looked_at() -> None:

@@ -13,7 +13,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from maxpipe.config.schema import MeshConfig, ModelConfig
+from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig
 from maxpipe.errors import ConfigError
 from maxpipe.model.decoder import Decoder
 from maxpipe.parallel.mesh import build_mesh
@@ -250,7 +250,7 @@ def test_moments_are_stacked_like_their_parameters(network: dict[str, Any], outs
     stacked = jax.tree.map(jnp.asarray, partition.stack(network))
     optimizer = optax.scale_by_adam()
     _, state = optimizer.update(stacked, optimizer.init(stacked))
-    for moment in moments(state).values():
+    for moment in moments(OptimConfig(), state).values():
         there = partition.unstack(moment)
         assert jax.tree.structure(there) == jax.tree.structure(network)
         assert_same_bits(partition.stack(there), moment)

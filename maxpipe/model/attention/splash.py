@@ -9,7 +9,6 @@ Source: FlashAttention-2 (arXiv:2307.08691), as `jax.experimental.pallas.ops.tpu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +24,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
-from maxpipe.model.attention import xla
+from maxpipe.model.attention import shards, xla
 from maxpipe.model.attention.interface import Mask
 from maxpipe.model.parts.attention import LOG_SUM
 from maxpipe.parallel import stated
-from maxpipe.parallel.mesh import BATCH_AXES, TENSOR
 from maxpipe.parallel.per_device import on_shards, vary
 
 LANES = 128
@@ -66,7 +64,7 @@ def attend(
         interpret=interpret,
     )
     seen = _Seen(mask.segments, key_segments, mask.places, window)
-    key, value = _for_every_shard(key, query.shape[2]), _for_every_shard(value, query.shape[2])
+    key, value = (shards.for_every_shard(each, query.shape[2]) for each in (key, value))
     # Marked out here, their gradients are summed where an input is the same on several devices.
     return _attention(*vary((query, key, value, mask.sinks, seen)), call)
 
@@ -162,41 +160,15 @@ def _of_sinks(
 
 
 def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, tuple[str, ...], _Seen]:
-    """(of arrays with heads, of those for each head alone, axes of the rows, of `_Seen`).
-
-    Over the axes that are left to the compiler: heads over tensor, and rows where the program is
-    automatic throughout.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    rest = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
-    rows = tuple(axis for axis in BATCH_AXES if axis in rest)
-    if query.shape[0] % math.prod(mesh.shape[axis] for axis in rows):
-        rows = ()
-    shards = _head_shards(query.shape[2])
-    heads = TENSOR if shards > 1 else None
+    """(of arrays with heads, of those for each head alone, axes of the rows, of `_Seen`)."""
+    rows, heads = shards.axes_of(query)
     batch, whole = PartitionSpec(rows), PartitionSpec()
-    arrays = PartitionSpec(rows, None, heads)
     beside: Any = (batch, batch, whole, whole)
-    return arrays, PartitionSpec(heads), rows, _Seen(*beside)
+    return PartitionSpec(rows, None, heads), PartitionSpec(heads), rows, _Seen(*beside)
 
 
 def _heads_first(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(spec[0], spec[2], None)
-
-
-def _head_shards(num_heads: int) -> int:
-    """Devices over which heads are split here."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if TENSOR not in mesh.axis_names or TENSOR in mesh.manual_axes:
-        return 1
-    size = mesh.shape[TENSOR]
-    return 1 if num_heads % size else size
-
-
-def _for_every_shard(x: Float[Array, "B S G h"], num_heads: int) -> Float[Array, "B S g h"]:
-    """Key/value heads, some repeated where there are fewer than shards of the query heads."""
-    count, shards = x.shape[2], _head_shards(num_heads)
-    return jnp.repeat(x, math.lcm(count, shards) // count, axis=2) if count % shards else x
 
 
 # On one device.

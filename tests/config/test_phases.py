@@ -1,0 +1,56 @@
+"""Phases of the learning rate, as they are written."""
+
+from __future__ import annotations
+
+import pytest
+
+from maxpipe.config.load import load
+from maxpipe.config.phases import EXAMPLE, Phase, phases
+from maxpipe.errors import ConfigError
+
+
+def test_steps_are_numbers_shares_and_the_rest() -> None:
+    found = phases(["5% linear 0->1", "2 x 10 cosine 0.1", " rest  linear 0 "], 100)
+    first, *bends, last = found
+    assert first == Phase(5, "linear", 0.0, 1.0)
+    # Without a beginning of its own, a phase that is done again goes on where it has ended.
+    assert bends == [Phase(10, "cosine", 1.0, 0.1), Phase(10, "cosine", 0.1, 0.1)]
+    assert last == Phase(75, "linear", 0.1, 0.0)
+
+
+def test_restarts_begin_again() -> None:
+    wanted = [Phase(20, "cosine", 1.0, 0.1)] * 3
+    assert phases(["3 x 20% cosine 1 -> 0.1"], 100) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("ten linear 1", "is not STEPS SHAPE TO"),
+        ("10 polynomial 1", "is not STEPS SHAPE TO"),
+        ("10 linear", "is not STEPS SHAPE TO"),
+        ("10 linear 1 -> ", "fractions of the peak|is not STEPS"),
+        ("10 linear 2", "has 2."),
+        ("10 linear -1", "has -1."),
+        ("10 linear nan", "has nan."),
+        ("0 x 10 linear 1", "is done 0 times"),
+        ("-5 linear 1", "is not STEPS SHAPE TO"),
+        ("", "is not STEPS SHAPE TO"),
+        ("100 x 1 linear 1", "is not STEPS SHAPE TO"),
+        ("2 x rest linear 1", "one phase that is the rest, and 2 are"),
+    ],
+)
+def test_what_cannot_be_read_is_explained(text: str, rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        phases([text], 100)
+    with pytest.raises(ConfigError, match=rule) as caught:
+        load(["tiny", "train.steps=50", f"optim.phases=['{text}']"])
+    assert f'Set "optim.phases={EXAMPLE}".' in str(caught.value)
+
+
+def test_the_example_is_taken_and_what_it_replaces_is_not() -> None:
+    load(["tiny", "train.steps=50", f"optim.phases={EXAMPLE}"])
+    with pytest.raises(ConfigError, match="must be 0 with optim.phases"):
+        load(["tiny", "train.steps=50", f"optim.phases={EXAMPLE}", "optim.warmup_steps=5"])
+    with pytest.raises(ConfigError, match="nothing would be learned"):
+        load(["tiny", "train.steps=50", "optim.phases=['rest linear 0 -> 0']"])
