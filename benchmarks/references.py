@@ -44,7 +44,7 @@ def circular_loss(
         in_specs=(PartitionSpec(None, STAGE), PartitionSpec(), PartitionSpec()),
         out_specs=PartitionSpec(),
     )
-    hidden = _spread(ring(params["layers"], embedded, inputs), 1)
+    hidden = _spread(ring(_of_one_kind(decoder, params), embedded, inputs), 1)
     hidden = lax.with_sharding_constraint(
         hidden, PartitionSpec(None, BATCH_AXES, STAGE)
     )  # the head's work is divided over the stages as well
@@ -61,7 +61,7 @@ def circular_loss(
 def sharded_loss(decoder: Decoder, params: Tree, batch: Tree) -> jax.Array:
     """Mean loss over the target tokens; `params` are stacked `[1, 1, L]`."""
     dtype = jnp.dtype(decoder.config.compute_dtype)
-    layers = jax.tree.map(lambda leaf: leaf[0, 0], params["layers"])
+    layers = jax.tree.map(lambda leaf: leaf[0, 0], _of_one_kind(decoder, params))
     table = _whole(params["embedding"], dtype)
     x = _chunk(decoder, layers, _rows(table[batch["tokens"]]), batch)
     hidden = decoder.norm(params["final_norm"], x)
@@ -113,13 +113,19 @@ def _ring(
     return lax.psum(jnp.where(stage == stages - 1, outputs, 0), STAGE)
 
 
+def _of_one_kind(decoder: Decoder, params: Tree) -> Tree:
+    (kind,) = decoder.model.kinds
+    return params["layers"][kind]
+
+
 def _chunk(decoder: Decoder, layers: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
-    dtype = x.dtype
+    dtype, (kind,) = x.dtype, decoder.model.kinds
+    run = decoder.layer(kind)
 
     @jax.checkpoint
     def body(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
         whole = jax.tree.map(lambda leaf: _whole(leaf, dtype), layer)
-        y = decoder.layer(whole, _rows(x), inputs, jnp.int32(0))
+        y, _, _ = run(whole, _rows(x), inputs, jnp.int32(0))
         return _rows(y), None
 
     return lax.scan(body, x, layers)[0]

@@ -7,7 +7,7 @@ axes that is split, and only this module makes jax specs of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -32,12 +32,18 @@ class AxisRules:
     """How tokens attend to those on other devices: `mesh.context_attention`."""
     by_ring: bool = False
     """Whether tokens travel to matmuls, and sums from them, part by part: `sequence`."""
+    joins_tokens: bool = False
+    """Whether products with matrices have rows and tokens as one dim: `sequence`."""
 
     @classmethod
     def from_config(cls, config: MeshConfig) -> AxisRules:
         """The default table with the changes of `mesh.axis_rules`."""
         table = {**with_tokens(config), "stage": (STAGE,)}
         return cls(tuple(table.items()), config.context_attention, config.collective_matmul)
+
+    def on(self, platform: str) -> AxisRules:
+        """For programs that are trained with on devices of a platform, as jax names it."""
+        return replace(self, joins_tokens=platform == "cpu")
 
     def spec(self, logical: Sequence[str | None], where: str = "a tensor") -> PartitionSpec:
         """Partition of a tensor whose dims have these logical axes.

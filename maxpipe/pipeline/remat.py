@@ -142,22 +142,24 @@ def differentiate(
     flat = Flat(traced)
     sources = _Sources.of(flat, len(jax.tree.leaves(weights)))
     leaves = flat.outputs[outputs.num_leaves :]
-    stored = [leaf for leaf in dict.fromkeys(leaves) if sources.must_wait(leaf)]
+    # Several shapes of an array are one to keep.
+    stored = [v for v in dict.fromkeys(map(flat.unshaped, leaves)) if sources.must_wait(v)]
 
     def forward(
         weights: Tree, x: jax.Array, constants: Constants
     ) -> tuple[jax.Array, list[jax.Array], Tree, Tree]:
         found = jex.jaxpr_as_fun(traced)(*jax.tree.leaves((weights, x, constants)))
         output, losses, statistics = outputs.unflatten(found[: outputs.num_leaves])
-        values = dict(zip(leaves, found[outputs.num_leaves :], strict=True))
-        return output, [values[leaf] for leaf in stored], losses, statistics
+        arrays = dict(zip(map(flat.unshaped, leaves), found[outputs.num_leaves :], strict=True))
+        saved = [arrays[value].reshape(flat.aval[value].shape) for value in stored]
+        return output, saved, losses, statistics
 
     def backward(
         weights: Tree, saved: list[jax.Array], constants: Constants, cotangent: jax.Array
     ) -> tuple[Tree, jax.Array]:
         known = [*jax.tree.leaves(weights), *saved, *jax.tree.leaves(constants)]
         values = flat.environment([*sources.weights, *stored, *sources.constants], known)
-        flat.run(sorted(flat.needed([leaf for leaf in leaves if leaf not in values])), values)
+        flat.run(flat.between(set(values), leaves), values)
         pullback = jax.tree.unflatten(structure[-1], [values[leaf] for leaf in leaves])
         return pullback((cotangent, {name: constants.seeds[name] for name in of_outputs[1]}))
 

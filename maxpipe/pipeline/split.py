@@ -154,6 +154,26 @@ class Flat:
                 stack += self.equations[equation][1]
         return found
 
+    def between(self, have: set[int], wanted: Sequence[int]) -> list[int]:
+        """Equations on the way from values that are at hand to those that are wanted, in order."""
+        found: set[int] = set()
+        stack = [value for value in wanted if value not in have]
+        while stack:
+            equation = self.producer[stack.pop()]
+            if equation not in found:
+                found.add(equation)
+                stack += [value for value in self.equations[equation][1] if value not in have]
+        return sorted(found)
+
+    def unshaped(self, value: int) -> int:
+        """The value that this one is in another shape, itself if it is none."""
+        while (number := self.producer.get(value)) is not None:
+            equation, inputs, _ = self.equations[number]
+            if equation.primitive.name != "reshape":
+                break
+            value = inputs[0]
+        return value
+
     def sources(self, value: int) -> set[int]:
         """Inputs that a value depends on."""
         read = {number for index in self.needed([value]) for number in self.equations[index][1]}
@@ -244,23 +264,8 @@ def _cut(
     residual.eliminate_zeros()
     reached = set(breadth_first_order(residual, source, return_predecessors=False).tolist())
     kept = sorted(v for v in seen if 2 * v in reached and 2 * v + 1 not in reached)
-    again = _between(flat, kept, wanted, known)
-    return kept, again
+    return kept, flat.between(known | set(kept), list(wanted))
 
 
 def _bytes(aval: Any) -> int:
     return math.prod(aval.shape) * aval.dtype.itemsize
-
-
-def _between(flat: Flat, kept: Sequence[int], wanted: set[int], known: set[int]) -> list[int]:
-    """Equations on the way from what is kept to what is wanted."""
-    have = known | set(kept)
-    found: set[int] = set()
-    stack = [v for v in wanted if v not in have]
-    while stack:
-        value = stack.pop()
-        equation = flat.producer[value]
-        if equation not in found:
-            found.add(equation)
-            stack += [v for v in flat.equations[equation][1] if v not in have]
-    return sorted(found)

@@ -66,13 +66,14 @@ def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
             terms["widened"] = _widened(sizes, working, schedule)
         else:
             terms["window"] += _refilled_on_cpu(sizes, schedule, narrow=narrow)
-        layer = _layer_on_cpu(working, score_bytes=4, barriers=not older)
+        spared = CPU_SPARED * (sizes.token_shards == 1) if older else 1.0
+        layer = _layer_on_cpu(working, score_bytes=4, spared=spared)
         moments = {"layer": layer, "held": _gathering_on_cpu(working, schedule)}
     else:
         layer = _layer_on_tpu(sizes, schedule)
         if platform != "tpu":  # the larger of the two
             size = BYTES[sizes.config.model.compute_dtype]
-            layer = max(layer, _layer_on_cpu(sizes, score_bytes=size, barriers=False))
+            layer = max(layer, _layer_on_cpu(sizes, score_bytes=size, spared=0.0))
         moments = {"layer": layer, "window": _arriving(sizes, schedule)}
     moments["logits"] = _logits(working, platform)
     fullest = max(moments, key=moments.__getitem__)
@@ -292,6 +293,9 @@ CPU_KEPT, CPU_RECOMPUTED = 5 / 6, 1.25
 again."""
 CPU_SCORES, CPU_SCORES_ALONE = 0.95, 1.6
 """The same of pairs: beside those arrays, and while attention's backward is at work."""
+CPU_SPARED = 0.6
+"""Of arrays that barriers spare, where the compiler drops barriers: operands of matmuls by matrices
+are in the right order, unless tokens are split between them. Fitted."""
 CPU_GATHERING = 2 / 3
 """Of a stage's whole weights in float32, what stands beside narrow ones while these are made: all
 have been gathered when the first is converted. Fitted."""
@@ -313,18 +317,17 @@ def _refilled_on_cpu(sizes: Sizes, schedule: Schedule, *, narrow: bool) -> float
     return float(window + 4 * chunk + 4 * sizes.held_elements() * narrow)
 
 
-def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, barriers: bool) -> float:
+def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
     """The same where most of a layer is held at once; copies fitted as above.
 
-    `score_bytes`: of a pair, whatever the compute type. `barriers`: whether they are kept.
+    `score_bytes`: of a pair, whatever the compute type. `spared`: share of what parts say of it.
     """
     size = BYTES[sizes.config.model.compute_dtype]
 
     def arrays_of(part: Part) -> float:
-        spared = part.spared.narrow if barriers else ()
         arrays = (*part.working.narrow, *part.working.wide)
         found = sum(copies * sizes.activated(dims) for copies, dims in arrays)
-        found -= sum(copies * sizes.activated(dims) for copies, dims in spared)
+        found -= spared * sum(c * sizes.activated(dims) for c, dims in part.spared.narrow)
         return (CPU_KEPT if sizes.keeps(part) else CPU_RECOMPUTED) * found
 
     def needed(name: str, kind: Kind) -> float:

@@ -429,7 +429,7 @@ def partition(
     platform, tokens = mesh.devices.flat[0].platform, train.sequence_length
     divided = Divided(mesh.shape[CONTEXT], mesh.shape[TENSOR], rules.context)
     model = resolved(model, platform, tokens, divided)
-    decoder = Decoder(model, rules)
+    decoder = Decoder(model, rules.on(platform))
     schedule = build(
         pipeline.schedule,
         stages=mesh.shape[STAGE],

@@ -83,3 +83,39 @@ def test_programs_that_are_automatic_throughout_have_rows_of_any_length() -> Non
     with jax.set_mesh(Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)):
         assert not TokenSplit.of(rules).axis
     assert not TokenSplit.of(rules).axis
+
+
+def contracted_dims(split: TokenSplit, *arrays: Any) -> list[int]:
+    """Of each matmul of gradients of weights, how many dims it sums over."""
+    program = jax.make_jaxpr(jax.grad(lambda *weights: summed(split, arrays[0], *weights), (0, 1)))
+    rows_and_tokens, found = arrays[0].shape[0] * arrays[0].shape[1], []
+    for each in program(*arrays[1:]).eqns:
+        if each.primitive.name == "dot_general":
+            ((dims, _), _), shape = each.params["dimension_numbers"], each.invars[0].aval.shape
+            if np.prod([shape[dim] for dim in dims]) == rows_and_tokens:
+                found.append(len(dims))
+    return found
+
+
+def test_gradients_of_matrices_sum_over_one_dim_on_cpus_unless_tokens_are_divided() -> None:
+    """Over two, XLA for CPU copies an operand of each in another order."""
+    rules, (_, into, out_of) = split_of(2, rings=False)[1].on("cpu"), arrays_of(2, jnp.float32)
+    x = jax.random.normal(jax.random.key(0), (3, 8, 5))  # no two sums are as long
+    arrays = x, into, out_of
+    wanted = jax.value_and_grad(summed, (1, 2, 3))(TokenSplit(rules), *arrays)
+    assert contracted_dims(TokenSplit(rules), *arrays) == [1, 2, 1, 2, 2]  # of matrices 1
+    assert contracted_dims(TokenSplit(rules.on("tpu")), *arrays) == [2] * 5
+    mesh = Mesh(np.array(jax.devices()[:2]), ("context",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        assert contracted_dims(TokenSplit.of(rules), *arrays) == [2] * 5
+        placed = NamedSharding(mesh, PartitionSpec(None, "context"))
+        given = jax.device_put(x, placed), into, out_of
+        run = lambda *arrays: jax.value_and_grad(summed, (1, 2, 3))(TokenSplit.of(rules), *arrays)  # noqa: E731
+        found = jax.jit(run)(*given)
+    heads, few, wide = (jnp.einsum("btd,d...->bt...", x, weight) for weight in into)
+    plain = jnp.einsum("btnh,nhd->btd", jnp.tanh(heads), out_of[0])
+    plain += jnp.einsum("btf,fd->btd", jnp.tanh(wide), out_of[1])
+    total = (plain**2).sum() + (jnp.tanh(few) ** 2).sum()
+    assert wanted[0] == pytest.approx(float(total), rel=TOLERANCE)
+    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        assert np.abs(np.asarray(a) - np.asarray(b)).max() < TOLERANCE * np.abs(a).max()

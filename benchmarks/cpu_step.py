@@ -1,0 +1,240 @@
+"""A train step on CPUs before and after a change: processor time, and the same losses.
+
+    python benchmarks/cpu_step.py                  # prints the table
+    python benchmarks/cpu_step.py --write          # and writes benchmarks/cpu_step.md
+    python benchmarks/cpu_step.py --before REV     # against another git revision
+
+Both trees run here, each in a process of its own, on 8 virtual CPU devices. Their steps take turns,
+so that whatever else the machine does hits both; times are a process's own over all cores, and
+ratios are medians of those of two neighbouring steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+BEFORE = "5bc2490"
+"""The commit before tokens were joined to one dim for matmuls on CPUs."""
+ROOT = Path(__file__).parents[1]
+DEVICES, TOKENS, ROWS, STEPS, MOST = 8, 256, 16, 12, 1e-6
+MODEL: dict[str, Any] = {
+    "num_layers": 8,
+    "d_model": 256,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "head_size": 64,
+    "d_mlp": 1024,
+    "vocab_size": 512,
+    "compute_dtype": "float32",
+}
+_STAGES = {"schedule": "interleaved", "repeats": 2, "microbatches": 8}
+_KEPT = _STAGES | {"remat": "names", "weight_gather": "step"}
+REFERENCE = "no pipeline, autodiff, fsdp 8, value and gradients"
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], float]] = {
+    "fsdp 8": ({"ici_fsdp": 8}, {}, 0.70),
+    "stage 4 x fsdp 2": ({"ici_stage": 4, "ici_fsdp": 2}, _STAGES, 0.78),
+    "the same, activations kept": ({"ici_stage": 4, "ici_fsdp": 2}, _KEPT, 0.70),
+    REFERENCE: ({"ici_fsdp": 8}, {}, 1.0),
+}
+"""By name sizes of the mesh, `pipeline`, and the largest ratio that is allowed."""
+
+
+# In each tree.
+
+
+def work(platform_devices: int) -> None:
+    """Answers lines of standard input: a layout's name to compile, or `step`."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", platform_devices)
+    import maxpipe
+
+    tree = str(Path(maxpipe.__file__).parents[1])
+    step: Any = None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if asked != "step":
+            step = _compiled(asked)
+            print(json.dumps(tree), flush=True)
+            continue
+        start = time.process_time()
+        loss = step()
+        print(json.dumps([time.process_time() - start, loss]), flush=True)
+
+
+def _compiled(name: str) -> Any:
+    import jax
+    import numpy as np
+    from references import sharded_loss
+
+    from maxpipe.config.schema import (
+        MeshConfig,
+        ModelConfig,
+        OptimConfig,
+        PipelineConfig,
+        TrainConfig,
+    )
+    from maxpipe.parallel.mesh import build_mesh
+    from maxpipe.parallel.sharding import AxisRules
+    from maxpipe.train.step import partition
+
+    mesh, pipeline, _ = LAYOUTS[name]
+    sizes, vocab = MeshConfig(**mesh), MODEL["vocab_size"]
+    steps = partition(
+        build_mesh(sizes, jax.devices()),
+        model=ModelConfig(**MODEL),
+        pipeline=PipelineConfig(**{"microbatches": 1} | pipeline),
+        optim=OptimConfig(),
+        train=TrainConfig(batch_size=ROWS, sequence_length=TOKENS),
+        total_steps=1000,
+        rules=AxisRules.from_config(sizes),
+        seed=0,
+        byte_lengths=np.ones(vocab, np.int32),
+    )
+    state, random = steps.init(), np.random.default_rng(0)
+    places = np.broadcast_to(np.arange(TOKENS, dtype=np.int32), (ROWS, TOKENS))
+
+    def batch() -> Any:
+        ids = random.integers(0, vocab, (ROWS, TOKENS + 1), dtype=np.int32)
+        arrays = {
+            "tokens": ids[:, :-1],
+            "targets": ids[:, 1:],
+            "segment_ids": np.ones_like(places),
+            "positions": places,
+            "loss_mask": np.ones(places.shape, np.float32),
+            "example_ids": np.arange(ROWS, dtype=np.int32),
+        }
+        return jax.device_put(arrays, steps.batch_sharding)
+
+    if name == REFERENCE:
+        loss = jax.value_and_grad(partial(sharded_loss, steps.partition.decoder))
+        out = (None, steps.state_sharding.params)
+        with jax.set_mesh(steps.partition.mesh):
+            lowered = jax.jit(loss, out_shardings=out).lower(state.params, batch())
+            compiled = lowered.compile(steps.compiler_options)
+        return lambda: float(jax.block_until_ready(compiled(state.params, batch()))[0])
+    compiled = steps.compile_train()
+
+    def step() -> float:
+        nonlocal state
+        state, metrics = jax.block_until_ready(compiled(state, batch()))
+        return float(metrics["train/loss"])
+
+    return step
+
+
+# Around both.
+
+
+class Tree:
+    """A process that runs one of the trees."""
+
+    def __init__(self, folder: Path):
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--work"],
+            env=os.environ | {"PYTHONPATH": str(folder)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.folder = folder
+
+    def ask(self, what: str) -> Any:
+        """Its answer."""
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.folder}: the process has ended, see above")
+        return json.loads(line)
+
+    def compile(self, layout: str) -> None:
+        """What `ask("step")` runs from now on."""
+        tree = self.ask(layout)
+        assert Path(tree).samefile(self.folder), f"{tree} was imported, not {self.folder}"
+
+
+def checked_out(revision: str, folder: Path) -> Path:
+    """A revision's tree."""
+    archive = subprocess.run(
+        ["git", "archive", revision, "maxpipe"], cwd=ROOT, check=True, capture_output=True
+    ).stdout
+    subprocess.run(["tar", "-x"], cwd=folder, input=archive, check=True)
+    return folder
+
+
+def row(layout: str, before: Tree, after: Tree, steps: int) -> tuple[str, bool]:
+    """Of the table, and whether a bar is broken."""
+    seconds: list[tuple[float, float]] = []
+    worst = 0.0
+    for tree in (before, after):
+        tree.compile(layout)
+    for number in range(steps):
+        (old, old_loss), (new, new_loss) = before.ask("step"), after.ask("step")
+        worst = max(worst, abs(new_loss - old_loss) / abs(old_loss))
+        if number:  # the first one is not counted
+            seconds.append((old, new))
+    old, new = (statistics.median(each) for each in zip(*seconds, strict=True))
+    ratio, most = statistics.median(b / a for a, b in seconds), LAYOUTS[layout][2]
+    line = f"| {layout} | {old:.2f} s | {new:.2f} s | {ratio:.2f} | {most:.2f} | {worst:.1e} |"
+    print(line, flush=True)
+    return line, ratio > most or worst > MOST
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--before", default=BEFORE, help=f"git revision, by default {BEFORE}")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--write", action="store_true", help="write benchmarks/cpu_step.md")
+    parser.add_argument("--only", default="", help="layouts with this in their names")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        return work(DEVICES)
+    with tempfile.TemporaryDirectory() as folder:
+        before, after = Tree(checked_out(options.before, Path(folder))), Tree(ROOT)
+        names = [name for name in LAYOUTS if options.only in name]
+        found = [row(name, before, after, options.steps) for name in names]
+        for tree in (before, after):
+            assert tree.process.stdin
+            tree.process.stdin.close()
+            tree.process.wait()
+    if options.write:
+        import jax
+
+        text = (
+            "# A train step on CPUs before and after\n\n"
+            f"`python benchmarks/cpu_step.py --write`, {time.strftime('%Y-%m-%d')}, jax "
+            f"{jax.__version__}, {DEVICES} virtual CPU devices on {os.cpu_count()} cores, against "
+            f"{options.before}.\n\n"
+            f"Model: {MODEL['num_layers']} layers, D {MODEL['d_model']}, F {MODEL['d_mlp']}, "
+            f"{MODEL['num_heads']} heads, T {TOKENS}, V {MODEL['vocab_size']}, float32, {ROWS} "
+            f"sequences; stages are interleaved, 2 repeats, 8 microbatches. Processor time of a "
+            f"step, medians of {options.steps - 1}; of the losses of {options.steps} steps the "
+            f"largest relative difference, at most {MOST:.0e} is allowed.\n\n"
+            "| layout | before | after | ratio | at most | losses differ by |\n"
+            "| --- | --- | --- | --- | --- | --- |\n"
+        )
+        lines = [line for line, _ in found]
+        Path(__file__).with_suffix(".md").write_text(text + "\n".join(lines) + "\n")
+    if any(broken for _, broken in found):
+        sys.exit("a bar is broken")
+    return None
+
+
+if __name__ == "__main__":
+    main()
