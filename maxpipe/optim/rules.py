@@ -26,7 +26,7 @@ Taken = Bool[Array, ""] | bool
 STEEP = 0.8
 """Adafactor's second moments at step t have the decay `1 - t**-0.8`."""
 SQUARE = 1e-30
-"""What Adafactor adds to squares of gradients."""
+"""What Adafactor adds to means of squares where they are used: what is padding stays 0."""
 HUGE = 1e15
 """Limit of a gradient divided by the root of its mean square; its own square is within float32."""
 
@@ -34,7 +34,7 @@ HUGE = 1e15
 def adam(
     config: OptimConfig, gradient: Array, old: Arrays, count: Int[Array, ""], taken: Taken
 ) -> tuple[Array, Arrays]:
-    """arXiv:1412.6980; in float32 optax's, bit for bit. `count`: of updates, this one included."""
+    """arXiv:1412.6980, as optax does it. `count`: of updates, this one included."""
     mu = optax.tree.update_moment(gradient, old["mu"], config.beta1, 1)
     nu = optax.tree.update_moment_per_elem_norm(gradient, old["nu"], config.beta2, 2)
     new = unless_bad(taken, {"mu": mu, "nu": nu}, old)
@@ -85,20 +85,21 @@ def adafactor(
     squares, inputs, outputs = jnp.square(gradient), sides.inputs, sides.outputs
     if outputs:
         means = {
-            "rows": squares.sum(outputs) / sides.num_outputs + SQUARE,
-            "columns": squares.sum(inputs) / sides.num_inputs + SQUARE,
+            "rows": squares.sum(outputs) / sides.num_outputs,
+            "columns": squares.sum(inputs) / sides.num_inputs,
         }
     else:
-        means = {"nu": squares + SQUARE}
+        means = {"nu": squares}
     new = {name: decay * old[name] + (1 - decay) * mean for name, mean in means.items()}
     new = unless_bad(taken, new, old)
     if outputs:
         rows = jnp.expand_dims(new["rows"], outputs)
-        rows = rows / (rows.sum(inputs, keepdims=True) / sides.num_inputs)
-        columns = jnp.expand_dims(new["columns"], inputs)
+        mean = rows.sum(inputs, keepdims=True) / sides.num_inputs
+        rows = (rows + SQUARE) / (mean + SQUARE)
+        columns = jnp.expand_dims(new["columns"], inputs) + SQUARE
         found = gradient * _inverse_root(columns) * _inverse_root(rows)
     else:
-        found = gradient * _inverse_root(new["nu"])
+        found = gradient * _inverse_root(new["nu"] + SQUARE)
     found = jnp.clip(found, -HUGE, HUGE)
     entries = sides.num_inputs * sides.num_outputs
     mean = jnp.square(found).sum(inputs + outputs, keepdims=True) / entries
