@@ -138,16 +138,35 @@ def _of_group(group: Sequence[_Flat], mesh: Mesh) -> Iterator[tuple[Path, Array]
     x = jnp.pad(x, ((0, -count % ways), (0, 0), (0, 0)))
     split = [(over, dim) for over, dim in zip(axes, (1, 2), strict=True) if _ways(mesh, over) > 1]
     for over, dim in split:
-        x = lax.all_to_all(x, over, split_axis=0, concat_axis=dim, tiled=True)
+        x = _dealt(x, over, dim, _ways(mesh, over))
     # One after the other: what the iteration needs is there once.
     x = factor(*x.shape[1:]) * lax.map(orthogonalised, x)
     for over, dim in reversed(split):
-        x = lax.all_to_all(x, over, split_axis=dim, concat_axis=0, tiled=True)
+        x = _collected(x, over, dim, _ways(mesh, over))
     start = 0
     for each in group:
         end = start + len(each.matrices)
         yield each.path, each.back(x[start:end])
         start = end
+
+
+def _dealt(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Array:
+    """Of each matrix all parts along a dim, on the one device it falls to.
+
+    The exchange is along a dim of its own: XLA for CPU fails where it cuts one dim and joins
+    another, as it gives the pieces different layouts.
+    """
+    x = x.reshape(ways, -1, *x.shape[1:])
+    x = lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+    x = jnp.moveaxis(x, 0, dim)
+    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+
+
+def _collected(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Array:
+    """The way back."""
+    x = jnp.moveaxis(x.reshape(*x.shape[:dim], ways, -1, *x.shape[dim + 1 :]), dim, 0)
+    x = lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+    return x.reshape(-1, *x.shape[2:])
 
 
 def _ways(mesh: Mesh, axes: Sequence[str]) -> int:

@@ -209,6 +209,109 @@ def test_lion_is_that_of_optax_bit_for_bit() -> None:
         jax.tree.map(np.testing.assert_array_equal, state.trees, {"mu": mu})
 
 
+def test_adafactor_is_that_of_optax() -> None:
+    config = dataclasses.replace(
+        CONFIG, name="adafactor", schedule="constant", warmup_steps=0, clip_norm=0.0
+    )
+    mine = optimizer_of(config)
+    theirs = optax.chain(
+        optax.scale_by_factored_rms(min_dim_size_to_factor=1),
+        optax.clip_by_block_rms(1.0),
+        optax.add_decayed_weights(config.weight_decay, DECAYED),
+        optax.scale_by_learning_rate(PEAK),
+    )
+    params: Any = jax.tree.map(jnp.asarray, tree(0))
+    # At its first step optax takes a decay of 0 as well, from a count that starts at 0.
+    state, wanted_state, wanted = mine.init(params), theirs.init(params), params
+    for seed in range(1, 6):
+        gradient: Any = jax.tree.map(jnp.asarray, tree(seed, 10.0 ** (seed - 3)))
+        bad: Any = jax.tree.map(lambda leaf: leaf * jnp.nan, gradient)
+        same, state = mine.update(bad, state, params, taken=jnp.array(False))
+        jax.tree.map(np.testing.assert_array_equal, same, params)
+        params, state = mine.update(gradient, state, params)
+        updates, wanted_state = theirs.update(gradient, wanted_state, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+        assert_close(params, wanted)
+    assert {name: list(tree) for name, tree in state.trees.items()} == {
+        "rows": ["matrix"],
+        "columns": ["matrix"],
+        "nu": ["norm"],
+    }
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-25, 1e18])
+def test_adafactor_takes_gradients_of_every_size(scale: float) -> None:
+    config = dataclasses.replace(CONFIG, name="adafactor", clip_norm=0.0, weight_decay=0.0)
+    mine, before = optimizer_of(config), jax.tree.map(jnp.asarray, tree(0))
+    gradient = {"matrix": jnp.zeros((3, 4)).at[1, 2].set(scale), "norm": jnp.zeros(4)}
+    after, state = mine.update(gradient, mine.init(before), before)
+    moved = np.asarray(after["matrix"] - before["matrix"])
+    assert np.isfinite(moved).all() and np.abs(moved).max() <= PEAK * math.sqrt(12)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+    assert (scale < 1) or moved[1, 2] < 0
+
+
+def test_muon_is_momentum_made_orthogonal_and_adam_elsewhere() -> None:
+    config = dataclasses.replace(
+        CONFIG, name="muon", schedule="constant", warmup_steps=0, clip_norm=0.0
+    )
+    mine, adam = optimizer_of(config), optimizer_of(dataclasses.replace(config, name="adamw"))
+    params: Any = jax.tree.map(jnp.asarray, tree(0))
+    state, adams, norm = mine.init(params), adam.init(params), params["norm"]
+    matrix, moment = tree(0)["matrix"], np.zeros((3, 4))
+    for seed in range(1, 4):
+        gradient: Any = jax.tree.map(jnp.asarray, tree(seed))
+        norm, adams = adam.update(gradient, adams, params)
+        params, state = mine.update(gradient, state, params)
+        np.testing.assert_array_equal(params["norm"], norm["norm"])
+        moment = 0.95 * moment + 0.05 * tree(seed)["matrix"]
+        nesterov = 0.95 * moment + 0.05 * tree(seed)["matrix"]
+        left, values, right = np.linalg.svd(nesterov / np.linalg.norm(nesterov), False)
+        for _ in range(5):
+            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+        step = 0.2 * 2 * (left * values) @ right + 0.3 * matrix
+        matrix = matrix - PEAK * step
+        np.testing.assert_allclose(params["matrix"], matrix, rtol=0, atol=1e-5)
+    assert {name: list(tree) for name, tree in state.trees.items()} == {
+        "mu": ["matrix", "norm"],
+        "nu": ["norm"],
+    }
+
+
+def test_rates_are_multiplied_and_averages_follow() -> None:
+    config = dataclasses.replace(CONFIG, average_decay=0.75, weight_decay=0.0, warmup_steps=0)
+    mine = optimizer_of(config)
+    slow = dataclasses.replace(mine.targets["matrix",], rate=0.25)
+    halved = dataclasses.replace(mine, targets={**mine.targets, ("matrix",): slow})
+    params: Any = jax.tree.map(jnp.asarray, tree(0))
+    gradient: Any = jax.tree.map(jnp.asarray, tree(1))
+    whole, _ = mine.update(gradient, mine.init(params), params)
+    some, state = halved.update(gradient, halved.init(params), params)
+    np.testing.assert_array_equal(whole["norm"], some["norm"])
+    moved = (whole["matrix"] - params["matrix"], some["matrix"] - params["matrix"])
+    np.testing.assert_allclose(0.25 * moved[0], moved[1], rtol=1e-4, atol=1e-8)
+    average = jax.tree.map(lambda old, new: 0.75 * old + 0.25 * new, params, some)
+    assert_close(state.trees["average"], average)
+    _, same = halved.update(gradient, state, some, taken=jnp.array(False))
+    jax.tree.map(np.testing.assert_array_equal, same, state)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_updates_below_half_a_step_are_kept_in_the_mean_only_if_drawn(rounding: Any) -> None:
+    param = Param(((4000, "norm"),), Constant(1.0), decays=False)
+    config = OptimConfig(
+        name="lion", learning_rate=2.0**-12, schedule="constant", rounding=rounding
+    )
+    mine = dataclasses.replace(optimizer_of(config, {"w": param}), param_dtype="bfloat16")
+    params = {"w": jnp.full(4000, -1.5, jnp.bfloat16)}  # a step is 2**-7 there
+    state, update = mine.init(params), jax.jit(mine.update)
+    for _ in range(32):
+        params, state = update({"w": jnp.ones(4000)}, state, params)
+    moved = float((params["w"].astype(jnp.float32) + 1.5).mean())
+    wanted = -32 * 2.0**-12
+    assert moved == 0 if rounding == "nearest" else abs(moved / wanted - 1) < 0.1
+
+
 def test_narrow_moments_stay_narrow() -> None:
     optimizer = dataclasses.replace(optimizer_of(CONFIG), param_dtype="bfloat16")
     params: Any = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), tree(0))
@@ -229,10 +332,10 @@ def sizes_of(random: np.random.Generator, low: int, high: int) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["adamw", "lion"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
 @pytest.mark.fault("N6")
 def test_what_is_said_to_stay_finite_does(
-    name: Literal["adamw", "lion"], dtype: str, seed: int
+    name: Literal["adamw", "lion", "adafactor", "muon"], dtype: str, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
     config = OptimConfig(
@@ -245,11 +348,17 @@ def test_what_is_said_to_stay_finite_does(
         weight_decay=float(random.choice([0.0, 0.1, 100.0])),
         clip_norm=float(random.choice([0.0, 1e-30, 1.0, 1e25])),
     )
-    param = Param(((16, "norm"),), Constant(0.0))
+    matrix = Param(((4, "embed"), (4, "mlp")), Normal(4))
+    vector = Param(((16, "norm"),), Constant(0.0))
+    param = matrix if name in ("adafactor", "muon") and seed % 3 else vector
     optimizer = dataclasses.replace(optimizer_of(config, {"w": param}), param_dtype=dtype)
-    params, mu = ({"w": jnp.asarray(sizes_of(random, -40, top), dtype)} for top in (37, 38))
+
+    def drawn(low: int, high: int) -> dict[str, jax.Array]:
+        return {"w": jnp.asarray(sizes_of(random, low, high), dtype).reshape(param.shape)}
+
+    params, mu = (drawn(-40, top) for top in (37, 38))
     state = optimizer.init(params)
-    nu = {"w": jnp.abs(jnp.asarray(sizes_of(random, -45, 38), dtype))}
+    nu = jax.tree.map(jnp.abs, drawn(-45, 38))
     largest = int(random.choice([-20, 0, 17, 18, 19]))
 
     @jax.jit
@@ -261,15 +370,17 @@ def test_what_is_said_to_stay_finite_does(
 
     if seed % 2:  # as training leaves them: no size of moments that gradients never had
         mu, nu = ({"w": jnp.zeros_like(params["w"])} for _ in range(2))
-    saved = {key: {"mu": mu, "nu": nu}[key] for key in state.trees}
+    saved = {key: {"mu": mu, "nu": nu}.get(key, tree) for key, tree in state.trees.items()}
     state = OptState(jnp.int32(random.choice([0, 3, 1000])), saved)
-    reach = jnp.stack([jnp.abs(tree["w"]).max().astype("f4") for tree in (params, mu)])
+    first = saved.get("mu", {"w": jnp.zeros(())})
+    reach = jnp.stack([jnp.abs(tree["w"]).max().astype("f4") for tree in (params, first)])
     for _ in range(5):
-        gradients = {"w": jnp.asarray(sizes_of(random, largest - 20, largest), dtype)}
+        gradients = drawn(largest - 20, largest)
         params, state, reach = step(params, state, gradients, reach)
         if not np.isfinite(reach).all():
             break
-        for tree, bound in zip((params, state.trees["mu"]), np.asarray(reach), strict=True):
+        first = state.trees.get("mu", {"w": jnp.zeros(())})
+        for tree, bound in zip((params, first), np.asarray(reach), strict=True):
             assert np.abs(np.asarray(tree["w"], "f4")).max() <= bound + 1e-15
         for each in state.trees.values():
             assert np.isfinite(np.asarray(each["w"], "f4")).all()

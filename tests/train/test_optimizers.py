@@ -11,25 +11,38 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint.trees import named
+from maxpipe.config.schema import OptimConfig
 from tests.cases import OPTIM, TOLERANCE, Case, steps_of
+from tests.pipeline.test_families import QWEN3_MOE
 from tests.train.runs import Run, losses, saved
 from tests.train.states import ROWS, same_bits, trained_on
 
 ONE = Case(layers=5)
 HERE = Case(2, 2, 2, fsdp=2, layers=5)
 ELSEWHERE = Case(3, 1, 4, schedule="zb_h1", outside=1, data=2, layers=5)
-OTHERS = {
-    "lion": {"mu"},
-    "adafactor": {"nu", "rows", "columns"},
-    "muon": {"mu", "nu"},
+MOE = dataclasses.replace(QWEN3_MOE, num_experts=4)
+KINDS: dict[str, tuple[dict[str, Any], set[str], tuple[Case, Case, Case]]] = {
+    "lion": ({}, {"mu"}, (ONE, HERE, ELSEWHERE)),
+    "adafactor": ({}, {"nu", "rows", "columns"}, (ONE, HERE, ELSEWHERE)),
+    "muon": ({}, {"mu", "nu"}, (ONE, HERE, ELSEWHERE)),
+    "adamw": (
+        {"average_decay": 0.9, "weight_decays": ["embedding 0", "*norm* 0.5"]}
+        | {"rate_factors": ["layers.attention.* 0.5", "head 0.1"]},
+        {"mu", "nu", "average"},
+        (ONE, HERE, ELSEWHERE),
+    ),
 }
-"""What each keeps. AdamW is what all other tests train with."""
+"""What a config says, what is kept, and layouts: one device, and two others."""
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_curves_and_state_are_the_same_under_every_layout(name: Any) -> None:
-    optim = dataclasses.replace(OPTIM, name=name, learning_rate=3e-4)
-    one, here, elsewhere = (steps_of(case, ROWS, optim=optim) for case in (ONE, HERE, ELSEWHERE))
+    changes, kept, cases = KINDS[name]
+    check_layouts(dataclasses.replace(OPTIM, name=name, learning_rate=3e-4, **changes), kept, cases)
+
+
+def check_layouts(optim: OptimConfig, kept: set[str], cases: tuple[Case, Case, Case]) -> None:
+    one, here, elsewhere = (steps_of(case, ROWS, optim=optim) for case in cases)
     run = here.compile_train()
     state, losses_here = trained_on(here, run, here.init(), 0, 2)
     saved_here = jax.device_get(here.to_saved(state))
@@ -40,7 +53,7 @@ def test_curves_and_state_are_the_same_under_every_layout(name: Any) -> None:
     for key, leaf in named(saved_here["optimizer"]).items():
         scale = np.abs(saved_one[key]).max()
         np.testing.assert_allclose(leaf, saved_one[key], rtol=0, atol=TOLERANCE * scale)
-    assert saved_here["optimizer"].keys() == OTHERS[name]
+    assert saved_here["optimizer"].keys() == kept
     # Saved, and restored under another layout, it goes on.
     again = here.from_saved(saved_here, state.guard)
     assert all(same_bits(again, state).values())
@@ -49,6 +62,47 @@ def test_curves_and_state_are_the_same_under_every_layout(name: Any) -> None:
     _, wanted = trained_on(here, run, state, 2, 5)
     _, found = trained_on(elsewhere, elsewhere.compile_train(), there, 2, 5)
     np.testing.assert_allclose(found, wanted, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_matrices_of_experts_and_explicit_types(name: Any) -> None:
+    """Experts are matrices by themselves, over an axis of their own."""
+    optim = dataclasses.replace(OPTIM, name=name, learning_rate=3e-4)
+    here = Case(2, 1, 2, expert=2, tensor=2, layers=4, own=MOE, shard_mode="explicit")
+    kept = {"adafactor": {"nu", "rows", "columns"}, "muon": {"mu", "nu"}}[name]
+    check_layouts(optim, kept, (Case(layers=4, own=MOE), here, Case(layers=4, own=MOE, fsdp=2)))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_stochastic_rounding_draws_the_same_under_every_layout(name: Any) -> None:
+    """Of one state the update is one, to the bit, but for sums in another order."""
+    optim = dataclasses.replace(OPTIM, name=name, rounding="stochastic", clip_norm=0.0)
+    results = []
+    for case in (ONE, HERE, ELSEWHERE):
+        steps = steps_of(dataclasses.replace(case, stored="bfloat16"), ROWS, optim=optim)
+        parts = steps.partition
+        state = steps.init()
+        saved = jax.device_get(steps.to_saved(state))
+        grown = jax.tree.map(lambda leaf: np.sin(1e3 * np.asarray(leaf, "f4")), saved["params"])
+        slopes = parts.trained(jax.jit(parts.from_saved)(grown))
+
+        def update(slopes: Any, state: Any, steps: Any = steps) -> Any:
+            params = steps.partition.trained(state.params)
+            params, optimizer = steps.optimizer.update(slopes, state.optimizer, params)
+            return state._replace(params=params, optimizer=optimizer)
+
+        with jax.set_mesh(parts.mesh):
+            for _ in range(2):
+                state = jax.jit(update)(slopes, state)
+        results.append(named(jax.device_get(steps.to_saved(state))))
+    for found in results[1:]:
+        assert found.keys() == results[0].keys()
+        for key, leaf in results[0].items():
+            if leaf.dtype == np.float32:  # means of squares
+                np.testing.assert_allclose(found[key], leaf, rtol=TOLERANCE)
+                continue
+            same = np.mean(np.asarray(found[key], "f4") == np.asarray(leaf, "f4"))
+            assert same == 1.0 if name == "adamw" else same > 0.999, key
 
 
 @pytest.mark.slow
