@@ -41,15 +41,16 @@ ROWS = (
     (
         *("maxpipe.model", "maxpipe.pipeline", "maxpipe.data"),
         *("maxpipe.checkpoint", "maxpipe.telemetry"),
-        *("maxpipe.train.guard", "maxpipe.optim"),
+        "maxpipe.train.guard",
         "maxpipe.train.executable",
         *("maxpipe.plan.hlo", "maxpipe.plan.hlo_text", "maxpipe.plan.gpu_target"),
         *("maxpipe.diagnosis.environment", "maxpipe.diagnosis.probe"),
     ),
+    ("maxpipe.optim",),
     (
         *("maxpipe.train", "maxpipe.generate", "maxpipe.exchange"),
         *("maxpipe.plan.sizes", "maxpipe.plan.memory", "maxpipe.plan.advice"),
-        "maxpipe.plan.reach",
+        *("maxpipe.plan.reach", "maxpipe.plan.optimizer"),
     ),
     (
         *("maxpipe.train.loop", "maxpipe.train.run", "maxpipe.train.resume"),

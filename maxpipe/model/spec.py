@@ -9,7 +9,6 @@ export read this; there is no second list of weights.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -70,23 +69,6 @@ class Param:
     def axes(self) -> tuple[str, ...]:
         """Logical axes alone."""
         return tuple(axis for _, axis in self.dims)
-
-    @property
-    def matrix(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Numbers of the dims that a product with activations sums over, and of those it makes.
-
-        Further dims number matrices, as that of experts does. None: it is no matrix. A table that
-        is looked up has its vocabulary in place of what is summed over.
-        """
-        if not isinstance(self.init, Normal) or self.dims[-1] == (self.init.fan_in, ""):
-            return None  # the latter are taps of convolutions
-        dims = [n for n, axis in enumerate(self.axes) if axis not in ("experts", "ahead")]
-        for count in range(1, len(dims)):
-            inputs = tuple(dims[:count])
-            is_table = self.axes[:count] == ("vocab",)
-            if is_table or math.prod(self.shape[n] for n in inputs) == self.init.fan_in:
-                return inputs, tuple(dims[count:])
-        return None
 
 
 class Follows(NamedTuple):

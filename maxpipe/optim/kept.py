@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from maxpipe.config.schema import OptimConfig
-from maxpipe.model.spec import Dims, Param
+from maxpipe.model.spec import Dims, Normal, Param
 
 AVERAGE = "average"
 """Name of the tree of averaged parameters, which no update reads."""
@@ -28,6 +28,26 @@ class Kept(NamedTuple):
     """Numbers of those that it has not."""
 
 
+Matrix = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def matrix_of(param: Param) -> Matrix | None:
+    """Numbers of the dims that a product with activations sums over, and of those it makes.
+
+    Further dims number matrices, as that of experts does. None: it is no matrix. A table that is
+    looked up has its vocabulary in place of what is summed over.
+    """
+    if not isinstance(param.init, Normal) or param.dims[-1] == (param.init.fan_in, ""):
+        return None  # the latter are taps of convolutions
+    dims = [n for n, axis in enumerate(param.axes) if axis not in ("experts", "ahead")]
+    for count in range(1, len(dims)):
+        inputs = tuple(dims[:count])
+        is_table = param.axes[:count] == ("vocab",)
+        if is_table or math.prod(param.shape[n] for n in inputs) == param.init.fan_in:
+            return inputs, tuple(dims[count:])
+    return None
+
+
 def kept(config: OptimConfig, param: Param, param_dtype: str) -> Mapping[str, Kept]:
     """What the config's optimizer keeps of a parameter, by the name of its tree in checkpoints.
 
@@ -38,8 +58,8 @@ def kept(config: OptimConfig, param: Param, param_dtype: str) -> Mapping[str, Ke
         return {}
     dtype = param_dtype if config.state_dtype == "same" else config.state_dtype
     found = {name: Kept(param.dims, dtype) for name in _whole(config, param)}
-    if config.name == "adafactor" and param.matrix is not None:
-        inputs, outputs = param.matrix
+    if config.name == "adafactor" and (matrix := matrix_of(param)) is not None:
+        inputs, outputs = matrix
         for name, left_out in (("rows", outputs), ("columns", inputs)):
             dims = tuple(each for n, each in enumerate(param.dims) if n not in left_out)
             found[name] = Kept(dims, "float32", left_out)
@@ -56,14 +76,14 @@ def _whole(config: OptimConfig, param: Param) -> tuple[str, ...]:
         case "lion":
             return ("mu",)
         case "adafactor":
-            return () if param.matrix is not None else ("nu",)
+            return () if matrix_of(param) is not None else ("nu",)
         case "muon":
             return ("mu",) if is_orthogonalised(config, param) else ("mu", "nu")
 
 
 def is_orthogonalised(config: OptimConfig, param: Param) -> bool:
     """Whether a parameter's updates are Muon's: a matrix, but no table of the vocabulary."""
-    return config.name == "muon" and param.matrix is not None and "vocab" not in param.axes
+    return config.name == "muon" and matrix_of(param) is not None and "vocab" not in param.axes
 
 
 def saved_bytes(config: OptimConfig, param: Param, param_dtype: str) -> float:

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from maxpipe.config.schema import OptimConfig
 from maxpipe.model.spec import Param
 from maxpipe.optim import muon
-from maxpipe.optim.kept import is_orthogonalised
+from maxpipe.optim.kept import is_orthogonalised, matrix_of
 
 _ROUNDED = 1.05
 """How much larger rounding makes a result: some steps of bfloat16, each at most 1/256."""
@@ -86,8 +86,9 @@ def largest_update(config: OptimConfig, params: Iterable[Param]) -> float:
     found = [1.0 if config.name == "lion" else 0.0]
     for param in params:
         if is_orthogonalised(config, param):
-            assert param.matrix is not None
-            sides = (math.prod(param.shape[dim] for dim in dims) for dims in param.matrix)
+            matrix = matrix_of(param)
+            assert matrix is not None
+            sides = (math.prod(param.shape[dim] for dim in dims) for dims in matrix)
             found.append(muon.LARGEST * muon.factor(*sides))
         elif config.name == "adafactor":  # all of the mean square in one entry
             found.append(math.sqrt(math.prod(param.shape)))

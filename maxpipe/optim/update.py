@@ -23,7 +23,7 @@ from maxpipe.config.schema import OptimConfig
 from maxpipe.model.spec import Param
 from maxpipe.nested import Path, flat, nested
 from maxpipe.optim import muon
-from maxpipe.optim.kept import AVERAGE, Kept, is_orthogonalised, kept
+from maxpipe.optim.kept import AVERAGE, Kept, is_orthogonalised, kept, matrix_of
 from maxpipe.optim.reach import largest_update, reach_after
 from maxpipe.optim.rounding import draws, rounded
 from maxpipe.optim.rules import Arrays, Taken, adafactor, adam, lion, momentum, sides_of
@@ -235,7 +235,7 @@ class Optimizer:
             return adam(config, gradient, old, count, taken)
         # Means over dims that are divided: in types there is more than one way.
         specs = {name: target.spec_of(self.kept[name][path]) for name in old}
-        sides = sides_of(target.param.matrix, target.param.shape, target.stacked)
+        sides = sides_of(matrix_of(target.param), target.param.shape, target.stacked)
         run = left_to_compiler(
             lambda gradient, old, count, taken: adafactor(gradient, old, count, sides, taken),
             (target.spec, specs),
@@ -247,10 +247,9 @@ class Optimizer:
         declared: dict[Path, muon.Matrices] = {}
         for path, target in self.targets.items():
             if is_orthogonalised(self.config, target.param):
-                assert target.param.matrix is not None
-                inputs, outputs = (
-                    tuple(target.stacked + dim for dim in dims) for dims in target.param.matrix
-                )
+                matrix = matrix_of(target.param)
+                assert matrix is not None
+                inputs, outputs = (tuple(target.stacked + dim for dim in dims) for dims in matrix)
                 declared[path] = muon.Matrices(inputs, outputs, target.spec)
         return muon.updates({path: found[path] for path in declared}, declared, self.mesh)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from maxpipe.model.spec import Kind, Part
+from maxpipe.plan.optimizer import optimizer_bytes, optimizer_bytes_of
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
 
@@ -93,7 +94,7 @@ def state(sizes: Sizes) -> dict[str, float]:
     batch = sizes.rows_per_device * (5 * 4 * train.sequence_length + 4)
     params = BYTES[model.param_dtype] * sizes.shard_elements
     return {
-        "state": float(params + sizes.optimizer_bytes() + 12),
+        "state": float(params + optimizer_bytes(sizes) + 12),
         "batch": float(batch),
     }
 
@@ -142,7 +143,7 @@ def outside(sizes: Sizes, schedule: Schedule) -> float:
     """
     once = sizes.config.pipeline.weight_gather != "iteration"
     found = float(BYTES[sizes.config.model.param_dtype] * sizes.outside_elements())
-    found += sizes.optimizer_bytes_of(sizes.outside)
+    found += optimizer_bytes_of(sizes, sizes.outside)
     found += 4.0 * sizes.trained.outside_elements(whole=once)
     if once:
         size = BYTES[sizes.config.model.compute_dtype]

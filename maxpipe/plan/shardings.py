@@ -12,6 +12,7 @@ from maxpipe.config.schema import Config
 from maxpipe.model.spec import Dims, Param
 from maxpipe.parallel.axes import MESH_AXES, axis_table, with_tokens
 from maxpipe.plan.advice import gib
+from maxpipe.plan.optimizer import optimizer_bytes
 from maxpipe.plan.sizes import BETWEEN_MATMULS, BYTES, Sizes
 from maxpipe.words import counted
 
@@ -76,7 +77,7 @@ def shardings(config: Config) -> Shardings:
     return Shardings(
         {axis: size for axis, size in sizes.axes.items() if size > 1},
         tuple(_parameters(on)),
-        int(sizes.optimizer_bytes()),
+        int(optimizer_bytes(sizes)),
         tuple(_activations(on)),
     )
 

@@ -24,7 +24,7 @@ from maxpipe.model.count import (
 )
 from maxpipe.model.families.registry import describe
 from maxpipe.model.spec import Dims, Held, Kind, Model, Param, Part, Products, Scores
-from maxpipe.optim.kept import BYTES, kept
+from maxpipe.optim.kept import BYTES
 from maxpipe.parallel.axes import MESH_AXES, with_tokens
 from maxpipe.plan.reach import Reach, reach, with_rows_of_experts
 from maxpipe.schedule.balance import balanced_cut
@@ -389,23 +389,6 @@ class Sizes:
         found = self.held_elements() + self.outside_elements() + self.norm_elements
         found += self.embedding_elements() + self.ahead_elements()
         return found if self.model.ends.head is None else found + self.head_elements()
-
-    def optimizer_bytes(self) -> float:
-        """Of all that the optimizer keeps on one device."""
-        layers = self.optimizer_bytes_of(self.layer_slots) + self.optimizer_bytes_of(self.outside)
-        return layers + sum(map(self._kept, self.model.ends.params.values()))
-
-    def optimizer_bytes_of(self, layers: Mapping[str, int]) -> float:
-        """The same for layers of these kinds, as many of each."""
-        return sum(
-            count * sum(map(self._kept, self.model.kinds[kind].params.values()))
-            for kind, count in layers.items()
-        )
-
-    def _kept(self, param: Param) -> float:
-        config = self.config
-        found = kept(config.optim, param, config.model.param_dtype).values()
-        return sum(self.elements(self.padded(one.dims)) * BYTES[one.dtype] for one in found)
 
     # Activations, in elements, of a microbatch on one device.
 

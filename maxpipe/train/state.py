@@ -122,6 +122,12 @@ class Partition:
         )
         return specs
 
+    def trained_of_saved(self, saved: Tree) -> Tree:
+        """Of a tree as checkpoints hold it what belongs to trained parameters."""
+        mask = self.decoder.trainable()
+        layers = {kind: mask["layers"][kind] for kind in self.layout.stacks}
+        return trained(saved, mask | {"layers": self._without_one_kind(layers)})
+
     def saved_kept_specs(self, kept: Mapping[Path, Kept]) -> Tree:
         """The same of what is kept of parameters, which are named by their paths when stacked."""
         found: dict[Path, PartitionSpec] = {}

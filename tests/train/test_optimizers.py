@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from maxpipe.checkpoint.trees import named
 from maxpipe.config.schema import OptimConfig
+from maxpipe.exchange.safetensors import Reader
 from tests.cases import OPTIM, TOLERANCE, Case, steps_of
 from tests.pipeline.test_families import QWEN3_MOE
 from tests.train.runs import Run, losses, saved
@@ -122,3 +124,40 @@ def test_a_run_keeps_its_optimizer(tiny: Path, run: Run, tmp_path: Path) -> None
     output = run("train", *arguments, "train.steps=2", *start)
     assert "with the weights of run, step 6" in output
     assert losses(tmp_path / "next")[1] < losses(tmp_path / "run")[1]
+
+
+@pytest.mark.slow
+def test_averages_are_evaluated_and_exported(tiny: Path, run: Run, tmp_path: Path) -> None:
+    arguments = (tiny, f"run.dir={tmp_path}", "eval.batches=1", "train.steps=4", "log.every=1")
+    frozen = ("optim.average_decay=0.5", "model.frozen=[embedding]", "optim.name=muon")
+    run("train", *arguments, *frozen)
+    state = saved(tmp_path / "run").state
+    average = named(state["optimizer"]["average"])
+    params = named(state["params"])
+    assert params.keys() - average.keys() == {"embedding"}
+    text = tmp_path / "text.txt"
+    text.write_text("def main():\n    return 1\n" * 200)
+
+    def loss(model: Path, *more: str) -> float:
+        return json.loads(run("eval", model, "--json", "--data", text, *more))["nats_per_token"]
+
+    out, plain = tmp_path / "averaged", tmp_path / "plain"
+    run("export", tmp_path / "run", "--average", out)
+    run("export", tmp_path / "run", plain)
+    file = Reader(out / "model.safetensors")
+    norm, embedding = (file.read(f"model.{name}.weight") for name in ("norm", "embed_tokens"))
+    np.testing.assert_array_equal(norm, average["final_norm.scale"])
+    np.testing.assert_array_equal(embedding, params["embedding"])
+    ours = ("tokenizer.kind=bytes", "tokenizer.path=")
+    averaged = loss(tmp_path / "run", "--average")
+    assert averaged == pytest.approx(loss(out, *ours), rel=1e-5)
+    assert loss(tmp_path / "run") == pytest.approx(loss(plain, *ours), rel=1e-5)
+    assert abs(averaged - loss(plain, *ours)) > 1e-4
+    # What has none says so.
+    output = run("eval", out, "--average", code=2)
+    assert "is a Hugging Face folder, which holds no averages" in output
+    output = run("train", *arguments[:3], "train.steps=6", "optim.name=muon", frozen[1], code=2)
+    assert "optim.average_decay = 0.0\n  must be 0.5, which step 4 was saved with" in output
+    run("train", *arguments[:3], "train.steps=2", "run.name=bare")
+    output = run("eval", tmp_path / "bare", "--average", code=2)
+    assert "was trained with optim.average_decay = 0: there are no averages" in output
