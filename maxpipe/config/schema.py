@@ -278,6 +278,13 @@ class OptimConfig:
     state_dtype: Literal["same", "float32", "bfloat16"] = "same"
     """Type in which moments are stored; `same`: that of `model.param_dtype`. All arithmetic is
     in float32."""
+    shard_over_data: bool = False
+    """Whether devices along `data` divide moments and averages instead of each having all (ZeRO-1,
+    arXiv:1910.02054): each sums and updates its part, and updated parameters are gathered. Of a
+    parameter with no dim that divides evenly each keeps all."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are sent to be summed over devices; what is added up on a device is
+    float32."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """How parameters and moments are rounded to bfloat16, where that is their type. `stochastic`
     (arXiv:1502.02551): up or down by chance, right in the mean, so that small updates are not

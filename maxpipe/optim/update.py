@@ -58,6 +58,7 @@ class Target:
     layers: np.ndarray | None = None
     """int, the stacked dims: which layer of the network is where; None if there are none."""
     spec: PartitionSpec = field(default_factory=PartitionSpec)
+    """Of its gradient and of where it is updated."""
 
     @property
     def stacked(self) -> int:

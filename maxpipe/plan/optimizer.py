@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from maxpipe.model.spec import Param
 from maxpipe.optim.kept import BYTES, kept
+from maxpipe.parallel.axes import axis_table, owned_dim
 from maxpipe.plan.sizes import Sizes
 
 
@@ -25,7 +26,19 @@ def optimizer_bytes_of(sizes: Sizes, layers: Mapping[str, int]) -> float:
     )
 
 
+def shared_over_data(sizes: Sizes, param: Param) -> int | None:
+    """The dim of what is kept of a parameter that devices along `data` divide, if they do."""
+    if not sizes.config.optim.shard_over_data:
+        return None
+    table = axis_table(sizes.config.mesh)
+    return owned_dim(param.dims, [table.get(axis, ()) for axis in param.axes], sizes.axes)
+
+
 def _bytes(sizes: Sizes, param: Param) -> float:
-    config = sizes.config
-    found = kept(config.optim, param, config.model.param_dtype).values()
-    return sum(sizes.elements(sizes.padded(one.dims)) * BYTES[one.dtype] for one in found)
+    config, total = sizes.config, 0.0
+    dim, data = shared_over_data(sizes, param), sizes.axes["data"]
+    for one in kept(config.optim, param, config.model.param_dtype).values():
+        size = sizes.elements(sizes.padded(one.dims)) * BYTES[one.dtype]
+        is_shared = dim is not None and dim not in one.left_out
+        total += size / data if is_shared else size
+    return total

@@ -26,9 +26,10 @@ from maxpipe.model.spec import Param
 from maxpipe.nested import Path, flat, nested
 from maxpipe.optim.kept import Kept
 from maxpipe.optim.update import OptState, Target
+from maxpipe.parallel.axes import owned_dim
 from maxpipe.parallel.explicit import left_to_compiler
-from maxpipe.parallel.mesh import STAGE, TENSOR
-from maxpipe.parallel.sharding import STACK
+from maxpipe.parallel.mesh import DATA, STAGE, TENSOR
+from maxpipe.parallel.sharding import STACK, axes_of
 from maxpipe.pipeline.layout import Layout, pad_vocabulary, padded_vocabulary
 from maxpipe.pipeline.trainable import trained
 from maxpipe.train.guard import GuardState
@@ -122,23 +123,38 @@ class Partition:
         )
         return specs
 
+    def _shared_over_data(self, spec: PartitionSpec, param: Param, stacked: int) -> PartitionSpec:
+        """The spec of a parameter with `stacked` dims in front, with one more dim divided."""
+        entries = list(map(axes_of, spec)) + [()] * (stacked + len(param.dims) - len(spec))
+        dim = owned_dim(param.dims, entries[stacked:], self.mesh.shape)
+        if dim is not None:
+            entries[stacked + dim] = (*entries[stacked + dim], DATA)
+        return PartitionSpec(*(each or None for each in entries))
+
     def trained_of_saved(self, saved: Tree) -> Tree:
         """Of a tree as checkpoints hold it what belongs to trained parameters."""
         mask = self.decoder.trainable()
         layers = {kind: mask["layers"][kind] for kind in self.layout.stacks}
         return trained(saved, mask | {"layers": self._without_one_kind(layers)})
 
-    def saved_kept_specs(self, kept: Mapping[Path, Kept]) -> Tree:
+    def saved_kept_specs(self, kept: Mapping[Path, Kept], targets: Mapping[Path, Target]) -> Tree:
         """The same of what is kept of parameters, which are named by their paths when stacked."""
         found: dict[Path, PartitionSpec] = {}
         for path, spec in flat(self.by_kind(self.saved_specs)).items():
             in_layers = path[0] == "layers"
             paths = (path, ("outside", *path[1:])) if in_layers else (path,)
-            one = next((kept[each] for each in paths if each in kept), None)
-            if one is not None:
+            own = next((each for each in paths if each in kept), None)
+            if own is not None:
+                target, one = targets[own], kept[own]
+                # Stacked dims are one, or none; the others are divided as they are on the mesh.
+                entries = [*spec[:in_layers], *target.spec[target.stacked :]]
+                entries += [None] * (in_layers + len(target.param.dims) - len(entries))
+                if not in_layers:  # but for the vocabulary without padding
+                    vocab = target.param.axes.index("vocab") if "vocab" in target.param.axes else -1
+                    entries = [spec[n] if n == vocab else each for n, each in enumerate(entries)]
                 dropped = {in_layers + dim for dim in one.left_out}
-                entries = (entry for dim, entry in enumerate(spec) if dim not in dropped)
-                found[path] = PartitionSpec(*entries)
+                kept_dims = (each for dim, each in enumerate(entries) if dim not in dropped)
+                found[path] = PartitionSpec(*kept_dims)
         return self._as_saved(nested(found))
 
     def _saved_layers(self, kind: str) -> Tree:
@@ -174,7 +190,10 @@ class Partition:
         def add(path: Path, name: str, param: Param, layers: np.ndarray | None = None) -> None:
             decay = decays.get(name, optim.weight_decay if param.decays else 0.0)
             if param.trainable:
-                found[path] = Target(param, name, rates.get(name, 1.0), decay, layers, specs[path])
+                spec = specs[path]
+                if optim.shard_over_data:
+                    spec = self._shared_over_data(spec, param, 0 if layers is None else layers.ndim)
+                found[path] = Target(param, name, rates.get(name, 1.0), decay, layers, spec)
 
         for key, param in model.ends.params.items():
             add(key, ".".join(key), param)

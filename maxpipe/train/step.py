@@ -35,10 +35,11 @@ from maxpipe.config.schema import (
 from maxpipe.model.choice import Divided, resolved
 from maxpipe.model.count import layer_costs
 from maxpipe.model.decoder import Decoder
+from maxpipe.nested import nested
 from maxpipe.optim import reach
 from maxpipe.optim.schedule import learning_rate
 from maxpipe.optim.update import Optimizer, OptState
-from maxpipe.parallel.explicit import left_to_compiler, on_mesh, with_shardings
+from maxpipe.parallel.explicit import left_to_compiler, on_mesh, placed, with_shardings
 from maxpipe.parallel.mesh import BATCH_AXES, CONTEXT, STAGE, TENSOR
 from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
 from maxpipe.pipeline import ahead
@@ -102,8 +103,8 @@ class Steps:
 
     @cached_property
     def _trained_specs(self) -> Tree:
-        """Of gradients."""
-        return self.partition.trained(self.partition.specs)
+        """Of gradients, and of parameters where they are updated."""
+        return nested({path: each.spec for path, each in self.optimizer.targets.items()})
 
     @cached_property
     def saved_sharding(self) -> Tree:
@@ -115,7 +116,8 @@ class Steps:
     @cached_property
     def _saved_trees_specs(self) -> dict[str, Tree]:
         kept = self.optimizer.kept
-        return {name: self.partition.saved_kept_specs(those) for name, those in kept.items()}
+        run = partial(self.partition.saved_kept_specs, targets=self.optimizer.targets)
+        return {name: run(those) for name, those in kept.items()}
 
     @cached_property
     def abstract_state(self) -> TrainState:
@@ -314,6 +316,8 @@ class Steps:
         found = self.engine.value_and_grad(self.train_schedule)(state.params, batch, key)
         loss, gradients = found.loss, found.gradients
         norm = optax.tree.norm(gradients)
+        specs, everywhere = self._trained_specs, PartitionSpec()
+        old = placed(self.partition.trained(state.params), specs)
         rate = jnp.asarray(self.optimizer.rate(state.step - state.guard.skipped))
         taken, guard = assess(
             self.guard,
@@ -322,10 +326,9 @@ class Steps:
             loss,
             norm,
             self._outcome,
-            (gradients, norm, rate, state),
-            (self._trained_specs, PartitionSpec(), PartitionSpec(), self._state_specs),
+            (gradients, norm, rate, old, state.optimizer, state.guard.reach),
+            (specs, everywhere, everywhere, specs, self._state_specs.optimizer, everywhere),
         )
-        old = self.partition.trained(state.params)
         new, optimizer = self.optimizer.update(
             gradients, state.optimizer, old, norm=norm, taken=taken
         )
@@ -349,37 +352,34 @@ class Steps:
         return TrainState(state.step + 1, params, optimizer, guard), metrics
 
     def _outcome(
-        self, gradients: Tree, norm: Float[Array, ""], rate: Float[Array, ""], state: TrainState
+        self,
+        gradients: Tree,
+        norm: Float[Array, ""],
+        rate: Float[Array, ""],
+        params: Tree,
+        optimizer: OptState,
+        before: Float[Array, " 2"],
     ) -> tuple[Bool[Array, ""], Float[Array, " 2"]]:
         """Whether the update leaves parameters and moments finite, and their reach after it.
 
         The bound alone answers, all but always. Where it cannot, the update is computed once
         more to look at it: a pass over all that there is.
         """
-        bound = self.optimizer.reach_after(state.guard.reach, norm, rate)
+        bound = self.optimizer.reach_after(before, norm, rate)
 
         def by_looking() -> tuple[jax.Array, jax.Array]:
-            largest = [
-                jnp.stack(
-                    [jnp.abs(leaf).max().astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
-                    or [jnp.zeros(())]
-                )
-                for tree in (
-                    self.partition.trained(state.params),
-                    state.optimizer.trees.get(reach.MOMENTUM, {}),
-                )
-            ]
-            sizes = jnp.stack([each.max() for each in largest])
+            moments = optimizer.trees.get(reach.MOMENTUM, {})
+            sizes = jnp.stack([_largest(params), _largest(moments)])
             after = self.optimizer.reach_after(sizes, norm, rate)
             if not self.optimizer.is_by_entry:
                 return jnp.isfinite(after).all(), after
-            return self._stays_finite(gradients, norm, state), after
+            return self._stays_finite(gradients, norm, params, optimizer), after
 
         known = jnp.isfinite(bound).all()
         return jax.lax.cond(known, lambda: (known, bound), by_looking)
 
     def _stays_finite(
-        self, gradients: Tree, norm: Float[Array, ""], state: TrainState
+        self, gradients: Tree, norm: Float[Array, ""], params: Tree, optimizer: OptState
     ) -> Bool[Array, ""]:
         """Whether the update leaves all parameters and moments finite, computed and not kept.
 
@@ -387,10 +387,11 @@ class Steps:
         branch. It is fused into a reduction; shared, or begun outside, some of it would stand in
         memory.
         """
-        params = self.partition.trained(state.params)
-        given = jax.lax.optimization_barrier((gradients, norm, params, state.optimizer))
-        slopes, norm, params, optimizer = given
-        params, optimizer = self.optimizer.update(slopes, optimizer, params, norm=norm, draw=False)
+        given = jax.lax.optimization_barrier((gradients, norm, params, optimizer))
+        gradients, norm, params, optimizer = given
+        params, optimizer = self.optimizer.update(
+            gradients, optimizer, params, norm=norm, draw=False
+        )
         # One expression for all three: where each is reduced by itself, XLA keeps what they share.
         finite = jax.tree.map(
             lambda *entries: reduce(operator.and_, map(jnp.isfinite, entries)).all(),
@@ -405,6 +406,12 @@ class Steps:
         # Picked by index: divided as the indices are.
         size = left_to_compiler(operator.getitem, BATCH_SPEC)(lengths, batch["targets"])
         return {"loss": loss, "targets": targets, "bytes": (size * batch["loss_mask"]).sum()}
+
+
+def _largest(tree: Tree) -> Float[Array, ""]:
+    """Of all entries of all arrays; 0 of none."""
+    found = [jnp.abs(leaf).max().astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
+    return jnp.stack(found).max() if found else jnp.zeros(())
 
 
 def partition(
@@ -457,6 +464,7 @@ def partition(
         ends.logit_cap,
         _heads_ahead(decoder),
     )
+    targets = parts.targets(optim)
     lengths = np.zeros(model.vocab_size, np.int32)
     lengths[: len(byte_lengths)] = byte_lengths
     return Steps(
@@ -464,7 +472,7 @@ def partition(
         optimizer=Optimizer(
             optim,
             learning_rate(optim, total_steps),
-            parts.targets(optim),
+            targets,
             model.param_dtype,
             seed,
             mesh,
@@ -480,6 +488,8 @@ def partition(
             idle=pipeline.idle,
             trainable=parts.trainable,
             exact=parts.exact,
+            gradients=nested({path: each.spec for path, each in targets.items()}),
+            reduced=optim.reduce_dtype,
         ),
         shape=(train.batch_size, train.sequence_length),
         seed=seed,

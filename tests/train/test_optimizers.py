@@ -14,7 +14,7 @@ import pytest
 from maxpipe.checkpoint.trees import named
 from maxpipe.config.schema import OptimConfig
 from maxpipe.exchange.safetensors import Reader
-from tests.cases import OPTIM, TOLERANCE, Case, steps_of
+from tests.cases import OPTIM, TOLERANCE, Case, steps_of, thinned
 from tests.pipeline.test_families import QWEN3_MOE
 from tests.train.runs import Run, losses, saved
 from tests.train.states import ROWS, same_bits, trained_on
@@ -73,6 +73,30 @@ def test_matrices_of_experts_and_explicit_types(name: Any) -> None:
     here = Case(2, 1, 2, expert=2, tensor=2, layers=4, own=MOE, shard_mode="explicit")
     kept = {"adafactor": {"nu", "rows", "columns"}, "muon": {"mu", "nu"}}[name]
     check_layouts(optim, kept, (Case(layers=4, own=MOE), here, Case(layers=4, own=MOE, fsdp=2)))
+
+
+ZERO = [
+    # Two stages with layers outside; tensor and tied tables; experts in types; heads ahead.
+    (Case(2, 1, 2, data=2, fsdp=2, layers=5, outside=1), Case(1, 1, 2, data=4, layers=5)),
+    (Case(2, 2, 2, data=2, tensor=2, layers=4, tied=True), Case(layers=4, data=2, tied=True)),
+    (
+        Case(2, 1, 2, data=2, expert=2, layers=4, own=MOE, shard_mode="explicit"),
+        Case(1, 1, 2, layers=4, own=MOE, fsdp=2, data=2),
+    ),
+    (
+        Case(2, 1, 2, data=2, layers=4, ahead=2, gather="step", schedule="zb_h1"),
+        Case(layers=4, ahead=2, data=2, fsdp=2),
+    ),
+]
+
+
+@pytest.mark.parametrize(("here", "elsewhere"), thinned(ZERO, 2), ids=str)
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+def test_state_that_is_divided_over_data(name: Any, here: Case, elsewhere: Case) -> None:
+    optim = dataclasses.replace(OPTIM, name=name, learning_rate=3e-4, shard_over_data=True)
+    one = Case(layers=here.layers, own=here.own, tied=here.tied, ahead=here.ahead)
+    kept = {"adamw": {"mu", "nu"}, "adafactor": {"nu", "rows", "columns"}, "muon": {"mu", "nu"}}
+    check_layouts(optim, kept[name], (one, here, elsewhere))
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
