@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Bool, Float, Int, Key
+from jaxtyping import Float, Int, Key
 
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import (
@@ -36,7 +36,7 @@ from maxpipe.model.choice import Divided, resolved
 from maxpipe.model.count import layer_costs
 from maxpipe.model.decoder import Decoder
 from maxpipe.nested import nested
-from maxpipe.optim import reach
+from maxpipe.optim.outcome import outcome
 from maxpipe.optim.schedule import learning_rate
 from maxpipe.optim.update import Optimizer, OptState
 from maxpipe.parallel.explicit import left_to_compiler, on_mesh, placed, with_shardings
@@ -325,7 +325,7 @@ class Steps:
             state.guard,
             loss,
             norm,
-            self._outcome,
+            partial(outcome, self.optimizer),
             (gradients, norm, rate, old, state.optimizer, state.guard.reach),
             (specs, everywhere, everywhere, specs, self._state_specs.optimizer, everywhere),
         )
@@ -351,67 +351,12 @@ class Steps:
         metrics |= summarised(model, found.losses, reported | further)
         return TrainState(state.step + 1, params, optimizer, guard), metrics
 
-    def _outcome(
-        self,
-        gradients: Tree,
-        norm: Float[Array, ""],
-        rate: Float[Array, ""],
-        params: Tree,
-        optimizer: OptState,
-        before: Float[Array, " 2"],
-    ) -> tuple[Bool[Array, ""], Float[Array, " 2"]]:
-        """Whether the update leaves parameters and moments finite, and their reach after it.
-
-        The bound alone answers, all but always. Where it cannot, the update is computed once
-        more to look at it: a pass over all that there is.
-        """
-        bound = self.optimizer.reach_after(before, norm, rate)
-
-        def by_looking() -> tuple[jax.Array, jax.Array]:
-            moments = optimizer.trees.get(reach.MOMENTUM, {})
-            sizes = jnp.stack([_largest(params), _largest(moments)])
-            after = self.optimizer.reach_after(sizes, norm, rate)
-            if not self.optimizer.is_by_entry:
-                return jnp.isfinite(after).all(), after
-            return self._stays_finite(gradients, norm, params, optimizer), after
-
-        known = jnp.isfinite(bound).all()
-        return jax.lax.cond(known, lambda: (known, bound), by_looking)
-
-    def _stays_finite(
-        self, gradients: Tree, norm: Float[Array, ""], params: Tree, optimizer: OptState
-    ) -> Bool[Array, ""]:
-        """Whether the update leaves all parameters and moments finite, computed and not kept.
-
-        The barrier keeps this arithmetic apart from that of the update itself and within its
-        branch. It is fused into a reduction; shared, or begun outside, some of it would stand in
-        memory.
-        """
-        given = jax.lax.optimization_barrier((gradients, norm, params, optimizer))
-        gradients, norm, params, optimizer = given
-        params, optimizer = self.optimizer.update(
-            gradients, optimizer, params, norm=norm, draw=False
-        )
-        # One expression for all three: where each is reduced by itself, XLA keeps what they share.
-        finite = jax.tree.map(
-            lambda *entries: reduce(operator.and_, map(jnp.isfinite, entries)).all(),
-            params,
-            *optimizer.trees.values(),
-        )
-        return jnp.stack(jax.tree.leaves(finite)).all()
-
     def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:
         loss, targets = self.engine.loss(schedule)(params, batch, None)
         lengths = jnp.asarray(self.byte_lengths, jnp.float32)
         # Picked by index: divided as the indices are.
         size = left_to_compiler(operator.getitem, BATCH_SPEC)(lengths, batch["targets"])
         return {"loss": loss, "targets": targets, "bytes": (size * batch["loss_mask"]).sum()}
-
-
-def _largest(tree: Tree) -> Float[Array, ""]:
-    """Of all entries of all arrays; 0 of none."""
-    found = [jnp.abs(leaf).max().astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
-    return jnp.stack(found).max() if found else jnp.zeros(())
 
 
 def partition(
