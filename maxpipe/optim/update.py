@@ -149,6 +149,11 @@ class Optimizer:
         )
 
     @cached_property
+    def target_specs(self) -> Tree:
+        """Of gradients, and of parameters where they are updated."""
+        return nested({path: target.spec for path, target in self.targets.items()})
+
+    @cached_property
     def specs(self) -> dict[str, Tree]:
         """Of the state's trees."""
         return self._each(lambda _, path, one: self.targets[path].spec_of(one))

@@ -35,7 +35,6 @@ from maxpipe.config.schema import (
 from maxpipe.model.choice import Divided, resolved
 from maxpipe.model.count import layer_costs
 from maxpipe.model.decoder import Decoder
-from maxpipe.nested import nested
 from maxpipe.optim.outcome import outcome
 from maxpipe.optim.schedule import learning_rate
 from maxpipe.optim.update import Optimizer, OptState
@@ -100,11 +99,6 @@ class Steps:
         optimizer = OptState._make((PartitionSpec(), self.optimizer.specs))
         guard = jax.tree.map(lambda _: PartitionSpec(), initial(self.guard))
         return TrainState._make((PartitionSpec(), specs, optimizer, guard))
-
-    @cached_property
-    def _trained_specs(self) -> Tree:
-        """Of gradients, and of parameters where they are updated."""
-        return nested({path: each.spec for path, each in self.optimizer.targets.items()})
 
     @cached_property
     def saved_sharding(self) -> Tree:
@@ -316,7 +310,7 @@ class Steps:
         found = self.engine.value_and_grad(self.train_schedule)(state.params, batch, key)
         loss, gradients = found.loss, found.gradients
         norm = optax.tree.norm(gradients)
-        specs, everywhere = self._trained_specs, PartitionSpec()
+        specs, everywhere = self.optimizer.target_specs, PartitionSpec()
         old = placed(self.partition.trained(state.params), specs)
         rate = jnp.asarray(self.optimizer.rate(state.step - state.guard.skipped))
         taken, guard = assess(
@@ -409,19 +403,13 @@ def partition(
         ends.logit_cap,
         _heads_ahead(decoder),
     )
-    targets = parts.targets(optim)
+    rate, targets = learning_rate(optim, total_steps), parts.targets(optim)
+    optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
     lengths = np.zeros(model.vocab_size, np.int32)
     lengths[: len(byte_lengths)] = byte_lengths
     return Steps(
         partition=parts,
-        optimizer=Optimizer(
-            optim,
-            learning_rate(optim, total_steps),
-            targets,
-            model.param_dtype,
-            seed,
-            mesh,
-        ),
+        optimizer=optimizer,
         train_schedule=schedule,
         engine=Engine(
             network,
@@ -433,7 +421,7 @@ def partition(
             idle=pipeline.idle,
             trainable=parts.trainable,
             exact=parts.exact,
-            gradients=nested({path: each.spec for path, each in targets.items()}),
+            gradients=optimizer.target_specs,
             reduced=optim.reduce_dtype,
         ),
         shape=(train.batch_size, train.sequence_length),
