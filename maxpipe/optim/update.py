@@ -184,17 +184,25 @@ class Optimizer:
         before = {name: flat(tree) for name, tree in state.trees.items()}
         after: dict[str, dict[Path, Array]] = {name: {} for name in before}
         store = partial(self._stored, count=count, draw=draw)
-        found: dict[Path, Array] = {}
-        for path in self.targets:
-            old = {name: before[name][path].astype(jnp.float32) for name in self._names(path)}
-            found[path], new = self._direction(path, clip(slopes[path]), old, count, taken)
-            for name, x in new.items():
-                after[name][path] = store(path, name, x, self.kept[name][path])
-        found |= self._orthogonalised(found)
-        rate = jnp.asarray(self.rate(state.updates))
         moved: dict[Path, Array] = {}
+
+        def direction(path: Path) -> Array:
+            old = {
+                name: self._fetched(before[name][path], moved).astype(jnp.float32)
+                for name in self._names(path)
+            }
+            found, new = self._direction(path, clip(slopes[path]), old, count, taken)
+            for name, x in new.items():
+                after[name][path] = self._kept_at_home(store(path, name, x, self.kept[name][path]))
+            return found
+
+        matrices = self._matrices
+        found = {path: direction(path) for path in matrices}
+        found = muon.updates(found, matrices, self.mesh)
+        rate = jnp.asarray(self.rate(state.updates))
         for path, target in self.targets.items():
-            param, update = given[path].astype(jnp.float32), found[path]
+            update = found[path] if path in found else direction(path)
+            param = given[path].astype(jnp.float32)
             if target.decay:
                 update = update + target.decay * param
             step = -rate * target.rate if target.rate != 1.0 else -rate
@@ -202,11 +210,25 @@ class Optimizer:
             whole = Kept(target.param.dims, given[path].dtype.name)
             moved[path] = unless_bad(taken, store(path, _PARAMETER, new, whole), given[path])
             if AVERAGE in after:
-                share, mean = self.config.average_decay, before[AVERAGE][path]
+                share, mean = self.config.average_decay, self._fetched(before[AVERAGE][path], {})
                 newer = share * mean + (1 - share) * moved[path].astype(jnp.float32)
-                after[AVERAGE][path] = unless_bad(taken, newer, mean)
+                after[AVERAGE][path] = self._kept_at_home(unless_bad(taken, newer, mean))
         trees = {name: nested(tree) for name, tree in after.items()}
         return nested(moved), OptState(count, trees)
+
+    def _fetched(self, x: Array, moved: Mapping[Path, Array]) -> Array:
+        """What is kept, on the device: from the host behind all but the last of what was moved, so
+        that what is there at once is no more than the parameter before and its own.
+        """
+        if not self.config.offload_state:
+            return x
+        earlier = list(moved.values())[-2:-1]
+        x, *_ = jax.lax.optimization_barrier((x, *earlier))
+        return jax.device_put(x, jax.memory.Space.Device)
+
+    def _kept_at_home(self, x: Array) -> Array:
+        """What is kept, where it is between steps."""
+        return jax.device_put(x, jax.memory.Space.Host) if self.config.offload_state else x
 
     def _names(self, path: Path) -> Iterator[str]:
         """Of what a parameter's update reads."""
@@ -248,8 +270,9 @@ class Optimizer:
         )
         return run(gradient, old, count, jnp.asarray(taken))
 
-    def _orthogonalised(self, found: Mapping[Path, Array]) -> dict[Path, Array]:
-        """Of Muon's matrices."""
+    @cached_property
+    def _matrices(self) -> dict[Path, muon.Matrices]:
+        """Muon's."""
         declared: dict[Path, muon.Matrices] = {}
         for path, target in self.targets.items():
             if is_orthogonalised(self.config, target.param):
@@ -257,7 +280,7 @@ class Optimizer:
                 assert matrix is not None
                 inputs, outputs = (tuple(target.stacked + dim for dim in dims) for dims in matrix)
                 declared[path] = muon.Matrices(inputs, outputs, target.spec)
-        return muon.updates({path: found[path] for path in declared}, declared, self.mesh)
+        return declared
 
     def _stored(
         self, path: Path, name: str, x: Array, one: Kept, *, count: Int[Array, ""], draw: bool
