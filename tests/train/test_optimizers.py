@@ -183,7 +183,8 @@ def test_averages_are_evaluated_and_exported(tiny: Path, run: Run, tmp_path: Pat
     text.write_text("def main():\n    return 1\n" * 200)
 
     def loss(model: Path, *more: str) -> float:
-        return json.loads(run("eval", model, "--json", "--data", text, *more))["nats_per_token"]
+        output = run("eval", model, "--json", "--data", text, *more)
+        return json.loads(output[output.index("{") :])["nats_per_token"]
 
     out, plain = tmp_path / "averaged", tmp_path / "plain"
     run("export", tmp_path / "run", "--average", out)
