@@ -91,15 +91,7 @@ class Steps:
     @cached_property
     def state_sharding(self) -> TrainState:
         """Of the stacked train state."""
-        found = self.partition.shardings(self._state_specs)
-        trees = self._where_kept(found.optimizer.trees)
-        return found._replace(optimizer=found.optimizer._replace(trees=trees))
-
-    def _where_kept(self, shardings: Tree) -> Tree:
-        """Of the optimizer's trees, in the memory in which they are kept."""
-        if not self.optimizer.config.offload_state:
-            return shardings
-        return jax.tree.map(lambda each: each.with_memory_kind("pinned_host"), shardings)
+        return self.partition.shardings(self._state_specs)
 
     @cached_property
     def _state_specs(self) -> TrainState:
@@ -113,8 +105,7 @@ class Steps:
         """Of the saved form of the state, in network order."""
         specs, trees = self.partition.saved_specs, self._saved_trees_specs
         saved = {"step": PartitionSpec(), "params": specs, "optimizer": trees}
-        found = self.partition.shardings(saved)
-        return found | {"optimizer": self._where_kept(found["optimizer"])}
+        return self.partition.shardings(saved)
 
     @cached_property
     def _saved_trees_specs(self) -> dict[str, Tree]:
@@ -246,7 +237,7 @@ class Steps:
 
         specs, vocabulary = self._saved_trees_specs, self.optimizer.vocabulary
         saved = {
-            name: unstack(_on_device(tree), specs[name], vocabulary[name])
+            name: unstack(tree, specs[name], vocabulary[name])
             for name, tree in state.optimizer.trees.items()
         }
         params = unstack(state.params, parts.saved_specs)
@@ -263,7 +254,7 @@ class Steps:
             trees = {}
             for name, tree in saved["optimizer"].items():
                 run = partial(self.partition.from_saved, vocabulary=vocabulary[name])
-                trees[name] = left_to_compiler(run, specs[name])(_on_device(tree))
+                trees[name] = left_to_compiler(run, specs[name])(tree)
             optimizer = OptState(step - guard.skipped, trees)
             return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
 
@@ -438,11 +429,6 @@ def partition(
         byte_lengths=lengths,
         guard=guard,
     )
-
-
-def _on_device(tree: Tree) -> Tree:
-    """Arrays that may be in host memory, where they can be computed with."""
-    return jax.device_put(tree, jax.memory.Space.Device)
 
 
 def _heads_ahead(decoder: Decoder) -> ahead.Heads | None:
