@@ -87,8 +87,8 @@ def seconds_of_guard(config: Config) -> float:
     device = jax.devices()[:1]
     with (
         patch("maxpipe.train.step.assess", lambda _config, _mesh, state, *_: (np.True_, state)),
-        patch("maxpipe.train.step.unless_bad", lambda _taken, new, _old: new),
-        patch("maxpipe.train.optim.unless_bad", lambda _taken, new, _old: new),
+        patch("maxpipe.optim.update.unless_bad", lambda _taken, new, _old: new),
+        patch("maxpipe.optim.rules.unless_bad", lambda _taken, new, _old: new),
     ):
         without = step_of(build_steps(config, device))
         jax.block_until_ready(without())

@@ -71,6 +71,8 @@ class Case:
     epsilon: float = MODEL.norm_epsilon
     """Of norms. Where what they norm may be nearly 0 it bounds their slope, and so rounding."""
     dtype: str = "float32"
+    stored: str = "float32"
+    """Type of parameters."""
     attention: str = "xla"
     frozen: tuple[str, ...] = ()
     """Patterns of `model.frozen`."""
@@ -130,6 +132,7 @@ class Case:
             ahead=self.form,  # type: ignore[arg-type]
             norm_epsilon=self.epsilon,
             compute_dtype=self.dtype,  # type: ignore[arg-type]
+            param_dtype=self.stored,  # type: ignore[arg-type]
             attention=self.attention,  # type: ignore[arg-type]
             frozen=list(self.frozen),
         )

@@ -35,7 +35,7 @@ CHECKED = (
     "maxpipe.pipeline.outside",
     "maxpipe.pipeline.vocabulary",
     "maxpipe.train.guard",
-    "maxpipe.train.optim",
+    "maxpipe.optim",
     "maxpipe.train.step",
 )
 GOLDEN = Path(__file__).parent / "golden"

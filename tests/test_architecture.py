@@ -18,7 +18,7 @@ PACKAGE = ROOT / "maxpipe"
 # From the ground up. A module imports lower rows, and its own row inside its own folder; the
 # longest name that matches it counts.
 ROWS = (
-    ("maxpipe", "maxpipe.errors", "maxpipe.words"),
+    ("maxpipe", "maxpipe.errors", "maxpipe.words", "maxpipe.nested"),
     ("maxpipe.boundary",),
     (
         *("maxpipe.schedule", "maxpipe.config.schema", "maxpipe.config.bounds"),
@@ -41,15 +41,16 @@ ROWS = (
     (
         *("maxpipe.model", "maxpipe.pipeline", "maxpipe.data"),
         *("maxpipe.checkpoint", "maxpipe.telemetry"),
-        *("maxpipe.train.guard", "maxpipe.train.optim", "maxpipe.train.optimizers"),
+        "maxpipe.train.guard",
         "maxpipe.train.executable",
         *("maxpipe.plan.hlo", "maxpipe.plan.hlo_text", "maxpipe.plan.gpu_target"),
         *("maxpipe.diagnosis.environment", "maxpipe.diagnosis.probe"),
     ),
+    ("maxpipe.optim",),
     (
         *("maxpipe.train", "maxpipe.generate", "maxpipe.exchange"),
         *("maxpipe.plan.sizes", "maxpipe.plan.memory", "maxpipe.plan.advice"),
-        "maxpipe.plan.reach",
+        *("maxpipe.plan.reach", "maxpipe.plan.optimizer"),
     ),
     (
         *("maxpipe.train.loop", "maxpipe.train.run", "maxpipe.train.resume"),
@@ -116,7 +117,7 @@ JAX_FREE = (
     "maxpipe.model.families",
     "maxpipe.exchange.named",
     "maxpipe.exchange.source",
-    "maxpipe.train.optimizers",
+    "maxpipe.optim.kept",
     "maxpipe.generate.text",
     "maxpipe.pipeline.scopes",
     "maxpipe.plan.plan",

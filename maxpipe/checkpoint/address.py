@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -43,6 +43,20 @@ class Address:
     """The parent of the folder of checkpoints, where a path led into it."""
     where: str = ""
     """The config key that gave the text; empty of a command line."""
+    average: bool = False
+    """Whether its averaged parameters are meant: `optim.average_decay`."""
+
+    def averaged(self, optim: object) -> Address:
+        """The address, of a run whose saved section `optim` is given.
+
+        Raises:
+            ConfigError: averages are meant, and the run has none.
+        """
+        has_any = isinstance(optim, Mapping) and bool(optim.get("average_decay"))
+        if self.average and not has_any:
+            rule = "was trained with optim.average_decay = 0: there are no averages."
+            raise self.wrong(rule, "Leave --average out.")
+        return self
 
     @property
     def home(self) -> str:

@@ -168,7 +168,11 @@ def _as_stored(path: epath.Path, abstract: Tree) -> Tree:
         StorageError: the checkpoint has other arrays.
     """
     saved = contents.shapes(path)
-    lines = other_shapes({name: saved[name] for name in saved if name in abstract}, abstract)
+    saved = {name: saved[name] for name in saved if name in abstract}
+    if "step" not in abstract and "optimizer" in saved:  # some of its trees alone
+        trees = saved["optimizer"]
+        saved["optimizer"] = {each: trees[each] for each in abstract["optimizer"] if each in trees}
+    lines = other_shapes(saved, abstract)
     if lines:
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
         raise StorageError(
@@ -204,8 +208,13 @@ def _cast(state: Tree, abstract: Tree) -> Tree:
 
 def _of(expected: Mapping[str, Sum], restored: Mapping[str, Sum]) -> dict[str, Sum]:
     """Those of the sections of the state that were asked for: evaluation leaves out moments."""
-    sections = {name.partition(".")[0] for name in restored}
-    return {name: one for name, one in expected.items() if name.partition(".")[0] in sections}
+
+    def section(name: str) -> str:
+        first, _, rest = name.partition(".")
+        return f"{first}.{rest.partition('.')[0]}" if first == "optimizer" else first
+
+    sections = set(map(section, restored))
+    return {name: one for name, one in expected.items() if section(name) in sections}
 
 
 def _over_processes(sums: dict[str, Sum]) -> dict[str, Sum]:

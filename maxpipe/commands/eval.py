@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxpipe.commands.parser import Commands, add_address, add_inputs, count
+from maxpipe.commands.parser import Commands, add_address, add_average, add_inputs, count
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.words import counted
 
@@ -23,7 +23,7 @@ _REPORT_SECONDS = 10.0
 def _eval(options: argparse.Namespace) -> int:
     from maxpipe.exchange.named import named
 
-    model = named(options.checkpoint)
+    model = named(options.checkpoint, average=options.average)
     _check(options)
     if options.choices is not None:
         return _ask(options, model)
@@ -158,6 +158,7 @@ def add(commands: Commands) -> None:
         "  maxpipe eval ~/models/Llama-3.2-1B --data articles.jsonl",
     )
     add_address(parser, about="a run, RUN@STEP, RUN@best, or a Hugging Face folder")
+    add_average(parser)
     add_inputs(parser)
     parser.add_argument(
         "--data",

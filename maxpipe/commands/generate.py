@@ -9,7 +9,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from maxpipe.commands.parser import Commands, add_address, add_inputs, count, integer, number
+from maxpipe.commands.parser import (
+    Commands,
+    add_address,
+    add_average,
+    add_inputs,
+    count,
+    integer,
+    number,
+)
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.generate.prompts import (
     MAX_BYTES,
@@ -33,7 +41,7 @@ _STDIN = "-"
 def _generate(options: argparse.Namespace) -> int:
     from maxpipe.exchange.named import named
 
-    model = named(options.checkpoint)
+    model = named(options.checkpoint, average=options.average)
     _check(options)
     texts = _conversations(options) if options.chat else _prompts(options)
     from maxpipe.generate.completions import Limits, complete, encoded, encoded_chats
@@ -237,6 +245,7 @@ def add(commands: Commands) -> None:
         "  maxpipe generate quickstart --prompt Once mesh.cpu_devices=2 mesh.ici_tensor=2",
     )
     add_address(parser, about="a run, RUN@STEP, RUN@best, or a Hugging Face folder")
+    add_average(parser)
     add_inputs(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", metavar="TEXT", help="may be given again")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 
 from maxpipe.boundary import redact
-from maxpipe.commands.parser import Commands, add_address
+from maxpipe.commands.parser import Commands, add_address, add_average
 from maxpipe.commands.progress import Progress
 from maxpipe.errors import ExitCode
 
@@ -28,7 +29,7 @@ def _import(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint.address import parse
 
-    address = parse(options.checkpoint)
+    address = dataclasses.replace(parse(options.checkpoint), average=options.average)
     from maxpipe.processes import runtime
 
     runtime.use_no_devices()
@@ -71,6 +72,7 @@ def add(commands: Commands) -> None:
         epilog="example: maxpipe export quickstart@best --format hf exported --dtype bfloat16",
     )
     add_address(outgoing)
+    add_average(outgoing)
     outgoing.add_argument("out", metavar="OUT", help="folder to make; it must not exist")
     outgoing.add_argument("--format", choices=("hf",), default="hf", help="hf: Hugging Face")
     outgoing.add_argument(

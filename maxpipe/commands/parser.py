@@ -155,6 +155,15 @@ def add_address(
     )
 
 
+def add_average(parser: argparse.ArgumentParser) -> None:
+    """An option that means the averages that a run has kept of its parameters."""
+    parser.add_argument(
+        "--average",
+        action="store_true",
+        help="take the averages of the parameters, of a run with optim.average_decay",
+    )
+
+
 def integer(text: str) -> int:
     """The type of an argument."""
     try:

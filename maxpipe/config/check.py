@@ -107,7 +107,7 @@ def _moves_nothing(config: Config) -> Iterator[Problem]:
         )
     # The norm is taken over more entries than those of the embedding table.
     entry = (optim.clip_norm or 1.0) / math.sqrt(config.model.vocab_size * config.model.d_model)
-    if entry < optim.epsilon and optim.name != "lion":
+    if entry < optim.epsilon and optim.name in ("adamw", "muon"):
         yield Problem(
             "optim.epsilon",
             f"{optim.epsilon:g}",

@@ -1,9 +1,10 @@
-"""Rules on what of a model is trained, and on kernels."""
+"""Rules on what of a model is trained, and how fast, and on kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from maxpipe.config.by_name import by_name
 from maxpipe.config.keys import KEYS
 from maxpipe.config.rules import axis_keys, axis_size, did_you_mean, rule, up
 from maxpipe.config.schema import Config
@@ -38,6 +39,23 @@ def _something_is_trained(config: Config) -> Iterator[Finding]:
             "freezes every parameter: nothing would be trained.",
             f"Set {_KEY}=[layers.*] to train what is around the layers, or {_KEY}=[] for all.",
         )
+
+
+@rule("optim.rate_factors", "optim.weight_decays", *_MODEL_KEYS)
+def _numbers_by_name_are_of_parameters(config: Config) -> Iterator[Finding]:
+    model, names = describe(config.model), ", ".join(declared(describe(config.model)))
+    for field in ("rate_factors", "weight_decays"):
+        key, texts = f"optim.{field}", getattr(config.optim, field)
+        try:
+            pairs = by_name(texts)
+        except ValueError as error:
+            yield Finding(key, str(error), f"Set {key}=['embedding 0.1'], or {key}=[] for none.")
+            continue
+        for wrong in without_match(model, [pattern for pattern, _ in pairs])[:_MAX_FINDINGS]:
+            guess, number = did_you_mean(wrong, suggestions(model)), dict(pairs)[wrong]
+            one = f"['{guess} {number:g}']" if guess else "[]"
+            rule = f"holds {wrong!r}, which is the name of no parameter: {names}."
+            yield Finding(key, rule, f"Set {key}={one}.")
 
 
 _SPLASH_BLOCK = 128

@@ -201,13 +201,13 @@ _NOT_SAME_KEY = {
         "layers with experts are those of a model family.",
         "Set model.family=moe; `maxpipe config explain model.moe` lists its keys.",
     ),
-    "adam adamw lion": (
+    "adam adamw lion muon adafactor": (
         "an optimizer is chosen by its name.",
-        "Set optim.name to adamw or lion; `maxpipe config explain optim` lists what they take.",
+        "Set optim.name to one of them; `maxpipe config explain optim` lists what they take.",
     ),
-    "muon adafactor sgd shampoo soap sophia": (
-        "is no optimizer that there is: AdamW and Lion are.",
-        "Set optim.name=adamw, or lion for half of its state.",
+    "sgd shampoo soap sophia": (
+        "is no optimizer that there is: AdamW, Lion, Adafactor and Muon are.",
+        "Set optim.name=adamw, or muon for updates that are orthogonal.",
     ),
     "zero zero_stage zero_optimization deepspeed sharding_strategy fsdp_config strategy": (
         "sharding is said by the mesh.",
@@ -316,8 +316,8 @@ _VALUES = {
     },
     "optim.name": {
         "adam adamw_torch adamw_torch_fused fused_adamw": "adamw",
-        "muon adafactor sgd shampoo soap sophia": (
-            "It is not supported. Set optim.name=adamw, or lion for half of its state."
+        "sgd shampoo soap sophia": (
+            "It is not supported. Set optim.name=adamw, or muon for updates that are orthogonal."
         ),
     },
     "optim.schedule": {

@@ -50,6 +50,8 @@ _RANGES = (
     Bound("optim.final_fraction", 0.1, 0, 1),
     Bound("optim.beta1", 0.9, 0, 1, "1 would never decay", high_is_inside=False),
     Bound("optim.beta2", 0.95, 0, 1, "1 would never decay", high_is_inside=False),
+    Bound("optim.momentum", 0.95, 0, 1, "1 would never decay", high_is_inside=False),
+    Bound("optim.average_decay", 0.999, 0, 1, "1 would never follow", high_is_inside=False),
     Bound("optim.epsilon", 1e-8, SMALLEST, LARGEST, "it keeps a divisor away from 0 in float32"),
     Bound("optim.weight_decay", 0.1, 0, LARGEST, "devices compute in float32"),
     Bound("optim.clip_norm", 1.0, 0, LARGEST, "0 turns clipping off; devices compute in float32"),

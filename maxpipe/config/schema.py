@@ -226,10 +226,14 @@ class TrainConfig:
 class OptimConfig:
     """The optimizer and its learning-rate schedule."""
 
-    name: Literal["adamw", "lion"] = "adamw"
+    name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
     """`adamw` (arXiv:1711.05101) keeps two moments of each parameter; `lion` (arXiv:2302.06675)
     keeps one, and moves each entry by the learning rate, up or down. Its rate is 3 to 10 times
-    smaller than AdamW's, and its weight decay as much larger. A run keeps its optimizer."""
+    smaller than AdamW's, and its weight decay as much larger. `adafactor` (arXiv:1804.04235) keeps
+    a number for each row and each column of a matrix, and no first moment. `muon`
+    (arXiv:2502.16982) makes the update of each matrix of a layer orthogonal and keeps one moment;
+    embedding, output projection and all that is no matrix are AdamW's. Its updates are as large as
+    AdamW's: rate and decay can stay. A run keeps its optimizer."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -247,15 +251,45 @@ class OptimConfig:
     final_fraction: float = 0.1
     """Learning rate at the end as a fraction of the peak. Not read by `constant`."""
     beta1: float = 0.9
-    """Decay of the first moment; of `lion`, share of the moment in what is updated by."""
+    """Decay of the first moment; of `lion`, share of the moment in what is updated by. Not read by
+    `adafactor`."""
     beta2: float = 0.95
-    """Decay of the second moment; of `lion`, of its only one."""
+    """Decay of the second moment; of `lion`, of its only one. Not read by `adafactor`, whose decay
+    at step t is 1 - t^-0.8."""
+    momentum: float = 0.95
+    """Decay of the moment of matrices with `muon`, in Nesterov's form. Read by it alone."""
     epsilon: float = 1e-8
-    """Added to the root of the second moment. Not read by `lion`."""
+    """Added to the root of the second moment. Not read by `lion` and `adafactor`."""
     weight_decay: float = 0.1
-    """Decoupled weight decay. Normalisation scales are not decayed."""
+    """Decoupled weight decay. Normalisation scales and biases are not decayed."""
+    rate_factors: list[str] = field(default_factory=list, hash=False)
+    """Factors of the learning rate for some parameters, such as `['embedding 0.1', '*.router 0']`:
+    patterns over names as in `model.frozen`, each with a number. Of several that match the last
+    one counts."""
+    weight_decays: list[str] = field(default_factory=list, hash=False)
+    """Weight decay of some parameters in place of `optim.weight_decay`, such as `['embedding 0',
+    '*norm* 0.01']`, in the same form; of normalisation scales and biases, too."""
     clip_norm: float = 1.0
     """Largest norm of the whole gradient, over all stages. 0 turns clipping off."""
+    average_decay: float = 0.0
+    """Decay of an exponential moving average of the parameters, such as 0.999, in float32 beside
+    them. It starts as the parameters, changes nothing in training, and can be evaluated and
+    exported. 0: there is none."""
+    state_dtype: Literal["same", "float32", "bfloat16"] = "same"
+    """Type in which moments are stored; `same`: that of `model.param_dtype`. All arithmetic is
+    in float32."""
+    shard_over_data: bool = False
+    """Whether devices along `data` divide moments and averages instead of each having all (ZeRO-1,
+    arXiv:1910.02054): each sums and updates its part, and updated parameters are gathered. Of a
+    parameter with no dim that divides evenly each keeps all."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are sent to be summed over devices; what is added up on a device is
+    float32."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """How parameters and moments are rounded to bfloat16, where that is their type. `stochastic`
+    (arXiv:1502.02551): up or down by chance, right in the mean, so that small updates are not
+    lost. What is drawn follows from seed, step and place in the model: it is the same under every
+    layout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ import zoneinfo
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,12 +45,12 @@ from maxpipe.diagnosis import environment
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.exchange.source import folder_of, opened
 from maxpipe.model.choice import Divided, words
-from maxpipe.model.count import num_params, num_trained
+from maxpipe.model.count import total
 from maxpipe.model.families.registry import describe
+from maxpipe.optim.kept import saved_bytes
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.plan import gpu_target
 from maxpipe.processes.hub import free_port
-from maxpipe.train.optimizers import optimizer_of
 from maxpipe.words import counted
 
 DEVICE_SECONDS = 300.0
@@ -57,7 +58,6 @@ DEVICE_SECONDS = 300.0
 LOOPBACK_SECONDS = 60.0
 
 _WRITTEN_BYTES = 1 << 20
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _CLOCK_SECONDS = 2.0
 _FIRST_YEAR = 2025
 """A clock before this date was never set."""
@@ -261,9 +261,8 @@ def _folder(name: str, path: Path, config: Config | None = None, *, key: str = "
     words = f"{path} can be written, {_size(free)} free"
     if config is not None:
         model, keep = config.model, config.checkpoint.keep
-        described = describe(model)
-        entries = num_params(described), num_trained(described)
-        one = optimizer_of(config.optim).saved(*entries) * _DTYPE_BYTES[model.param_dtype]
+        saved = partial(saved_bytes, config.optim, param_dtype=model.param_dtype)
+        one = int(total(describe(model), saved))
         words += f", a checkpoint takes {_size(one)}"
         if free < one * (keep + 1):
             status = "FAILED" if free < one else "warning"

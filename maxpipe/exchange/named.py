@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
 from maxpipe.boundary.files import full
 from maxpipe.checkpoint.address import Address, parse
+from maxpipe.errors import ConfigError
 from maxpipe.exchange.sections import FILE
 from maxpipe.exchange.source import folder_of
 
 
-def named(text: str) -> Address | Path:
+def named(text: str, *, average: bool = False) -> Address | Path:
     """The address of a run or checkpoint, or the path of a Hugging Face folder.
 
-    `hf:DIR` is one, and so is a folder with a config.json: that of a run is YAML.
+    `hf:DIR` is one, and so is a folder with a config.json: that of a run is YAML. `average`: the
+    averaged parameters are meant.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: it is none of them, or a folder, which has no averages.
     """
-    if (folder := folder_of(text)) is not None:
-        return full(folder)
-    if os.path.isfile(os.path.join(os.path.expanduser(text), FILE)):
-        return full(text)
-    return parse(text)
+    folder = folder_of(text)
+    if folder is None and os.path.isfile(os.path.join(os.path.expanduser(text), FILE)):
+        folder = text
+    if folder is None:
+        return dataclasses.replace(parse(text), average=average)
+    if average:
+        rule = "is a Hugging Face folder, which holds no averages."
+        raise ConfigError.one("command line: --average", text, rule, "Leave --average out.")
+    return full(folder)

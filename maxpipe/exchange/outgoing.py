@@ -46,6 +46,7 @@ from maxpipe.exchange.safetensors import DTYPES, Writer
 from maxpipe.exchange.sections import FILE, table_for, to_json
 from maxpipe.exchange.source import INDEX, SINGLE
 from maxpipe.model.families.registry import describe
+from maxpipe.optim.kept import AVERAGE
 from maxpipe.words import counted
 
 TYPES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -57,7 +58,7 @@ SHARD_BYTES = 5 * 10**9
 _Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
 """Types and shapes by name."""
 
-_PARAMS = "params."
+_PARAMS, _AVERAGES = "params.", f"optimizer.{AVERAGE}."
 _MAX_BYTES = 1 << 24
 
 
@@ -69,6 +70,8 @@ class _Chosen:
     path: epath.Path
     facts: Facts
     config: Config
+    average: bool
+    """Whether its averages are meant."""
     beside: tuple[Path, ...]
     """Folders that may hold tokenizer and generation files, the first wins."""
 
@@ -125,6 +128,7 @@ def _choose(address: Address) -> _Chosen:
     try:
         with answering(path):
             facts = folder.facts(step)
+        address.averaged(facts.config.get("optim"))
         saved = {name: facts.config[name] for name in ("model", "tokenizer", "train")}
     except (Damaged, KeyError) as damage:
         raise _damaged(path, str(damage)) from damage
@@ -134,7 +138,7 @@ def _choose(address: Address) -> _Chosen:
         given = full(config.tokenizer.path, "tokenizer.path")
         beside.insert(0, given if given.is_dir() else given.parent)
     present = tuple(each for each in dict.fromkeys(beside) if each.is_dir())
-    return _Chosen(address.at(step), path, facts, config, present)
+    return _Chosen(address.at(step), path, facts, config, address.average, present)
 
 
 def _damaged(path: epath.Path, reason: str) -> StorageError:
@@ -266,7 +270,8 @@ def _write_param(
     written: Bytes,
 ) -> None:
     """One of our parameters into the files of its tensors, and compared with what was saved."""
-    full_name = f"{_PARAMS}{name}"
+    averaged = chosen.average and both.params[name].trainable
+    full_name = f"{_AVERAGES if averaged else _PARAMS}{name}"
     try:
         array: Any = contents.understood(lambda: contents.stored(chosen.path, full_name))
         if tuple(array.shape) != shape:

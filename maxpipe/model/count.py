@@ -6,7 +6,7 @@ No jax: the same numbers serve planning, the start-up screen, the MFU and the cu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 
 from maxpipe.model.spec import Kind, Matmul, Model, Param, Products, Scores
@@ -22,11 +22,16 @@ def layer_params(kind: Kind) -> int:
     return sum(map(size, kind.params.values()))
 
 
+def total(model: Model, of: Callable[[Param], float]) -> float:
+    """The sum of a number over all parameters, heads ahead included; a tied table counts once."""
+    kinds = (model.kinds[kind].params for kind in model.layers)
+    return sum(of(param) for params in (model.ends.params, *kinds) for param in params.values())
+
+
 @lru_cache(maxsize=64)
 def num_params(model: Model) -> int:
     """Parameters of the whole model, heads ahead included; a tied table counts once."""
-    outer = sum(map(size, model.ends.params.values()))
-    return outer + sum(layer_params(model.kinds[kind]) for kind in model.layers)
+    return int(total(model, size))
 
 
 @lru_cache(maxsize=64)
@@ -45,9 +50,7 @@ def active_params(model: Model) -> int:
 @lru_cache(maxsize=64)
 def num_trained(model: Model) -> int:
     """Parameters that are trained."""
-    kinds = (model.kinds[kind] for kind in model.layers)
-    params = [model.ends.params, *(kind.params for kind in kinds)]
-    return sum(size(each) for some in params for each in some.values() if each.trainable)
+    return int(total(model, lambda param: size(param) if param.trainable else 0))
 
 
 @lru_cache(maxsize=64)

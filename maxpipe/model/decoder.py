@@ -31,6 +31,7 @@ from maxpipe.model.modules.block import (
 )
 from maxpipe.model.modules.part import Context, Output
 from maxpipe.model.spec import Model, Param
+from maxpipe.nested import nested
 from maxpipe.parallel.sharding import AxisRules, by_rows
 
 AHEAD = "ahead"
@@ -90,7 +91,7 @@ class Decoder:
 
     def init_layer(self, kind: str, key: Key[Array, ""]) -> Params:
         """One layer's parameters."""
-        return _nested(initial(self.model.kinds[kind].params, key, self._param_dtype))
+        return nested(initial(self.model.kinds[kind].params, key, self._param_dtype))
 
     def init_outer(self, key: Key[Array, ""]) -> Params:
         """Everything but the layers."""
@@ -99,12 +100,12 @@ class Decoder:
             if name[0] != AHEAD:
                 part = jax.random.fold_in(key, _STREAMS.get(name[0], 1))
                 found |= initial({name: param}, part, self._param_dtype)
-        outer = _nested(found)
+        outer = nested(found)
         if (ahead := self.model.ends.ahead) is not None:
             base = jax.random.fold_in(key, _STREAMS[AHEAD])
             keys = jax.vmap(partial(jax.random.fold_in, base))(jnp.arange(ahead.num_heads))
             draw = partial(initial, ahead.one, dtype=self._param_dtype)
-            outer[AHEAD] = _nested(jax.vmap(lambda key: draw(key=key))(keys))
+            outer[AHEAD] = nested(jax.vmap(lambda key: draw(key=key))(keys))
         return outer
 
     def axes(self) -> Params:
@@ -119,18 +120,14 @@ class Decoder:
         """Whether each parameter is in float32 whatever the types of the config."""
         return self._declared(lambda param: param.exact)
 
-    def decays(self) -> Params:
-        """Whether weight decay applies to each parameter."""
-        return self._declared(lambda param: param.decays)
-
     def _declared(self, of: Callable[[Param], Any]) -> Params:
         """In the form of the parameters, what is declared of each."""
         ends = {name: of(param) for name, param in self.model.ends.params.items()}
         layers = {
-            kind: _nested({name: of(param) for name, param in described.params.items()})
+            kind: nested({name: of(param) for name, param in described.params.items()})
             for kind, described in self.model.kinds.items()
         }
-        return _nested(ends) | {"layers": layers}
+        return nested(ends) | {"layers": layers}
 
     @property
     def _param_dtype(self) -> jnp.dtype:
@@ -439,14 +436,3 @@ def _with(split: tuple[Any, Any], params: Params) -> Any:
     graph, state = split
     nnx.replace_by_pure_dict(state := jax.tree.map(lambda leaf: leaf, state), params)
     return nnx.merge(graph, state)
-
-
-def _nested(flat: Mapping[tuple[str, ...], Any]) -> Params:
-    """`{("a", "b"): x}` as `{"a": {"b": x}}`."""
-    tree: Params = {}
-    for (*folders, name), value in flat.items():
-        below = tree
-        for folder in folders:
-            below = below.setdefault(folder, {})
-        below[name] = value
-    return tree

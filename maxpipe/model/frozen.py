@@ -1,4 +1,4 @@
-"""Parameters that are not trained, chosen by patterns over their names. No jax."""
+"""Parameters chosen by patterns over their names, as those that are not trained. No jax."""
 
 from __future__ import annotations
 
@@ -48,6 +48,21 @@ def without_match(model: Model, patterns: Sequence[str]) -> list[str]:
     """The patterns that no parameter's name matches."""
     known = list(_declared(model))
     return [pattern for pattern in patterns if not _matched(pattern, known)]
+
+
+def chosen(model: Model, values: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """The value of each parameter that some pattern matches, by its name in checkpoints.
+
+    Of several the last one counts.
+    """
+    known = list(_declared(model))
+    return {name: value for pattern, value in values for name in _matched(pattern, known)}
+
+
+def names_in_layers(model: Model, kind: str) -> Mapping[tuple[str, str], str]:
+    """(part, parameter) of a kind of layer -> its name in checkpoints."""
+    several = _has_several_kinds(model)
+    return {key: _names_in_layer(kind, key, several)[0] for key in model.kinds[kind].params}
 
 
 def suggestions(model: Model) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 
 from maxpipe.config.schema import MeshConfig
 
@@ -59,6 +60,30 @@ def takes_heads(method: str, heads: int, kv_heads: int, context: int, tensor: in
     """
     divide = not (heads % (context * tensor) or kv_heads % (context * tensor))
     return method == "heads" or (method == "auto" and divide)
+
+
+def owned_dim(
+    dims: Sequence[tuple[int, str]], over: Sequence[Sequence[str]], axes: Mapping[str, int]
+) -> int | None:
+    """The dim of a parameter that the devices of the data axis divide for the optimizer.
+
+    Args:
+        dims: the parameter's.
+        over: mesh axes that divide each of them already.
+        axes: devices of each mesh axis.
+
+    Returns:
+        The first that divides evenly; not one that the compiler divides, nor the vocabulary, which
+        is padded in one form and not in another. None if there is none: each device has it all.
+    """
+    if axes["data"] == 1:
+        return None
+    for number, ((size, logical), split) in enumerate(zip(dims, over, strict=True)):
+        shards = math.prod(axes[axis] for axis in split)
+        is_manual = all(axis != "tensor" or axes[axis] == 1 for axis in split)
+        if logical != "vocab" and is_manual and size % (shards * axes["data"]) == 0:
+            return number
+    return None
 
 
 def axis_table(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:

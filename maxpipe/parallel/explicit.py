@@ -45,6 +45,16 @@ def divided(tree: Tree, specs: Tree) -> Tree:
     )
 
 
+def placed(tree: Tree, specs: Tree) -> Tree:
+    """Arrays divided as the specs of the same form say, whatever the axes of the mesh are."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size == 1:
+        return tree
+    if mesh.explicit_axes:
+        return divided(tree, specs)
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, specs)
+
+
 def divided_like(x: jax.Array, other: jax.Array) -> jax.Array:
     """The array, divided over the explicit axes as another one of its shape is."""
     if not explicit_axes():

@@ -33,7 +33,7 @@ from maxpipe.pipeline.network import Network, Plan
 from maxpipe.pipeline.program import Program
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.slots import Idle
-from maxpipe.pipeline.trainable import trained
+from maxpipe.pipeline.trainable import joined, trained
 from maxpipe.pipeline.weights import Gather, WeightSharding
 from maxpipe.schedule.table import Schedule
 
@@ -71,6 +71,10 @@ class Engine:
     """For each parameter whether it has a gradient. None: all have."""
     exact: Tree = None
     """For each parameter whether it is used in the type in which it is stored. None: none is."""
+    gradients: Tree = None
+    """PartitionSpec of the gradient of each parameter that has one. None: as the parameters'."""
+    reduced: str = "float32"
+    """Type in which gradients are sent to be summed over devices."""
 
     def value_and_grad(self, schedule: Schedule) -> Callable[..., Differentiated]:
         """(params, batch, key) -> what a step found.
@@ -81,7 +85,9 @@ class Engine:
         ring, everywhere = PartitionSpec(None, STAGE), PartitionSpec()
         statistics = {"layers": ring} | ({"outside": everywhere} if self.layout.outside else {})
         statistics |= {AHEAD: everywhere} if self.network.has_layers_ahead else {}
-        gradients = trained(self.specs, self._trainable)
+        gradients = (
+            trained(self.specs, self._trainable) if self.gradients is None else self.gradients
+        )
         found = Differentiated(PartitionSpec(), PartitionSpec(), gradients, statistics)  # type: ignore[arg-type]
         return self._shard_map(_train, schedule, found)
 
@@ -127,8 +133,14 @@ class Engine:
         assert schedule.num_stages == self.mesh.shape[STAGE]
         assert schedule.ring == self.layout.ring
         exact = self._everywhere(False) if self.exact is None else self.exact
+        gradients = joined(self.specs, self.gradients or {})
         divisions = jax.tree.map(
-            WeightSharding.of, self.specs, self._trainable, exact, is_leaf=_is_spec
+            partial(WeightSharding.of, reduced=self.reduced),
+            self.specs,
+            self._trainable,
+            exact,
+            gradients,
+            is_leaf=_is_spec,
         )
         plan = Plan(self.network, self.layout, self.weight_gather, self.keep, self.idle, divisions)
         table = Table.of(schedule, self.layout, self.idle)

@@ -26,7 +26,7 @@ from maxpipe.pipeline.slots import LayerSlots, Reports, SlotRow, Work
 from maxpipe.pipeline.trainable import trained
 from maxpipe.pipeline.visits import run_visits
 from maxpipe.pipeline.vocabulary import Embedding, LossHead
-from maxpipe.pipeline.weights import WHOLE, LayerWeights, sum_over_batch
+from maxpipe.pipeline.weights import LayerWeights, owned, sum_over_batch
 from maxpipe.schedule.table import Schedule
 
 Tree = Any
@@ -468,9 +468,11 @@ class Program:
             for kind, weights in self.weights.items()
         }
         # Every stage computed the same gradient of the final norm; one counts.
+        divisions = trained(self.plan.divisions, self.plan.trainable)
         final_norm = jax.tree.map(
-            lambda leaf: sum_over_batch(from_position(leaf, STAGE, 0), WHOLE),
+            lambda leaf, division: sum_over_batch(from_position(leaf, STAGE, 0), division),
             gradients.final_norm,
+            divisions.get("final_norm", {}),
         )
         found = {"layers": layers, "final_norm": final_norm}
         if self.outside is not None:
@@ -483,7 +485,7 @@ class Program:
             head = self.head_weights.finish(gradients.head)[0]
             name = "embedding" if self.tied else "head"
             found[name] = found[name] + head.T if self.tied else head
-        return trained(found, self.plan.trainable)
+        return jax.tree.map(owned, trained(found, self.plan.trainable), divisions)
 
     def finish_reports(self, carry: Buffers) -> Reports:
         """Losses of all layers and rows; statistics of each layer, summed over all rows.

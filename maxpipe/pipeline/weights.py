@@ -23,7 +23,7 @@ from maxpipe.parallel.collectives import (
     size_of,
     sum_over,
 )
-from maxpipe.parallel.mesh import AUTOMATIC_AXES, TOKEN_AXES
+from maxpipe.parallel.mesh import AUTOMATIC_AXES, DATA, TOKEN_AXES
 from maxpipe.parallel.per_device import vary
 from maxpipe.parallel.sharding import axes_of, fsdp_dim, restrict
 from maxpipe.pipeline.trainable import trained
@@ -51,20 +51,38 @@ class WeightSharding:
     """Whether it has a gradient."""
     exact: bool = False
     """Whether it is used in the type in which it is stored; it has no gradient then."""
+    owned: int = NOT_SHARDED
+    """The dim along which each device of the data axis gets its part of the whole gradient, at the
+    end of a step; `NOT_SHARDED` if each gets all. Stacked dims count."""
+    reduced: str = "float32"
+    """Type in which gradients are sent to be summed."""
 
     @classmethod
-    def of(cls, spec: PartitionSpec, trainable: bool = True, exact: bool = False) -> WeightSharding:
-        """From the spec of the whole parameter."""
+    def of(
+        cls,
+        spec: PartitionSpec,
+        trainable: bool = True,
+        exact: bool = False,
+        gradient: PartitionSpec | None = None,
+        reduced: str = "float32",
+    ) -> WeightSharding:
+        """From the spec of the whole parameter, and that of its gradient if it is another."""
         dim = NOT_SHARDED if (found := fsdp_dim(spec)) is None else found
         by_dim = [axes_of(entry) for entry in restrict(spec, TOKEN_AXES)]
         axes = () if dim == NOT_SHARDED else by_dim.pop(dim)
         kept = tuple(axis for others in by_dim for axis in others)
-        return cls(dim, axes, kept, tuple(restrict(spec, AUTOMATIC_AXES)), trainable, exact)
+        automatic = tuple(restrict(spec, AUTOMATIC_AXES))
+        over = [axes_of(entry) for entry in gradient or ()]
+        owned = next((n for n, those in enumerate(over) if DATA in those), NOT_SHARDED)
+        return cls(dim, axes, kept, automatic, trainable, exact, owned, reduced)
 
     @property
     def summed_over(self) -> tuple[str, ...]:
-        """Axes whose devices each have a part of a gradient, besides those it is scattered over."""
-        return tuple(axis for axis in TOKEN_AXES if axis not in (*self.axes, *self.kept))
+        """Axes whose devices each have a part of a gradient, besides those it is scattered over:
+        for its use, or at the end.
+        """
+        later = () if self.owned == NOT_SHARDED else (DATA,)
+        return tuple(a for a in TOKEN_AXES if a not in (*self.axes, *self.kept, *later))
 
     def of_one(self, num_stacked: int) -> WeightSharding:
         """Of one weight, when this is of weights with `num_stacked` dims in front."""
@@ -105,7 +123,8 @@ def scatter(gradient: jax.Array, division: WeightSharding) -> jax.Array:
     if division.dim == NOT_SHARDED:
         return gradient
     run = partial(scatter_sum, axes=division.axes, dim=division.dim)
-    return vary(over_automatic_axes(run, division.automatic)(gradient))
+    sent = gradient.astype(division.reduced)
+    return vary(over_automatic_axes(run, division.automatic)(sent)).astype(gradient.dtype)
 
 
 @dataclass(frozen=True)
@@ -233,4 +252,14 @@ def _add(totals: jax.Array, index: jax.Array | int, part: jax.Array) -> jax.Arra
 
 def sum_over_batch(gradient: jax.Array, division: WeightSharding) -> jax.Array:
     """Sums over the devices with other tokens that `scatter` has not summed over."""
-    return sum_over(gradient, division.summed_over)
+    sent = gradient.astype(division.reduced)
+    return sum_over(sent, division.summed_over).astype(gradient.dtype)
+
+
+def owned(gradient: jax.Array, division: WeightSharding) -> jax.Array:
+    """Of the gradient of a whole parameter the part that this device updates."""
+    if division.owned == NOT_SHARDED:
+        return gradient
+    run = partial(scatter_sum, axes=(DATA,), dim=division.owned)
+    sent = gradient.astype(division.reduced)
+    return over_automatic_axes(run, division.automatic)(sent).astype(gradient.dtype)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from maxpipe.model.spec import Kind, Part
+from maxpipe.plan.optimizer import optimizer_bytes, optimizer_bytes_of
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
-from maxpipe.train.optimizers import optimizer_of
 
 ARGUMENTS = ("state", "batch")
 """Terms that are there before the step starts; the others are temporary."""
@@ -92,10 +92,9 @@ def state(sizes: Sizes) -> dict[str, float]:
     model, train = sizes.config.model, sizes.config.train
     # Four arrays of ids and the mask, int32 and float32.
     batch = sizes.rows_per_device * (5 * 4 * train.sequence_length + 4)
-    optimizer = optimizer_of(sizes.config.optim)
-    entries = optimizer.saved(sizes.shard_elements, sizes.trained.shard_elements)
+    params = BYTES[model.param_dtype] * sizes.shard_elements
     return {
-        "state": float(BYTES[model.param_dtype] * entries + 12),
+        "state": float(params + optimizer_bytes(sizes) + 12),
         "batch": float(batch),
     }
 
@@ -143,9 +142,8 @@ def outside(sizes: Sizes, schedule: Schedule) -> float:
     What one layer's backward needs besides is not theirs alone, and left out.
     """
     once = sizes.config.pipeline.weight_gather != "iteration"
-    optimizer = optimizer_of(sizes.config.optim)
-    entries = optimizer.saved(sizes.outside_elements(), sizes.trained.outside_elements())
-    found = float(BYTES[sizes.config.model.param_dtype] * entries)
+    found = float(BYTES[sizes.config.model.param_dtype] * sizes.outside_elements())
+    found += optimizer_bytes_of(sizes, sizes.outside)
     found += 4.0 * sizes.trained.outside_elements(whole=once)
     if once:
         size = BYTES[sizes.config.model.compute_dtype]

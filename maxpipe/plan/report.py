@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.config.check import total_steps
 from maxpipe.hardware import GIB, Hardware
 from maxpipe.model.choice import Divided, words
-from maxpipe.model.count import active_params, num_params, num_trained
+from maxpipe.model.count import active_params, num_params, num_trained, total
+from maxpipe.optim.kept import saved_bytes
 from maxpipe.plan.advice import TERMS, gib, verdict
 from maxpipe.plan.memory import outside
 from maxpipe.plan.search import SHOWN, Candidate, Search
-from maxpipe.plan.sizes import BYTES, Sizes
-from maxpipe.train.optimizers import optimizer_of
+from maxpipe.plan.sizes import Sizes
 from maxpipe.words import counted
 
 if TYPE_CHECKING:  # they import jax
@@ -104,7 +105,7 @@ def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     chosen = words(config.model, hardware.platform, config.train.sequence_length, divided)
     parameters, trained = num_params(sizes.model), num_trained(sizes.model)
     tokens = config.train.batch_size * config.train.sequence_length
-    saved = optimizer_of(config.optim).saved(parameters, trained)
+    saved = partial(saved_bytes, config.optim, param_dtype=config.model.param_dtype)
     per_stage = []
     for stage in range(sizes.stages):
         chunks = [schedule.ring.chunk(stage, repeat) for repeat in range(sizes.repeats)]
@@ -124,7 +125,7 @@ def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "tokens_per_step": tokens,
         "steps": total_steps(config.train),
         "flops_per_step": candidate.cost.model_flops * sizes.num_devices,
-        "checkpoint_bytes": BYTES[config.model.param_dtype] * saved,
+        "checkpoint_bytes": int(total(sizes.model, saved)),
         "memory_bytes": hardware.memory_bytes,
         "argument_bytes": candidate.memory.arguments,
         "working_bytes": candidate.memory.temporary,

@@ -12,8 +12,8 @@ from maxpipe.config.schema import Config
 from maxpipe.model.spec import Dims, Param
 from maxpipe.parallel.axes import MESH_AXES, axis_table, with_tokens
 from maxpipe.plan.advice import gib
+from maxpipe.plan.optimizer import optimizer_bytes
 from maxpipe.plan.sizes import BETWEEN_MATMULS, BYTES, Sizes
-from maxpipe.train.optimizers import optimizer_of
 from maxpipe.words import counted
 
 STACK = ("repeat", "stage", "layer")
@@ -55,17 +55,15 @@ class Shardings:
     mesh: dict[str, int]
     """Axes with more than one device."""
     parameters: tuple[Sharding, ...]
-    num_saved: int
-    """Arrays of each trained parameter's form: itself and what the optimizer keeps."""
+    optimizer_bytes: int
+    """Of what the optimizer keeps of them, on one device."""
     activations: tuple[Sharding, ...]
     """Of one microbatch in one layer, on the stage that has it."""
 
     @property
     def state_bytes(self) -> int:
-        """Parameters and the optimizer's trees on one device."""
-        return sum(
-            each.num_bytes * (1 if each.frozen else self.num_saved) for each in self.parameters
-        )
+        """Parameters and the optimizer's state on one device."""
+        return sum(each.num_bytes for each in self.parameters) + self.optimizer_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, sums included."""
@@ -79,7 +77,7 @@ def shardings(config: Config) -> Shardings:
     return Shardings(
         {axis: size for axis, size in sizes.axes.items() if size > 1},
         tuple(_parameters(on)),
-        optimizer_of(config.optim).num_saved,
+        int(optimizer_bytes(sizes)),
         tuple(_activations(on)),
     )
 
@@ -117,7 +115,7 @@ def _parameters(on: _Mesh) -> Iterator[Sharding]:
     table = axis_table(sizes.config.mesh) | {"stage": ("stage",)}
 
     def parameter(name: str, param: Param, stacked: Dims = ()) -> Sharding:
-        dims = (*stacked, *sizes.padded(param))
+        dims = (*stacked, *sizes.padded(param.dims))
         placed = on.place(name, dims, [table.get(logical, ()) for _, logical in dims], dtype)
         return dataclasses.replace(placed, frozen=not param.trainable)
 
@@ -169,13 +167,10 @@ def _activations(on: _Mesh) -> Iterator[Sharding]:
 def text(found: Shardings) -> str:
     """A page for a terminal."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in found.mesh.items()) or "one device"
-    copies = counted(found.num_saved, "array")
-    each = "each that is trained" if any(row.frozen for row in found.parameters) else "each"
     lines = [
         mesh,
         "",
-        f"parameters, {copies} of {each} with the optimizer's: "
-        f"{gib(found.state_bytes)} on a device",
+        f"parameters; with the optimizer's state {gib(found.state_bytes)} on a device",
         *_table(found.mesh, found.parameters),
         "",
         "activations of a microbatch, on the stage that has it",

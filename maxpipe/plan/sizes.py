@@ -24,13 +24,13 @@ from maxpipe.model.count import (
 )
 from maxpipe.model.families.registry import describe
 from maxpipe.model.spec import Dims, Held, Kind, Model, Param, Part, Products, Scores
+from maxpipe.optim.kept import BYTES
 from maxpipe.parallel.axes import MESH_AXES, with_tokens
 from maxpipe.plan.reach import Reach, reach, with_rows_of_experts
 from maxpipe.schedule.balance import balanced_cut
 from maxpipe.schedule.catalog import build
 from maxpipe.schedule.table import Schedule
 
-BYTES = {"float32": 4, "bfloat16": 2}
 BETWEEN_MATMULS = frozenset({"embed", "norm", "latent"})
 """Logical axes of what is between the matmuls that tensor splits."""
 
@@ -306,12 +306,12 @@ class Sizes:
             count * self.layer_elements(kind, whole=whole) for kind, count in self.outside.items()
         )
 
-    def padded(self, param: Param) -> Dims:
+    def padded(self, dims: Dims) -> Dims:
         """Dims of a table with its vocabulary padded, so that it divides its shards."""
         shards = self.shards(self._table["vocab"])
         return tuple(
             (-(-size // shards) * shards if logical == "vocab" else size, logical)
-            for size, logical in param.dims
+            for size, logical in dims
         )
 
     def embedding_elements(self, *, whole: bool = False) -> int:
@@ -324,12 +324,12 @@ class Sizes:
 
     def _of_table(self, name: str, whole: bool) -> int:
         param = self.model.ends.params[name,]
-        return self.elements(self.padded(param), whole=whole) if self.counts(param) else 0
+        return self.elements(self.padded(param.dims), whole=whole) if self.counts(param) else 0
 
     @property
     def vocabulary(self) -> int:
         """Logits of a token on one device."""
-        dims = self.padded(self.model.ends.embedding)
+        dims = self.padded(self.model.ends.embedding.dims)
         return self.elements(tuple(each for each in dims if each[1] == "vocab"), whole=True)
 
     def divides(self, axes: Mapping[str, int]) -> bool:

@@ -15,6 +15,9 @@ from typing import NamedTuple
 from maxpipe.model.count import matrices_ahead
 from maxpipe.model.parts.experts import Experts
 from maxpipe.model.spec import Param, Scores
+from maxpipe.optim.kept import is_orthogonalised, matrix_of
+from maxpipe.parallel.axes import axis_table
+from maxpipe.plan.optimizer import shared_over_data
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
 
@@ -76,7 +79,7 @@ class LayerTraffic:
     @cached_property
     def scattered(self) -> tuple[Sent, ...]:
         """To sum its gradient, as shards."""
-        return _gathered(self.sizes.trained, self._params, size=WIDE)
+        return _gathered(self.sizes.trained, self._params, size=sent_bytes(self.sizes))
 
     @cached_property
     def summed(self) -> tuple[Sent, ...]:
@@ -119,11 +122,40 @@ def _gathered(sizes: Sizes, params: Iterable[Param], size: int = 0) -> tuple[Sen
 
 def _summed(sizes: Sizes, params: Iterable[Param]) -> tuple[Sent, ...]:
     """To sum gradients, each over the axes that its shards leave."""
-    return tuple(
-        Sent(axes, 2 * sizes.around(axes) * WIDE * sizes.elements(param.dims), is_sum=True)
-        for param in params
-        if sizes.counts(param) and (axes := sizes.summed_over(param.dims))
-    )
+    return tuple(sent for param in filter(sizes.counts, params) for sent in _settled(sizes, param))
+
+
+def _settled(sizes: Sizes, param: Param) -> Iterator[Sent]:
+    axes, size = sizes.summed_over(param.dims), sent_bytes(sizes)
+    elements, data = sizes.elements(param.dims), sizes.present(["data"])
+    if data and shared_over_data(sizes, param) is not None:
+        # To the part that a device updates; what is updated goes to all.
+        axes = tuple(axis for axis in axes if axis not in data)
+        stored = BYTES[sizes.config.model.param_dtype]
+        yield Sent(data, sizes.around(data) * size * elements)
+        yield Sent(data, sizes.around(data) * stored * elements)
+    if axes:
+        yield Sent(axes, 2 * sizes.around(axes) * size * elements, is_sum=True)
+    if is_orthogonalised(sizes.config.optim, param):
+        yield from _dealt(sizes, param)
+
+
+def _dealt(sizes: Sizes, param: Param) -> Iterator[Sent]:
+    """Of Muon's matrices, to whole ones and back; their number may be padded (`optim.muon`)."""
+    matrix, table = matrix_of(param), axis_table(sizes.config.mesh)
+    assert matrix is not None
+    dim, data = shared_over_data(sizes, param), sizes.present(["data"])
+    shard = WIDE * sizes.elements(param.dims) / (1 if dim is None else sizes.shards(data))
+    for side in matrix:
+        over = {axis for each in side for axis in table.get(param.axes[each], ())}
+        axes = sizes.present(over | ({*data} if dim in side else set()))
+        if axes:
+            yield Sent(axes, 2 * sizes.around(axes) * shard, 2, to_each=True)
+
+
+def sent_bytes(sizes: Sizes) -> int:
+    """Of an entry of a gradient on its way to be summed."""
+    return BYTES[sizes.config.optim.reduce_dtype]
 
 
 # Tokens of rows that are divided over the context axis.
@@ -253,7 +285,7 @@ class HeadTraffic:
         sizes, ends = self.sizes, self.sizes.model.ends
         own = ends.params["embedding" if ends.head is None else "head",]
         ahead = (ends.params[name] for name in matrices_ahead(sizes.model))
-        return (replace(own, dims=sizes.padded(own)), *ahead)
+        return (replace(own, dims=sizes.padded(own.dims)), *ahead)
 
     @cached_property
     def gathered(self) -> tuple[Sent, ...]:
@@ -263,13 +295,13 @@ class HeadTraffic:
     @cached_property
     def scattered(self) -> tuple[Sent, ...]:
         """To sum gradients, as shards."""
-        return _gathered(self.sizes.trained, self._params, size=WIDE)
+        return _gathered(self.sizes.trained, self._params, size=sent_bytes(self.sizes))
 
     @cached_property
     def summed(self) -> tuple[Sent, ...]:
         """To sum gradients at the end of a step over what is left: with the embedding's."""
         sizes, ends = self.sizes.trained, self.sizes.model.ends
-        embedding = replace(ends.params["embedding",], dims=sizes.padded(ends.embedding))
+        embedding = replace(ends.params["embedding",], dims=sizes.padded(ends.embedding.dims))
         norms = [param for (name, *_), param in ends.params.items() if name == "final_norm"]
         return _summed(sizes, (*self._params, embedding, *norms))
 

@@ -16,11 +16,14 @@ from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.manager import Checkpoints, open_run
 from maxpipe.checkpoint.selection import step_of
 from maxpipe.checkpoint.storage import FOLDER, first_line
+from maxpipe.checkpoint.trees import named as by_name
 from maxpipe.config.check import DEFAULT
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.exchange.source import WITHOUT_AHEAD, opened
+from maxpipe.optim.kept import AVERAGE
+from maxpipe.pipeline.trainable import joined
 from maxpipe.train.resume import check_model
 from maxpipe.train.step import Steps
 from maxpipe.train.weights import of_folder
@@ -106,6 +109,7 @@ def _choose_checkpoint(
     step = step_of(folder, address)
     try:
         facts = folder.facts(step)
+        address.averaged(facts.config.get("optim"))
     except Damaged as damage:
         others = [str(each) for each in folder.steps() if each != step]
         other = f"Take {address.at(int(others[-1]))}, or bring" if others else "Bring"
@@ -128,9 +132,19 @@ def _choose_checkpoint(
             wanted, saved = to_dict(loaded.config)["model"], facts.config["model"]
             check_model(saved, wanted, loaded.origins, "leave it out", weights_alone=True)
 
-        wanted = {"params": steps.abstract_saved["params"]}
+        params = steps.abstract_saved["params"]
+        wanted, averaged = {"params": params}, {}
+        if address.average:
+            averaged = steps.partition.trained_of_saved(params)
+            is_all = len(by_name(averaged)) == len(by_name(params))
+            wanted = {} if is_all else wanted
+            wanted["optimizer"] = {AVERAGE: averaged}
         with Checkpoints(home, write=False) as checkpoints:
-            return checkpoints.restore(step, wanted, accept).state["params"]
+            found = checkpoints.restore(step, wanted, accept).state
+        if not address.average:
+            return found["params"]
+        averages = found["optimizer"][AVERAGE]
+        return joined(found["params"], averages) if "params" in found else averages
 
     fingerprint = facts.data.get("fingerprint", {})
     return Chosen(name, load(inputs, saved, name), step, fingerprint, params)

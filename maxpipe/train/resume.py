@@ -57,7 +57,8 @@ OWN_KEYS = frozenset(
     | {"tokenizer.path"}
 )
 
-_FROZEN, _OPTIMIZER = "model.frozen", "optim.name"
+_FROZEN = "model.frozen"
+_OPTIMIZER, _STATE_TYPE, _AVERAGE = "optim.name", "optim.state_dtype", "optim.average_decay"
 _HEADS_AHEAD, _AHEAD = "model.heads_ahead", "model.ahead"
 """The second is not read where the first is 0."""
 
@@ -407,16 +408,20 @@ def _check_optimizer(facts: Facts, loaded: Loaded, *, own: bool) -> None:
     Raises:
         ConfigError: the checkpoint's is not the config's.
     """
-    then = facts.config.get("optim", {}).get("name", before_of(_OPTIMIZER))
-    now = loaded.config.optim.name
-    if then != now:
-        raise ConfigError.one(
-            where(_OPTIMIZER, loaded.origins),
-            now,
-            f"must be {shown(then)}, which step {facts.step} was saved with: the optimizer's state "
-            "is of its own kind.",
-            f"Set {_OPTIMIZER}={shown(then)}, or {_from_weights(loaded, own=own)}.",
-        )
+    saved, optim = facts.config.get("optim", {}), loaded.config.optim
+    for key in (_OPTIMIZER, _STATE_TYPE, _AVERAGE):
+        field = key.partition(".")[2]
+        then, now = saved.get(field, before_of(key)), getattr(optim, field)
+        if key == _AVERAGE and bool(then) == bool(now):
+            continue  # what it is averaged with may change
+        if then != now:
+            raise ConfigError.one(
+                where(key, loaded.origins),
+                shown(now),
+                f"must be {shown(then)}, which step {facts.step} was saved with: the optimizer's "
+                "state is of its own kind.",
+                f"Set {key}={shown(then)}, or {_from_weights(loaded, own=own)}.",
+            )
 
 
 def _from_weights(loaded: Loaded, *, own: bool) -> str:

@@ -8,24 +8,35 @@ both forms.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxpipe.config.by_name import by_name
+from maxpipe.config.schema import OptimConfig
 from maxpipe.model.decoder import Decoder
+from maxpipe.model.frozen import chosen, names_in_layers
+from maxpipe.model.spec import Param
+from maxpipe.nested import Path, flat, nested
+from maxpipe.optim.kept import Kept
+from maxpipe.optim.update import OptState, Target
+from maxpipe.parallel.axes import owned_dim
 from maxpipe.parallel.explicit import left_to_compiler
-from maxpipe.parallel.mesh import STAGE, TENSOR
-from maxpipe.parallel.sharding import STACK
+from maxpipe.parallel.mesh import DATA, STAGE, TENSOR
+from maxpipe.parallel.sharding import STACK, axes_of
 from maxpipe.pipeline.layout import Layout, pad_vocabulary, padded_vocabulary
 from maxpipe.pipeline.trainable import trained
 from maxpipe.train.guard import GuardState
 
 Tree = Any
+VOCABULARY: Mapping[str, int] = {"embedding": 0, "head": 1}
+"""Parameters with a dim for the vocabulary, and which one that is."""
 
 
 class TrainState(NamedTuple):
@@ -34,7 +45,7 @@ class TrainState(NamedTuple):
     step: jax.Array
     """int32: steps done, those whose update was not taken included."""
     params: Tree
-    optimizer: optax.OptState
+    optimizer: OptState
     guard: GuardState
 
 
@@ -112,12 +123,39 @@ class Partition:
         )
         return specs
 
-    @cached_property
-    def saved_optimizer_specs(self) -> Tree:
-        """The same of what the optimizer saves of each parameter that is trained."""
+    def _shared_over_data(self, spec: PartitionSpec, param: Param, stacked: int) -> PartitionSpec:
+        """The spec of a parameter with `stacked` dims in front, with one more dim divided."""
+        entries = list(map(axes_of, spec)) + [()] * (stacked + len(param.dims) - len(spec))
+        dim = owned_dim(param.dims, entries[stacked:], self.mesh.shape)
+        if dim is not None:
+            entries[stacked + dim] = (*entries[stacked + dim], DATA)
+        return PartitionSpec(*(each or None for each in entries))
+
+    def trained_of_saved(self, saved: Tree) -> Tree:
+        """Of a tree as checkpoints hold it what belongs to trained parameters."""
         mask = self.decoder.trainable()
         layers = {kind: mask["layers"][kind] for kind in self.layout.stacks}
-        return trained(self.saved_specs, mask | {"layers": self._without_one_kind(layers)})
+        return trained(saved, mask | {"layers": self._without_one_kind(layers)})
+
+    def saved_kept_specs(self, kept: Mapping[Path, Kept], targets: Mapping[Path, Target]) -> Tree:
+        """The same of what is kept of parameters, which are named by their paths when stacked."""
+        found: dict[Path, PartitionSpec] = {}
+        for path, spec in flat(self.by_kind(self.saved_specs)).items():
+            in_layers = path[0] == "layers"
+            paths = (path, ("outside", *path[1:])) if in_layers else (path,)
+            own = next((each for each in paths if each in kept), None)
+            if own is not None:
+                target, one = targets[own], kept[own]
+                # Stacked dims are one, or none; the others are divided as they are on the mesh.
+                entries = [*spec[:in_layers], *target.spec[target.stacked :]]
+                entries += [None] * (in_layers + len(target.param.dims) - len(entries))
+                if not in_layers:  # but for the vocabulary without padding
+                    vocab = target.param.axes.index("vocab") if "vocab" in target.param.axes else -1
+                    entries = [spec[n] if n == vocab else each for n, each in enumerate(entries)]
+                dropped = {in_layers + dim for dim in one.left_out}
+                kept_dims = (each for dim, each in enumerate(entries) if dim not in dropped)
+                found[path] = PartitionSpec(*kept_dims)
+        return self._as_saved(nested(found))
 
     def _saved_layers(self, kind: str) -> Tree:
         """PartitionSpec of the parameters of all layers of a kind, in network order."""
@@ -142,10 +180,32 @@ class Partition:
             return saved
         return saved | {"layers": {next(iter(self.layout.stacks)): saved["layers"]}}
 
-    @cached_property
-    def decayed(self) -> Tree:
-        """Which of the trained parameters weight decay applies to."""
-        return self.trained(self._by_place(self.decoder.decays()))
+    def targets(self, optim: OptimConfig) -> dict[Path, Target]:
+        """The trained parameters, by their paths in the stacked form."""
+        model, layout = self.decoder.model, self.layout
+        rates = chosen(model, by_name(optim.rate_factors))
+        decays = chosen(model, by_name(optim.weight_decays))
+        specs, found = flat(self.specs), dict[Path, Target]()
+
+        def add(path: Path, name: str, param: Param, layers: np.ndarray | None = None) -> None:
+            decay = decays.get(name, optim.weight_decay if param.decays else 0.0)
+            if param.trainable:
+                spec = specs[path]
+                if optim.shard_over_data:
+                    spec = self._shared_over_data(spec, param, 0 if layers is None else layers.ndim)
+                found[path] = Target(param, name, rates.get(name, 1.0), decay, layers, spec)
+
+        for key, param in model.ends.params.items():
+            add(key, ".".join(key), param)
+        for kind, stack in layout.stacks.items():
+            names, params = names_in_layers(model, kind), model.kinds[kind].params
+            for key, name in names.items():
+                if kind in layout.in_ring:
+                    layers = stack.layer_at.reshape(stack.shape)
+                    add(("layers", kind, *key), name, params[key], layers)
+                if kind in layout.in_front:
+                    add(("outside", kind, *key), name, params[key], np.array(stack.in_front))
+        return found
 
     def shardings(self, specs: Tree) -> Tree:
         """The specs on this mesh."""
@@ -178,43 +238,45 @@ class Partition:
             }
         return params
 
-    def stack(self, params: Tree) -> Tree:
+    def stack(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
         """Network order, `layers {kind: [n, ...]}` -> the stacked, padded form.
 
-        Parameters may be missing in the tree here and below, as frozen ones do in the optimizer's.
+        Parameters may be missing in the tree here and below, as frozen ones do in the optimizer's,
+        and dims of them: `vocabulary` says which dims are that of the vocabulary.
         """
-        stacked = self._pad_vocabulary(params)
+        stacked = self._pad_vocabulary(params, vocabulary)
         layers, outside = self.layout.stack(stacked.pop("layers", {}))
         places = {"layers": layers, "outside": outside}
         return stacked | {name: tree for name, tree in places.items() if tree}
 
-    def unstack(self, params: Tree) -> Tree:
+    def unstack(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
         """The stacked form -> network order without padding."""
         size = self.decoder.config.vocab_size
         plain = dict(params)
         layers = self.layout.unstack(plain.pop("layers", {}), plain.pop("outside", {}))
-        if "embedding" in plain:
-            plain["embedding"] = plain["embedding"][:size]
-        if "head" in plain:
-            plain["head"] = plain["head"][:, :size]
+        for name, dim in vocabulary.items():
+            if name in plain:
+                plain[name] = jax.lax.slice_in_dim(plain[name], 0, size, axis=dim)
         return plain | {"layers": layers} if layers else plain
 
-    def to_saved(self, params: Tree) -> Tree:
+    def to_saved(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
         """The stacked form -> what checkpoints hold: network order."""
-        plain = self.unstack(params)
+        return self._as_saved(self.unstack(params, vocabulary))
+
+    def _as_saved(self, plain: Tree) -> Tree:
         if "layers" not in plain:
             return plain
         return plain | {"layers": self._without_one_kind(plain["layers"])}
 
-    def from_saved(self, saved: Tree) -> Tree:
+    def from_saved(self, saved: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
         """The way back."""
-        return self.stack(self.by_kind(saved))
+        return self.stack(self.by_kind(saved), vocabulary)
 
-    def _pad_vocabulary(self, params: Tree) -> Tree:
+    def _pad_vocabulary(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
         shape = self.mesh.shape
         size = padded_vocabulary(self.decoder.config.vocab_size, shape[STAGE] * shape[TENSOR])
         padded = dict(params)
-        for name, dim in (("embedding", 0), ("head", 1)):
+        for name, dim in vocabulary.items():
             if name in params:
                 padded[name] = pad_vocabulary(params[name], dim, size)
         return padded

@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Bool, Float, Int, Key
+from jaxtyping import Float, Int, Key
 
 from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import (
@@ -35,7 +35,10 @@ from maxpipe.config.schema import (
 from maxpipe.model.choice import Divided, resolved
 from maxpipe.model.count import layer_costs
 from maxpipe.model.decoder import Decoder
-from maxpipe.parallel.explicit import left_to_compiler, on_mesh, with_shardings
+from maxpipe.optim.outcome import outcome
+from maxpipe.optim.schedule import learning_rate
+from maxpipe.optim.update import Optimizer, OptState
+from maxpipe.parallel.explicit import left_to_compiler, on_mesh, placed, with_shardings
 from maxpipe.parallel.mesh import BATCH_AXES, CONTEXT, STAGE, TENSOR
 from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
 from maxpipe.pipeline import ahead
@@ -50,18 +53,9 @@ from maxpipe.schedule.catalog import build, forward_only
 from maxpipe.schedule.table import Schedule
 from maxpipe.train import executable
 from maxpipe.train.follow import followed
-from maxpipe.train.guard import GuardState, assess, initial, unless_bad
-from maxpipe.train.optim import (
-    build_optimizer,
-    learning_rate,
-    moments,
-    momentum,
-    reach_after,
-    with_moments,
-)
-from maxpipe.train.optimizers import optimizer_of
+from maxpipe.train.guard import GuardState, assess, initial
 from maxpipe.train.replicas import ReplicaCheck
-from maxpipe.train.state import Partition, TrainState
+from maxpipe.train.state import VOCABULARY, Partition, TrainState
 from maxpipe.train.summaries import summarised
 
 Tree = Any
@@ -77,8 +71,7 @@ class Steps:
     """A partitioned model: shardings, and functions to be compiled for them."""
 
     partition: Partition
-    optimizer: optax.GradientTransformationExtraArgs
-    rate: optax.Schedule
+    optimizer: Optimizer
     train_schedule: Schedule
     engine: Engine
     shape: tuple[int, int]
@@ -87,8 +80,6 @@ class Steps:
     byte_lengths: np.ndarray
     """Bytes of text that each token id stands for."""
     guard: GuardConfig
-    optim: OptimConfig
-    """What `optimizer` was made of."""
 
     # Shardings.
 
@@ -105,29 +96,22 @@ class Steps:
     @cached_property
     def _state_specs(self) -> TrainState:
         specs = self.partition.specs
-        abstract = jax.eval_shape(self._optimizer_state, self._abstract_params)
-        optimizer = optax.tree_utils.tree_map_params(
-            self.optimizer,
-            lambda _, spec: spec,
-            abstract,
-            self._trained_specs,
-            transform_non_params=lambda _: PartitionSpec(),
-        )
+        optimizer = OptState._make((PartitionSpec(), self.optimizer.specs))
         guard = jax.tree.map(lambda _: PartitionSpec(), initial(self.guard))
         return TrainState._make((PartitionSpec(), specs, optimizer, guard))
 
     @cached_property
-    def _trained_specs(self) -> Tree:
-        """Of gradients, and of each of the optimizer's trees."""
-        return self.partition.trained(self.partition.specs)
-
-    @cached_property
     def saved_sharding(self) -> Tree:
         """Of the saved form of the state, in network order."""
-        specs, mine = self.partition.saved_specs, self.partition.saved_optimizer_specs
-        trees = dict.fromkeys(optimizer_of(self.optim).trees, mine)
+        specs, trees = self.partition.saved_specs, self._saved_trees_specs
         saved = {"step": PartitionSpec(), "params": specs, "optimizer": trees}
         return self.partition.shardings(saved)
+
+    @cached_property
+    def _saved_trees_specs(self) -> dict[str, Tree]:
+        kept = self.optimizer.kept
+        run = partial(self.partition.saved_kept_specs, targets=self.optimizer.targets)
+        return {name: run(those) for name, those in kept.items()}
 
     @cached_property
     def abstract_state(self) -> TrainState:
@@ -247,12 +231,14 @@ class Steps:
         parts = self.partition
 
         # Layers of all stages are joined into one dim, and padding is cut off.
-        def unstack(tree: Tree, specs: Tree) -> Tree:
-            return left_to_compiler(parts.to_saved, specs)(tree)
+        def unstack(tree: Tree, specs: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
+            run = partial(parts.to_saved, vocabulary=vocabulary)
+            return left_to_compiler(run, specs)(tree)
 
-        mine = parts.saved_optimizer_specs
+        specs, vocabulary = self._saved_trees_specs, self.optimizer.vocabulary
         saved = {
-            name: unstack(tree, mine) for name, tree in moments(self.optim, state.optimizer).items()
+            name: unstack(tree, specs[name], vocabulary[name])
+            for name, tree in state.optimizer.trees.items()
         }
         params = unstack(state.params, parts.saved_specs)
         return {"step": state.step, "params": params, "optimizer": saved}
@@ -264,10 +250,12 @@ class Steps:
         def convert(saved: Tree, guard: GuardState | None = None) -> TrainState:
             guard = initial(self.guard) if guard is None else guard
             step, params = saved["step"], self._stack(saved["params"])
-            stack = left_to_compiler(self.partition.from_saved, self._trained_specs)
-            stacked = {name: stack(tree) for name, tree in saved["optimizer"].items()}
-            fresh = self._optimizer_state(params)
-            optimizer = with_moments(fresh, step - guard.skipped, stacked)
+            specs, vocabulary = self.optimizer.specs, self.optimizer.vocabulary
+            trees = {}
+            for name, tree in saved["optimizer"].items():
+                run = partial(self.partition.from_saved, vocabulary=vocabulary[name])
+                trees[name] = left_to_compiler(run, specs[name])(tree)
+            optimizer = OptState(step - guard.skipped, trees)
             return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
 
         return self._jit(convert, self.state_sharding)
@@ -322,19 +310,22 @@ class Steps:
         found = self.engine.value_and_grad(self.train_schedule)(state.params, batch, key)
         loss, gradients = found.loss, found.gradients
         norm = optax.tree.norm(gradients)
-        rate = jnp.asarray(self.rate(state.step - state.guard.skipped))
+        specs, everywhere = self.optimizer.target_specs, PartitionSpec()
+        old = placed(self.partition.trained(state.params), specs)
+        rate = jnp.asarray(self.optimizer.rate(state.step - state.guard.skipped))
         taken, guard = assess(
             self.guard,
             self.partition.mesh,
             state.guard,
             loss,
             norm,
-            self._outcome,
-            (gradients, norm, rate, state),
-            (self._trained_specs, PartitionSpec(), PartitionSpec(), self._state_specs),
+            partial(outcome, self.optimizer),
+            (gradients, norm, rate, old, state.optimizer, state.guard.reach),
+            (specs, everywhere, everywhere, specs, self._state_specs.optimizer, everywhere),
         )
-        old = self.partition.trained(state.params)
-        new, optimizer = self._updated(gradients, norm, old, state.optimizer, taken)
+        new, optimizer = self.optimizer.update(
+            gradients, state.optimizer, old, norm=norm, taken=taken
+        )
         params = joined(state.params, new)
         params = followed(self.partition.decoder.model, params, found.statistics, taken)
         metrics = {
@@ -353,65 +344,6 @@ class Steps:
         reported = left_to_compiler(layout.unstack, PartitionSpec())(*layers)
         metrics |= summarised(model, found.losses, reported | further)
         return TrainState(state.step + 1, params, optimizer, guard), metrics
-
-    def _updated(
-        self,
-        gradients: Tree,
-        norm: Float[Array, ""],
-        params: Tree,
-        optimizer: Tree,
-        taken: Bool[Array, ""] | bool,
-    ) -> tuple[Tree, Tree]:
-        """(trained parameters, optimizer state) after the update, or as they were."""
-        updates, new = self.optimizer.update(gradients, optimizer, params, norm=norm, taken=taken)
-        return unless_bad(taken, optax.apply_updates(params, updates), params), new
-
-    def _outcome(
-        self, gradients: Tree, norm: Float[Array, ""], rate: Float[Array, ""], state: TrainState
-    ) -> tuple[Bool[Array, ""], Float[Array, " 2"]]:
-        """Whether the update leaves parameters and moments finite, and their reach after it.
-
-        The bound alone answers, all but always. Where it cannot, the update is computed once
-        more to look at it: a pass over all that there is.
-        """
-        bound = reach_after(self.optim, state.guard.reach, norm, rate)
-
-        def by_looking() -> tuple[jax.Array, jax.Array]:
-            largest = [
-                jnp.stack(
-                    [jnp.abs(leaf).max().astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
-                )
-                for tree in (
-                    self.partition.trained(state.params),
-                    momentum(self.optim, state.optimizer),
-                )
-            ]
-            reach = jnp.stack([sizes.max() for sizes in largest])
-            after = reach_after(self.optim, reach, norm, rate)
-            return self._stays_finite(gradients, norm, state), after
-
-        known = jnp.isfinite(bound).all()
-        return jax.lax.cond(known, lambda: (known, bound), by_looking)
-
-    def _stays_finite(
-        self, gradients: Tree, norm: Float[Array, ""], state: TrainState
-    ) -> Bool[Array, ""]:
-        """Whether the update leaves all parameters and moments finite, computed and not kept.
-
-        The barrier keeps this arithmetic apart from that of the update itself and within its
-        branch. It is fused into a reduction; shared, or begun outside, some of it would stand in
-        memory.
-        """
-        params = self.partition.trained(state.params)
-        given = jax.lax.optimization_barrier((gradients, norm, params, state.optimizer))
-        params, optimizer = self._updated(*given, taken=True)
-        # One expression for all three: where each is reduced by itself, XLA keeps what they share.
-        finite = jax.tree.map(
-            lambda *entries: reduce(operator.and_, map(jnp.isfinite, entries)).all(),
-            params,
-            *moments(self.optim, optimizer).values(),
-        )
-        return jnp.stack(jax.tree.leaves(finite)).all()
 
     def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:
         loss, targets = self.engine.loss(schedule)(params, batch, None)
@@ -471,12 +403,13 @@ def partition(
         ends.logit_cap,
         _heads_ahead(decoder),
     )
+    rate, targets = learning_rate(optim, total_steps), parts.targets(optim)
+    optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
     lengths = np.zeros(model.vocab_size, np.int32)
     lengths[: len(byte_lengths)] = byte_lengths
     return Steps(
         partition=parts,
-        optimizer=build_optimizer(optim, total_steps, parts.decayed),
-        rate=learning_rate(optim, total_steps),
+        optimizer=optimizer,
         train_schedule=schedule,
         engine=Engine(
             network,
@@ -488,12 +421,13 @@ def partition(
             idle=pipeline.idle,
             trainable=parts.trainable,
             exact=parts.exact,
+            gradients=optimizer.target_specs,
+            reduced=optim.reduce_dtype,
         ),
         shape=(train.batch_size, train.sequence_length),
         seed=seed,
         byte_lengths=lengths,
         guard=guard,
-        optim=optim,
     )
 
 

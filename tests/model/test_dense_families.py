@@ -141,8 +141,8 @@ def test_biases_are_added_and_do_not_decay() -> None:
     params = decoder.init(jax.random.key(4))
     attention = params["layers"]["layer"]["attention"]
     assert attention["query_bias"].shape == (3, 6, 10) and not attention["query_bias"].any()
-    decays = decoder.decays()["layers"]["layer"]["attention"]
-    assert [name for name, each in decays.items() if not each] == [
+    params_of = decoder.model.kinds["layer"].parts["attention"].params
+    assert [name for name, each in params_of.items() if not each.decays] == [
         "query_bias",
         "key_bias",
         "value_bias",

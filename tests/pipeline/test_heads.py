@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxpipe.config.schema import OptimConfig
 from maxpipe.model import decoder
 from maxpipe.model.families.gemma3 import Gemma3Config
 from maxpipe.model.families.registry import describe
@@ -96,8 +97,8 @@ def test_layer_norms_and_capped_logits_equal_the_plain_loop(case: Case) -> None:
 @pytest.mark.usefixtures("other_ends")
 def test_norms_do_not_decay() -> None:
     parts = steps_of(Case(ahead=1), 2).partition
-    decays = jax.tree_util.tree_leaves_with_path(parts.decayed)
-    names = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in decays}
+    targets = parts.targets(OptimConfig()).items()
+    names = {".".join(path): target.decay for path, target in targets}
     assert not names["final_norm.bias"] and not names["final_norm.scale"]
     assert (
         not names["layers.layer.mlp_norm.bias"] and not names["layers.layer.mlp_after_norm.scale"]

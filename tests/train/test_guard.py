@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from maxpipe.config.load import from_dict
-from maxpipe.config.schema import GuardConfig, MeshConfig, OptimConfig
+from maxpipe.config.schema import GuardConfig, MeshConfig
+from maxpipe.optim import rules, update
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.plan.compile import build_steps
-from maxpipe.train import optim, step
+from maxpipe.train import step
 from maxpipe.train.guard import GuardState, assess, initial, unless_bad
-from maxpipe.train.optim import moments
 from maxpipe.train.state import TrainState
 from tests.cases import Case, batch_of, steps_of
 
@@ -238,7 +238,7 @@ def test_an_update_that_overflows_on_one_device_is_a_bad_step(
 ) -> None:
     """Loss and gradients are finite; one entry of what the update would leave is not."""
     host = jax.tree.map(np.array, on_host)
-    numbers = moments(OptimConfig(), host.optimizer)
+    numbers = host.optimizer.trees
     if place == "params":  # a finite moment, over the root of nothing
         numbers["mu"]["embedding"][0, 0] = np.finfo(np.float32).max
         numbers["nu"]["embedding"][0, 0] = 0
@@ -264,7 +264,7 @@ def test_the_guard_takes_no_memory(dtype: str, monkeypatch: pytest.MonkeyPatch) 
         return build_steps(config, jax.devices()[:2]).compile_train().memory_analysis()
 
     guarded = memory()
-    for module in (step, optim):
+    for module in (update, rules):
         monkeypatch.setattr(module, "unless_bad", lambda taken, new, old: new)
     monkeypatch.setattr(step, "assess", lambda *given: assess(*given[:5]))
     plain = memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,39 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint.trees import named
-from maxpipe.train.optim import moments
-from maxpipe.train.optimizers import OPTIMIZERS
-from tests.cases import OPTIM, TOLERANCE, Case, steps_of
+from maxpipe.config.schema import OptimConfig
+from maxpipe.exchange.safetensors import Reader
+from tests.cases import OPTIM, TOLERANCE, Case, steps_of, thinned
+from tests.pipeline.test_families import QWEN3_MOE
 from tests.train.runs import Run, losses, saved
 from tests.train.states import ROWS, same_bits, trained_on
 
 ONE = Case(layers=5)
 HERE = Case(2, 2, 2, fsdp=2, layers=5)
 ELSEWHERE = Case(3, 1, 4, schedule="zb_h1", outside=1, data=2, layers=5)
-OTHERS = sorted(set(OPTIMIZERS) - {"adamw"})
-"""AdamW is what all other tests train with."""
+MOE = dataclasses.replace(QWEN3_MOE, num_experts=4)
+KINDS: dict[str, tuple[dict[str, Any], set[str], tuple[Case, Case, Case]]] = {
+    "lion": ({}, {"mu"}, (ONE, HERE, ELSEWHERE)),
+    "adafactor": ({}, {"nu", "rows", "columns"}, (ONE, HERE, ELSEWHERE)),
+    "muon": ({}, {"mu", "nu"}, (ONE, HERE, ELSEWHERE)),
+    "adamw": (
+        {"average_decay": 0.9, "weight_decays": ["embedding 0", "*norm* 0.5"]}
+        | {"rate_factors": ["layers.attention.* 0.5", "head 0.1"]},
+        {"mu", "nu", "average"},
+        (ONE, HERE, ELSEWHERE),
+    ),
+}
+"""What a config says, what is kept, and layouts: one device, and two others."""
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_curves_and_state_are_the_same_under_every_layout(name: Any) -> None:
-    optim = dataclasses.replace(OPTIM, name=name, learning_rate=3e-4)
-    one, here, elsewhere = (steps_of(case, ROWS, optim=optim) for case in (ONE, HERE, ELSEWHERE))
+    changes, kept, cases = KINDS[name]
+    check_layouts(dataclasses.replace(OPTIM, name=name, learning_rate=3e-4, **changes), kept, cases)
+
+
+def check_layouts(optim: OptimConfig, kept: set[str], cases: tuple[Case, Case, Case]) -> None:
+    one, here, elsewhere = (steps_of(case, ROWS, optim=optim) for case in cases)
     run = here.compile_train()
     state, losses_here = trained_on(here, run, here.init(), 0, 2)
     saved_here = jax.device_get(here.to_saved(state))
@@ -38,7 +55,7 @@ def test_curves_and_state_are_the_same_under_every_layout(name: Any) -> None:
     for key, leaf in named(saved_here["optimizer"]).items():
         scale = np.abs(saved_one[key]).max()
         np.testing.assert_allclose(leaf, saved_one[key], rtol=0, atol=TOLERANCE * scale)
-    assert saved_here["optimizer"].keys() == set(OPTIMIZERS[name].trees)
+    assert saved_here["optimizer"].keys() == kept
     # Saved, and restored under another layout, it goes on.
     again = here.from_saved(saved_here, state.guard)
     assert all(same_bits(again, state).values())
@@ -47,7 +64,71 @@ def test_curves_and_state_are_the_same_under_every_layout(name: Any) -> None:
     _, wanted = trained_on(here, run, state, 2, 5)
     _, found = trained_on(elsewhere, elsewhere.compile_train(), there, 2, 5)
     np.testing.assert_allclose(found, wanted, rtol=TOLERANCE)
-    assert moments(optim, again.optimizer).keys() == set(OPTIMIZERS[name].trees)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_matrices_of_experts_and_explicit_types(name: Any) -> None:
+    """Experts are matrices by themselves, over an axis of their own."""
+    optim = dataclasses.replace(OPTIM, name=name, learning_rate=3e-4)
+    here = Case(2, 1, 2, expert=2, tensor=2, layers=4, own=MOE, shard_mode="explicit")
+    kept = {"adafactor": {"nu", "rows", "columns"}, "muon": {"mu", "nu"}}[name]
+    check_layouts(optim, kept, (Case(layers=4, own=MOE), here, Case(layers=4, own=MOE, fsdp=2)))
+
+
+ZERO = [
+    # Two stages with layers outside; tensor and tied tables; experts in types; heads ahead.
+    (Case(2, 1, 2, data=2, fsdp=2, layers=5, outside=1), Case(1, 1, 2, data=4, layers=5)),
+    (Case(2, 2, 2, data=2, tensor=2, layers=4, tied=True), Case(layers=4, data=2, tied=True)),
+    (
+        Case(2, 1, 2, data=2, expert=2, layers=4, own=MOE, shard_mode="explicit"),
+        Case(1, 1, 2, layers=4, own=MOE, fsdp=2, data=2),
+    ),
+    (
+        Case(2, 1, 2, data=2, layers=4, ahead=2, gather="step", schedule="zb_h1"),
+        Case(layers=4, ahead=2, data=2, fsdp=2),
+    ),
+]
+
+
+@pytest.mark.parametrize(("here", "elsewhere"), thinned(ZERO, 2), ids=str)
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+def test_state_that_is_divided_over_data(name: Any, here: Case, elsewhere: Case) -> None:
+    optim = dataclasses.replace(OPTIM, name=name, learning_rate=3e-4, shard_over_data=True)
+    one = Case(layers=here.layers, own=here.own, tied=here.tied, ahead=here.ahead)
+    kept = {"adamw": {"mu", "nu"}, "adafactor": {"nu", "rows", "columns"}, "muon": {"mu", "nu"}}
+    check_layouts(optim, kept[name], (one, here, elsewhere))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_stochastic_rounding_draws_the_same_under_every_layout(name: Any) -> None:
+    """Of one state the update is one, to the bit, but for sums in another order."""
+    optim = dataclasses.replace(OPTIM, name=name, rounding="stochastic", clip_norm=0.0)
+    results = []
+    for case in (ONE, HERE, ELSEWHERE):
+        steps = steps_of(dataclasses.replace(case, stored="bfloat16"), ROWS, optim=optim)
+        parts = steps.partition
+        state = steps.init()
+        saved = jax.device_get(steps.to_saved(state))
+        grown = jax.tree.map(lambda leaf: np.sin(1e3 * np.asarray(leaf, "f4")), saved["params"])
+        slopes = parts.trained(jax.jit(parts.from_saved)(grown))
+
+        def update(slopes: Any, state: Any, steps: Any = steps) -> Any:
+            params = steps.partition.trained(state.params)
+            params, optimizer = steps.optimizer.update(slopes, state.optimizer, params)
+            return state._replace(params=params, optimizer=optimizer)
+
+        with jax.set_mesh(parts.mesh):
+            for _ in range(2):
+                state = jax.jit(update)(slopes, state)
+        results.append(named(jax.device_get(steps.to_saved(state))))
+    for found in results[1:]:
+        assert found.keys() == results[0].keys()
+        for key, leaf in results[0].items():
+            if leaf.dtype == np.float32:  # means of squares
+                np.testing.assert_allclose(found[key], leaf, rtol=TOLERANCE)
+                continue
+            same = np.mean(np.asarray(found[key], "f4") == np.asarray(leaf, "f4"))
+            assert same == 1.0 if name == "adamw" else same > 0.999, key
 
 
 @pytest.mark.slow
@@ -67,3 +148,41 @@ def test_a_run_keeps_its_optimizer(tiny: Path, run: Run, tmp_path: Path) -> None
     output = run("train", *arguments, "train.steps=2", *start)
     assert "with the weights of run, step 6" in output
     assert losses(tmp_path / "next")[1] < losses(tmp_path / "run")[1]
+
+
+@pytest.mark.slow
+def test_averages_are_evaluated_and_exported(tiny: Path, run: Run, tmp_path: Path) -> None:
+    arguments = (tiny, f"run.dir={tmp_path}", "eval.batches=1", "train.steps=4", "log.every=1")
+    frozen = ("optim.average_decay=0.5", "model.frozen=[embedding]", "optim.name=muon")
+    run("train", *arguments, *frozen)
+    state = saved(tmp_path / "run").state
+    average = named(state["optimizer"]["average"])
+    params = named(state["params"])
+    assert params.keys() - average.keys() == {"embedding"}
+    text = tmp_path / "text.txt"
+    text.write_text("def main():\n    return 1\n" * 200)
+
+    def loss(model: Path, *more: str) -> float:
+        output = run("eval", model, "--json", "--data", text, *more)
+        return json.loads(output[output.index("{") :])["nats_per_token"]
+
+    out, plain = tmp_path / "averaged", tmp_path / "plain"
+    run("export", tmp_path / "run", "--average", out)
+    run("export", tmp_path / "run", plain)
+    file = Reader(out / "model.safetensors")
+    norm, embedding = (file.read(f"model.{name}.weight") for name in ("norm", "embed_tokens"))
+    np.testing.assert_array_equal(norm, average["final_norm.scale"])
+    np.testing.assert_array_equal(embedding, params["embedding"])
+    ours = ("tokenizer.kind=bytes", "tokenizer.path=")
+    averaged = loss(tmp_path / "run", "--average")
+    assert averaged == pytest.approx(loss(out, *ours), rel=1e-5)
+    assert loss(tmp_path / "run") == pytest.approx(loss(plain, *ours), rel=1e-5)
+    assert abs(averaged - loss(plain, *ours)) > 1e-4
+    # What has none says so.
+    output = run("eval", out, "--average", code=2)
+    assert "is a Hugging Face folder, which holds no averages" in output
+    output = run("train", *arguments[:3], "train.steps=6", "optim.name=muon", frozen[1], code=2)
+    assert "optim.average_decay = 0.0\n  must be 0.5, which step 4 was saved with" in output
+    run("train", *arguments[:3], "train.steps=2", "run.name=bare")
+    output = run("eval", tmp_path / "bare", "--average", code=2)
+    assert "was trained with optim.average_decay = 0: there are no averages" in output

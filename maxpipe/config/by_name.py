@@ -1,0 +1,30 @@
+"""Numbers for some parameters: `optim.rate_factors` and `optim.weight_decays`. No jax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from maxpipe.config.bounds import LARGEST
+
+FORM = "PATTERN NUMBER"
+
+
+def by_name(texts: Sequence[str]) -> list[tuple[str, float]]:
+    """(pattern over names of parameters, number) of each text.
+
+    Raises:
+        ValueError: one of them cannot be read; the message is the rule.
+    """
+    return [_pair(text) for text in texts]
+
+
+def _pair(text: str) -> tuple[str, float]:
+    pattern, _, number = text.strip().rpartition(" ")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not pattern.strip() or not 0 <= value <= LARGEST:
+        raise ValueError(f"holds {text!r}: must be {FORM}, the number from 0 to {LARGEST:g}.")
+    return pattern.strip(), value

@@ -1,0 +1,52 @@
+"""The learning rate by step, as optax schedules."""
+
+from __future__ import annotations
+
+import optax
+
+from maxpipe.config.phases import phases
+from maxpipe.config.schema import OptimConfig
+
+
+def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
+    """Learning rate by step: a warm-up, then the configured shape until `total_steps`."""
+    if config.phases:
+        return _by_phases(config, total_steps)
+    peak = config.learning_rate
+    end = peak * config.final_fraction
+    after = max(1, total_steps - config.warmup_steps)
+    match config.schedule:
+        case "constant":
+            shape = optax.constant_schedule(peak)
+        case "linear":
+            shape = optax.linear_schedule(peak, end, after)
+        case "cosine":
+            shape = optax.cosine_decay_schedule(peak, after, config.final_fraction)
+        case "wsd":
+            decay = max(1, min(after, round(total_steps * config.decay_fraction)))
+            shape = optax.join_schedules(
+                [optax.constant_schedule(peak), optax.linear_schedule(peak, end, decay)],
+                [after - decay],
+            )
+    if config.warmup_steps == 0:
+        return shape
+    # The first step already moves: rate peak/warmup, not 0.
+    rise = optax.linear_schedule(peak / config.warmup_steps, peak, max(1, config.warmup_steps - 1))
+    return optax.join_schedules([rise, shape], [config.warmup_steps])
+
+
+def _by_phases(config: OptimConfig, total_steps: int) -> optax.Schedule:
+    """The phases one after the other; each reaches its end with the step behind its last."""
+    peak, shapes, borders = config.learning_rate, [], []
+    for phase in phases(config.phases, total_steps):
+        start, end = peak * phase.start, peak * phase.end
+        steps = max(1, phase.steps)
+        if phase.shape == "cosine" and start != end:
+            bent = optax.cosine_decay_schedule(1.0, steps)
+            shapes.append(lambda step, a=start, b=end, bent=bent: b + (a - b) * bent(step))
+        else:
+            shapes.append(optax.linear_schedule(start, end, steps))
+        last = borders[-1] if borders else 0
+        borders.append(min(last + phase.steps, 2**31 - 1))  # steps are int32
+    final = optax.constant_schedule(peak * phases(config.phases, total_steps)[-1].end)
+    return optax.join_schedules([*shapes, final], borders)

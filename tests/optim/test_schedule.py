@@ -1,0 +1,107 @@
+"""The learning rate step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+
+from maxpipe.config.schema import OptimConfig
+from maxpipe.optim.schedule import learning_rate
+
+PEAK = 0.02
+
+
+def rate_at(rate: optax.Schedule, step: int) -> float:
+    return np.asarray(rate(step)).item()
+
+
+def rates(total_steps: int, **changes: Any) -> np.ndarray:
+    """Of every step, and of the one after the last."""
+    config = OptimConfig(**{"learning_rate": PEAK, **changes})
+    rate = learning_rate(config, total_steps)
+    return np.array([rate_at(rate, step) for step in range(total_steps + 1)])
+
+
+def linear(done: float) -> float:
+    return PEAK * (1 - 0.9 * done)
+
+
+def cosine(done: float) -> float:
+    return PEAK * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
+
+
+# Warm-up and shapes.
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("warmup", [1, 2, 10])
+def test_the_warm_up_moves_at_once_and_ends_at_the_peak(schedule: str, warmup: int) -> None:
+    got = rates(100, schedule=schedule, warmup_steps=warmup)
+    wanted = PEAK * (1 + np.arange(warmup)) / warmup
+    np.testing.assert_allclose(got[:warmup], wanted, rtol=1e-5)
+    # The shape starts at the peak, too.
+    np.testing.assert_allclose(got[warmup], PEAK, rtol=1e-5)
+    assert got.max() <= PEAK * (1 + 1e-5) and got.min() > 0
+
+
+@pytest.mark.parametrize("warmup", [0, 20])
+@pytest.mark.parametrize(("schedule", "shape"), [("linear", linear), ("cosine", cosine)])
+def test_lines_and_cosines_go_down_to_the_end(
+    schedule: str, shape: Callable[[float], float], warmup: int
+) -> None:
+    got = rates(120, schedule=schedule, warmup_steps=warmup)
+    steps = np.arange(warmup, 121)
+    wanted = [shape((step - warmup) / (120 - warmup)) for step in steps]
+    np.testing.assert_allclose(got[warmup:], wanted, rtol=1e-5)
+    np.testing.assert_allclose(got[-1], 0.1 * PEAK, rtol=1e-5)
+
+
+@pytest.mark.parametrize("warmup", [0, 20])
+def test_wsd_is_stable_and_then_a_line(warmup: int) -> None:
+    got = rates(120, schedule="wsd", warmup_steps=warmup, decay_fraction=0.25)
+    np.testing.assert_allclose(got[warmup:91], PEAK, rtol=1e-5)
+    wanted = [linear(done / 30) for done in range(31)]
+    np.testing.assert_allclose(got[90:], wanted, rtol=1e-5)
+
+
+def test_wsd_with_a_decay_longer_than_what_the_warm_up_leaves() -> None:
+    got = rates(20, schedule="wsd", warmup_steps=10, decay_fraction=0.9)
+    np.testing.assert_allclose(got[10:], [linear(done / 10) for done in range(11)], rtol=1e-5)
+
+
+def test_a_constant_rate_ignores_the_final_fraction() -> None:
+    np.testing.assert_allclose(rates(10, schedule="constant", final_fraction=0.0), PEAK, rtol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize(("total", "warmup"), [(1, 0), (1, 1), (3, 3), (5, 50)])
+def test_short_runs_have_finite_rates(schedule: str, total: int, warmup: int) -> None:
+    got = rates(total, schedule=schedule, warmup_steps=warmup)
+    assert np.isfinite(got).all() and (got[:total] > 0).all() and got.max() <= PEAK * (1 + 1e-6)
+
+
+def test_phases_follow_each_other() -> None:
+    texts = ["10% linear 0 -> 1", "2 x 30 cosine 1 -> 0.1", "rest linear 0.5"]
+    got = rates(100, phases=texts)
+    bend = [0.1 + 0.9 * (1 + math.cos(math.pi * done / 30)) / 2 for done in range(30)]
+    tail = [0.1 + 0.4 * done / 30 for done in range(30)]
+    wanted = [*(done / 10 for done in range(10)), *bend, *bend, *tail, 0.5]
+    np.testing.assert_allclose(got, PEAK * np.array(wanted), rtol=1e-5)
+    # Behind the last phase the rate stays; phases that are longer than the run are cut off.
+    short = rates(20, phases=["5 linear 0.2", "5 linear 0.2"])
+    np.testing.assert_allclose(short[5:], 0.2 * PEAK, rtol=1e-5)
+    np.testing.assert_allclose(
+        rates(10, phases=["100 cosine 0"]), rates(100, phases=["100 cosine 0"])[:11], rtol=1e-6
+    )
+    rising = rates(10, phases=["rest cosine 0.5 -> 1"])
+    assert (np.diff(rising) > 0).all() and rising[0] == pytest.approx(0.5 * PEAK)
+
+
+def test_after_the_end_the_rate_stays() -> None:
+    config = OptimConfig(learning_rate=PEAK, schedule="cosine", final_fraction=0.1)
+    assert rate_at(learning_rate(config, 10), 1000) == pytest.approx(0.1 * PEAK)
