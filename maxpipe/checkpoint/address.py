@@ -46,17 +46,12 @@ class Address:
     average: bool = False
     """Whether its averaged parameters are meant: `optim.average_decay`."""
 
-    def averaged(self, optim: object) -> Address:
-        """The address, of a run whose saved section `optim` is given.
-
-        Raises:
-            ConfigError: averages are meant, and the run has none.
-        """
+    def check_average(self, optim: object) -> None:
+        """Raises ConfigError if averages are meant and a run with this section `optim` has none."""
         has_any = isinstance(optim, Mapping) and bool(optim.get("average_decay"))
         if self.average and not has_any:
             rule = "was trained with optim.average_decay = 0: there are no averages."
             raise self.wrong(rule, "Leave --average out.")
-        return self
 
     @property
     def home(self) -> str:

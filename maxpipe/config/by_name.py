@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from maxpipe.config.bounds import LARGEST
+from maxpipe.config.values import READERS
 
 FORM = "PATTERN NUMBER"
 
@@ -22,9 +22,9 @@ def by_name(texts: Sequence[str]) -> list[tuple[str, float]]:
 def _pair(text: str) -> tuple[str, float]:
     pattern, _, number = text.strip().rpartition(" ")
     try:
-        value = float(number)
+        value = READERS[float](number)
     except ValueError:
-        value = math.nan
+        value = -1.0
     if not pattern.strip() or not 0 <= value <= LARGEST:
         raise ValueError(f"holds {text!r}: must be {FORM}, the number from 0 to {LARGEST:g}.")
     return pattern.strip(), value

@@ -123,6 +123,21 @@ _LENGTH = ("train.steps", "train.tokens", "train.batch_size", "train.sequence_le
 """What `total_steps` reads."""
 
 
+@rule("optim.name", "optim.beta1", "optim.beta2", "optim.epsilon")
+def _muon_can_be_bounded(config: Config) -> Iterator[Finding]:
+    # A device cannot look alone at what an update would leave: its bound has to be finite.
+    optim = config.optim
+    if optim.name != "muon":
+        return
+    if optim.epsilon <= 1e-30:
+        rule = "must be more than 1e-30 with optim.name=muon, as float32 may lose less beside it."
+        yield Finding("optim.epsilon", rule, "Set optim.epsilon=1e-8.")
+    for field, usual in (("beta1", 0.9), ("beta2", 0.95)):
+        if getattr(optim, field) >= 1 - 1e-6:
+            rule = "must be less than 0.999999 with optim.name=muon: float32 may take it for 1."
+            yield Finding(f"optim.{field}", rule, f"Set optim.{field}={usual}.")
+
+
 @rule("optim.phases", "optim.warmup_steps", *_LENGTH)
 def _phases_can_be_read(config: Config) -> Iterator[Finding]:
     texts, steps = config.optim.phases, total_steps(config.train)

@@ -10,7 +10,7 @@ from maxpipe.config.rules import axis_keys, axis_size, did_you_mean, rule, up
 from maxpipe.config.schema import Config
 from maxpipe.errors import Finding
 from maxpipe.model.families.registry import describe
-from maxpipe.model.frozen import declared, suggestions, trained, without_match
+from maxpipe.model.frozen import chosen, declared, suggestions, trained, without_match
 
 _KEY = "model.frozen"
 _MAX_FINDINGS = 8
@@ -56,6 +56,11 @@ def _numbers_by_name_are_of_parameters(config: Config) -> Iterator[Finding]:
             one = f"['{guess} {number:g}']" if guess else "[]"
             rule = f"holds {wrong!r}, which is the name of no parameter: {names}."
             yield Finding(key, rule, f"Set {key}={one}.")
+        if field == "rate_factors":
+            rates = chosen(model, pairs)
+            if all(rates.get(name) == 0 for name in trained(model)):
+                rule = "leaves every parameter that is trained a rate of 0: nothing is learned."
+                yield Finding(key, rule, f"Set {key}=[] for the same rate everywhere.")
 
 
 _SPLASH_BLOCK = 128

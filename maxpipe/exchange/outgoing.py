@@ -128,7 +128,7 @@ def _choose(address: Address) -> _Chosen:
     try:
         with answering(path):
             facts = folder.facts(step)
-        address.averaged(facts.config.get("optim"))
+        address.check_average(facts.config.get("optim"))
         saved = {name: facts.config[name] for name in ("model", "tokenizer", "train")}
     except (Damaged, KeyError) as damage:
         raise _damaged(path, str(damage)) from damage

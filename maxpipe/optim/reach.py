@@ -63,7 +63,7 @@ def reach_after(
     bounds = jnp.stack([after, moment]).astype(jnp.float32)
     # Smaller numbers may be rounded to 0, as divisors or beside 1.
     is_bounded = not divides or config.epsilon > 1e-30
-    is_bounded &= max(config.beta1, config.beta2) < 1 - 1e-6
+    is_bounded &= config.name == "adafactor" or max(config.beta1, config.beta2) < 1 - 1e-6
     within = jnp.maximum(jnp.maximum(after, corrected), update) < 1e37
     return jnp.where(is_bounded & within, bounds, jnp.inf)
 

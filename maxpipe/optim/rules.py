@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from maxpipe.config.schema import OptimConfig
 from maxpipe.train.guard import unless_bad
@@ -31,16 +31,26 @@ HUGE = 1e15
 """Limit of a gradient divided by the root of its mean square; its own square is within float32."""
 
 
+class Corrections(NamedTuple):
+    """What moments that start at 0 are divided by; of all parameters the same."""
+
+    mu: Float[Array, ""]
+    nu: Float[Array, ""]
+
+    @classmethod
+    def after(cls, config: OptimConfig, count: Int[Array, ""]) -> Corrections:
+        """This number of updates."""
+        return cls(1 - config.beta1**count, 1 - config.beta2**count)
+
+
 def adam(
-    config: OptimConfig, gradient: Array, old: Arrays, count: Int[Array, ""], taken: Taken
+    config: OptimConfig, gradient: Array, old: Arrays, by: Corrections, taken: Taken
 ) -> tuple[Array, Arrays]:
-    """arXiv:1412.6980, as optax does it. `count`: of updates, this one included."""
+    """arXiv:1412.6980; in float32 optax's, bit for bit."""
     mu = optax.tree.update_moment(gradient, old["mu"], config.beta1, 1)
     nu = optax.tree.update_moment_per_elem_norm(gradient, old["nu"], config.beta2, 2)
     new = unless_bad(taken, {"mu": mu, "nu": nu}, old)
-    mu = optax.tree.bias_correction(new["mu"], config.beta1, count)
-    nu = optax.tree.bias_correction(new["nu"], config.beta2, count)
-    return mu / (jnp.sqrt(nu) + config.epsilon), new
+    return new["mu"] / by.mu / (jnp.sqrt(new["nu"] / by.nu) + config.epsilon), new
 
 
 def lion(config: OptimConfig, gradient: Array, old: Arrays, taken: Taken) -> tuple[Array, Arrays]:

@@ -26,7 +26,16 @@ from maxpipe.optim import muon
 from maxpipe.optim.kept import AVERAGE, Kept, is_orthogonalised, kept, matrix_of
 from maxpipe.optim.reach import largest_update, reach_after
 from maxpipe.optim.rounding import draws, rounded
-from maxpipe.optim.rules import Arrays, Taken, adafactor, adam, lion, momentum, sides_of
+from maxpipe.optim.rules import (
+    Arrays,
+    Corrections,
+    Taken,
+    adafactor,
+    adam,
+    lion,
+    momentum,
+    sides_of,
+)
 from maxpipe.parallel.explicit import left_to_compiler
 from maxpipe.train.guard import unless_bad
 
@@ -185,10 +194,11 @@ class Optimizer:
         after: dict[str, dict[Path, Array]] = {name: {} for name in before}
         store = partial(self._stored, count=count, draw=draw)
         moved: dict[Path, Array] = {}
+        by = Corrections.after(self.config, count)
 
         def direction(path: Path) -> Array:
             old = {name: before[name][path].astype(jnp.float32) for name in self._names(path)}
-            found, new = self._direction(path, clip(slopes[path]), old, count, taken)
+            found, new = self._direction(path, clip(slopes[path]), old, count, by, taken)
             for name, x in new.items():
                 after[name][path] = store(path, name, x, self.kept[name][path])
             return found
@@ -234,7 +244,13 @@ class Optimizer:
         return lambda leaf: jnp.where(within, leaf, leaf / norm.astype(leaf.dtype) * limit)
 
     def _direction(
-        self, path: Path, gradient: Array, old: Arrays, count: Int[Array, ""], taken: Taken
+        self,
+        path: Path,
+        gradient: Array,
+        old: Arrays,
+        count: Int[Array, ""],
+        by: Corrections,
+        taken: Taken,
     ) -> tuple[Array, Arrays]:
         """Which way a parameter goes, before weight decay and rate, and what is kept then."""
         config, target = self.config, self.targets[path]
@@ -243,7 +259,7 @@ class Optimizer:
         if config.name == "lion":
             return lion(config, gradient, old, taken)
         if config.name != "adafactor":
-            return adam(config, gradient, old, count, taken)
+            return adam(config, gradient, old, by, taken)
         # Means over dims that are divided: in types there is more than one way.
         specs = {name: target.spec_of(self.kept[name][path]) for name in old}
         sides = sides_of(matrix_of(target.param), target.param.shape, target.stacked)

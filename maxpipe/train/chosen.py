@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.damage import Damaged
 from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.manager import Checkpoints, open_run
 from maxpipe.checkpoint.selection import step_of
 from maxpipe.checkpoint.storage import FOLDER, first_line
-from maxpipe.checkpoint.trees import named as by_name
 from maxpipe.config.check import DEFAULT
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.data.tokenizer import Tokenizer
@@ -109,7 +110,7 @@ def _choose_checkpoint(
     step = step_of(folder, address)
     try:
         facts = folder.facts(step)
-        address.averaged(facts.config.get("optim"))
+        address.check_average(facts.config.get("optim"))
     except Damaged as damage:
         others = [str(each) for each in folder.steps() if each != step]
         other = f"Take {address.at(int(others[-1]))}, or bring" if others else "Bring"
@@ -133,12 +134,12 @@ def _choose_checkpoint(
             check_model(saved, wanted, loaded.origins, "leave it out", weights_alone=True)
 
         params = steps.abstract_saved["params"]
-        wanted, averaged = {"params": params}, {}
-        if address.average:
-            averaged = steps.partition.trained_of_saved(params)
-            is_all = len(by_name(averaged)) == len(by_name(params))
+        wanted = {"params": params}
+        if address.average:  # frozen parameters have none
+            averages = steps.partition.trained_of_saved(params)
+            is_all = jax.tree.structure(averages) == jax.tree.structure(params)
             wanted = {} if is_all else wanted
-            wanted["optimizer"] = {AVERAGE: averaged}
+            wanted["optimizer"] = {AVERAGE: averages}
         with Checkpoints(home, write=False) as checkpoints:
             found = checkpoints.restore(step, wanted, accept).state
         if not address.average:

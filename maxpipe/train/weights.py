@@ -5,7 +5,6 @@ Arrays are in the form of checkpoints: network order, without padding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,11 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.checkpoint.trees import by_name
 from maxpipe.exchange.source import Source
+from maxpipe.train.state import VOCABULARY
 
 Tree = Any
-
-_VOCABULARY: Mapping[str, int] = {"embedding": 0, "head": 1}
-"""Parameters with an entry for each token, and in which dim."""
 
 
 def of_folder(source: Source, abstract: Tree) -> Tree:
@@ -57,7 +54,7 @@ def _vocabulary(params: Tree) -> int:
 def with_tokens(abstract: Tree, size: int) -> Tree:
     """The same with another vocabulary, which is not divided over devices."""
     found = dict(abstract)
-    for name, dim in _VOCABULARY.items():
+    for name, dim in VOCABULARY.items():
         if name in abstract:
             leaf = abstract[name]
             shape, spec = list(leaf.shape), [*leaf.sharding.spec, None, None][: leaf.ndim]
@@ -70,7 +67,7 @@ def with_tokens(abstract: Tree, size: int) -> Tree:
 def grown(params: Tree, abstract: Tree) -> Tree:
     """The parameters with the vocabulary of `abstract`: new rows are the mean of the old ones."""
     found = dict(params)
-    for name, dim in _VOCABULARY.items():
+    for name, dim in VOCABULARY.items():
         if name in params:
             wanted = abstract[name]
 

@@ -192,6 +192,9 @@ BROKEN: list[tuple[str, str, str]] = [
         "less than runtime.num_processes (2)",
     ),
     ("runtime.num_processes=2", "runtime.coordinator", "host:port"),
+    ("optim.name=muon optim.epsilon=1e-31", "optim.epsilon", "more than 1e-30"),
+    ("optim.name=muon optim.beta1=0.9999999", "optim.beta1", "less than 0.999999"),
+    ("optim.name=muon optim.beta2=0.9999999", "optim.beta2", "less than 0.999999"),
     *(
         (f"runtime.num_processes=2 runtime.coordinator={address}", "runtime.coordinator", "host:p")
         for address in (
@@ -284,6 +287,8 @@ def test_every_number_has_a_range():
             f"runtime.num_processes=2 runtime.process_id=1 runtime.coordinator={host}:1234"
             for host in ("[::1]", "10.0.0.1", "a_b-c.d.", "10-0-0-1.host", 63 * "a")
         ),
+        "optim.rate_factors=[head 0]",
+        "optim.beta1=0.9999999 optim.epsilon=1e-31",
         "run.name=a.b_c-1",
         "run.seed=4294967295",
         "model.dropout=0.99",
@@ -478,6 +483,21 @@ def test_what_is_frozen_exists_and_something_is_trained(
     with pytest.raises(ConfigError) as caught:
         load(["tiny", "train.steps=1", f"model.frozen={given}"])
     assert words in str(caught.value) and action in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("['* 0']", "nothing is learned"),
+        ("['embedding 0','* 0.0']", "nothing is learned"),
+        ("['head inf']", "PATTERN NUMBER"),
+        ("['head -1']", "PATTERN NUMBER"),
+    ],
+)
+def test_rates_by_name_are_numbers_and_leave_something_to_learn(given: str, words: str) -> None:
+    assert load(["tiny", "train.steps=1", "optim.rate_factors=['head 0']"])
+    with pytest.raises(ConfigError, match=words):
+        load(["tiny", "train.steps=1", f"optim.rate_factors={given}"])
 
 
 def test_a_pattern_is_about_names_in_checkpoints_first() -> None:

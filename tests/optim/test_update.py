@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -147,11 +146,8 @@ def test_clipping_measures_the_whole_gradient() -> None:
     assert first_mu(100.0, 0.0) == pytest.approx(100 * norm, rel=1e-5)
 
 
-def test_adam_is_that_of_optax() -> None:
-    """Moments bit for bit; and all as it was where the update is not taken, counts included.
-
-    XLA divides the moments of one leaf by the same number in another way than those of a tree.
-    """
+def test_adam_is_that_of_optax_bit_for_bit() -> None:
+    """And all as it was where the update is not taken, counts included."""
     config = dataclasses.replace(CONFIG, schedule="constant", warmup_steps=0)
     mine = optimizer_of(config)
     theirs = optax.chain(
@@ -176,8 +172,7 @@ def test_adam_is_that_of_optax() -> None:
         jax.tree.map(np.testing.assert_array_equal, same, params)
         wanted, wanted_state = plain(gradient, wanted_state, params)
         params, state = update(gradient, state, params, jnp.array(True))
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=3e-7, atol=1e-8), params, wanted)
-        params = wanted
+        jax.tree.map(np.testing.assert_array_equal, params, wanted)
         for name, tree_of in state.trees.items():
             moment = optax.tree_utils.tree_get(wanted_state, name)
             jax.tree.map(np.testing.assert_array_equal, tree_of, moment)
