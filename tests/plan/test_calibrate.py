@@ -28,9 +28,9 @@ NUM_DEVICES = 4
 T = TypeVar("T")
 
 
-def config_of(stages: int = 1, fsdp: int = 1, tokens: int = 32) -> Config:
+def config_of(stages: int = 1, fsdp: int = 1, tokens: int = 32, d_mlp: int = 64) -> Config:
     model = {"num_layers": 4, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "head_size": 16}
-    model |= {"d_mlp": 64, "vocab_size": 512}
+    model |= {"d_mlp": d_mlp, "vocab_size": 512}
     return from_dict(
         {
             "model": model,
@@ -104,7 +104,8 @@ def again(measure: Callable[[], T]) -> T:
 def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
-    sizes = [Sizes(config_of(tokens=tokens)) for tokens in (32, 512)]
+    # Weights' gradients are a difference, and have to be more than what scores vary by.
+    sizes = [Sizes(config_of(tokens=tokens, d_mlp=512)) for tokens in (32, 512)]
     few, many = (again(partial(calibrate.measure, each, devices)) for each in sizes)
     # Sixteen times the matmuls and 256 times the scores, and messages sixteen times as long.
     assert many.forward > 8 * few.forward and many.forward_alone > 8 * few.forward_alone
