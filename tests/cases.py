@@ -87,6 +87,8 @@ class Case:
     split: Literal["", "sequence", "ring"] = ""
     """How tokens between matmuls are split over tensor: `mesh.sequence_parallel`, and in rings
     `mesh.collective_matmul`."""
+    low: tuple[str, str, str] = ("default", "channel", "default")
+    """`model.matmul`, its scales, and what gradients of weights multiply."""
     by_three: bool = False
     """Sizes that 3 divides and 2 does not, but for the heads."""
 
@@ -134,6 +136,9 @@ class Case:
             compute_dtype=self.dtype,  # type: ignore[arg-type]
             param_dtype=self.stored,  # type: ignore[arg-type]
             attention=self.attention,  # type: ignore[arg-type]
+            matmul=self.low[0],  # type: ignore[arg-type]
+            matmul_scales=self.low[1],  # type: ignore[arg-type]
+            matmul_weight_gradients=self.low[2],  # type: ignore[arg-type]
             frozen=list(self.frozen),
         )
         if self.own is not None:

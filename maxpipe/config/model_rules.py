@@ -63,6 +63,41 @@ def _numbers_by_name_are_of_parameters(config: Config) -> Iterator[Finding]:
                 yield Finding(key, rule, f"Set {key}=[] for the same rate everywhere.")
 
 
+_LONGEST_SUM = (2**31 - 1) // 127**2
+"""Products of 8-bit integers that a sum in 32 bits holds."""
+
+
+@rule("model.matmul", "model.matmul_scales", "model.d_mlp")
+def _sums_of_integers_fit(config: Config) -> Iterator[Finding]:
+    model = config.model
+    if model.matmul != "int8" or model.matmul_scales == "block":
+        return
+    if model.d_mlp > _LONGEST_SUM:
+        rule = f"must be at most {_LONGEST_SUM} with model.matmul=int8, whose sums have 32 bits."
+        yield Finding("model.d_mlp", rule, "Set model.matmul=fp8.")
+
+
+@rule(
+    "model.matmul",
+    "model.matmul_scales",
+    "model.matmul_weight_gradients",
+    "train.sequence_length",
+    *axis_keys("context"),
+)
+def _sums_over_tokens_fit(config: Config) -> Iterator[Finding]:
+    model, tokens = config.model, config.train.sequence_length
+    if model.matmul_weight_gradients == "default" or model.matmul != "int8":
+        return
+    tokens //= max(1, axis_size(config.mesh, "context") or 1)
+    if model.matmul_scales != "block" and tokens > _LONGEST_SUM:
+        rule = (
+            f"makes sums over {tokens} tokens on a device, and 32 bits hold those of "
+            f"{_LONGEST_SUM} products of 8-bit integers."
+        )
+        action = "Set model.matmul_weight_gradients=default."
+        yield Finding("model.matmul_weight_gradients", rule, action)
+
+
 _SPLASH_BLOCK = 128
 """Tokens: blocks of queries and keys are multiples of it."""
 

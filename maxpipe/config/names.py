@@ -61,6 +61,7 @@ _SAME_KEY = {
     "model.dropout": "dropout_rate hidden_dropout residual_dropout resid_pdrop",
     "model.attention": "attn_implementation attention_implementation attn_impl flash_attention "
     "use_flash_attention attention_backend",
+    "model.matmul": "quantization quantize_type fp8 int8 use_fp8 use_int8 enable_fp8",
     "model.compute_dtype": "dtype precision mixed_precision amp activation_dtype torch_dtype",
     "model.param_dtype": "params_dtype weight_dtype",
     "model.frozen": "freeze freeze_layers freeze_params freeze_modules frozen_layers frozen_params "
@@ -180,9 +181,9 @@ _NOT_SAME_KEY = {
         "float16 is not supported.",
         "Set model.compute_dtype=bfloat16, which needs no loss scale.",
     ),
-    "fp8 int8 quantization load_in_8bit load_in_4bit": (
-        "types of less than 16 bits are not supported.",
-        "Set model.compute_dtype=bfloat16.",
+    "load_in_8bit load_in_4bit": (
+        "parameters are stored in 16 or 32 bits.",
+        "Set model.param_dtype=bfloat16.",
     ),
     "loss_scale": (
         "bfloat16 and float32 need no loss scale.",
@@ -330,6 +331,12 @@ _VALUES = {
         ),
     },
     "model.compute_dtype": _DTYPES,
+    "model.matmul": {
+        "bf16 bfloat16 fp32 float32 none false no off": "default",
+        "true yes on w8a8 aqt_int8": "int8",
+        "float8 e4m3 fp8_full fp8_gpu nanoo_fp8 hybrid": "fp8",
+        "int4 fp4 nvfp4 mxfp8 w4a8": "It is not supported. Set model.matmul=int8 or fp8.",
+    },
     "model.param_dtype": _DTYPES,
     "model.attention": {
         "flash flash_attention flash_attention_2 fa2 fa3 fused": (

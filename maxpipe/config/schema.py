@@ -85,6 +85,20 @@ class ModelConfig:
     what that is."""
     compute_dtype: Dtype = "bfloat16"
     """Type of activations and of weights inside a matmul."""
+    matmul: Literal["default", "int8", "fp8"] = "default"
+    """What projections of attention, MLPs and experts multiply: numbers of `model.compute_dtype`;
+    or 8-bit numbers with scales, of each token its own: `int8`, or `fp8`, e4m3 with
+    cotangents in e5m2. Embedding, router, loss head and the products inside of attention stay in
+    `model.compute_dtype`; so do projections of linear attention and into latents."""
+    matmul_scales: Literal["channel", "tensor", "block"] = "channel"
+    """What has a scale in weights: each output of a product, or the whole matrix, which is then the
+    same 8-bit matrix forward and backward. `block`: blocks of 128 x 128, and of 128 along the sum
+    in activations, with powers of two as scales; what they stand for is multiplied in
+    `model.compute_dtype`, so that it says what such a format does to a loss and is not faster.
+    Read when `model.matmul` is not `default`."""
+    matmul_weight_gradients: Literal["default", "same"] = "default"
+    """What products that make gradients of weights multiply: numbers of `model.compute_dtype`, or
+    the same 8-bit numbers as others do. Read when `model.matmul` is not `default`."""
     param_dtype: Dtype = "float32"
     """Type of stored parameters and of the optimizer's state."""
     frozen: list[str] = field(default_factory=list, hash=False)  # a list has no hash

@@ -32,6 +32,7 @@ from maxpipe.model.modules.block import (
 from maxpipe.model.modules.part import Context, Output
 from maxpipe.model.spec import Model, Param
 from maxpipe.nested import nested
+from maxpipe.parallel.low_precision import LowPrecision
 from maxpipe.parallel.sharding import AxisRules, by_rows
 
 AHEAD = "ahead"
@@ -160,7 +161,7 @@ class Decoder:
             index: Int[Array, ""],
             key: LayerKey = None,
         ) -> tuple[Float[Array, "B T D"], Losses, Statistics]:
-            return self._layer(kind, params, x, Context(inputs, index, self.model.values), key)[:3]
+            return self._layer(kind, params, x, self._context(inputs, index), key)[:3]
 
         return run
 
@@ -172,6 +173,10 @@ class Decoder:
         found = _with(self._blocks[kind], params)(x, context, key)
         statistics = jax.tree.map(jax.lax.stop_gradient, found.statistics)
         return found._replace(statistics=statistics)
+
+    def _context(self, inputs: Params, index: Array, cache: Any = None) -> Context:
+        low = LowPrecision.of(self.config)
+        return Context(inputs, index, self.model.values, cache, low)
 
     @cached_property
     def _blocks(self) -> Mapping[str, tuple[Any, Any]]:
@@ -388,7 +393,7 @@ class Decoder:
         self, kind: str, params: Params, x: Array, batch: Params, index: Array, cache: Any
     ) -> tuple[Float[Array, "B t D"], Any]:
         """x after a layer, and the layer's cache with this batch's tokens."""
-        context = Context(batch, index, self.model.values, cache)
+        context = self._context(batch, index, cache)
         found = self._layer(kind, params, x, context, None)
         return found.x, found.cache
 

@@ -11,9 +11,11 @@ Deep Learning Models, ASPLOS 2023.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
@@ -22,15 +24,21 @@ TOKENS = 1
 """The dim of tokens."""
 
 
+Tree = Any
+
+
 def gathered_products(
-    x: Float[Array, "B t D"], weights: Sequence[Float[Array, "D ..."]], axis: str
+    x: Float[Array, "B t D"],
+    weights: Sequence[Float[Array, "D ..."]],
+    axis: str,
+    multiply: Callable[[Array, Array], Array],
 ) -> list[Float[Array, "B T *dims"]]:
     """All shards times each of the weights: one ring serves them all."""
     found: list[Array | None] = [None] * len(weights)
     length, size = x.shape[TOKENS], lax.axis_size(axis)
     for place, shard in _arriving(x, axis):
         for number, weight in enumerate(weights):
-            part = jnp.tensordot(shard, weight, 1)
+            part = multiply(shard, weight)
             whole = found[number]
             if whole is None:
                 shape = [*part.shape]
@@ -41,23 +49,26 @@ def gathered_products(
 
 
 def scattered_product(
-    arrays: Sequence[Float[Array, "B T *dims"]],
-    weights: Sequence[Float[Array, "*dims D"]],
+    arrays: Sequence[Tree],
+    multiplies: Sequence[Callable[[Tree], Float[Array, "B t D"]]],
     axis: str,
+    dtype: Any,
 ) -> Float[Array, "B t D"]:
     """The sum over devices, and over the arrays, of each times its weight; this device's tokens.
 
-    Sums are in float32 on a device, and in the arrays' type on their way.
+    `arrays`, or trees of them, are `[B, T, ...]`, and what multiplies them with this device's
+    weights gives float32. Sums are of that type on a device, and of `dtype` on their way.
     """
-    size, dtype = lax.axis_size(axis), arrays[0].dtype
-    length, mine = arrays[0].shape[TOKENS] // size, lax.axis_index(axis)
+    size, mine = lax.axis_size(axis), lax.axis_index(axis)
+    length = jax.tree.leaves(arrays)[0].shape[TOKENS] // size
 
     def part(place: Array) -> Array:
         """What this device adds to the tokens of another."""
         start = place % size * length
+        cut = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=length, axis=TOKENS)
         found = [
-            product(lax.dynamic_slice_in_dim(array, start, length, TOKENS), weight, weight.ndim - 1)
-            for array, weight in zip(arrays, weights, strict=True)
+            multiply(jax.tree.map(cut, array))
+            for array, multiply in zip(arrays, multiplies, strict=True)
         ]
         return sum(found[1:], found[0])
 
@@ -87,19 +98,16 @@ def gathered(x: Float[Array, "B t D"], axis: str) -> Float[Array, "B T D"]:
     return whole
 
 
-def product(array: Array, weight: Array, dims: int) -> Array:
-    """Over the last dims of one and the first dims of the other, summed in float32."""
-    contracted = tuple(range(array.ndim - dims, array.ndim)), tuple(range(dims))
-    return _multiplied(array, weight, contracted)
+def product(array: Array, weight: Array, dtype: Any) -> Array:
+    """Over all dims of the weight but its last, in that type."""
+    count = weight.ndim - 1
+    dims = ((tuple(range(array.ndim - count, array.ndim)), tuple(range(count))), ((), ()))
+    return lax.dot_general(array, weight, dims, preferred_element_type=dtype)
 
 
 def outer(one: Array, other: Array) -> Array:
     """Summed over rows and tokens in float32."""
-    return _multiplied(one, other, ((0, TOKENS), (0, TOKENS)))
-
-
-def _multiplied(one: Array, other: Array, contracted: Any) -> Array:
-    dims = (contracted, ((), ()))
+    dims = (((0, TOKENS), (0, TOKENS)), ((), ()))
     return lax.dot_general(one, other, dims, preferred_element_type=jnp.float32)
 
 

@@ -22,8 +22,9 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from maxpipe.parallel import collective_matmul
+from maxpipe.parallel import collective_matmul, low_precision
 from maxpipe.parallel.collective_matmul import TOKENS
+from maxpipe.parallel.low_precision import LowPrecision, Product
 from maxpipe.parallel.mesh import CONTEXT, TOKEN_AXES
 from maxpipe.parallel.per_device import on_shards
 from maxpipe.parallel.sharding import AxisRules, automatic_axes, restrict
@@ -39,18 +40,20 @@ class TokenSplit:
     rules: AxisRules
     axis: str = ""
     """The mesh axis; empty where every device has all tokens."""
+    low: LowPrecision | None = None
+    """How products with weights are computed, if not in compute type."""
 
     @classmethod
-    def of(cls, rules: AxisRules) -> TokenSplit:
+    def of(cls, rules: AxisRules, low: LowPrecision | None = None) -> TokenSplit:
         """What the table says of programs that see the tokens of one device.
 
         In programs that are automatic throughout rows have any length, down to one token.
         """
         automatic = automatic_axes()
         if not automatic.isdisjoint(TOKEN_AXES):
-            return cls(rules)
+            return cls(rules, low=low)
         axes = dict(rules.table).get("sequence", ())
-        return cls(rules, next((axis for axis in axes if axis in automatic), ""))
+        return cls(rules, next((axis for axis in axes if axis in automatic), ""), low)
 
     def shards(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The same, with its tokens split; so is its cotangent."""
@@ -75,7 +78,8 @@ class TokenSplit:
         split = [number for number, spec in enumerate(specs) if any(spec)]
         if not self.axis or not split:
             return [self._product(x, weight) for weight in weights]
-        how = _How(self.axis, self.rules.by_ring, tuple(specs[number] for number in split))
+        chosen = tuple(specs[number] for number in split)
+        how = _How(self.axis, self.rules.by_ring, chosen, self.low)
         found = dict(zip(split, _into(x, tuple(weights[i] for i in split), how), strict=True))
         # What every device has whole is multiplied with the tokens of each.
         return [
@@ -89,11 +93,13 @@ class TokenSplit:
         """Times the weight, summed over devices that have a part of `dims` each."""
         spec = self._spec(axes)
         if self.axis and any(spec):
-            return _out_of(x, weight, _How(self.axis, self.rules.by_ring, (spec,)))
+            return _out_of(x, weight, _How(self.axis, self.rules.by_ring, (spec,), self.low))
         return self.shards(self._product(x, weight, weight.ndim - 1))
 
     def _product(self, x: Array, weight: Array, dims: int = 1) -> Array:
         """On tokens of which every device has all, or the compiler knows which."""
+        if self.low is not None:
+            return low_precision.product(x, weight, dims, self.low)
         # Tokens that are divided would have to move to be in one dim with rows.
         divided = self.axis or CONTEXT in automatic_axes()
         if self.rules.joins_tokens and weight.ndim == 2 and not divided:
@@ -104,14 +110,6 @@ class TokenSplit:
         return restrict(self.rules.spec(axes), (self.axis,))
 
 
-def _multiplied(x: Array, weight: Array) -> Array:
-    return jnp.tensordot(x, weight, 1)
-
-
-def _contracted(x: Array, weight: Array) -> Array:
-    return jnp.tensordot(x, weight, weight.ndim - 1)
-
-
 def _by_matrix(x: Float[Array, "B T I"], matrix: Float[Array, "I O"]) -> Float[Array, "B T O"]:
     """The product, with rows and tokens as one dim, which the matrix' gradient sums over.
 
@@ -119,7 +117,7 @@ def _by_matrix(x: Float[Array, "B T I"], matrix: Float[Array, "I O"]) -> Float[A
     arithmetic that makes it, in strides that defeat the cache. XLA for TPU orders the two as it
     likes, and takes 3 to 11% more cycles where they are one.
     """
-    found = _multiplied(x.reshape(-1, x.shape[-1]), matrix)
+    found = jnp.tensordot(x.reshape(-1, x.shape[-1]), matrix, 1)
     return found.reshape(*x.shape[:2], matrix.shape[-1])
 
 
@@ -162,6 +160,7 @@ class _How:
     by_ring: bool
     specs: tuple[PartitionSpec, ...]
     """Of the weights, over that axis alone."""
+    low: LowPrecision | None = None
 
     @property
     def tokens(self) -> PartitionSpec:
@@ -172,25 +171,64 @@ class _How:
         """Of activations `[B, T, *dims]` by that of a weight `[D, *dims]`, or `[*dims, D]`."""
         return PartitionSpec(None, None, *(spec[1:] if first else spec[:-1]))
 
-    def gathered_products(self, x: Array, weights: Sequence[Array]) -> list[Array]:
-        """On one device."""
-        if self.by_ring:
-            return collective_matmul.gathered_products(x, weights, self.axis)
-        x = self._gathered(x)
-        return [_multiplied(x, weight) for weight in weights]
+    def gathered_products(
+        self, x: Array, weights: Sequence[Array], *, gradient: bool = False
+    ) -> list[Array]:
+        """On one device, over the weights' dim that is not divided. `gradient`: x is a cotangent.
 
-    def scattered_product(self, arrays: Sequence[Array], weights: Sequence[Array]) -> Array:
-        """On one device."""
+        That dim is a weight's first, for cotangents its last.
+        """
+
+        def multiply(x: Array, weight: Array) -> Array:
+            if self.low is not None:
+                found = self._in_8_bits(x, weight, divided=False, gradient=gradient).whole()
+                return found.astype(x.dtype)
+            return jnp.tensordot(x, jnp.moveaxis(weight, -1, 0) if gradient else weight, 1)
+
         if self.by_ring:
-            return collective_matmul.scattered_product(arrays, weights, self.axis)
-        found = [_contracted(*pair) for pair in zip(arrays, weights, strict=True)]
+            return collective_matmul.gathered_products(x, weights, self.axis, multiply)
+        x = self._gathered(x)
+        return [multiply(x, weight) for weight in weights]
+
+    def scattered_product(
+        self, arrays: Sequence[Array], weights: Sequence[Array], *, gradient: bool = False
+    ) -> Array:
+        """On one device, over the weights' dims that are divided. `gradient`: of cotangents.
+
+        These dims are all but a weight's last, for cotangents all but its first.
+        """
+        dtype, pairs = arrays[0].dtype, list(zip(arrays, weights, strict=True))
+        if self.low is not None:
+            # Scales are the same on all devices: they are found before tokens go separate ways.
+            products = [self._in_8_bits(*pair, divided=True, gradient=gradient) for pair in pairs]
+            moving: list[Any] = [each.rows for each in products]
+            multiplies: list[Any] = [each.of for each in products]
+        else:
+            turned = [jnp.moveaxis(each, 0, -1) if gradient else each for each in weights]
+            moving, sums = list(arrays), jnp.float32 if self.by_ring else dtype
+            product = partial(collective_matmul.product, dtype=sums)
+            multiplies = [partial(product, weight=weight) for weight in turned]
+        if self.by_ring:
+            return collective_matmul.scattered_product(moving, multiplies, self.axis, dtype)
+        found: list[Array] = [
+            multiply(x).astype(dtype) for x, multiply in zip(moving, multiplies, strict=True)
+        ]
         return _scattered(sum(found[1:], found[0]), self.axis)
+
+    def _in_8_bits(self, x: Array, weight: Array, *, divided: bool, gradient: bool) -> Product:
+        assert self.low is not None
+        axis, rest = (self.axis,), weight.ndim - 1
+        multiply = self.low.back if gradient else self.low.product
+        dims = rest if divided != gradient else 1
+        return multiply(x, weight, dims, over=axis if divided else (), around=axis)
 
     def gathered_outer(
         self, moving: Array, arrays: Sequence[Array], dtype: Any, *, first: bool
     ) -> tuple[Array, ...]:
-        """On one device."""
+        """On one device. `first`: what moves are a layer's inputs, else cotangents."""
         moving, outer = self._gathered(moving), collective_matmul.outer
+        if self.low is not None:
+            outer = partial(low_precision.outer, how=self.low)
         found = [outer(moving, each) if first else outer(each, moving) for each in arrays]
         return tuple(each.astype(dtype) for each in found)
 
@@ -227,7 +265,7 @@ def _into_backward(
     inside = tuple(how.inside(spec, first=True) for spec in how.specs)
 
     def to_x(cotangents: tuple[Array, ...], weights: tuple[Array, ...]) -> Array:
-        return how.scattered_product(cotangents, [jnp.moveaxis(w, 0, -1) for w in weights])
+        return how.scattered_product(cotangents, weights, gradient=True)
 
     def to_weights(x: Array, cotangents: tuple[Array, ...]) -> tuple[Array, ...]:
         return how.gathered_outer(x, cotangents, x.dtype, first=True)
@@ -254,7 +292,7 @@ def _out_of_backward(
     inside = how.inside(spec, first=False)
 
     def to_x(cotangent: Array, weight: Array) -> Array:
-        return how.gathered_products(cotangent, [jnp.moveaxis(weight, -1, 0)])[0]
+        return how.gathered_products(cotangent, [weight], gradient=True)[0]
 
     def to_weight(x: Array, cotangent: Array) -> Array:
         return how.gathered_outer(cotangent, [x], x.dtype, first=False)[0]

@@ -31,6 +31,7 @@ from maxpipe.model.modules.rows import (
 from maxpipe.model.parts import experts
 from maxpipe.parallel.collectives import exchange, gather_shards, scatter_sum, size_of
 from maxpipe.parallel.context import WHOLE_ROW, own_part, whole_rows
+from maxpipe.parallel.low_precision import LowPrecision, rounded_einsum
 from maxpipe.parallel.mesh import CONTEXT, EXPERT
 from maxpipe.parallel.per_device import on_rows_of_device, vary
 from maxpipe.parallel.sharding import AxisRules, constrain
@@ -90,16 +91,16 @@ class Experts(PartModule):
         apart, divided = size_of(EXPERT) > 1, size_of(CONTEXT) > 1
         if limited and not (apart or divided):
             slots = self._slots(routes.places, context.inputs["segment_ids"])
-            return self._with_room(x, routes, slots), slots.lost.reshape(x.shape[:2])
+            return self._with_room(x, routes, slots, context.low), slots.lost.reshape(x.shape[:2])
         places = self._admitted(routes.places, context.inputs) if limited else routes.places
         by_group = limited or self._groups(x, context)
         lost = (places == self.part.num_experts).mean(-1) if self.part.loses else None
         if by_group and apart:
             return self._exchanged(x, places, routes.weights, context)
         if by_group:
-            run = partial(self._by_group, complete=not limited)
+            run = partial(self._by_group, complete=not limited, low=context.low)
             return on_rows_of_device(run, (x, places, routes.weights), self._params(x)), lost
-        return self._all_of_axis(x, routes.weights), lost
+        return self._all_of_axis(x, routes.weights, context.low), lost
 
     def _exchanged(
         self,
@@ -117,7 +118,7 @@ class Experts(PartModule):
         # Padding would take room of tokens that count.
         places = jnp.where((segments > 0)[..., None], places, part.num_experts)
         received, sent = to_experts(x, places, weights, room)
-        found = self._by_group(received, self._params(x), complete=False)
+        found = self._by_group(received, self._params(x), complete=False, low=context.low)
         lost = sent.slots.lost.reshape(x.shape[:2]) if self.part.loses else None
         return from_experts(found, sent).reshape(x.shape), lost
 
@@ -139,14 +140,15 @@ class Experts(PartModule):
         tokens: tuple[Float[Array, "B T D"], Int[Array, "B T k"], Float[Array, "B T E"]],
         params: Mapping[str, Array],
         *,
-        complete: bool = True,
+        complete: bool,
+        low: LowPrecision | None,
     ) -> Float[Array, "B T D"]:
         """Of tokens through their own experts, of which `params` are. `complete`: all have some."""
         x, *routes = tokens
         places, weights = (each.reshape(-1, each.shape[-1]) for each in routes)
         num_experts = weights.shape[-1]
         rows, sizes = sorted_rows(places, num_experts)
-        spread = grouped.Spread(grouped.split_over(self.rules), complete)
+        spread = grouped.Spread(grouped.split_over(self.rules), complete, low)
         gate, up = grouped.expanded(x, (params["gate"], params["up"]), rows, sizes, spread)
         if self.part.biased:
             gate += row_biases(params["gate_bias"], places, rows)
@@ -160,34 +162,34 @@ class Experts(PartModule):
         return out.reshape(x.shape)
 
     def _all_of_axis(
-        self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"]
+        self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"], low: LowPrecision | None
     ) -> Float[Array, "B T D"]:
         """Of all tokens through all experts, those of other devices of the axis, too."""
         whole = gather_shards(x, EXPERT, 0)
-        return scatter_sum(self._all(whole, exchange(weights, EXPERT, 2, 0)), EXPERT, 0)
+        return scatter_sum(self._all(whole, exchange(weights, EXPERT, 2, 0), low), EXPERT, 0)
 
     def _all(
-        self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"]
+        self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"], low: LowPrecision | None
     ) -> Float[Array, "B T D"]:
         """Of all tokens through all experts that are here."""
-        gate = jnp.einsum("btd,def->btef", x, self.gate[...].astype(x.dtype))
-        up = jnp.einsum("btd,def->btef", x, self.up[...].astype(x.dtype))
+        gate = _multiplied("btd,def->btef", x, self.gate, low)
+        up = _multiplied("btd,def->btef", x, self.up, low)
         gate, up = self._with_bias("gate", gate), self._with_bias("up", up)
         gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
         weights = weights.astype(x.dtype)
         hidden = gated(gate, up, self.part.function, weights)
         hidden = constrain(hidden, (None, None, "experts", "mlp"), self.rules)
-        out = jnp.einsum("btef,efd->btd", hidden, self.down[...].astype(x.dtype))
+        out = _multiplied("btef,efd->btd", hidden, self.down, low)
         return self._with_bias("down", out, lambda bias: jnp.einsum("bte,ed->btd", weights, bias))
 
     def _with_room(
-        self, x: Float[Array, "B T D"], routes: Routes, slots: Rows
+        self, x: Float[Array, "B T D"], routes: Routes, slots: Rows, low: LowPrecision | None
     ) -> Float[Array, "B T D"]:
         """Of tokens through the experts that have room for them."""
         num_experts = self.part.num_experts
         inside = to_slots(x, slots, x.shape).reshape(num_experts, -1, x.shape[-1])
-        gate = jnp.einsum("end,def->enf", inside, self.gate[...].astype(x.dtype))
-        up = jnp.einsum("end,def->enf", inside, self.up[...].astype(x.dtype))
+        gate = _multiplied("end,def->enf", inside, self.gate, low)
+        up = _multiplied("end,def->enf", inside, self.up, low)
         gate, up = (
             self._with_bias(name, each, lambda bias: bias[:, None])
             for name, each in (("gate", gate), ("up", up))
@@ -200,7 +202,7 @@ class Experts(PartModule):
         weights = weights.astype(x.dtype)
         hidden = gated(gate, up, self.part.function, weights)
         hidden = constrain(hidden, ("experts", None, "mlp"), self.rules)
-        out = jnp.einsum("enf,efd->end", hidden, self.down[...].astype(x.dtype))
+        out = _multiplied("enf,efd->end", hidden, self.down, low)
         out = self._with_bias("down", out, lambda bias: weights[..., None] * bias[:, None])
         return to_tokens(out.reshape(-1, x.shape[-1]), slots).reshape(x.shape)
 
@@ -237,3 +239,8 @@ class Experts(PartModule):
         asks = (places[..., None] == jnp.arange(self.part.num_experts)) & counts[..., None]
         lengths = asks.sum((1, 2), dtype=jnp.int32).T.reshape(-1)
         return rows_in_line(queue, lengths, self.part.room(tokens))
+
+
+def _multiplied(form: str, x: Array, param: nnx.Param, low: LowPrecision | None) -> Array:
+    weight = param[...].astype(x.dtype)
+    return jnp.einsum(form, x, weight) if low is None else rounded_einsum(form, x, weight, low)

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from maxpipe.model.modules.rows import Rows, by_token, own_vjp, tokens_of
+from maxpipe.parallel.low_precision import LowPrecision
 from maxpipe.parallel.per_device import on_shards, vary
 from maxpipe.parallel.sharding import AxisRules, automatic_axes
 
@@ -30,6 +31,22 @@ class Spread(NamedTuple):
     """Those over which the width of an expert is split."""
     complete: bool = True
     """Whether every choice has a row."""
+    low: LowPrecision | None = None
+    """Of which form operands are; kernels multiply what these stand for."""
+
+    def of_rows(self, rows: Array, *, divided: bool = False, gradient: bool = False) -> Array:
+        """Rows to be multiplied with weights; `divided`: over the axes."""
+        if self.low is None:
+            return rows
+        return self.low.rounded(rows, (1,), over=self.axes if divided else (), gradient=gradient)
+
+    def of_weights(self, weights: Array, dim: int) -> Array:
+        """Weights with their experts at `dim`, summed over the other of the first two."""
+        if self.low is None:
+            return weights
+        over = () if dim == 1 else self.axes
+        around = self.axes
+        return self.low.rounded_weight(weights, (1 - dim,), each=(dim,), over=over, around=around)
 
 
 # The products of experts with tokens: with the first weights, by row, and with the last ones,
@@ -48,7 +65,10 @@ def expanded(
     """The token in each row times the weights of its expert, for each of the weights."""
 
     def run(tokens: Array, weights: tuple[Array, ...], sizes: Array) -> tuple[Array, ...]:
-        return tuple(_product(tokens, weight, sizes, dim=1) for weight in weights)
+        tokens = spread.of_rows(tokens)
+        return tuple(
+            _product(tokens, spread.of_weights(weight, 1), sizes, dim=1) for weight in weights
+        )
 
     split = PartitionSpec(None, spread.axes)
     run = on_shards(run, (_WHOLE, PartitionSpec(None, None, spread.axes), _WHOLE), split)
@@ -63,8 +83,14 @@ def _expanded_backward(
 
     def to_tokens(cotangents: Any, weights: Any, row: Array, sizes: Array) -> Array:
         found = [
-            _product(*pair, sizes, dim=1, transposed=True)
-            for pair in zip(cotangents, weights, strict=True)
+            _product(
+                spread.of_rows(each, divided=True, gradient=True),
+                spread.of_weights(weight, 1),
+                sizes,
+                dim=1,
+                transposed=True,
+            )
+            for each, weight in zip(cotangents, weights, strict=True)
         ]
         return by_token(found, row, complete=spread.complete)[None]
 
@@ -99,9 +125,9 @@ def contracted(
     """The sum over each token's rows of the row times the weights of its expert."""
 
     def run(hidden: Array, weight: Array, row: Array, sizes: Array) -> Array:
-        return by_token([_product(hidden, weight, sizes, dim=0)], row, complete=spread.complete)[
-            None
-        ]
+        hidden, weight = spread.of_rows(hidden, divided=True), spread.of_weights(weight, 0)
+        found = _product(hidden, weight, sizes, dim=0)
+        return by_token([found], row, complete=spread.complete)[None]
 
     split = PartitionSpec(None, spread.axes)
     run = on_shards(run, (split, split, _WHOLE, _WHOLE), PartitionSpec(spread.axes))
@@ -113,9 +139,12 @@ def _contracted_backward(
 ) -> tuple[Any, ...]:
     hidden, weight, rows, sizes = saved
     split = PartitionSpec(None, spread.axes)
-    to_hidden = on_shards(
-        lambda *arrays: _product(*arrays, dim=0, transposed=True), (_WHOLE, split, _WHOLE), split
-    )
+
+    def to_hidden(cotangents: Array, weight: Array, sizes: Array) -> Array:
+        cotangents = spread.of_rows(cotangents, gradient=True)
+        return _product(cotangents, spread.of_weights(weight, 0), sizes, dim=0, transposed=True)
+
+    to_hidden = on_shards(to_hidden, (_WHOLE, split, _WHOLE), split)
     to_weight = on_shards(lambda *arrays: _outer(*arrays, dim=0), (split, _WHOLE, _WHOLE), split)
     cotangents = tokens_of(cotangent, rows)
     d_hidden = to_hidden(cotangents, weight, sizes)

@@ -12,6 +12,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from maxpipe.model.spec import Number, Part
+from maxpipe.parallel.low_precision import LowPrecision
 from maxpipe.parallel.sequence import TokenSplit
 from maxpipe.parallel.sharding import AxisRules
 
@@ -30,6 +31,8 @@ class Context:
     cache: Any = None
     """Of earlier tokens, when decoding: what its one part that keeps some has made of
     `empty_cache`."""
+    low: LowPrecision | None = None
+    """How products with weights are computed, if not in compute type."""
 
     def number(self, number: Number) -> float | Float[Array, ""]:
         """The number, or this layer's where layers differ."""
@@ -47,7 +50,9 @@ class Context:
 
     def split(self, rules: AxisRules) -> TokenSplit:
         """How tokens are split between matmuls; in decoding they are not."""
-        return TokenSplit.of(rules) if self.cache is None else TokenSplit(rules)
+        if self.cache is None:
+            return TokenSplit.of(rules, self.low)
+        return TokenSplit(rules, low=self.low)
 
 
 class Output(NamedTuple):

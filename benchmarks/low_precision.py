@@ -1,0 +1,120 @@
+"""Products in 8 bits: losses of 500 steps beside default ones, and the TPU compiler's cycles.
+
+    python benchmarks/low_precision.py            # prints the tables
+    python benchmarks/low_precision.py --write    # and writes benchmarks/low_precision.md
+
+Losses are of the quickstart's model and text, run here on virtual devices through the command line.
+Steps of four layers of Llama-3-8B are compiled for TPUs by libtpu on this machine
+(`pip install '.[tpu]'`); nothing runs on a TPU. Each run and program has a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+STEPS, EVERY, SHOWN = 500, 10, (50, 100, 200, 300, 400, 500)
+SAME = "model.matmul_weight_gradients=same"
+WAYS = {
+    "default": (),
+    "int8, channel": ("model.matmul=int8",),
+    "int8, channel, same": ("model.matmul=int8", SAME),
+    "int8, tensor": ("model.matmul=int8", "model.matmul_scales=tensor"),
+    "fp8, channel": ("model.matmul=fp8",),
+    "fp8, block, same": ("model.matmul=fp8", "model.matmul_scales=block", SAME),
+}
+COMPILED = ("default", "int8, channel", "int8, channel, same")
+TOPOLOGIES = ("v5p:2x2x1", "v6e:2x2")
+CHIPS = ("model.num_layers=4", "mesh.ici_fsdp=4", "pipeline.microbatches=4", "train.steps=10")
+CHIPS += ("train.batch_size=32", "train.sequence_length=4096", "pipeline.weight_gather=step")
+
+
+def losses(keys: Sequence[str]) -> dict[int, float]:
+    """Losses by step, each the mean of the steps since the one before."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = [f"run.dir={folder}", f"train.steps={STEPS}", "train.batch_size=8"]
+        given += ["pipeline.microbatches=4", "eval.every=0", "checkpoint.every=0", *keys]
+        subprocess.run(
+            [sys.executable, "-m", "maxpipe", "train", "quickstart", *given],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        lines = Path(folder, "quickstart/metrics.jsonl").read_text().splitlines()
+    rows = map(json.loads, lines)
+    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+
+
+def cycles(topology: str, keys: Sequence[str]) -> float:
+    """Of a step on one device."""
+    call = [sys.executable, "-m", "maxpipe", "compile", "llama3-8b", "--json"]
+    call += ["--topology", topology, *CHIPS, *keys]
+    done = subprocess.run(call, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)["cycles"]
+
+
+def curves() -> Iterator[str]:
+    """The table of losses."""
+    yield "| products | " + " | ".join(f"step {step}" for step in SHOWN) + " | mean difference |"
+    yield "|---|" + "---|" * (len(SHOWN) + 1)
+    plain = losses(WAYS["default"])
+    for name, keys in WAYS.items():
+        found = losses(keys) if keys else plain
+        differences = [found[step] - plain[step] for step in plain if step > STEPS // 2]
+        cells = [f"{found[step]:.4f}" for step in SHOWN]
+        mean = f"{statistics.mean(differences):+.4f}" if keys else "-"
+        yield f"| {name} | " + " | ".join(cells) + f" | {mean} |"
+
+
+def compiled() -> Iterator[str]:
+    """The table of cycles."""
+    yield "| products | " + " | ".join(TOPOLOGIES) + " |"
+    yield "|---|" + "---|" * len(TOPOLOGIES)
+    plain = [cycles(topology, ()) for topology in TOPOLOGIES]
+    for name in COMPILED:
+        found = [cycles(each, WAYS[name]) for each in TOPOLOGIES] if WAYS[name] else plain
+        pairs = zip(found, plain, strict=True)
+        yield f"| {name} | " + " | ".join(f"{a / 1e9:.2f} ({a / b:.2f} x)" for a, b in pairs) + " |"
+
+
+TEXT = """# Products in 8 bits
+
+`python benchmarks/low_precision.py --write`.
+
+Training loss of the quickstart's model (8 layers, float32 beside 8 bits), {steps} steps of 8 x 128
+tokens, each figure the mean of {every} steps; the last column is the mean difference over the
+second half. Second and third words are `model.matmul_scales` and `model.matmul_weight_gradients`.
+
+{curves}
+
+Gigacycles of a step of four layers of Llama-3-8B, 8192 tokens in a microbatch, by the compiler's
+estimate; attention's kernel counts at half of the peak.
+
+{compiled}
+
+What faster products save is spent on finding the largest number of each token and on rounding,
+two passes over activations that are as wide as the MLP.
+"""
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="write benchmarks/low_precision.md")
+    write = parser.parse_args().write
+    tables = {
+        name: "\n".join(make()) for name, make in (("curves", curves), ("compiled", compiled))
+    }
+    text = TEXT.format(steps=STEPS, every=EVERY, **tables)
+    print(text)
+    if write:
+        Path(__file__).with_suffix(".md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

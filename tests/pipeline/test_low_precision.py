@@ -1,0 +1,60 @@
+"""Products in 8 bits: the same under every layout as in the plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxpipe.parallel import low_precision
+from tests.cases import Case, thinned
+from tests.pipeline.test_executor import check_gradients
+from tests.pipeline.test_families import GROUPED, QWEN2, ROOM, V3
+
+INT8, FP8 = ("int8", "channel", "default"), ("fp8", "channel", "default")
+TENSOR, SAME = ("int8", "tensor", "default"), ("int8", "channel", "same")
+BLOCK, ALL = ("fp8", "block", "same"), ("fp8", "tensor", "same")
+ROOM4 = replace(ROOM, num_experts=4)
+CASES = [
+    Case(1, 1, 2, low=INT8),
+    Case(2, 2, 4, low=SAME, fsdp=2, data=2, gather="step"),
+    Case(2, 1, 5, low=FP8, fsdp=2, tensor=2, schedule="zb_h1", remat="names"),
+    Case(2, 2, 4, low=TENSOR, split="ring", tensor=2, idle="compute", remat="names"),
+    Case(2, 1, 5, low=SAME, split="sequence", tensor=2, schedule="zb_h1", remat="none"),
+    Case(2, 2, 3, low=BLOCK, split="sequence", tensor=2, schedule="zb_v", gather="visit"),
+    Case(2, 1, 3, low=ALL, context=2, remat="chunk"),
+    Case(2, 1, 3, low=INT8, own=QWEN2, data=2, ahead=2, tied=True, dropout=0.3),
+    # Experts: through all, by group with a width that is divided, with room, and apart.
+    Case(2, 1, 3, low=INT8, own=GROUPED, tensor=2, fsdp=2, schedule="zb_h1"),
+    Case(2, 1, 3, low=BLOCK, own=ROOM, tensor=2),
+    Case(1, 1, 2, low=TENSOR, own=ROOM4, tensor=2, expert=2, layers=4),
+    Case(2, 1, 3, low=FP8, own=V3, expert=2),
+]
+
+
+@pytest.fixture(autouse=True)
+def smooth(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Something smooth in place of rounding, which depends on scales as much.
+
+    A number beside the middle of two others is rounded to the one or the other, and sums in another
+    order decide which.
+    """
+
+    def wave(x: jax.Array, dtype: Any) -> jax.Array:
+        return x * (1 + 0.3 * jnp.sin(3 * x / low_precision.largest(dtype)))
+
+    monkeypatch.setattr(low_precision, "_rounded", wave)
+    monkeypatch.setattr(low_precision, "_power_of_two", lambda x: x)  # a step as well
+    monkeypatch.setattr(low_precision, "BLOCK", 4)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("case", thinned(CASES, 4), ids=str)
+def test_gradients_equal_the_plain_loop(case: Case) -> None:
+    check_gradients(case)
