@@ -4,12 +4,12 @@
     python benchmarks/ahead_of_time_ranking.py --write             # and ahead_of_time_ranking.md
     python benchmarks/ahead_of_time_ranking.py --keep /tmp/texts   # also keeps the programs
 
-Nothing runs on a TPU: llama3-8b's train step is compiled for 32 chips in unlike layouts, by libtpu on
-this machine (`pip install '.[tpu]'`). A layout's time by the compiler is its estimate of cycles on
-the busiest stages and, as it has none for collectives, their bytes at the links' published rate: all
-of a synchronous one, and of an asynchronous one what the estimated cycles between its start and its
-done leave. No two collectives on the same link hide behind the same cycles. Each program compiles in
-a process of its own; results are kept in `--cache`, by source and settings.
+Nothing runs on a TPU: llama3-8b's train step is compiled for 32 chips in unlike layouts, by libtpu
+on this machine (`pip install '.[tpu]'`). A layout's time by the compiler is its estimate of cycles
+on the busiest stages and, as it has none for collectives, their bytes at the links' published rate:
+all of a synchronous one, and of an asynchronous one what the estimated cycles between its start and
+its done leave. No two collectives of one group hide behind the same cycles. Each program compiles
+in a process of its own; results are kept in `--cache`, by source and settings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from scipy.stats import spearmanr
 
@@ -289,11 +289,11 @@ PREAMBLE = f"""\
 # Layouts by forecast and by the TPU compiler
 
 `python benchmarks/ahead_of_time_ranking.py --write`. Nothing ran on a TPU: {MODEL}, all its layers,
-{ROWS} rows of {TOKENS} tokens, compiled for {TOPOLOGY} in {len(LAYOUTS)} layouts, given as stage x data
-x fsdp x tensor, schedule with repeats, microbatches M, gathers, remat. The compiler's time is its
-estimate of cycles along the busiest stages (kernels of attention at the rate that is assumed of them)
-and the traffic that nothing hides, at the links' published rate. Neither knows a run: what both
-assume of links and kernels alike cannot be wrong here.
+{ROWS} rows of {TOKENS} tokens, compiled for {TOPOLOGY} in {len(LAYOUTS)} layouts, given as
+stage x data x fsdp x tensor, schedule with repeats, microbatches M, gathers, remat. The compiler's
+time is its estimate of cycles along the busiest stages (kernels of attention at the rate that is
+assumed of them) and the traffic that nothing hides, at the links' published rate. Rates of links
+and of kernels are assumed alike on both sides, so that this page does not test them.
 
 """
 
@@ -301,7 +301,9 @@ assume of links and kernels alike cannot be wrong here.
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--only", default="", metavar="TEXT", help="layouts with this in their words")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="layouts with this in their words"
+    )
     parser.add_argument("--details", action="store_true", help="parts of each layout's time")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the compiled programs")
     cache = Path(tempfile.gettempdir()) / "maxpipe-ahead-of-time"

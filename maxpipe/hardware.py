@@ -59,8 +59,8 @@ class Hardware:
     weight_grad_cost: float = 1.0
     """The same of its weights' gradients."""
     names_recomputed: float = 0.02
-    """Forwards that a backward recomputes with `pipeline.remat=names`: norms and the like, which the
-    TPU compiler multiplies right after."""
+    """Forwards that a backward recomputes with `pipeline.remat=names`: norms and the like, which
+    the TPU compiler joins to the matmuls that read them."""
     copy_efficiency: float = 0.43
     """Share of the memory's rate at which a buffer's slice is copied, read and written: the TPU
     compiler's estimate."""

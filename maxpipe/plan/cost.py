@@ -127,9 +127,11 @@ class CostModel:
     def scatters(self, sent: Iterable[Sent]) -> float:
         """Seconds of sums to shards.
 
-        XLA for TPU makes one over all devices an all-reduce, of which each keeps its shard.
+        XLA for TPU makes one over all devices an all-reduce, of which each keeps its shard. Measured
+        rates are of sums over all devices, and have that in them.
         """
-        whole = self.hardware.is_tpu and self.sizes.num_devices
+        published = self.hardware.is_tpu and not self.hardware.measured
+        whole = self.sizes.num_devices if published else 0
         return sum(self.move(each * (1 + (self.sizes.shards(each.axes) == whole))) for each in sent)
 
     def behind(self, seconds: float, work: float) -> float:
