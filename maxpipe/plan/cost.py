@@ -127,7 +127,7 @@ class CostModel:
     def scatters(self, sent: Iterable[Sent]) -> float:
         """Seconds of sums to shards.
 
-        XLA for TPU makes one over all devices an all-reduce, of which each keeps its shard. Measured
+        XLA for TPU makes one over all devices an all-reduce, of which each keeps a shard. Measured
         rates are of sums over all devices, and have that in them.
         """
         published = self.hardware.is_tpu and not self.hardware.measured
