@@ -58,8 +58,12 @@ class Hardware:
     """Time of a layer's input gradient, in forwards, without recomputation."""
     weight_grad_cost: float = 1.0
     """The same of its weights' gradients."""
-    names_recomputed: float = 0.15
-    """Forwards that a backward recomputes with `pipeline.remat=names`: norms and the like."""
+    names_recomputed: float = 0.02
+    """Forwards that a backward recomputes with `pipeline.remat=names`: norms and the like, which
+    the TPU compiler joins to the matmuls that read them."""
+    copy_efficiency: float = 0.43
+    """Share of the memory's rate at which a buffer's slice is copied, read and written: the TPU
+    compiler's estimate."""
     exchange_rate: float = 1.0
     """Rate of an all-to-all beside that of a gather, both by what a device sends over its links."""
     latency_us: float = 2.0

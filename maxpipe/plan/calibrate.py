@@ -121,7 +121,9 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
     """The figures with which the cost model reproduces the measurements."""
     contention = found.forward / found.forward_alone
     shared_by = num_devices / contention if contention > _CONTENDED else 0.0
-    memory = _memory_rate(found, sizes, dataclasses.replace(hardware, shared_by=shared_by))
+    # Measured, a layer's time has its kernels in it.
+    known = dataclasses.replace(hardware, shared_by=shared_by, measured="now")
+    memory = _memory_rate(found, sizes, known)
     endless = dataclasses.replace(memory, matmul_efficiency=1e12)
     through_memory = _through_memory(CostModel(sizes, endless))
     matmuls = found.forward_alone - through_memory
@@ -208,7 +210,7 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
         together,
         (("F", "full"), ("FI", "full"), ("FIW", "full"), ("F", "names"), ("FI", "names")),
     )
-    input_grad = and_inputs - 2 * forward  # which recomputes the layer's forward
+    input_grad = and_inputs - forward - _share_again(sizes) * forward
     times = {
         "forward": forward,
         "input_grad": input_grad,
@@ -238,6 +240,14 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
             )
     # A difference of differences: a value near 0 may come out negative.
     return Measured(names_recomputed=max(0.0, named_and_inputs - named - input_grad), **times)
+
+
+def _share_again(sizes: Sizes) -> float:
+    """Of a layer's forward, what a backward runs again that kept the layer's input alone."""
+    pipeline = dataclasses.replace(sizes.config.pipeline, remat="full")
+    full = dataclasses.replace(sizes, config=dataclasses.replace(sizes.config, pipeline=pipeline))
+    layer = CostModel(full, shipped()["cpu"]).usual
+    return layer.again / layer.forward
 
 
 def _ring(config: Config, devices: Sequence[Any]) -> Mesh:

@@ -18,6 +18,7 @@ import numpy as np
 
 from maxpipe.hardware import Hardware
 from maxpipe.model.count import train_flops_per_token
+from maxpipe.model.parts.mlp import GatedMLP
 from maxpipe.model.spec import Kind, Scores
 from maxpipe.plan.memory import Memory, memory, state
 from maxpipe.plan.sizes import BYTES, Sizes
@@ -38,7 +39,8 @@ from maxpipe.plan.traffic import (
 from maxpipe.schedule.table import Schedule
 
 RECOMPUTED = {"none": 0.0, "full": 1.0, "chunk": 2.0}
-"""Forwards that a layer's backward runs again; with names that depends on the device."""
+"""Forwards that a layer's backward runs again; with names that depends on the device. What follows
+the last array that a backward reads is left out by compilers: see `LayerCost.again`."""
 SCORE_TRAFFIC = 12
 """Moved for each pair of query and key by the softmax of plain attention and its gradient, a pass:
 fitted to the TPU compiler's cycles at 2048 and 8192 tokens."""
@@ -49,6 +51,9 @@ ACTIONS = "FBIW"
 """Kinds of slots: forward, backward, and its halves for inputs and for weights."""
 HIDDEN = {"iteration": 0.5, "visit": 0.0, "step": 0.0}
 """Share of a layer's work behind which its gather travels."""
+KERNEL_BACKWARD = {"tpu": 3.5}
+"""Products of an attention kernel's backward, in forwards, 2.5 where none is named: on TPUs two
+kernels compute the scores each."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,16 @@ class CostModel:
         """The same of several, one after the other."""
         return sum(map(self.move, sent))
 
+    def scatters(self, sent: Iterable[Sent]) -> float:
+        """Seconds of sums to shards.
+
+        XLA for TPU makes one over all devices an all-reduce, of which each keeps a shard. Measured
+        rates are of sums over all devices, and have that in them.
+        """
+        published = self.hardware.is_tpu and not self.hardware.measured
+        whole = self.sizes.num_devices if published else 0
+        return sum(self.move(each * (1 + (self.sizes.shards(each.axes) == whole))) for each in sent)
+
     def behind(self, seconds: float, work: float) -> float:
         """What is left of traffic that travels behind this much work."""
         return max(0.0, seconds - work * self.hides)
@@ -175,9 +190,9 @@ class CostModel:
         moved = heads * (4.0 * 4 * sizes.tokens * sizes.vocabulary + 4.0 * matrix)
         work, gathers = self.contention * self.work(flops, moved), 0.0
         if sizes.config.pipeline.weight_gather == "iteration":
+            # Inside a conditional, in which compilers start nothing early.
             weights = HeadTraffic(sizes)
-            traffic = self.moves((*weights.gathered, *weights.scattered))
-            gathers = self.behind(traffic, HIDDEN["iteration"] * work)
+            gathers = self.moves(weights.gathered) + self.scatters(weights.scattered)
         return work + gathers + self.move(scored(sizes)) + self.embed + self.layers_ahead
 
     @property
@@ -189,7 +204,7 @@ class CostModel:
         if not (layers := self.sizes.layers_ahead):
             return 0.0
         once = self.slots("F", layers) + self.slots("B", layers)
-        again = (1.0 - self.recomputed) * self.total(layers, attrgetter("forward"))
+        again = self.total(layers, lambda layer: layer.forward - layer.again)
         return self.contention * (once + again) + self.embed
 
     @cached_property
@@ -225,11 +240,37 @@ class LayerCost:
     @cached_property
     def forward(self) -> float:
         """A forward, its tensor-parallel sums included."""
-        sums = self.model.move(tensor_sums(self.model.sizes, self.name)) / self.model.contention
         if not self._in_rings:
-            return self.seconds + sums
+            return self.seconds + self._sums
         matmuls = RING_MATMULS * self.matmul_seconds
-        return self.score_seconds + max(matmuls, sums if self.model.hides else matmuls + sums)
+        sums = max(matmuls, self._sums if self.model.hides else matmuls + self._sums)
+        return self.score_seconds + self.kernel_seconds + sums
+
+    @cached_property
+    def again(self) -> float:
+        """What a backward runs again of forwards, but for what nothing reads then.
+
+        Of a branch that ends a layer, nothing of a backward reads the output: a network's last
+        projection is not multiplied again, and its sums are not sent.
+        """
+        recomputed = self.model.recomputed
+        if self.model.sizes.config.pipeline.remat not in ("full", "chunk"):
+            return recomputed * self.forward
+        return recomputed * self.forward - self._unread
+
+    @cached_property
+    def _unread(self) -> float:
+        last, sizes = self._kind.branches[-1], self.model.sizes
+        if last.after is not None or not isinstance(last.part, GatedMLP):
+            return 0.0
+        down = sizes.elements(last.part.params["down"].dims, whole=True)
+        matmul = self.model.work(2.0 * sizes.tokens * down, 0.0)
+        return matmul + self._sums / len(self._kind.branches)
+
+    @cached_property
+    def _sums(self) -> float:
+        """Tensor-parallel sums of a forward."""
+        return self.model.move(tensor_sums(self.model.sizes, self.name)) / self.model.contention
 
     @property
     def _in_rings(self) -> bool:
@@ -240,7 +281,7 @@ class LayerCost:
     @property
     def seconds(self) -> float:
         """A forward on a device that works alone."""
-        return self.matmul_seconds + self.score_seconds
+        return self.matmul_seconds + self.score_seconds + self.kernel_seconds
 
     @cached_property
     def score_seconds(self) -> float:
@@ -252,7 +293,7 @@ class LayerCost:
     def matmul_seconds(self) -> float:
         """Of that, the rest."""
         model, sizes, parts = self.model, self.model.sizes, self._kind.parts.values()
-        flops = 2.0 * sizes.tokens * sizes.computed_elements(self.name) + self._score_flops
+        flops = 2.0 * sizes.tokens * sizes.computed_elements(self.name) + self._plain_flops
         flops += 2.0 * sum(map(sizes.products, parts))
         moved = sum(sizes.held_bytes(part, part.traffic) for part in parts)
         return model.work(flops, model.size * self._whole + moved)
@@ -260,8 +301,26 @@ class LayerCost:
     @cached_property
     def rescored(self) -> float:
         """Of a backward, the scores that were not kept; measured costs of a backward have them."""
-        flops = sum(flops for each, flops in self._scored if each.held != "scores") / 2
+        flops = sum(flops for each, flops in self._scored if each.held == "block") / 2
         return 0.0 if self.model.hardware.measured else self.model.work(flops, 0.0)
+
+    @cached_property
+    def kernel_seconds(self) -> float:
+        """Of a forward, attention's products in a kernel; measured rates of a layer have them."""
+        if self.model.hardware.measured:
+            return 0.0
+        hardware = self.model.hardware
+        return self._kernel_flops / (hardware.flops * hardware.kernel_efficiency)
+
+    @property
+    def _kernel_flops(self) -> float:
+        return sum(flops for each, flops in self._scored if each.held == "mask")
+
+    @property
+    def _plain_flops(self) -> float:
+        """Of attention's products those that are matmuls like others."""
+        kernels = 0.0 if self.model.hardware.measured else self._kernel_flops
+        return self._score_flops - kernels
 
     @cached_property
     def _scored(self) -> list[tuple[Scores, float]]:
@@ -296,7 +355,7 @@ class LayerCost:
     def _exchanged_in(self, action: str) -> float:
         model, remat = self.model, self.model.sizes.config.pipeline.remat
         forwards = {"F": 1.0, "W": 0.0}.get(action, 2.0 + model.recomputed)
-        scoring = forwards * model.work(self._score_flops, 0.0)
+        scoring = forwards * (model.work(self._plain_flops, 0.0) + self.kernel_seconds)
         return sum(
             model.behind(
                 model.moves(each.in_slot(action, remat)) / model.contention,
@@ -319,8 +378,12 @@ class LayerCost:
     def _in_slot(self, action: str) -> float:
         hardware, model = self.model.hardware, self.model
         pipeline = model.sizes.config.pipeline
-        inputs = (hardware.input_grad_cost + model.recomputed) * self.forward + self.rescored
-        weights = hardware.weight_grad_cost * self._trained_share * self.seconds + self.accumulation
+        # A kernel's backward has inputs only.
+        kernel = self.kernel_seconds
+        inputs = hardware.input_grad_cost * (self.forward - kernel) + self.again + self.rescored
+        inputs += KERNEL_BACKWARD.get(hardware.platform, 2.5) * kernel
+        weights = hardware.weight_grad_cost * self._trained_share * (self.seconds - kernel)
+        weights += self.accumulation
         own = {"F": self.forward, "B": inputs + weights, "I": inputs, "W": weights}[action]
         own += self._kept(action)
         if not self._in_rings:
@@ -332,7 +395,11 @@ class LayerCost:
         gathers = {"F": 1, "B": 1, "I": 1, "W": 0}[action]
         if pipeline.remat == "chunk" and action in "BI":
             gathers += 1
-        traffic = gathers * self.gather + (self.scatter if action in "BW" else 0.0)
+        traffic, scatter = gathers * self.gather, self.scatter if action in "BW" else 0.0
+        if hardware.is_tpu:
+            own += scatter  # which XLA for TPU waits for: `benchmarks/compile_reports.md`
+        else:
+            traffic += scatter
         left = model.behind(traffic / model.contention, HIDDEN["iteration"] * own)
         return own + exchanged + left
 
@@ -350,7 +417,9 @@ class LayerCost:
         stash = 0.0 if by_chunk else sum(sizes.kept_bytes(self.name))
         deferred = sizes.deferred_bytes(self.name)
         moved = {"F": stash, "B": stash, "I": stash + deferred, "W": deferred}[action]
-        return moved / (self.model.hardware.memory_gb_per_second * 1e9)
+        hardware = self.model.hardware
+        # Copied into a buffer's slice, or out of it: read and written.
+        return 2 * moved / (hardware.memory_gb_per_second * hardware.copy_efficiency * 1e9)
 
     @cached_property
     def gather(self) -> float:
@@ -360,7 +429,7 @@ class LayerCost:
     @cached_property
     def scatter(self) -> float:
         """Its gradient, to shards."""
-        return self.model.moves(self.sent.scattered)
+        return self.model.scatters(self.sent.scattered)
 
 
 def cost(sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | None = None) -> Cost:
@@ -460,7 +529,7 @@ def _reductions(model: CostModel, schedule: Schedule) -> float:
     if sizes.config.pipeline.weight_gather == "iteration":
         return found
     found += model.total(turns(sizes, schedule).scattered, attrgetter("scatter"))
-    return found + model.moves(HeadTraffic(sizes).scattered)
+    return found + model.scatters(HeadTraffic(sizes).scattered)
 
 
 def _update(model: CostModel) -> float:

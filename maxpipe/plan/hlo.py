@@ -96,6 +96,8 @@ class Collective:
     """Computing instructions between start and done, in scheduled order."""
     cycles_between: float = 0.0
     """Their estimated cycles, loops included."""
+    cycles_of: Mapping[str, float] = field(default_factory=dict)
+    """The same of each: several collectives may be on their way at once."""
     flops_between: float = 0.0
     """Operations of their matmuls and kernels, loops included."""
     between_slices: bool = False
@@ -278,6 +280,11 @@ class _Walk:
             cycles, flops, size = cycles + own[0], flops + own[1], size + own[2]
         return cycles, flops, size
 
+    def _cycles_of(
+        self, instructions: Iterable[Instruction], computation: Computation
+    ) -> dict[str, float]:
+        return {each.name: self._instruction_cost(each, computation)[0] for each in instructions}
+
     def _instruction_cost(
         self, each: Instruction, computation: Computation
     ) -> tuple[float, float, int]:
@@ -344,6 +351,7 @@ class _Walk:
             is_async=is_async,
             between=tuple(other.name for other in between),
             cycles_between=cycles,
+            cycles_of=self._cycles_of(between, computation),
             flops_between=flops,
         )
 
@@ -373,6 +381,7 @@ class _Walk:
             is_async=True,
             between=tuple(other.name for other in between),
             cycles_between=cycles,
+            cycles_of=self._cycles_of(between, computation),
             flops_between=flops,
             between_slices=True,
         )

@@ -1,0 +1,334 @@
+"""The order in which the forecast puts layouts against the order by the TPU compiler's own numbers.
+
+    python benchmarks/ahead_of_time_ranking.py                     # prints the table
+    python benchmarks/ahead_of_time_ranking.py --write             # and ahead_of_time_ranking.md
+    python benchmarks/ahead_of_time_ranking.py --keep /tmp/texts   # also keeps the programs
+
+Nothing runs on a TPU: llama3-8b's train step is compiled for 32 chips in unlike layouts, by libtpu
+on this machine (`pip install '.[tpu]'`). A layout's time by the compiler is its estimate of cycles
+on the busiest stages and, as it has none for collectives, their bytes at the links' published rate:
+all of a synchronous one, and of an asynchronous one what the estimated cycles between its start and
+its done leave. No two collectives of one group hide behind the same cycles. Each program compiles
+in a process of its own; results are kept in `--cache`, by source and settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from scipy.stats import spearmanr
+
+if TYPE_CHECKING:
+    from maxpipe.config.schema import Config
+    from maxpipe.hardware import Hardware
+    from maxpipe.plan.hlo import Collective, Profile
+
+TOPOLOGY, MODEL = "v5p:2x4x4", "llama3-8b"
+ROWS, TOKENS = 128, 4096
+LEAST, AMONG = 0.9, 3
+"""The correlation, and the place of the forecast's first choice, that are wanted."""
+
+
+class Layout(NamedTuple):
+    """One row of the table."""
+
+    stage: int
+    data: int
+    fsdp: int
+    tensor: int
+    schedule: str
+    repeats: int
+    microbatches: int
+    weight_gather: str
+    remat: str
+
+    @property
+    def arguments(self) -> list[str]:
+        """As of a command line."""
+        mesh = [f"mesh.ici_{name}={getattr(self, name)}" for name in self._fields[:4]]
+        pipeline = [f"pipeline.{name}={getattr(self, name)}" for name in self._fields[4:]]
+        run = [f"train.batch_size={ROWS}", f"train.sequence_length={TOKENS}", "train.steps=10"]
+        return [MODEL, *mesh, *pipeline, *run]
+
+    @property
+    def words(self) -> str:
+        """For a table."""
+        mesh = "x".join(map(str, self[:4]))
+        turns = f"{self.schedule} {self.repeats}, M = {self.microbatches}"
+        return f"{mesh}, {turns}, {self.weight_gather}, {self.remat}"
+
+
+LAYOUTS = (
+    Layout(1, 1, 32, 1, "interleaved", 1, 2, "iteration", "none"),
+    Layout(1, 2, 16, 1, "interleaved", 1, 2, "iteration", "none"),
+    Layout(1, 4, 8, 1, "interleaved", 1, 4, "iteration", "none"),
+    Layout(1, 1, 32, 1, "interleaved", 1, 2, "iteration", "names"),
+    Layout(1, 1, 32, 1, "interleaved", 1, 1, "iteration", "full"),
+    Layout(1, 1, 16, 2, "interleaved", 1, 4, "iteration", "names"),
+    Layout(1, 1, 8, 4, "interleaved", 1, 4, "iteration", "full"),
+    Layout(2, 1, 16, 1, "1f1b", 1, 4, "iteration", "names"),
+    Layout(2, 2, 8, 1, "interleaved", 8, 8, "iteration", "none"),
+    Layout(2, 1, 16, 1, "interleaved", 4, 8, "step", "full"),
+    Layout(2, 4, 4, 1, "interleaved", 2, 8, "step", "names"),
+    Layout(2, 1, 8, 2, "interleaved", 2, 8, "step", "names"),
+    Layout(4, 1, 8, 1, "interleaved", 8, 16, "iteration", "none"),
+    Layout(4, 1, 8, 1, "interleaved", 2, 8, "step", "names"),
+    Layout(4, 1, 8, 1, "interleaved", 4, 16, "visit", "names"),
+    Layout(4, 1, 8, 1, "1f1b", 1, 8, "step", "full"),
+    Layout(4, 2, 4, 1, "interleaved", 2, 16, "step", "chunk"),
+    Layout(4, 1, 8, 1, "zb_v", 2, 16, "step", "names"),
+    Layout(8, 1, 4, 1, "interleaved", 4, 16, "step", "names"),
+    Layout(8, 1, 4, 1, "1f1b", 1, 32, "step", "names"),
+)
+
+
+def config_of(layout: Layout) -> Config:
+    from maxpipe.config.load import load
+    from maxpipe.plan import topology
+
+    return topology.placed(load(layout.arguments), topology.parse(TOPOLOGY))
+
+
+class Compiled(NamedTuple):
+    """What the compiler says of a layout, seconds and bytes."""
+
+    busy: float
+    """Its cycles, and what kernels take at the rate that is assumed of them."""
+    exposed: float
+    """Of collectives, what nothing hides."""
+    peak: float
+    capacity: float
+    by_region: dict[str, float]
+    by_collective: dict[str, list[float]]
+    """Kind, region and group -> [times, GiB, seconds, exposed seconds]."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.busy + self.exposed
+
+
+def compile_one(layout: Layout, keep: Path | None) -> Compiled:
+    """Compiles and reads one program. Runs in a process of its own."""
+    from maxpipe.plan import topology
+
+    target = topology.parse(TOPOLOGY)
+    topology.prepare(target)
+
+    from maxpipe.plan.compile import build_steps, kernel_cycles, read
+
+    config = config_of(layout)
+    steps = build_steps(config, topology.devices(target))
+    compiled = steps.compile_train()
+    memory = compiled.memory_analysis()
+    text = compiled.as_text()
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        name = "-".join(map(str, layout)) + ".hlo.gz"
+        with gzip.open(keep / name, "wt", encoding="utf-8") as file:
+            file.write(text)
+    _, busiest = read(text, steps, config.pipeline.weight_gather)
+    clock = target.hardware.clock_ghz * 1e9
+    regions: dict[str, float] = defaultdict(float)
+    for each in busiest.entries:
+        regions[each.region] += each.cycles / clock
+    kernels = kernel_cycles(busiest, target.hardware)
+    regions["kernels"] += kernels / clock
+    found, moves = exposed(busiest, target.hardware)
+    return Compiled(
+        (busiest.cycles + kernels) / clock,
+        found,
+        memory.peak_memory_in_bytes,
+        target.hardware.memory_bytes,
+        regions,
+        moves,
+    )
+
+
+def exposed(found: Profile, hardware: Hardware) -> tuple[float, dict[str, list[float]]]:
+    """Seconds of traffic that nothing hides, and the same by kinds of collectives."""
+    clock = hardware.clock_ghz * 1e9
+    left: dict[tuple[int, ...], dict[str, float]] = defaultdict(dict)
+    rows: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
+    for each in found.collectives:
+        if len(each.group) < 2:
+            continue
+        seconds = travels(each, hardware)
+        hidden, free = 0.0, left[each.group]
+        for name, cycles in each.cycles_of.items():
+            unused = free.get(name, cycles / clock)
+            taken = min(unused, seconds - hidden)
+            free[name], hidden = unused - taken, hidden + taken
+        row = rows[f"{each.kind} {each.region} {len(each.group)} {'async' * each.is_async}"]
+        added = (1.0, each.num_bytes / 2**30, seconds, seconds - hidden)
+        row[:] = [old + each.count * new for old, new in zip(row, added, strict=True)]
+    return sum(row[3] for row in rows.values()), dict(rows)
+
+
+def travels(each: Collective, hardware: Hardware) -> float:
+    """Seconds of one collective at the links' rate, which is published."""
+    rate = hardware.ways * hardware.link_gb_per_second * 1e9
+    hops = hardware.hops(len(each.group)) if "all-to-all" in each.kind else 1.0
+    return each.num_bytes * hops / rate + hardware.latency_us * 1e-6
+
+
+def result(layout: Layout, cache: Path, keep: Path | None) -> Compiled:
+    """From the cache or a fresh process.
+
+    Raises:
+        RuntimeError: it does not compile.
+    """
+    key = hashlib.sha256(f"{sources()}{layout}".encode()).hexdigest()[:24]
+    path = cache / f"{key}.json"
+    if not path.exists():
+        print(f"compiling {layout.words}", file=sys.stderr, flush=True)
+        task = ["--one", json.dumps(layout), "--out", str(path)]
+        task += ["--keep", str(keep)] if keep else []
+        run = subprocess.run(
+            [sys.executable, __file__, *task], capture_output=True, text=True, check=False
+        )
+        if not path.exists():
+            raise RuntimeError(f"{layout.words}: {run.stderr[-2000:]}")
+    return Compiled(**json.loads(path.read_text(encoding="utf-8")))
+
+
+FORECAST = ("cost", "traffic", "memory", "search", "learn", "calibrate", "report", "advice")
+"""Modules of `maxpipe.plan` that have no part in what is compiled and how that is read."""
+
+
+def sources() -> str:
+    """Digest of everything that decides what is compiled, and how it is read."""
+    package = Path(__file__).parents[1] / "maxpipe"
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for path in sorted(package.rglob("*.py")):
+        if path.parent.name != "plan" or path.stem not in FORECAST:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class Row(NamedTuple):
+    """A layout, forecast and compiled."""
+
+    layout: Layout
+    predicted: float
+    parts: dict[str, float]
+    compiled: Compiled
+
+
+def forecast(layout: Layout) -> tuple[float, dict[str, float]]:
+    """(seconds of a step, by cause)."""
+    from maxpipe.plan.search import evaluate
+    from maxpipe.plan.topology import parse
+
+    cost = evaluate(config_of(layout), parse(TOPOLOGY).hardware).cost
+    return cost.seconds, cost.parts
+
+
+def page_of(rows: Sequence[Row]) -> str:
+    """The table, and what follows from it."""
+    predicted = [row.predicted for row in rows]
+    seconds = [row.compiled.seconds for row in rows]
+    by_compiler = sorted(range(len(rows)), key=seconds.__getitem__)
+    by_forecast = sorted(range(len(rows)), key=predicted.__getitem__)
+    place = by_compiler.index(by_forecast[0]) + 1
+    correlation = spearmanr(predicted, seconds).statistic
+    lines = [
+        f"Spearman's correlation of the two orders: {correlation:.3f} (wanted: {LEAST} at least). "
+        f"The forecast's first choice is number {place} of the compiler's order (wanted: among the "
+        f"first {AMONG}).",
+        "",
+        "| forecast's rank | forecast ms | compiler's rank | compiler ms | computes ms "
+        "| exposed ms | forecast / compiler | peak GiB | layout |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for rank, number in enumerate(by_forecast, 1):
+        row = rows[number]
+        cells = (
+            rank,
+            f"{1e3 * row.predicted:.0f}",
+            by_compiler.index(number) + 1,
+            f"{1e3 * seconds[number]:.0f}",
+            f"{1e3 * row.compiled.busy:.0f}",
+            f"{1e3 * row.compiled.exposed:.0f}",
+            f"{row.predicted / seconds[number]:.2f}",
+            f"{row.compiled.peak / 2**30:.1f}",
+            row.layout.words,
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join([*lines, ""])
+
+
+def details(row: Row) -> str:
+    """Where a layout's time goes, by both."""
+    lines = [row.layout.words]
+    parts = {name: 1e3 * each for name, each in row.parts.items()}
+    regions = {name or "else": 1e3 * each for name, each in row.compiled.by_region.items()}
+    for who, found in (("forecast", parts), ("compiler", regions)):
+        found = dict(sorted(found.items(), key=lambda pair: -pair[1]))
+        lines.append(f"  {who}: " + ", ".join(f"{name} {each:.0f}" for name, each in found.items()))
+    moves = sorted(row.compiled.by_collective.items(), key=lambda pair: -pair[1][3])
+    for name, (times, gib, seconds, left) in moves[:8]:
+        lines.append(
+            f"  {name}: {times:.0f} times, {gib:.2f} GiB, {1e3 * seconds:.0f} ms, "
+            f"{1e3 * left:.0f} ms exposed"
+        )
+    return "\n".join(lines)
+
+
+PREAMBLE = f"""\
+# Layouts by forecast and by the TPU compiler
+
+`python benchmarks/ahead_of_time_ranking.py --write`. Nothing ran on a TPU: {MODEL}, all its layers,
+{ROWS} rows of {TOKENS} tokens, compiled for {TOPOLOGY} in {len(LAYOUTS)} layouts, given as
+stage x data x fsdp x tensor, schedule with repeats, microbatches M, gathers, remat. The compiler's
+time is its estimate of cycles along the busiest stages (kernels of attention at the rate that is
+assumed of them) and the traffic that nothing hides, at the links' published rate. Rates of links
+and of kernels are assumed alike on both sides, so that this page does not test them.
+
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="layouts with this in their words"
+    )
+    parser.add_argument("--details", action="store_true", help="parts of each layout's time")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the compiled programs")
+    cache = Path(tempfile.gettempdir()) / "maxpipe-ahead-of-time"
+    parser.add_argument("--cache", type=Path, default=cache)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        found = compile_one(Layout(*json.loads(options.one)), options.keep)
+        options.out.write_text(json.dumps(found._asdict()), encoding="utf-8")
+        return
+    options.cache.mkdir(parents=True, exist_ok=True)
+    chosen = [layout for layout in LAYOUTS if options.only in layout.words]
+    compiled = [result(layout, options.cache, options.keep) for layout in chosen]
+    rows = [
+        Row(layout, *forecast(layout), found)
+        for layout, found in zip(chosen, compiled, strict=True)
+    ]
+    page = page_of(rows)
+    print(page)
+    if options.details:
+        print("\n\n".join(map(details, rows)))
+    if options.write:
+        Path(__file__).with_suffix(".md").write_text(PREAMBLE + page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
