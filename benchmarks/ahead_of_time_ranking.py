@@ -241,7 +241,7 @@ def page_of(rows: Sequence[Row]) -> str:
     by_compiler = sorted(range(len(rows)), key=seconds.__getitem__)
     by_forecast = sorted(range(len(rows)), key=predicted.__getitem__)
     place = by_compiler.index(by_forecast[0]) + 1
-    correlation = spearmanr(predicted, seconds).statistic
+    correlation, _ = spearmanr(predicted, seconds)
     lines = [
         f"Spearman's correlation of the two orders: {correlation:.3f} (wanted: {LEAST} at least). "
         f"The forecast's first choice is number {place} of the compiler's order (wanted: among the "
