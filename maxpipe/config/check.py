@@ -92,8 +92,24 @@ def cautions(config: Config) -> Iterator[Problem]:
             f"is the whole run of {counted(steps, 'step')}: the rate never reaches its peak.",
             f"Set optim.warmup_steps={steps // 10}, or a longer run.",
         )
+    yield from _phases_beyond_the_run(config)
     yield from _moves_nothing(config)
     yield from meant_copies(config)
+
+
+def _phases_beyond_the_run(config: Config) -> Iterator[Problem]:
+    texts, steps, end, late = config.optim.phases, total_steps(config.train), 0, 0
+    for phase in phases(texts, steps):
+        late += end >= steps
+        end += phase.steps
+    if late and steps:
+        yield Problem(
+            "optim.phases",
+            f"[{', '.join(texts)}]",
+            f"has {counted(end, 'step')} and the run {steps}: its end comes before the last "
+            f"{counted(late, 'phase')}.",
+            "Set shares of the run such as '10%' in place of numbers of steps, or a longer run.",
+        )
 
 
 def _moves_nothing(config: Config) -> Iterator[Problem]:
@@ -123,19 +139,25 @@ _LENGTH = ("train.steps", "train.tokens", "train.batch_size", "train.sequence_le
 """What `total_steps` reads."""
 
 
+_ONE = 1 - 2.0**-25
+"""What float32 rounds to 1, and all above it."""
+
+
 @rule("optim.name", "optim.beta1", "optim.beta2", "optim.epsilon")
-def _muon_can_be_bounded(config: Config) -> Iterator[Finding]:
-    # A device cannot look alone at what an update would leave: its bound has to be finite.
+def _moments_can_be_computed(config: Config) -> Iterator[Finding]:
     optim = config.optim
-    if optim.name != "muon":
+    if optim.name not in ("adamw", "muon"):
         return
-    if optim.epsilon <= 1e-30:
+    # Moments that start at 0 are divided by 1 - beta^updates. A device cannot look alone at what
+    # Muon's update would leave: its bound has to be finite.
+    limit, shown = (1 - 1e-6, "0.999999") if optim.name == "muon" else (_ONE, f"{_ONE:.8f}")
+    if optim.name == "muon" and optim.epsilon <= 1e-30:
         rule = "must be more than 1e-30 with optim.name=muon, as float32 may lose less beside it."
         yield Finding("optim.epsilon", rule, "Set optim.epsilon=1e-8.")
     for field, usual in (("beta1", 0.9), ("beta2", 0.95)):
-        if getattr(optim, field) >= 1 - 1e-6:
-            rule = "must be less than 0.999999 with optim.name=muon: float32 may take it for 1."
-            yield Finding(f"optim.{field}", rule, f"Set optim.{field}={usual}.")
+        if getattr(optim, field) >= limit:
+            rule = f"must be less than {shown} with optim.name={optim.name}: float32 may take it"
+            yield Finding(f"optim.{field}", f"{rule} for 1.", f"Set optim.{field}={usual}.")
 
 
 @rule("optim.phases", "optim.warmup_steps", *_LENGTH)

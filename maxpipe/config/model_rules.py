@@ -51,12 +51,14 @@ def _numbers_by_name_are_of_parameters(config: Config) -> Iterator[Finding]:
         except ValueError as error:
             yield Finding(key, str(error), f"Set {key}=['embedding 0.1'], or {key}=[] for none.")
             continue
-        for wrong in without_match(model, [pattern for pattern, _ in pairs])[:_MAX_FINDINGS]:
-            guess, number = did_you_mean(wrong, suggestions(model)), dict(pairs)[wrong]
-            one = f"['{guess} {number:g}']" if guess else "[]"
+        unknown = without_match(model, [pattern for pattern, _ in pairs])
+        for wrong in unknown[:_MAX_FINDINGS]:
+            guess = did_you_mean(wrong, suggestions(model))
+            named = ((guess if name == wrong else name, number) for name, number in pairs)
+            kept = [f"{name} {number:g}" for name, number in named if name and name not in unknown]
             rule = f"holds {wrong!r}, which is the name of no parameter: {names}."
-            yield Finding(key, rule, f"Set {key}={one}.")
-        if field == "rate_factors":
+            yield Finding(key, rule, f"Set {key}=[{', '.join(map(repr, kept))}].")
+        if field == "rate_factors" and trained(model):
             rates = chosen(model, pairs)
             if all(rates.get(name) == 0 for name in trained(model)):
                 rule = "leaves every parameter that is trained a rate of 0: nothing is learned."

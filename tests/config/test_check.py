@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -498,6 +499,44 @@ def test_rates_by_name_are_numbers_and_leave_something_to_learn(given: str, word
     assert load(["tiny", "train.steps=1", "optim.rate_factors=['head 0']"])
     with pytest.raises(ConfigError, match=words):
         load(["tiny", "train.steps=1", f"optim.rate_factors={given}"])
+
+
+def test_an_unknown_name_leaves_the_others_in_their_order() -> None:
+    given = "['hed 2','layers.* 0.5','zzz 1','layers.mlp.* 3']"
+    for action in (
+        "Set optim.rate_factors=['head 2', 'layers.* 0.5', 'layers.mlp.* 3'].",
+        "Set optim.rate_factors=['layers.* 0.5', 'layers.mlp.* 3'].",
+    ):
+        assert action in [each.action for each in problems([f"optim.rate_factors={given}"])]
+
+
+def test_nothing_is_said_of_rates_where_nothing_is_trained() -> None:
+    assert [each.where for each in problems(["model.frozen=['*']"])] == [
+        "command line: model.frozen"
+    ]
+
+
+@pytest.mark.parametrize("key", ["optim.beta1", "optim.beta2"])
+def test_moments_that_float32_never_starts_are_refused(key: str) -> None:
+    for value, is_refused in ((1 - 2.0**-24, False), (1 - 2.0**-25, True), (1 - 1e-12, True)):
+        assert (np.float32(value) == 1) == is_refused
+        assert bool(problems([f"{key}={value!r}"])) == is_refused
+        assert not problems([f"{key}={value!r}", "optim.name=lion"])
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        ("['20% linear 0 -> 1', 'rest linear 0']", None),
+        ("['8 linear 0 -> 1', '100 linear 0']", None),  # is cut off
+        ("['10 linear 0 -> 1', 'rest linear 0']", "has 10 steps and the run 10: its end comes"),
+        ("['10 linear 0 -> 0', '3 x 7 linear 1']", "comes before the last 3 phases."),
+    ],
+)
+def test_phases_that_never_begin_are_reported(texts: str, words: str | None) -> None:
+    found = list(check.cautions(load([*BASE, f"optim.phases={texts}"]).config))
+    assert [words in each.rule for each in found if words] == ([True] if words else [])
+    assert len(found) == bool(words)
 
 
 def test_a_pattern_is_about_names_in_checkpoints_first() -> None:
