@@ -90,7 +90,15 @@ def from_position(x: jax.Array, axis: str, position: int | jax.Array) -> jax.Arr
 def gather_shards(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
     """Shards along `dim` put together."""
     present = _present(axes)
-    return lax.all_gather(x, present, axis=dim, tiled=True) if present else x
+    if not present:
+        return x
+    join = partial(lax.all_gather, axis_name=present, tiled=True)
+
+    def first(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(join(jnp.moveaxis(x, dim, 0), axis=0), 0, dim)
+
+    # XLA for CPU gathers along the first dim, and puts a whole array into another order for others.
+    return lax.platform_dependent(x, cpu=first, default=partial(join, axis=dim)) if dim else join(x)
 
 
 def scatter_sum(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
