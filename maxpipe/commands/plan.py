@@ -45,7 +45,7 @@ def _compile(options: argparse.Namespace) -> int:
 
         print(json.dumps(report.to_json(), indent=2))
     else:
-        print(compiled(report))
+        print(compiled(report, options.entries))
         if folder is not None:
             print(f"wrote {folder}: train with runtime.executable={folder}")
     return ExitCode.DONE
@@ -286,11 +286,19 @@ def _add_compile(commands: Commands) -> None:
         "(pip install 'maxpipe[gpu-aot]') and no GPU.",
         epilog="examples:\n  maxpipe compile quickstart --topology cpu:8 "
         "mesh.ici_stage=4 mesh.ici_fsdp=2\n"
-        "  maxpipe compile run.yml --topology v5p:4x4x4 --slices 2 mesh.dcn_stage=2",
+        "  maxpipe compile run.yml --topology v5p:4x4x4 --slices 2 mesh.dcn_stage=2\n"
+        "  maxpipe compile run.yml --topology v5p:4x4x4 --entries 20",
     )
     add_inputs(parser)
     _add_topology(parser, parser.add_argument_group(), required=True)
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    parser.add_argument(
+        "--entries",
+        type=count,
+        default=0,
+        metavar="N",
+        help="list the N largest entries of the program, by estimated cycles times executions",
+    )
     parser.add_argument(
         "--save",
         metavar="FOLDER",

@@ -32,7 +32,8 @@ from maxpipe.pipeline import scopes
 from maxpipe.pipeline.layout import Layout
 from maxpipe.plan import gpu_target
 from maxpipe.plan.advice import capacity, explain_out_of_memory, gib, largest
-from maxpipe.plan.hlo import Collective, Profile, profile
+from maxpipe.plan.entries import Line, lines
+from maxpipe.plan.hlo import Collective, Profile, Transfer, profile
 from maxpipe.plan.hlo_text import parse
 from maxpipe.plan.memory import buffers
 from maxpipe.plan.nearest import nearest
@@ -55,6 +56,7 @@ SCOPES = (
     scopes.RECOMPUTE,
     *SLOTS.values(),
     *(scopes.HEAD, scopes.EMBED, scopes.EMBED_GRAD, scopes.SEND, scopes.GATHER, scopes.REDUCE),
+    scopes.UPDATE,
 )
 
 
@@ -66,7 +68,7 @@ class Traffic:
     axes: str
     """Mesh axes that the group spans, e.g. `data+fsdp`."""
     link: str
-    """`ici`, or `dcn` where the group spans slices."""
+    """`ici`, or `dcn` where the group spans slices; `host` to and from its memory."""
     asynchronous: bool
     count: float
     """Executions on one device in one step."""
@@ -119,12 +121,14 @@ class Report:
     seconds: float
     """The same as time."""
     collectives: list[Traffic]
+    transfers: list[Traffic]
+    """To host memory, and from there."""
     copies: int
     """Buffers copied inside loops."""
     buffers: dict[str, int]
     """Bytes of what the loop over ticks carries, part of `working_bytes`."""
-    largest: list[tuple[str, str, float]] = field(default_factory=list)
-    """(operation, where it comes from, cycles) of the costliest instructions."""
+    entries: list[Line] = field(default_factory=list)
+    """What the busiest stages' cycles are spent on, most first; none without estimates."""
     unknown_loops: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     """What the compiler leaves open, in words."""
@@ -150,8 +154,9 @@ class Report:
     def from_json(cls, values: Mapping[str, Any]) -> Report:
         """From `to_json`'s values; others among them are left alone."""
         own = {field.name: values[field.name] for field in dataclasses.fields(cls)}
-        own["collectives"] = [Traffic(**each) for each in values["collectives"]]
-        own["largest"] = [tuple(each) for each in values["largest"]]
+        for name in ("collectives", "transfers"):
+            own[name] = [Traffic(**each) for each in values[name]]
+        own["entries"] = [Line(**each) for each in values["entries"]]
         return cls(**own)
 
     def to_json(self) -> dict[str, Any]:
@@ -302,12 +307,10 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
         kernel_efficiency=topology.hardware.kernel_efficiency,
         seconds=cycles / clock if clock else 0.0,
         collectives=traffic(found.collectives, mesh),
+        transfers=host_traffic(found.transfers),
         copies=len(found.copies),
         buffers={name: round(held) for name, held in buffers(sizes, steps.train_schedule).items()},
-        largest=[
-            (each.instruction.opcode, each.instruction.op_name, each.cycles)
-            for each in busiest.largest(12)
-        ],
+        entries=lines(busiest, topology.hardware),
         unknown_loops=found.unknown_loops,
     )
 
@@ -493,6 +496,28 @@ def traffic(found: Sequence[Collective], mesh: Any) -> list[Traffic]:
         for key, group in grouped.items()
     ]
     return sorted(result, key=lambda each: -each.total_bytes)
+
+
+def host_traffic(found: Sequence[Transfer]) -> list[Traffic]:
+    """What goes to host memory and what comes from there; cycles that several share count once."""
+    result = []
+    for kind in dict.fromkeys(each.kind for each in found):
+        group = [each for each in found if each.kind == kind]
+        behind = {
+            name: cycles * each.count for each in group for name, cycles in each.cycles_of.items()
+        }
+        result.append(
+            Traffic(
+                kind,
+                axes="",
+                link="host",
+                asynchronous=True,
+                count=sum(each.count for each in group),
+                total_bytes=sum(each.num_bytes * each.count for each in group),
+                cycles_behind=sum(behind.values()),
+            )
+        )
+    return result
 
 
 def _slice_of(device: Any) -> int:

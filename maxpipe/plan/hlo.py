@@ -45,6 +45,9 @@ BETWEEN_SLICES = {
 """What XLA for TPU calls a collective that it hands to the hosts' network."""
 _COMPUTE = {"fusion", "while", "conditional", "call", "dot", "convolution", "custom-call"}
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
+_ON_HOST = "S(5)"
+_MOVES = ("copy-start", "dynamic-slice-start", "dynamic-update-slice-start")
+TO_HOST, FROM_HOST = "to host", "from host"
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Entry:
     flops: float = 0.0
     """Operations of the matmuls in one execution, a multiply-add counting 2; of a kernel what is
     stated of it (`stated`), or what it states itself."""
+    inside: Computation = field(default_factory=dict)
+    """Of a fusion, what it joins."""
 
     @property
     def is_kernel(self) -> bool:
@@ -114,6 +119,21 @@ class Collective:
         return min((b - a for a, b in itertools.pairwise(sorted(self.group))), default=0)
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """What goes to host memory, or comes from there, beside other work."""
+
+    kind: str
+    """`TO_HOST` or `FROM_HOST`."""
+    name: str
+    region: str
+    count: float
+    num_bytes: float
+    """In one execution."""
+    cycles_of: Mapping[str, float]
+    """Estimated cycles of each instruction between start and done, loops included."""
+
+
 @dataclass
 class Profile:
     """What one run of a program costs one device."""
@@ -122,6 +142,7 @@ class Profile:
     collectives: list[Collective] = field(default_factory=list)
     copies: list[Entry] = field(default_factory=list)
     """Buffers that are copied or transposed inside a loop."""
+    transfers: list[Transfer] = field(default_factory=list)
     unknown_loops: list[str] = field(default_factory=list)
     """`op_name` of loops whose trip counts neither caller, name nor text gives; counted once."""
 
@@ -207,9 +228,12 @@ class _Walk:
             return
         flops = self._flops(each, computation)
         if each.cycles or flops:
-            self.profile.entries.append(Entry(each, region, count, flops))
+            inside = self._inside(each) if each.opcode == "fusion" else {}
+            self.profile.entries.append(Entry(each, region, count, flops, inside))
         if found := self._collective(each, computation):
             self.profile.collectives.append(replace(found, region=region, count=count))
+        if moved := self._transfer(each, computation):
+            self.profile.transfers.append(replace(moved, region=region, count=count))
         if depth and self._is_copy(each) and max(array_bytes(each.shape)) >= self.copy_bytes:
             self.profile.copies.append(Entry(each, region, count))
 
@@ -384,6 +408,27 @@ class _Walk:
             cycles_of=self._cycles_of(between, computation),
             flops_between=flops,
             between_slices=True,
+        )
+
+    def _transfer(self, each: Instruction, computation: Computation) -> Transfer | None:
+        """Of whole arrays, or of a slot of a buffer in host memory."""
+        if each.opcode not in _MOVES:
+            return None
+        done = next(other for other in computation.values() if each.name in other.operands)
+        writes = each.opcode == "dynamic-update-slice-start"
+        to_host = _ON_HOST in done.shape
+        if not writes and to_host == (_ON_HOST in computation[each.operands[0]].shape):
+            return None
+        names = list(computation)
+        between = names[names.index(each.name) + 1 : names.index(done.name)]
+        work = [computation[name] for name in between if computation[name].opcode in _COMPUTE]
+        return Transfer(
+            kind=TO_HOST if to_host else FROM_HOST,
+            name=each.name,
+            region="",
+            count=0.0,
+            num_bytes=(computation[each.operands[1]] if writes else done).num_bytes,
+            cycles_of=self._cycles_of(work, computation),
         )
 
     def _wrapped(self, each: Instruction) -> Instruction | None:
