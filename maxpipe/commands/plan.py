@@ -39,7 +39,7 @@ def _compile(options: argparse.Namespace) -> int:
     from maxpipe.plan.report import compiled
 
     folder = None if options.save is None else full(options.save, "command line: --save")
-    report = compile_step(loaded, target, folder)
+    report = compile_step(loaded, target, folder, _compiler_options(options))
     if options.json:
         import json
 
@@ -49,6 +49,22 @@ def _compile(options: argparse.Namespace) -> int:
         if folder is not None:
             print(f"wrote {folder}: train with runtime.executable={folder}")
     return ExitCode.DONE
+
+
+def _compiler_options(options: argparse.Namespace) -> dict[str, str]:
+    """As given with --xla, to see what they do: a run has its own."""
+    where = "command line: --xla"
+    if options.xla and options.save is not None:
+        rule = "is for a look at what an option does: a saved step has those of a run."
+        raise ConfigError.one(where, options.xla, rule, "Leave out --xla, or --save.")
+    found = {}
+    for each in options.xla:
+        name, equals, value = each.partition("=")
+        if not (name and equals):
+            rule = "must be NAME=VALUE; without a value the compiler's default counts."
+            raise ConfigError.one(where, each, rule, f"Write --xla {name or 'NAME'}=VALUE.")
+        found[name] = value
+    return found
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -298,6 +314,13 @@ def _add_compile(commands: Commands) -> None:
         default=0,
         metavar="N",
         help="list the N largest entries of the program, by estimated cycles times executions",
+    )
+    parser.add_argument(
+        "--xla",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="options of the compiler to try in place of a run's; NAME= for its default",
     )
     parser.add_argument(
         "--save",

@@ -104,7 +104,7 @@ class Report:
     whose temporaries are one allocation. See decision 16."""
     program_bytes: int
     host_bytes: int
-    """Temporary, in host memory."""
+    """Arguments and temporaries in host memory."""
     memory_bytes: float
     """What one device has."""
     flops: float
@@ -182,8 +182,16 @@ def build_steps(config: Config, present: Sequence[Any]) -> Steps:
     return steps_of(config, build_mesh(config.mesh, present), lengths)
 
 
-def compile_step(loaded: Loaded, topology: Topology, save: Path | None = None) -> Report:
+def compile_step(
+    loaded: Loaded,
+    topology: Topology,
+    save: Path | None = None,
+    given: Mapping[str, str] | None = None,
+) -> Report:
     """Compiles the train step of a config for a topology; `save` is a folder to keep it in.
+
+    `given` are options of the compiler in place of those of a run, which are left out where the
+    value is empty.
 
     Raises:
         ConfigError: the config does not fit the topology, this machine cannot describe it, the
@@ -204,6 +212,8 @@ def compile_step(loaded: Loaded, topology: Topology, save: Path | None = None) -
     lowered = _lowered(steps, config, topology)
     lowered_at = time.monotonic()
     options = steps.compiler_options | (dict(gpu_target.OPTIONS) if untuned else {})
+    options |= given or {}
+    options = {name: value for name, value in options.items() if value != ""}
     try:
         compiled = lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
@@ -298,7 +308,7 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
         temp_bytes=memory.temp_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes if topology.platform == "tpu" else 0,
         program_bytes=memory.generated_code_size_in_bytes,
-        host_bytes=memory.host_temp_size_in_bytes,
+        host_bytes=memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes,
         memory_bytes=topology.hardware.memory_bytes,
         flops=found.flops,
         model_flops=needed,

@@ -352,11 +352,11 @@ class _Walk:
             return None
         group = group_of(source.attributes, self.module.num_devices)
         operands = [computation[name] for name in each.operands if name in computation]
-        if wrapped is not None and each.opcode == "fusion":
-            # A fusion may have other operands too; the collective's own are inside.
+        if wrapped is not None and each.opcode in ("fusion", "call-start"):
+            # A fusion may have other operands too, a call has none: the collective's are inside.
             operands = [self._inside(each)[name] for name in wrapped.operands]
-            if kind == "all-reduce" and self._keeps_a_slice(each):
-                kind = "reduce-scatter"  # as XLA for TPU writes it
+        if each.opcode == "fusion" and kind == "all-reduce" and self._keeps_a_slice(each):
+            kind = "reduce-scatter"  # as XLA for TPU writes it
         if kind == "ragged-all-to-all":
             operands = operands[:1]  # the others are where it writes, and sizes and places
         size = sum(operand.num_bytes for operand in operands)
@@ -432,8 +432,8 @@ class _Walk:
         )
 
     def _wrapped(self, each: Instruction) -> Instruction | None:
-        """The collective inside a fusion or a generic asynchronous call."""
-        if each.opcode not in ("fusion", "async-start"):
+        """The collective inside a fusion, a generic asynchronous call, or one of a sparse core."""
+        if each.opcode not in ("fusion", "async-start", "call-start"):
             return None
         inside = self._inside(each).values()
         # A TPU runs one collective inside several fusions: the first starts it, others take it
@@ -449,7 +449,8 @@ class _Walk:
         return root.opcode == "dynamic-slice"
 
     def _inside(self, each: Instruction) -> Computation:
-        return self.module.computations.get(each.computation("calls") or "", {})
+        role = "to_apply" if each.opcode == "call-start" else "calls"
+        return self.module.computations.get(each.computation(role) or "", {})
 
     def _is_start(self, each: Instruction) -> bool:
         return each.opcode.endswith("-start") or self._has(each, "AsyncCollectiveStart")
