@@ -326,8 +326,10 @@ class _Walk:
     def _flops(self, each: Instruction, computation: Computation) -> float:
         """Of one execution, those of a fusion's matmuls included."""
         if each.opcode == "fusion":
+            # A kernel stands alone; what else is in its scope, to prepare it, states its work, too.
             inside = self._inside(each)
-            return sum(self._flops(other, inside) for other in inside.values())
+            own = [other for other in inside.values() if other.opcode != "custom-call"]
+            return sum(self._flops(other, inside) for other in own)
         if each.opcode == "custom-call":
             if (named := stated.flops_of(each.op_name)) is not None:
                 return named

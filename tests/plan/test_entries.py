@@ -46,6 +46,11 @@ HloModule jit_step, is_scheduled=true, num_partitions=4
   ROOT %transposed = bf16[512,256]{1,0} transpose(%x), dimensions={1,0}
 }
 
+%prepared (x: s32[64]) -> s32[64] {
+  %x = s32[64]{0} parameter(0)
+  ROOT %found = s32[64]{0} custom-call(%x), custom_call_target="Gather", metadata={op_name="jit(f)/jvp(part_attention)/flops_229500000/gather"}
+}
+
 %layer (p: (s32[], bf16[4,256,512])) -> (s32[], bf16[4,256,512]) {
   %p = (s32[], bf16[4,256,512]{2,1,0}) parameter(0)
   %i = s32[] get-tuple-element(%p), index=0
@@ -65,6 +70,7 @@ HloModule jit_step, is_scheduled=true, num_partitions=4
   %turned.1 = bf16[512,256]{1,0} fusion(%norm.1), kind=kLoop, calls=%turned, backend_config={"estimated_cycles":"30"}
   %gather.1 = bf16[1024,512]{1,0} all-gather(%norm.1), replica_groups={{0,1,2,3}}, dimensions={0}
   %kernel.1 = bf16[256,512]{1,0} custom-call(%norm.1), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/while/body/forward/while/body/jvp(part_attention)/flops_229500000/kernel"}
+  %prepared.1 = s32[64]{0} fusion(%i), kind=kCustom, calls=%prepared, metadata={op_name="jit(f)/jvp(part_attention)/flops_229500000/gather"}
   ROOT %out = (s32[], bf16[4,256,512]{2,1,0}) tuple(%i, %buffer)
 }
 
