@@ -81,7 +81,8 @@ def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     terms[fullest] = terms.get(fullest, 0.0) + moments[fullest]
     if platform not in ("cpu", "tpu"):
         terms[fullest] += WORKSPACE
-    on_host = schedule.num_stash * sum(
+    on_host = optimizer_bytes(sizes) if sizes.config.optim.offload_state else 0.0
+    on_host += schedule.num_stash * sum(
         length * sizes.kept_bytes(kind)[1] for kind, length in sizes.per_chunk.items()
     )
     return Memory({name: size for name, size in terms.items() if size}, on_host)
@@ -93,8 +94,9 @@ def state(sizes: Sizes) -> dict[str, float]:
     # Four arrays of ids and the mask, int32 and float32.
     batch = sizes.rows_per_device * (5 * 4 * train.sequence_length + 4)
     params = BYTES[model.param_dtype] * sizes.shard_elements
+    kept = 0.0 if sizes.config.optim.offload_state else optimizer_bytes(sizes)
     return {
-        "state": float(params + optimizer_bytes(sizes) + 12),
+        "state": float(params + kept + 12),
         "batch": float(batch),
     }
 

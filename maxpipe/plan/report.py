@@ -11,6 +11,7 @@ from maxpipe.hardware import GIB, Hardware
 from maxpipe.model.choice import Divided, words
 from maxpipe.model.count import active_params, num_params, num_trained, total
 from maxpipe.optim.kept import saved_bytes
+from maxpipe.plan import entries
 from maxpipe.plan.advice import TERMS, gib, verdict
 from maxpipe.plan.memory import outside
 from maxpipe.plan.search import SHOWN, Candidate, Search
@@ -23,8 +24,8 @@ if TYPE_CHECKING:  # they import jax
     from maxpipe.plan.recheck import Checked
 
 
-def compiled(report: Report) -> str:
-    """A page for a terminal."""
+def compiled(report: Report, num_entries: int = 0) -> str:
+    """A page for a terminal, with so many of the largest entries of the program."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in report.mesh.items()) or "one device"
     mesh += f", attention {report.attention}"
     slices = f"{report.num_slices} slices of " if report.num_slices > 1 else ""
@@ -57,11 +58,15 @@ def compiled(report: Report) -> str:
                 f"  with kernels, for which it has none: {report.kernel_flops / 1e12:.4g} TFLOP, "
                 f"counted at {report.kernel_efficiency:.0%} of the peak (an assumption)"
             )
-    lines += ["", *_table(report.collectives)]
+    lines += ["", *_table([*report.collectives, *report.transfers])]
+    if report.transfers and report.seconds:
+        lines += _hidden(report)
     if report.copies:
         lines.append(f"copies of whole buffers inside loops: {report.copies}")
     if report.unknown_loops:
         lines.append(f"loops counted once: {', '.join(report.unknown_loops)}")
+    if num_entries:
+        lines += ["", *entries.table(report.entries, num_entries)]
     if report.unknown:
         lines += ["", "not known without a GPU:", *(f"  {each}" for each in report.unknown)]
     return "\n".join(lines)
@@ -83,11 +88,18 @@ def _table(found: Sequence[Traffic]) -> list[str]:
         )
         for each in found
     ]
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    return [
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in (head, *rows)
-    ]
+    return entries.aligned(head, rows)
+
+
+def _hidden(report: Report) -> list[str]:
+    """The rate of the link to the host from which on its transfers cost no time."""
+    found = []
+    for each in report.transfers:
+        if meanwhile := each.cycles_behind / report.cycles * report.seconds:
+            rate = each.total_bytes / meanwhile / 1e9
+            work = f"{gib(each.total_bytes)} behind {meanwhile:.3g} s of work"
+            found.append(f"  {each.kind}: {work}, hidden from {rate:.3g} GB/s of link on")
+    return found
 
 
 def _behind(each: Traffic) -> str:

@@ -41,7 +41,7 @@ from maxpipe.optim.update import Optimizer, OptState
 from maxpipe.parallel.explicit import left_to_compiler, on_mesh, placed, with_shardings
 from maxpipe.parallel.mesh import BATCH_AXES, CONTEXT, STAGE, TENSOR
 from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
-from maxpipe.pipeline import ahead
+from maxpipe.pipeline import ahead, scopes
 from maxpipe.pipeline.executor import Engine
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.network import Network
@@ -91,7 +91,15 @@ class Steps:
     @cached_property
     def state_sharding(self) -> TrainState:
         """Of the stacked train state."""
-        return self.partition.shardings(self._state_specs)
+        found = self.partition.shardings(self._state_specs)
+        trees = self._where_kept(found.optimizer.trees)
+        return found._replace(optimizer=found.optimizer._replace(trees=trees))
+
+    def _where_kept(self, shardings: Tree) -> Tree:
+        """Of the optimizer's trees, in the memory in which they are kept."""
+        if not self.optimizer.config.offload_state:
+            return shardings
+        return jax.tree.map(lambda each: each.with_memory_kind("pinned_host"), shardings)
 
     @cached_property
     def _state_specs(self) -> TrainState:
@@ -105,7 +113,8 @@ class Steps:
         """Of the saved form of the state, in network order."""
         specs, trees = self.partition.saved_specs, self._saved_trees_specs
         saved = {"step": PartitionSpec(), "params": specs, "optimizer": trees}
-        return self.partition.shardings(saved)
+        found = self.partition.shardings(saved)
+        return found | {"optimizer": self._where_kept(found["optimizer"])}
 
     @cached_property
     def _saved_trees_specs(self) -> dict[str, Tree]:
@@ -237,7 +246,7 @@ class Steps:
 
         specs, vocabulary = self._saved_trees_specs, self.optimizer.vocabulary
         saved = {
-            name: unstack(tree, specs[name], vocabulary[name])
+            name: unstack(_on_device(tree), specs[name], vocabulary[name])
             for name, tree in state.optimizer.trees.items()
         }
         params = unstack(state.params, parts.saved_specs)
@@ -254,7 +263,7 @@ class Steps:
             trees = {}
             for name, tree in saved["optimizer"].items():
                 run = partial(self.partition.from_saved, vocabulary=vocabulary[name])
-                trees[name] = left_to_compiler(run, specs[name])(tree)
+                trees[name] = left_to_compiler(run, specs[name])(_on_device(tree))
             optimizer = OptState(step - guard.skipped, trees)
             return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
 
@@ -313,19 +322,20 @@ class Steps:
         specs, everywhere = self.optimizer.target_specs, PartitionSpec()
         old = placed(self.partition.trained(state.params), specs)
         rate = jnp.asarray(self.optimizer.rate(state.step - state.guard.skipped))
-        taken, guard = assess(
-            self.guard,
-            self.partition.mesh,
-            state.guard,
-            loss,
-            norm,
-            partial(outcome, self.optimizer),
-            (gradients, norm, rate, old, state.optimizer, state.guard.reach),
-            (specs, everywhere, everywhere, specs, self._state_specs.optimizer, everywhere),
-        )
-        new, optimizer = self.optimizer.update(
-            gradients, state.optimizer, old, norm=norm, taken=taken
-        )
+        with jax.named_scope(scopes.UPDATE):
+            taken, guard = assess(
+                self.guard,
+                self.partition.mesh,
+                state.guard,
+                loss,
+                norm,
+                partial(outcome, self.optimizer),
+                (gradients, norm, rate, old, state.optimizer, state.guard.reach),
+                (specs, everywhere, everywhere, specs, self._state_specs.optimizer, everywhere),
+            )
+            new, optimizer = self.optimizer.update(
+                gradients, state.optimizer, old, norm=norm, taken=taken
+            )
         params = joined(state.params, new)
         params = followed(self.partition.decoder.model, params, found.statistics, taken)
         metrics = {
@@ -429,6 +439,11 @@ def partition(
         byte_lengths=lengths,
         guard=guard,
     )
+
+
+def _on_device(tree: Tree) -> Tree:
+    """Arrays that may be in host memory, where they can be computed with."""
+    return jax.device_put(tree, jax.memory.Space.Device)
 
 
 def _heads_ahead(decoder: Decoder) -> ahead.Heads | None:
