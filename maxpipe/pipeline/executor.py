@@ -126,7 +126,7 @@ class Engine:
     def _trainable(self) -> Tree:
         return self._everywhere(True) if self.trainable is None else self.trainable
 
-    def _everywhere(self, value: bool) -> Tree:
+    def _everywhere(self, value: bool | int) -> Tree:
         """The same for each parameter."""
         return jax.tree.map(lambda _: value, self.specs, is_leaf=_is_spec)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -116,3 +117,32 @@ def test_experts_are_matrices_of_their_own(form: str, how: LowPrecision) -> None
         places = form.split("->")[1].index("e")
         a, b = (np.asarray(rounded_einsum(form, x, each, how)) for each in (weight, loud))
         np.testing.assert_array_equal(a.take(1, places), b.take(1, places))
+
+
+@pytest.mark.parametrize("how", [how for how in WAYS if how.scales != "block"], ids=str)
+@pytest.mark.parametrize("dims", [1, 2])
+def test_weights_rounded_before_give_the_same(how: LowPrecision, dims: int) -> None:
+    shapes = {1: ((2, 8, 32), (3, 32, 4, 8)), 2: ((2, 8, 4, 8), (3, 4, 8, 32))}[dims]
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, stack = (jax.random.normal(*pair) for pair in zip(keys, shapes, strict=True))
+    held = how.rounds(stack, 1, dims)
+    kept = jax.tree.leaves(held)
+    assert {leaf.dtype.itemsize for leaf in kept} == {1, 4}
+    assert len(kept) == (2 if how.scales == "tensor" else 4)
+    for number, weight in enumerate(stack):
+        mine = jax.tree.map(lambda leaf, at=number: leaf[at], held)
+
+        def of_held(x: Any, gradient: Any, mine: Any = mine) -> Any:
+            return product(x, replace(mine, gradient=gradient), dims, how, dims == 1)
+
+        def of_weight(x: Any, weight: Any) -> Any:
+            return product(x, weight, dims, how, dims == 1)
+
+        wanted, pull = jax.vjp(of_weight, x, weight)
+        found, pull_held = jax.vjp(of_held, x, jnp.zeros_like(weight))
+        np.testing.assert_array_equal(found, wanted)
+        for a, b in zip(pull(wanted), pull_held(wanted), strict=True):
+            np.testing.assert_array_equal(a, b)
+        # One that is not trained.
+        (d_x,) = jax.vjp(lambda x, mine=mine: product(x, mine, dims, how, True), x)[1](wanted)
+        np.testing.assert_array_equal(d_x, pull(wanted)[0])
