@@ -130,7 +130,8 @@ class Decoder:
         split = any(dict(self.rules.table).get("sequence", ()))
         if low is None or low.scales == "block" or split:
             return self._declared(lambda param: 0)
-        found = self._declared(lambda param: param.summed)
+        chosen = lambda param: low.attention or not param.is_of_heads  # noqa: E731
+        found = self._declared(lambda param: param.summed if chosen(param) else 0)
         return jax.tree.map(lambda _: 0, found) | {"layers": found["layers"]}
 
     def _declared(self, of: Callable[[Param], Any]) -> Params:

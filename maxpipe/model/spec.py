@@ -64,6 +64,11 @@ class Param:
     how many of its first dims the product sums over."""
 
     @property
+    def is_of_heads(self) -> bool:
+        """Whether it belongs to attention."""
+        return "head_size" in self.axes
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Sizes alone."""
         return tuple(size for size, _ in self.dims)

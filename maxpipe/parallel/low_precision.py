@@ -47,14 +47,16 @@ class LowPrecision:
     """What has a scale in weights."""
     weight_gradients: bool
     """Whether products that make gradients of weights are of that form, too."""
+    attention: bool = True
+    """Whether projections of attention are."""
 
     @classmethod
     def of(cls, config: ModelConfig) -> LowPrecision | None:
         """None: products in compute type."""
         if config.matmul == "default":
             return None
-        own = config.matmul_weight_gradients == "same"
-        return cls(config.matmul, config.matmul_scales, own)
+        own, everywhere = config.matmul_weight_gradients == "same", config.matmul_parts == "all"
+        return cls(config.matmul, config.matmul_scales, own, everywhere)
 
     def type_of(self, *, gradient: bool = False) -> Any:
         """Of the 8-bit numbers. Gradients in fp8 need range more than digits, if not in blocks."""
@@ -377,7 +379,8 @@ def _product_backward(
     dims: int, how: LowPrecision, into: bool, saved: tuple[Array, Weight, Any], cotangent: Array
 ) -> tuple[Array, Any]:
     x, weight, trained = saved
-    d_x = how.back(cotangent, weight, dims).whole().astype(x.dtype)
+    # Sums over a token's whole width, as norms have, make a product behind which they stand slow.
+    d_x = lax.optimization_barrier(how.back(cotangent, weight, dims).whole().astype(x.dtype))
     if trained is None:
         return d_x, None
     d_weight = outer(x, cotangent, how, into=into)

@@ -288,6 +288,7 @@ class Sizes:
         """Whether it is gathered in 8 bits: as `Decoder.summed`."""
         model = self.config.model
         rounded = model.matmul != "default" and model.matmul_scales != "block"
+        rounded &= model.matmul_parts == "all" or not param.is_of_heads
         return rounded and param.summed > 0 and not self.config.mesh.sequence_parallel
 
     def _scales(self, param: Param) -> int:
