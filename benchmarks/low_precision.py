@@ -50,12 +50,13 @@ def losses(keys: Sequence[str]) -> dict[int, float]:
     return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
 
-def cycles(topology: str, keys: Sequence[str]) -> float:
-    """Of a step on one device."""
+def cycles(topology: str, keys: Sequence[str]) -> tuple[float, float]:
+    """Of a step on one device, and of its layers, forward and backward."""
     call = [sys.executable, "-m", "maxpipe", "compile", "llama3-8b", "--json"]
     call += ["--topology", topology, *CHIPS, *keys]
     done = subprocess.run(call, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout)["cycles"]
+    found = json.loads(done.stdout)
+    return found["cycles"], sum(found["pieces"][name] for name in ("forward", "backward"))
 
 
 def curves() -> Iterator[str]:
@@ -73,13 +74,16 @@ def curves() -> Iterator[str]:
 
 def compiled() -> Iterator[str]:
     """The table of cycles."""
-    yield "| products | " + " | ".join(TOPOLOGIES) + " |"
-    yield "|---|" + "---|" * len(TOPOLOGIES)
-    plain = [cycles(topology, ()) for topology in TOPOLOGIES]
+    heads = [f"{topology}, {what}" for topology in TOPOLOGIES for what in ("layers", "step")]
+    yield "| products | " + " | ".join(heads) + " |"
+    yield "|---|" + "---|" * len(heads)
+    plain: list[float] = []
     for name in COMPILED:
-        found = [cycles(each, WAYS[name]) for each in TOPOLOGIES] if WAYS[name] else plain
-        pairs = zip(found, plain, strict=True)
-        yield f"| {name} | " + " | ".join(f"{a / 1e9:.2f} ({a / b:.2f} x)" for a, b in pairs) + " |"
+        pairs = [cycles(topology, WAYS[name]) for topology in TOPOLOGIES]
+        found = [count for step, layers in pairs for count in (layers, step)]
+        plain = plain or found
+        cells = [f"{a / 1e9:.3f} ({a / b:.2f} x)" for a, b in zip(found, plain, strict=True)]
+        yield f"| {name} | " + " | ".join(cells) + " |"
 
 
 TEXT = """# Products in 8 bits

@@ -89,6 +89,8 @@ class Case:
     `mesh.collective_matmul`."""
     low: tuple[str, str, str] = ("default", "channel", "default")
     """`model.matmul`, its scales, and what gradients of weights multiply."""
+    low_parts: str = "all"
+    """`model.matmul_parts`."""
     by_three: bool = False
     """Sizes that 3 divides and 2 does not, but for the heads."""
 
@@ -139,6 +141,7 @@ class Case:
             matmul=self.low[0],  # type: ignore[arg-type]
             matmul_scales=self.low[1],  # type: ignore[arg-type]
             matmul_weight_gradients=self.low[2],  # type: ignore[arg-type]
+            matmul_parts=self.low_parts,  # type: ignore[arg-type]
             frozen=list(self.frozen),
         )
         if self.own is not None:

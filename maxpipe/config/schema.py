@@ -90,6 +90,10 @@ class ModelConfig:
     or 8-bit numbers with scales, of each token its own: `int8`, or `fp8`, e4m3 with
     cotangents in e5m2. Embedding, router, loss head and the products inside of attention stay in
     `model.compute_dtype`; so do projections of linear attention and into latents."""
+    matmul_parts: Literal["all", "mlp"] = "all"
+    """Which products `model.matmul` is for: all that it names, or those of MLPs and experts alone.
+    Projections of attention are as wide as the model: to round what they multiply takes about as
+    long as faster products save. Read when `model.matmul` is not `default`."""
     matmul_scales: Literal["channel", "tensor", "block"] = "channel"
     """What has a scale in weights: each output of a product, or the whole matrix, which is then the
     same 8-bit matrix forward and backward. `block`: blocks of 128 x 128, and of 128 along the sum

@@ -77,9 +77,10 @@ def _summed(add: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     return lax.platform_dependent(x, cpu=wide, default=add)
 
 
-def max_over(x: jax.Array, axis: str) -> jax.Array:
-    """The maximum over all devices of the axis, the same on each."""
-    return lax.pmax(x, axis) if _present(axis) else x
+def max_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
+    """The maximum over all devices of these axes, the same on each."""
+    present = _present(axes)
+    return lax.pmax(x, present) if present else x
 
 
 def from_position(x: jax.Array, axis: str, position: int | jax.Array) -> jax.Array:

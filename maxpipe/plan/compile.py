@@ -114,6 +114,8 @@ class Report:
     cycles: float
     """The compiler's estimate, synchronous collectives left out, and what kernels take at
     `kernel_efficiency`; 0 where it gives none."""
+    pieces: dict[str, float]
+    """Of `cycles` those of each piece of the program, by its name in `pipeline.scopes`."""
     kernel_flops: float
     """Of `flops`, those of kernels, for which the compiler has no estimate."""
     kernel_efficiency: float
@@ -313,6 +315,7 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
         flops=found.flops,
         model_flops=needed,
         cycles=cycles,
+        pieces=_pieces(busiest, topology.hardware),
         kernel_flops=found.kernel_flops,
         kernel_efficiency=topology.hardware.kernel_efficiency,
         seconds=cycles / clock if clock else 0.0,
@@ -329,6 +332,15 @@ def kernel_cycles(found: Profile, hardware: Hardware) -> float:
     """What kernels take, which have no estimate, at the share of the peak that is assumed."""
     seconds = found.kernel_flops / (hardware.flops * hardware.kernel_efficiency)
     return seconds * hardware.clock_ghz * 1e9
+
+
+def _pieces(found: Profile, hardware: Hardware) -> dict[str, float]:
+    """Cycles by region, kernels' as above."""
+    cycles: dict[str, float] = {}
+    for name in sorted({each.region for each in found.entries if each.region}):
+        mine = Profile([each for each in found.entries if each.region == name])
+        cycles[name] = mine.cycles + kernel_cycles(mine, hardware)
+    return cycles
 
 
 def versions() -> dict[str, str]:

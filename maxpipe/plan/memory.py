@@ -128,7 +128,7 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
             length * sizes.deferred_bytes(kind) for kind, length in sizes.per_chunk.items()
         )
     if by_visit:
-        found["window"] = float(size * visits.num_window * sizes.chunk_elements())
+        found["window"] = visits.num_window * sizes.gathered_bytes(sizes.per_chunk)
         found["partial"] = 4.0 * visits.num_gradient * sizes.trained.chunk_elements()
     if outside := sizes.outside:
         kept = sum(count * sizes.kept_bytes(kind)[0] for kind, count in outside.items())
@@ -148,8 +148,7 @@ def outside(sizes: Sizes, schedule: Schedule) -> float:
     found += optimizer_bytes_of(sizes, sizes.outside)
     found += 4.0 * sizes.trained.outside_elements(whole=once)
     if once:
-        size = BYTES[sizes.config.model.compute_dtype]
-        found += float(size * sizes.outside_elements(whole=True))
+        found += sizes.gathered_bytes(sizes.outside)
     return found + buffers(sizes, schedule)["outside"]
 
 
@@ -177,11 +176,11 @@ def _gathered(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
     if pipeline.weight_gather == "iteration":
         return {"held": 0.0}
-    elements = sizes.head_elements(whole=True) + sizes.outside_elements(whole=True)
-    elements += sizes.ahead_elements(whole=True)
+    found = float(size * (sizes.head_elements(whole=True) + sizes.ahead_elements(whole=True)))
+    found += sizes.gathered_bytes(sizes.outside)
     if _by_step(sizes, schedule):
-        elements += sizes.held_elements(whole=True)
-    return {"held": float(size * elements)}
+        found += sizes.gathered_bytes(sizes.layer_slots)
+    return {"held": found}
 
 
 ARRIVING = 0.8
@@ -190,8 +189,7 @@ fitted."""
 
 
 def _arriving(sizes: Sizes, schedule: Schedule) -> float:
-    size = BYTES[sizes.config.model.compute_dtype]
-    return ARRIVING * size * sizes.chunk_elements() if _by_visit(sizes, schedule) else 0.0
+    return ARRIVING * sizes.gathered_bytes(sizes.per_chunk) if _by_visit(sizes, schedule) else 0.0
 
 
 def _copies(sizes: Sizes) -> float:
@@ -267,7 +265,7 @@ def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
     mode = "step" if _by_step(sizes, schedule) else sizes.config.pipeline.weight_gather
 
     def needed(name: str, kind: Kind) -> float:
-        weights = WEIGHTS[mode] * size * sizes.layer_elements(name, whole=True)
+        weights = WEIGHTS[mode] * sizes.gathered_bytes({name: 1})
         return weights + max(_part_on_tpu(sizes, part) for part in kind.parts.values())
 
     ring = max(needed(*kind) for kind in sizes.model.kinds.items()) + _chunk_inputs(sizes)

@@ -109,11 +109,11 @@ def joined(sent: Iterable[Sent]) -> tuple[Sent, ...]:
 
 def _gathered(sizes: Sizes, params: Iterable[Param], size: int = 0) -> tuple[Sent, ...]:
     """To gather shards of parameters, or to scatter whole ones; those with the same axes as one."""
-    size = size or BYTES[sizes.config.model.compute_dtype]
     found: dict[tuple[str, ...], Sent] = {}
     for param in params:
         if sizes.counts(param) and (axes := sizes.gathered_over(param.dims)):
-            whole = size * sizes.elements(param.dims, whole=True)
+            entry = size or sizes.gathered_size(param)
+            whole = entry * sizes.elements(param.dims, whole=True)
             before = found.get(axes, Sent(axes, 0.0, 0))
             sent = before.num_bytes + sizes.around(axes) * whole
             found[axes] = Sent(axes, sent, before.rounds + 1)

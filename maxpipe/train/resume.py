@@ -65,7 +65,8 @@ _HEADS_AHEAD, _AHEAD = "model.heads_ahead", "model.ahead"
 # Model keys that may change between a checkpoint and the run that resumes it.
 _FREE_MODEL_KEYS = frozenset(
     {"model.dropout", "model.attention", "model.compute_dtype", "model.ahead_loss_weight", _FROZEN}
-    | {"model.matmul", "model.matmul_scales", "model.matmul_weight_gradients"}
+    | {"model.matmul", "model.matmul_parts", "model.matmul_scales"}
+    | {"model.matmul_weight_gradients"}
 )
 _FREE_FAMILY_KEYS = frozenset({"dispatch"})
 """Of those in a family's section, whatever the family."""

@@ -39,6 +39,7 @@ from maxpipe.optim.outcome import outcome
 from maxpipe.optim.schedule import learning_rate
 from maxpipe.optim.update import Optimizer, OptState
 from maxpipe.parallel.explicit import left_to_compiler, on_mesh, placed, with_shardings
+from maxpipe.parallel.low_precision import LowPrecision
 from maxpipe.parallel.mesh import BATCH_AXES, CONTEXT, STAGE, TENSOR
 from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
 from maxpipe.pipeline import ahead, scopes
@@ -431,6 +432,8 @@ def partition(
             idle=pipeline.idle,
             trainable=parts.trainable,
             exact=parts.exact,
+            summed=parts.summed,
+            low=LowPrecision.of(model),
             gradients=optimizer.target_specs,
             reduced=optim.reduce_dtype,
         ),

@@ -122,6 +122,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"microbatches": 5, "repeats": 5, "weight_gather": "visit", "group": 4},
     ),
     ({}, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4, "remat": "none"}),
+    (
+        {"matmul": "int8"},
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 4, "repeats": 5, "weight_gather": "visit", "group": 2},
+    ),
     ({"vocab_size": 263}, {"ici_stage": 4}, {"microbatches": 6, "schedule": "zb_h1"}),
     ({"heads_ahead": 2}, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4}),
     (

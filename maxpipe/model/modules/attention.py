@@ -179,7 +179,7 @@ class Attention(PartModule):
         part, dtype, rules = self.part, x.dtype, self.rules
         segments, positions = context.inputs["segment_ids"], context.inputs["positions"]
         frequencies = rotary_frequencies(part.rope, part.head_size, context)
-        split = context.split(rules)
+        split = context.split(rules, attention=True)
         query, key, value = self._projected(x, split)
         gate = None
         if part.gated:
