@@ -93,13 +93,19 @@ def gather_shards(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Arra
     present = _present(axes)
     if not present:
         return x
-    join = partial(lax.all_gather, axis_name=present, tiled=True)
+    if not dim or not _on_cpus():
+        return lax.all_gather(x, present, axis=dim, tiled=True)
+    # XLA for CPU gathers along the first dim, and puts the whole into another order for others.
+    found = lax.all_gather(jnp.moveaxis(x, dim, 0), present, axis=0, tiled=True)
+    return jnp.moveaxis(found, 0, dim)
 
-    def first(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(join(jnp.moveaxis(x, dim, 0), axis=0), 0, dim)
 
-    # XLA for CPU gathers along the first dim, and puts a whole array into another order for others.
-    return lax.platform_dependent(x, cpu=first, default=partial(join, axis=dim)) if dim else join(x)
+def _on_cpus() -> bool:
+    """Whether the program that is traced is for CPUs. Unlike a choice while it is lowered, one that
+    is made here leaves no trace in programs for other devices.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.platform == "cpu"
 
 
 def scatter_sum(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # they import jax
 
 
 def compiled(report: Report, num_entries: int = 0) -> str:
-    """A page for a terminal, with so many of the largest entries of the program."""
+    """A page for a terminal, with this number of the largest entries of the program."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in report.mesh.items()) or "one device"
     mesh += f", attention {report.attention}"
     slices = f"{report.num_slices} slices of " if report.num_slices > 1 else ""

@@ -79,7 +79,7 @@ def _travelled(
 ) -> Float[Array, "S D"]:
     """To each device its part of the rows, of which the first `sent` are in use.
 
-    Where nothing arrives is whatever was in memory, which nobody reads.
+    Where nothing arrives is whatever was in memory: it is not read.
     """
     padded = lambda x, sent, got: exchange(x, EXPERT, 0, 0)  # noqa: E731
     return lax.platform_dependent(x, sent, got, tpu=_ragged, default=padded)

@@ -148,7 +148,7 @@ class Experts(PartModule):
     ) -> Float[Array, "B T D"]:
         """Of tokens through their own experts, of which `params` are.
 
-        `complete`: all choices count, or nobody reads what becomes of the others. `filled`: the
+        `complete`: all choices count, or what becomes of the others is not read. `filled`: the
         share of them that count, on average.
         """
         x, *routes = tokens
