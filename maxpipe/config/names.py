@@ -163,6 +163,16 @@ _NOT_SAME_KEY = {
         "evaluations are some steps apart.",
         "Set eval.every to the number of steps; 0 evaluates after the last one only.",
     ),
+    "num_vocab_tiling num_output_chunks ce_chunks loss_num_chunks": (
+        "the blocks of the loss are given by their size.",
+        "Set pipeline.loss_block_tokens to the tokens of a microbatch on a device divided by this "
+        "number, or leave it out: long sequences are in blocks by themselves.",
+    ),
+    "chunked_cross_entropy chunked_ce cut_cross_entropy linear_cross_entropy "
+    "fused_linear_cross_entropy use_liger_kernel liger": (
+        "logits are made of a block of tokens at a time where they are large.",
+        "Leave it out, or set pipeline.loss_block_tokens to the number of tokens.",
+    ),
     "save_strategy": (
         "checkpoints are some steps apart.",
         "Set checkpoint.every to the number of steps; 0 saves after the last one only.",

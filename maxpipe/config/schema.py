@@ -220,6 +220,10 @@ class PipelineConfig:
     idle: Literal["skip", "compute"] = "skip"
     """What a stage does in an empty slot: `skip` branches around the work, `compute` runs it on
     zeros and discards the result (no control flow that differs between stages)."""
+    loss_block_tokens: int = field(default=-1, metadata=before(0))
+    """Tokens of a device whose logits are in memory at once, of each microbatch in turn. 0: all of
+    them. -1: all, but 2048 where the logits of all would take more than 512 MiB, as with long
+    sequences or few stages. Changes memory, and the loss in its last digits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,7 +32,7 @@ from maxpipe.config.schema import (
     PipelineConfig,
     TrainConfig,
 )
-from maxpipe.model.choice import Divided, resolved
+from maxpipe.model.choice import Divided, loss_block, resolved
 from maxpipe.model.count import layer_costs
 from maxpipe.model.decoder import Decoder
 from maxpipe.optim.outcome import outcome
@@ -401,6 +401,7 @@ def partition(
         ends.embed_scale,
         ends.logit_scale,
         ends.logit_cap,
+        _loss_block(mesh, model, pipeline, train),
         _heads_ahead(decoder),
     )
     rate, targets = learning_rate(optim, total_steps), parts.targets(optim)
@@ -429,6 +430,16 @@ def partition(
         byte_lengths=lengths,
         guard=guard,
     )
+
+
+def _loss_block(
+    mesh: Mesh, model: ModelConfig, pipeline: PipelineConfig, train: TrainConfig
+) -> int:
+    shape = mesh.shape
+    rows = train.batch_size // math.prod(shape[axis] for axis in BATCH_AXES)
+    tokens = rows // pipeline.microbatches * (train.sequence_length // shape[CONTEXT])
+    vocabulary = -(-model.vocab_size // (shape[STAGE] * shape[TENSOR]))
+    return loss_block(pipeline.loss_block_tokens, tokens, vocabulary)
 
 
 def _heads_ahead(decoder: Decoder) -> ahead.Heads | None:
