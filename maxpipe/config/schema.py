@@ -236,6 +236,11 @@ class TrainConfig:
     """Number of tokens to train on, rounded up to whole steps. Read when `train.steps` is 0."""
     batch_size: int = 8
     """Sequences per step over all devices."""
+    batch_ramp: list[str] = field(default_factory=list, hash=False)  # a list has no hash
+    """Smaller batches at the start, such as `['16 for 1000 steps', '32 for 50000000 tokens']`, in
+    stages that grow up to `train.batch_size`; tokens are rounded up to whole steps. Batches follow
+    each other in the data without gaps. Microbatches stay as large, and there are fewer of them.
+    What a run has done of its ramp cannot change."""
     sequence_length: int = 1024
     """Tokens per sequence."""
 

@@ -28,8 +28,8 @@ _CUDNN_HEAD, _CUDNN_LARGEST = 8, 128
 
 
 BLOCK_TOKENS = 2048
-"""Fewer would read the output projection, and the sums of its gradient, more often than matmuls
-take: with 1024 the head takes more cycles on TPUs than at once, with 2048 fewer."""
+"""Each block reads the output projection, and the sums of its gradient: fewer tokens would keep
+matmuls waiting for memory on chips with little of its bandwidth."""
 _LARGE_LOGITS = 2**29
 """Bytes of a microbatch's logits in float32 on a device from which on they are made by blocks."""
 

@@ -17,8 +17,8 @@ from maxpipe.model.parts.experts import Experts
 from maxpipe.model.spec import Param, Scores
 from maxpipe.optim.kept import is_orthogonalised, matrix_of
 from maxpipe.parallel.axes import axis_table
-from maxpipe.plan.optimizer import shared_over_data
 from maxpipe.plan.memory import loss_blocks
+from maxpipe.plan.optimizer import shared_over_data
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
 

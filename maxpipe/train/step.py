@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,8 @@ class Steps:
     engine: Engine
     shape: tuple[int, int]
     """Rows and tokens of a global batch."""
+    schedules: Callable[[int], Schedule]
+    """The schedule for another number of microbatches."""
     seed: int
     byte_lengths: np.ndarray
     """Bytes of text that each token id stands for."""
@@ -121,6 +123,13 @@ class Steps:
     @cached_property
     def _abstract_params(self) -> Tree:
         return jax.eval_shape(self.partition.init, jax.random.key(0))
+
+    def of_rows(self, rows: int) -> Steps:
+        """The same for batches of fewer rows: fewer microbatches, each as large."""
+        count = rows * self.train_schedule.num_microbatches // self.shape[0]
+        if rows == self.shape[0]:
+            return self
+        return replace(self, train_schedule=self.schedules(count), shape=(rows, self.shape[1]))
 
     # What is compiled.
 
@@ -376,14 +385,18 @@ def partition(
     divided = Divided(mesh.shape[CONTEXT], mesh.shape[TENSOR], rules.context)
     model = resolved(model, platform, tokens, divided)
     decoder = Decoder(model, rules.on(platform))
-    schedule = build(
-        pipeline.schedule,
-        stages=mesh.shape[STAGE],
-        repeats=pipeline.repeats,
-        microbatches=pipeline.microbatches,
-        group=pipeline.group,
-        delayed=pipeline.delayed_forwarding,
-    )
+
+    def scheduled(microbatches: int) -> Schedule:
+        return build(
+            pipeline.schedule,
+            stages=mesh.shape[STAGE],
+            repeats=pipeline.repeats,
+            microbatches=microbatches,
+            group=pipeline.group,
+            delayed=pipeline.delayed_forwarding,
+        )
+
+    schedule = scheduled(pipeline.microbatches)
     ring = schedule.ring
     # Embedding and loss head are spread over all stages: only layers weigh on the cut.
     outside = pipeline.layers_outside
@@ -426,6 +439,7 @@ def partition(
             reduced=optim.reduce_dtype,
         ),
         shape=(train.batch_size, train.sequence_length),
+        schedules=scheduled,
         seed=seed,
         byte_lengths=lengths,
         guard=guard,
