@@ -224,6 +224,10 @@ class PipelineConfig:
     idle: Literal["skip", "compute"] = "skip"
     """What a stage does in an empty slot: `skip` branches around the work, `compute` runs it on
     zeros and discards the result (no control flow that differs between stages)."""
+    loss_block_tokens: int = field(default=-1, metadata=before(0))
+    """Tokens of a device whose logits are in memory at once, of each microbatch in turn. 0: all of
+    them. -1: all, but 2048 where the logits of all would take more than 512 MiB, as with long
+    sequences or few stages. Changes memory, and the loss in its last digits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,6 +240,11 @@ class TrainConfig:
     """Number of tokens to train on, rounded up to whole steps. Read when `train.steps` is 0."""
     batch_size: int = 8
     """Sequences per step over all devices."""
+    batch_ramp: list[str] = field(default_factory=list, hash=False)  # a list has no hash
+    """Smaller batches at the start, such as `['16 for 1000 steps', '32 for 50000000 tokens']`, in
+    stages that grow up to `train.batch_size`; tokens are rounded up to whole steps. Batches follow
+    each other in the data without gaps. Microbatches stay as large, and there are fewer of them.
+    What a run has done of its ramp cannot change."""
     sequence_length: int = 1024
     """Tokens per sequence."""
 

@@ -20,7 +20,7 @@ from maxpipe.hardware import Hardware
 from maxpipe.model.count import train_flops_per_token
 from maxpipe.model.parts.mlp import GatedMLP
 from maxpipe.model.spec import Kind, Scores
-from maxpipe.plan.memory import Memory, memory, state
+from maxpipe.plan.memory import Memory, loss_blocks, memory, state
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.plan.traffic import (
     HeadTraffic,
@@ -187,7 +187,9 @@ class CostModel:
         trained_ahead = sizes.trained.ahead_matrices()
         flops = 4.0 * (heads * matrix + ahead) + 2.0 * (heads * trained + trained_ahead)
         flops *= sizes.tokens
-        moved = heads * (4.0 * 4 * sizes.tokens * sizes.vocabulary + 4.0 * matrix)
+        # Each further block reads the matrix again, and reads and writes its gradient.
+        again = (4.0 + 8.0) * (loss_blocks(sizes) - 1) * matrix
+        moved = heads * (4.0 * 4 * sizes.tokens * sizes.vocabulary + 4.0 * matrix + again)
         work, gathers = self.contention * self.work(flops, moved), 0.0
         if sizes.config.pipeline.weight_gather == "iteration":
             # Inside a conditional, in which compilers start nothing early.

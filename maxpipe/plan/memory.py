@@ -11,6 +11,7 @@ import importlib.metadata
 from dataclasses import dataclass, replace
 from functools import cache
 
+from maxpipe.model.choice import loss_block
 from maxpipe.model.spec import Kind, Part
 from maxpipe.plan.optimizer import optimizer_bytes, optimizer_bytes_of
 from maxpipe.plan.sizes import BYTES, Sizes
@@ -378,6 +379,17 @@ def _chunk_inputs(sizes: Sizes) -> float:
     return float(layers * size * sizes.activation)
 
 
+def loss_tokens(sizes: Sizes) -> int:
+    """Tokens whose logits a device has in memory at once."""
+    setting = sizes.config.pipeline.loss_block_tokens
+    return loss_block(setting, sizes.tokens, sizes.vocabulary) or sizes.tokens
+
+
+def loss_blocks(sizes: Sizes) -> int:
+    """Blocks of tokens in which the loss of a microbatch is computed."""
+    return -(-sizes.tokens // loss_tokens(sizes))
+
+
 UNFUSED_LOGITS = 3.0
 """Copies of the logits in float32 where XLA does not fuse the loss and its gradient: on CPUs."""
 
@@ -385,16 +397,21 @@ UNFUSED_LOGITS = 3.0
 def _logits(sizes: Sizes, platform: str) -> float:
     """The loss head's backward."""
     model, gathers = sizes.config.model, sizes.config.pipeline.weight_gather == "iteration"
-    size, pairs = BYTES[model.compute_dtype], sizes.tokens * sizes.vocabulary
+    size, pairs = BYTES[model.compute_dtype], loss_tokens(sizes) * sizes.vocabulary
     matrix = sizes.head_elements(whole=True)
     gradient = 4.0 * sizes.trained.head_elements(whole=True)
     # The matrix's gradient, after the other copies of the logits.
     with_gradient = 4.0 * pairs + gradient
     if platform == "tpu":
-        # Whole accumulators take it where they are; shards of them, after it was summed.
-        most = with_gradient if gathers else 4.0 * pairs
+        # Whole accumulators take it where they are; shards of them, after it was summed. Over
+        # blocks it adds up elsewhere, in place.
+        most = with_gradient if gathers or loss_blocks(sizes) > 1 else 4.0 * pairs
     elif platform == "cpu":
         most = max(with_gradient, UNFUSED_LOGITS * 4.0 * pairs)
     else:  # beside the logits their gradient in compute type, of which the matrix's is made
         most = size * pairs + max(4.0 * pairs, gradient)
+    if loss_blocks(sizes) > 1:
+        # What blocks are cut from, and what they give; sums, also those over heads.
+        sums = (platform != "tpu") + (sizes.heads_ahead > 0)
+        most += gradient * sums + 2 * size * sizes.whole_activation
     return most + size * matrix * gathers + _waiting_ahead(sizes)

@@ -7,6 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.config.check import total_steps
+from maxpipe.config.ramp import Ramp, Stage
+from maxpipe.config.schema import Config
 from maxpipe.hardware import GIB, Hardware
 from maxpipe.model.choice import Divided, words
 from maxpipe.model.count import active_params, num_params, num_trained, total
@@ -136,6 +138,7 @@ def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "notes": [*sizes.model.notes, *([f"attention: {chosen}"] if chosen else [])],
         "tokens_per_step": tokens,
         "steps": total_steps(config.train),
+        "ramp": _ramp(config),
         "flops_per_step": candidate.cost.model_flops * sizes.num_devices,
         "checkpoint_bytes": int(total(sizes.model, saved)),
         "memory_bytes": hardware.memory_bytes,
@@ -164,6 +167,21 @@ def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     }
 
 
+def _ramp(config: Config) -> list[dict[str, int]]:
+    """Stages of `train.batch_ramp`, and what is left of the run behind them; none without."""
+    train, ramp = config.train, Ramp.of(config.train)
+    last = Stage(ramp.rows, max(0, total_steps(train) - ramp.steps))
+    return [
+        {
+            "rows": rows,
+            "steps": steps,
+            "tokens": rows * steps * train.sequence_length,
+            "microbatches": rows * config.pipeline.microbatches // train.batch_size,
+        }
+        for rows, steps in ((*ramp.stages, last) if ramp.stages else ())
+    ]
+
+
 def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
     """A page for a terminal, from `facts`."""
     layout = " ".join(f"{key}={value}" for key, value in values["layout"].items())
@@ -187,6 +205,11 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
         f"{values['flops_per_step'] / 1e15:.4g} PFLOP in a step, checkpoints of "
         f"{gib(values['checkpoint_bytes'])}",
         *(f"  {note}" for note in values["notes"]),
+        *(
+            f"  {counted(stage['steps'], 'step')} with batches of {counted(stage['rows'], 'row')}, "
+            f"{counted(stage['microbatches'], 'microbatch')}: {stage['tokens']:,} tokens"
+            for stage in values["ramp"]
+        ),
         "",
         f"memory of one device: {gib(values['total_bytes'])} of {gib(values['memory_bytes'])} "
         f"({share:.0%}): {fits}",

@@ -17,6 +17,7 @@ from maxpipe.model.parts.experts import Experts
 from maxpipe.model.spec import Param, Scores
 from maxpipe.optim.kept import is_orthogonalised, matrix_of
 from maxpipe.parallel.axes import axis_table
+from maxpipe.plan.memory import loss_blocks
 from maxpipe.plan.optimizer import shared_over_data
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
@@ -268,7 +269,7 @@ def scored(sizes: Sizes) -> Sent:
     stage, size = sizes.present(["stage"]), BYTES[sizes.config.model.compute_dtype]
     numbers = WIDE * 3 * (1 + sizes.heads_ahead) * sizes.tokens
     sent = (size + WIDE) * sizes.activation + numbers
-    return Sent(stage, 2 * sizes.around(stage) * sent, 5, is_sum=True)
+    return Sent(stage, 2 * sizes.around(stage) * sent, 1 + 4 * loss_blocks(sizes), is_sum=True)
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,7 @@ class Guarded(TypedDict):
     recent: tuple[list[AnyFloat], list[AnyFloat]]
     roll_backs: NotRequired[int]
     in_row: NotRequired[int]
+    rows_left_out: NotRequired[int]
 
 
 class Position(TypedDict):
@@ -145,7 +146,7 @@ def restore_or_init(
         _check_optimizer(facts, loaded, own=own)
         if own and facts.step == total_steps(config.train):
             _check_finished(facts, loaded)
-        others = compare(data["fingerprint"], datasets.train.fingerprint())
+        others = compare(data["fingerprint"], datasets.train.fingerprint(), data["step"])
         if others and (before := _data_path(facts.config)) != config.data.path:
             others = [("data.path", before or "''", config.data.path or "''"), *others]
         if others and own and not config.data.allow_change:

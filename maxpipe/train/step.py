@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from maxpipe.config.schema import (
     PipelineConfig,
     TrainConfig,
 )
-from maxpipe.model.choice import Divided, resolved
+from maxpipe.model.choice import Divided, loss_block, resolved
 from maxpipe.model.count import layer_costs
 from maxpipe.model.decoder import Decoder
 from maxpipe.optim.outcome import outcome
@@ -77,6 +77,8 @@ class Steps:
     engine: Engine
     shape: tuple[int, int]
     """Rows and tokens of a global batch."""
+    schedules: Callable[[int], Schedule]
+    """The schedule for another number of microbatches."""
     seed: int
     byte_lengths: np.ndarray
     """Bytes of text that each token id stands for."""
@@ -131,6 +133,13 @@ class Steps:
     @cached_property
     def _abstract_params(self) -> Tree:
         return jax.eval_shape(self.partition.init, jax.random.key(0))
+
+    def of_rows(self, rows: int) -> Steps:
+        """The same for batches of fewer rows: fewer microbatches, each as large."""
+        count = rows * self.train_schedule.num_microbatches // self.shape[0]
+        if rows == self.shape[0]:
+            return self
+        return replace(self, train_schedule=self.schedules(count), shape=(rows, self.shape[1]))
 
     # What is compiled.
 
@@ -387,14 +396,18 @@ def partition(
     divided = Divided(mesh.shape[CONTEXT], mesh.shape[TENSOR], rules.context)
     model = resolved(model, platform, tokens, divided)
     decoder = Decoder(model, rules.on(platform))
-    schedule = build(
-        pipeline.schedule,
-        stages=mesh.shape[STAGE],
-        repeats=pipeline.repeats,
-        microbatches=pipeline.microbatches,
-        group=pipeline.group,
-        delayed=pipeline.delayed_forwarding,
-    )
+
+    def scheduled(microbatches: int) -> Schedule:
+        return build(
+            pipeline.schedule,
+            stages=mesh.shape[STAGE],
+            repeats=pipeline.repeats,
+            microbatches=microbatches,
+            group=pipeline.group,
+            delayed=pipeline.delayed_forwarding,
+        )
+
+    schedule = scheduled(pipeline.microbatches)
     ring = schedule.ring
     # Embedding and loss head are spread over all stages: only layers weigh on the cut.
     outside = pipeline.layers_outside
@@ -412,6 +425,7 @@ def partition(
         ends.embed_scale,
         ends.logit_scale,
         ends.logit_cap,
+        _loss_block(mesh, model, pipeline, train),
         _heads_ahead(decoder),
     )
     rate, targets = learning_rate(optim, total_steps), parts.targets(optim)
@@ -438,6 +452,7 @@ def partition(
             reduced=optim.reduce_dtype,
         ),
         shape=(train.batch_size, train.sequence_length),
+        schedules=scheduled,
         seed=seed,
         byte_lengths=lengths,
         guard=guard,
@@ -447,6 +462,16 @@ def partition(
 def _on_device(tree: Tree) -> Tree:
     """Arrays that may be in host memory, where they can be computed with."""
     return jax.device_put(tree, jax.memory.Space.Device)
+
+
+def _loss_block(
+    mesh: Mesh, model: ModelConfig, pipeline: PipelineConfig, train: TrainConfig
+) -> int:
+    shape = mesh.shape
+    rows = train.batch_size // math.prod(shape[axis] for axis in BATCH_AXES)
+    tokens = rows // pipeline.microbatches * (train.sequence_length // shape[CONTEXT])
+    vocabulary = -(-model.vocab_size // (shape[STAGE] * shape[TENSOR]))
+    return loss_block(pipeline.loss_block_tokens, tokens, vocabulary)
 
 
 def _heads_ahead(decoder: Decoder) -> ahead.Heads | None:
