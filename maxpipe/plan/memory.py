@@ -13,6 +13,7 @@ from functools import cache
 
 from maxpipe.model.choice import loss_block
 from maxpipe.model.spec import Kind, Part
+from maxpipe.plan.gathered import gathered_bytes
 from maxpipe.plan.optimizer import optimizer_bytes, optimizer_bytes_of
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
@@ -129,7 +130,7 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
             length * sizes.deferred_bytes(kind) for kind, length in sizes.per_chunk.items()
         )
     if by_visit:
-        found["window"] = visits.num_window * sizes.gathered_bytes(sizes.per_chunk)
+        found["window"] = visits.num_window * gathered_bytes(sizes, sizes.per_chunk)
         found["partial"] = 4.0 * visits.num_gradient * sizes.trained.chunk_elements()
     if outside := sizes.outside:
         kept = sum(count * sizes.kept_bytes(kind)[0] for kind, count in outside.items())
@@ -149,7 +150,7 @@ def outside(sizes: Sizes, schedule: Schedule) -> float:
     found += optimizer_bytes_of(sizes, sizes.outside)
     found += 4.0 * sizes.trained.outside_elements(whole=once)
     if once:
-        found += sizes.gathered_bytes(sizes.outside)
+        found += gathered_bytes(sizes, sizes.outside)
     return found + buffers(sizes, schedule)["outside"]
 
 
@@ -178,9 +179,9 @@ def _gathered(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     if pipeline.weight_gather == "iteration":
         return {"held": 0.0}
     found = float(size * (sizes.head_elements(whole=True) + sizes.ahead_elements(whole=True)))
-    found += sizes.gathered_bytes(sizes.outside)
+    found += gathered_bytes(sizes, sizes.outside)
     if _by_step(sizes, schedule):
-        found += sizes.gathered_bytes(sizes.layer_slots)
+        found += gathered_bytes(sizes, sizes.layer_slots)
     return {"held": found}
 
 
@@ -190,7 +191,7 @@ fitted."""
 
 
 def _arriving(sizes: Sizes, schedule: Schedule) -> float:
-    return ARRIVING * sizes.gathered_bytes(sizes.per_chunk) if _by_visit(sizes, schedule) else 0.0
+    return ARRIVING * gathered_bytes(sizes, sizes.per_chunk) if _by_visit(sizes, schedule) else 0.0
 
 
 def _copies(sizes: Sizes) -> float:
@@ -266,7 +267,7 @@ def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
     mode = "step" if _by_step(sizes, schedule) else sizes.config.pipeline.weight_gather
 
     def needed(name: str, kind: Kind) -> float:
-        weights = WEIGHTS[mode] * sizes.gathered_bytes({name: 1})
+        weights = WEIGHTS[mode] * gathered_bytes(sizes, {name: 1})
         return weights + max(_part_on_tpu(sizes, part) for part in kind.parts.values())
 
     ring = max(needed(*kind) for kind in sizes.model.kinds.items()) + _chunk_inputs(sizes)

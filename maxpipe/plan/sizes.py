@@ -274,45 +274,6 @@ class Sizes:
             if self.counts(params[name])
         )
 
-    def gathered_size(self, param: Param) -> int:
-        """Bytes of one number of a layer's parameter as it is gathered, scales left out.
-
-        In 8 bits it is there twice, for products forward and backward, unless the whole matrix has
-        one scale.
-        """
-        if not self._rounds(param):
-            return BYTES[self.config.model.compute_dtype]
-        return 1 if self.config.model.matmul_scales == "tensor" else 2
-
-    def _rounds(self, param: Param) -> bool:
-        """Whether it is gathered in 8 bits: as `Decoder.summed`."""
-        model = self.config.model
-        rounded = model.matmul != "default" and model.matmul_scales != "block"
-        rounded &= model.matmul_parts == "all" or not param.is_of_heads
-        return rounded and param.summed > 0 and not self.config.mesh.sequence_parallel
-
-    def _scales(self, param: Param) -> int:
-        """Their number, of a parameter in 8 bits."""
-        if not self._rounds(param) or self.config.model.matmul_scales == "tensor":
-            return int(self._rounds(param))
-        sides = param.dims[: param.summed], param.dims[param.summed :]
-        return sum(self.elements(dims, whole=True) for dims in sides)
-
-    def gathered_bytes(self, layers: Mapping[str, int]) -> float:
-        """Of so many layers of each kind, gathered."""
-        return float(sum(count * self._gathered_bytes[kind] for kind, count in layers.items()))
-
-    @cached_property
-    def _gathered_bytes(self) -> Mapping[str, int]:
-        return {
-            name: sum(
-                self.gathered_size(each) * self.elements(each.dims, whole=True)
-                + 4 * self._scales(each)
-                for each in filter(self.counts, kind.params.values())
-            )
-            for name, kind in self.model.kinds.items()
-        }
-
     def held_elements(self, *, whole: bool = False) -> int:
         """Parameters of all layers of the ring that a stage holds, padding included."""
         return sum(

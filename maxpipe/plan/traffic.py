@@ -17,6 +17,7 @@ from maxpipe.model.parts.experts import Experts
 from maxpipe.model.spec import Param, Scores
 from maxpipe.optim.kept import is_orthogonalised, matrix_of
 from maxpipe.parallel.axes import axis_table
+from maxpipe.plan.gathered import gathered_size
 from maxpipe.plan.memory import loss_blocks
 from maxpipe.plan.optimizer import shared_over_data
 from maxpipe.plan.sizes import BYTES, Sizes
@@ -113,7 +114,7 @@ def _gathered(sizes: Sizes, params: Iterable[Param], size: int = 0) -> tuple[Sen
     found: dict[tuple[str, ...], Sent] = {}
     for param in params:
         if sizes.counts(param) and (axes := sizes.gathered_over(param.dims)):
-            entry = size or sizes.gathered_size(param)
+            entry = size or gathered_size(sizes, param)
             whole = entry * sizes.elements(param.dims, whole=True)
             before = found.get(axes, Sent(axes, 0.0, 0))
             sent = before.num_bytes + sizes.around(axes) * whole

@@ -424,13 +424,13 @@ def _forward_unrolled(
             _OF_PAIRS, blocks.cut(queries, start, stop), keys[:, :, first:stop], options
         )
         scores = blocks.hidden(scores, block)
-        largest = jnp.maximum(scores.max(-1, keepdims=True), LEAST)
+        largest, of_heads = jnp.maximum(scores.max(-1, keepdims=True), LEAST), None
         if sinks is not None:
             of_heads = _beside_queries(sinks, blocks.groups, stop - start)
             largest = jnp.maximum(largest, of_heads)
         shares = jnp.exp(scores - largest)
         total = shares.sum(-1, keepdims=True)
-        if sinks is not None:
+        if of_heads is not None:
             total += jnp.exp(of_heads - largest)
         total = jnp.where(total > 0, total, 1.0)
         mixed = _dot("bgxs,bgsh->bgxh", shares.astype(value.dtype), values[:, :, first:stop])
