@@ -178,7 +178,7 @@ def _ramp(config: Config) -> list[dict[str, int]]:
             "tokens": rows * steps * train.sequence_length,
             "microbatches": rows * config.pipeline.microbatches // train.batch_size,
         }
-        for rows, steps in ((*ramp.stages, last) if ramp.stages else ())
+        for rows, steps in ((*ramp.stages, last) if config.train.batch_ramp else ())
     ]
 
 

@@ -234,8 +234,7 @@ def set_up(
     if first < length:
         attention_check.check(run_dir, steps, link, console, events)
     with phases.enter(COMPILE):
-        left = length - first, first + begin.offset
-        train_steps, eval_step = _programs(config, steps, datasets, console, *left)
+        train_steps, eval_step = _programs(config, steps, datasets, console, begin)
     events.write("start", step=first, devices=jax.device_count(), seconds=phases.take())
     open_writer = partial(
         MetricWriter, run_dir, config.log.tensorboard, process_index=process, ours=ours
@@ -311,26 +310,22 @@ def _locks(config: Config, stack: contextlib.ExitStack) -> list[RunLock]:
 
 
 def _programs(
-    config: Config,
-    steps: Steps,
-    datasets: Datasets,
-    console: Console,
-    num_left: int,
-    position: int,
+    config: Config, steps: Steps, datasets: Datasets, console: Console, begin: Start
 ) -> tuple[dict[int, Any], Any]:
     """The compiled train steps by rows, and the eval step; none that the run does not need.
 
     Those of all sizes that are still to come: none of them fails or waits in the middle of a run.
     """
     train_steps, eval_step = {}, None
-    if num_left == 0:
+    first = int(begin.state.step)
+    if first == total_steps(config.train):
         console.note(f"all {total_steps(config.train)} steps are done: nothing is left to train")
     elif config.runtime.executable:
         folder = full(config.runtime.executable, "runtime.executable")
         with console.stage(f"loading train step from {folder}"):
             train_steps[steps.shape[0]] = steps.load_train(folder, to_dict(config))
     else:
-        sizes = datasets.train.ramp.sizes(position)
+        sizes = datasets.train.ramp.sizes(first + begin.offset)
         for rows in sizes:
             words = f" for batches of {rows} rows" if len(sizes) > 1 else ""
             with console.stage(f"compiling train step{words}"):

@@ -397,16 +397,7 @@ def partition(
     model = resolved(model, platform, tokens, divided)
     decoder = Decoder(model, rules.on(platform))
 
-    def scheduled(microbatches: int) -> Schedule:
-        return build(
-            pipeline.schedule,
-            stages=mesh.shape[STAGE],
-            repeats=pipeline.repeats,
-            microbatches=microbatches,
-            group=pipeline.group,
-            delayed=pipeline.delayed_forwarding,
-        )
-
+    scheduled = partial(_schedule, pipeline, mesh.shape[STAGE])
     schedule = scheduled(pipeline.microbatches)
     ring = schedule.ring
     # Embedding and loss head are spread over all stages: only layers weigh on the cut.
@@ -462,6 +453,17 @@ def partition(
 def _on_device(tree: Tree) -> Tree:
     """Arrays that may be in host memory, where they can be computed with."""
     return jax.device_put(tree, jax.memory.Space.Device)
+
+
+def _schedule(pipeline: PipelineConfig, stages: int, microbatches: int) -> Schedule:
+    return build(
+        pipeline.schedule,
+        stages=stages,
+        repeats=pipeline.repeats,
+        microbatches=microbatches,
+        group=pipeline.group,
+        delayed=pipeline.delayed_forwarding,
+    )
 
 
 def _loss_block(

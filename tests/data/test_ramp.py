@@ -91,7 +91,7 @@ def test_no_row_is_lost_or_repeated(
     ramp, last = ramp_of(stages, rows), 22
     processes = min(processes, *sizes(ramp, last))  # each has a row
     for loader in loader_of(texts, ramp):
-        seen: list[bytes | tuple[bytes, ...]] = []
+        seen: list[bytes] = []
         edges = [0, *sorted(stops), last]
         for start, stop in itertools.pairwise(edges):
             shares = [

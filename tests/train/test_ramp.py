@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,12 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config.load import load
+from maxpipe.config.ramp import Ramp, Stage
+from maxpipe.config.schema import GuardConfig
 from maxpipe.data.loader import Loader
 from maxpipe.errors import ConfigError
 from maxpipe.train.loop import train
+from maxpipe.train.watch import Watch
 from tests.train.runs import saved_digest
 
 STEPS, ROW = 24, 16
@@ -102,3 +106,20 @@ def test_plans_say_stages(tiny: Path, capsys: pytest.CaptureFixture[str]) -> Non
     shown = capsys.readouterr().out
     assert "5 steps with batches of 2 rows, 1 microbatch: 160 tokens" in shown
     assert "14 steps with batches of 8 rows, 4 microbatches: 1,792 tokens" in shown
+
+
+def test_rows_that_were_left_out_are_counted() -> None:
+    """Going back twice, the second time to a checkpoint from before the first."""
+    ramp = Ramp((Stage(2, 5), Stage(4, 5)), 8)
+    silent: Any = SimpleNamespace(write=lambda *_, **__: None, warn=lambda _: None, ramp=ramp)
+    others: dict[str, Any] = {"run_dir": "", "loader": silent, "events": silent, "console": silent}
+    watch = Watch(GuardConfig(), **others)
+    assert watch.rows_done(6) == 14
+    watch.went_back(6, 4, 0, None)  # batches 4 and 5, of 2 and 4 rows, are left out
+    assert watch.rows_done(4) == 8 and watch.rows_done(5) == 12
+    saved = watch.facts()
+    watch.went_back(7, 4, 0, None)  # 6, 7 and 8 are, too
+    assert watch.rows_done(4) == 8
+    assert watch.rows_done(5) == 12 and watch.rows_done(6) == 20  # batches 9 and 10
+    resumed = Watch(GuardConfig(), offset=2, facts=saved, **others)
+    assert resumed.rows_done(5) == 12
