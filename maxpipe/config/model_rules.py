@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from maxpipe.config.by_name import by_name
@@ -98,6 +99,41 @@ def _sums_over_tokens_fit(config: Config) -> Iterator[Finding]:
         )
         action = "Set model.matmul_weight_gradients=default."
         yield Finding("model.matmul_weight_gradients", rule, action)
+
+
+BLOCK = 128
+"""Most numbers of a dim that share a scale with `model.matmul_scales=block`."""
+
+
+@rule(
+    "mesh.sequence_parallel", *axis_keys("tensor", "context"), *_MODEL_KEYS, "train.sequence_length"
+)
+def _blocks_are_not_cut(config: Config) -> Iterator[Finding]:
+    """A block on two devices would be two, and the loss another one than on one device."""
+    model, mesh, tokens = config.model, config.mesh, config.train.sequence_length
+    if model.matmul == "default" or model.matmul_scales != "block":
+        return
+    dims = {
+        size
+        for param in declared(describe(model)).values()
+        for size, axis in param.dims
+        if axis == "mlp"
+    }
+    shards = axis_size(mesh, "tensor") or 1 if mesh.sequence_parallel else 1
+    cut = [(size, f"columns of an MLP ({size})", "tensor", shards) for size in sorted(dims)]
+    if model.matmul_weight_gradients == "same":
+        shards = axis_size(mesh, "context") or 1
+        pieces = 2 * shards if shards > 1 else 1  # early and late tokens of a row are one device's
+        cut.append((tokens, f"tokens ({tokens})", "context", pieces))
+    for size, words, axis, pieces in cut:
+        block = math.gcd(size, BLOCK)
+        if size % (pieces * block):
+            yield Finding(
+                "model.matmul_scales",
+                f"has one scale for {block} {words}, which {pieces} pieces over mesh axis {axis} "
+                "would cut: losses would depend on the layout.",
+                "Set model.matmul_scales=channel, or a mesh that leaves blocks whole.",
+            )
 
 
 _SPLASH_BLOCK = 128

@@ -371,7 +371,7 @@ def _product_forward(x: Array, weight: Weight, dims: int, how: LowPrecision, int
     found = product(x, weight, dims, how, into)
     if not isinstance(weight, Rounded):
         return found, (x, weight, ())
-    # Whether it has a gradient is told by the form of what is kept.
+    # The form of what is kept says whether it has a gradient.
     return found, (x, replace(weight, gradient=None), None if weight.gradient is None else ())
 
 

@@ -9,7 +9,7 @@ from maxpipe.plan.sizes import BYTES, Sizes
 
 
 def gathered_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
-    """Of so many layers of each kind, gathered."""
+    """Of this number of layers of each kind, gathered."""
     if sizes.config.model.matmul == "default":
         elements = sum(
             count * sizes.layer_elements(kind, whole=True) for kind, count in layers.items()

@@ -412,11 +412,14 @@ def _check_optimizer(facts: Facts, loaded: Loaded, *, own: bool) -> None:
         ConfigError: the checkpoint's is not the config's.
     """
     saved, optim = facts.config.get("optim", {}), loaded.config.optim
+    param_dtype = loaded.config.model.param_dtype  # the checkpoint's, too
     for key in (_OPTIMIZER, _STATE_TYPE, _AVERAGE):
         field = key.partition(".")[2]
         then, now = saved.get(field, before_of(key)), getattr(optim, field)
         if key == _AVERAGE and bool(then) == bool(now):
             continue  # what it is averaged with may change
+        if (then, now) in (("same", param_dtype), (param_dtype, "same")):
+            continue  # the same type by another name
         if then != now:
             raise ConfigError.one(
                 where(key, loaded.origins),

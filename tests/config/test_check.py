@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.config import check, rules
+from maxpipe.config import check, model_rules, rules
 from maxpipe.config.keys import KEYS, section_of
 from maxpipe.config.load import load
 from maxpipe.config.ranges import BOUNDS
@@ -19,7 +19,7 @@ from maxpipe.config.schema import Config, MeshConfig, TrainConfig
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.model.families.registry import describe
 from maxpipe.model.frozen import declared
-from maxpipe.parallel import axes
+from maxpipe.parallel import axes, low_precision
 
 ROOT = Path(__file__).parents[2]
 BASE = [str(ROOT / "configs/model/tiny.yml"), "train.steps=10"]
@@ -508,6 +508,28 @@ def test_an_unknown_name_leaves_the_others_in_their_order() -> None:
         "Set optim.rate_factors=['layers.* 0.5', 'layers.mlp.* 3'].",
     ):
         assert action in [each.action for each in problems([f"optim.rate_factors={given}"])]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("mesh.sequence_parallel=true", "one scale for 64 columns of an MLP (192)"),
+        ("mesh.sequence_parallel=true model.matmul_scales=tensor", ""),
+        ("mesh.sequence_parallel=true model.d_mlp=512", ""),
+        ("mesh.sequence_parallel=false", ""),
+        ("mesh.ici_tensor=1 mesh.ici_context=2 train.sequence_length=96", ""),
+        (
+            "mesh.ici_tensor=1 mesh.ici_context=2 train.sequence_length=96 "
+            "model.matmul_weight_gradients=same",
+            "one scale for 32 tokens (96), which 4 pieces over mesh axis context",
+        ),
+    ],
+)
+def test_blocks_with_a_scale_are_not_cut(given: str, words: str) -> None:
+    assert model_rules.BLOCK == low_precision.BLOCK
+    block = ["model.matmul=int8", "model.matmul_scales=block", "mesh.ici_tensor=2"]
+    found = [each.rule for each in problems([*block, *given.split()])]
+    assert [words in rule for rule in found] == ([True] if words else [])
 
 
 def test_nothing_is_said_of_rates_where_nothing_is_trained() -> None:

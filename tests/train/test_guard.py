@@ -20,7 +20,7 @@ from maxpipe.plan.compile import build_steps
 from maxpipe.train import step
 from maxpipe.train.guard import GuardState, assess, initial, unless_bad
 from maxpipe.train.state import TrainState
-from tests.cases import Case, batch_of, steps_of
+from tests.cases import OPTIM, Case, batch_of, steps_of
 
 ROWS = 8
 NAN, INF = float("nan"), float("inf")
@@ -181,6 +181,34 @@ def test_a_bad_step_on_one_shard_changes_nothing_on_any_device(
     assert (int(state.step), int(state.guard.skipped)) == (2, 1)
     for value in (state.guard.skipped, metrics["train/skipped"]):
         assert [int(shard.data) for shard in value.addressable_shards] == [1] * 8
+
+
+@pytest.mark.parametrize(
+    ("stored", "changes"),
+    [
+        ("float32", {"name": "lion"}),
+        ("bfloat16", {"name": "adafactor"}),
+        ("bfloat16", {"name": "muon", "shard_over_data": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.fault("N4")
+def test_a_bad_step_leaves_moments_and_averages_of_every_optimizer(
+    stored: str, changes: dict[str, Any]
+) -> None:
+    case = Case(2, 1, 2, fsdp=2, data=2, layers=2, stored=stored)
+    optim = dataclasses.replace(OPTIM, average_decay=0.5, rounding="stochastic", **changes)
+    steps = steps_of(case, ROWS, optim=optim)
+    run = steps.compile_train()
+    state, _ = run(steps.init(), placed(steps, 0))
+    before = bits((state.params, state.optimizer))
+    state, _ = run(state, placed(steps, 1, bad_row=3))
+    assert bits((state.params, state.optimizer)) == before
+    state, _ = run(state, placed(steps, 2))
+    assert (int(state.step), int(state.guard.skipped)) == (3, 1)
+    after = jax.tree.leaves((state.params, state.optimizer))
+    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in after)
+    assert bits((state.params, state.optimizer)) != before
 
 
 def test_after_a_bad_step_all_goes_on_as_if_it_had_not_been(

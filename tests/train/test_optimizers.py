@@ -161,9 +161,14 @@ def test_a_run_keeps_its_optimizer(tiny: Path, run: Run, tmp_path: Path) -> None
     assert "optim.name = adamw\n" in output
     assert "must be lion, which step 4 was saved with" in output
     assert "Set optim.name=lion, or run.name to a new name, checkpoint.restore_from=run" in output
-    layout = ("mesh.ici_stage=2", "mesh.ici_data=2")
-    output = run("train", *arguments, "train.steps=6", "optim.name=lion", *layout)
+    kept = ("train.steps=6", "optim.name=lion")
+    output = run("train", *arguments, *kept, "optim.state_dtype=bfloat16", code=2)
+    assert "must be same, which step 4 was saved with" in output
+    # The type has two names.
+    layout = ("mesh.ici_stage=2", "mesh.ici_data=2", "optim.state_dtype=float32")
+    output = run("train", *arguments, *kept, *layout)
     assert "after step 4" in output
+    assert "optim.state_dtype was same when step 4 was saved and is float32" in output
     start = ("run.name=next", "checkpoint.restore_from=run", "checkpoint.restore=weights")
     output = run("train", *arguments, "train.steps=2", *start)
     assert "with the weights of run, step 6" in output
