@@ -31,7 +31,7 @@ from scipy.stats import spearmanr
 if TYPE_CHECKING:
     from maxpipe.config.schema import Config
     from maxpipe.hardware import Hardware
-    from maxpipe.plan.hlo import Collective, Profile
+    from maxpipe.plan.hlo import Profile
 
 TOPOLOGY, MODEL = "v5p:2x4x4", "llama3-8b"
 ROWS, TOKENS = 128, 4096
@@ -157,29 +157,15 @@ def compile_one(layout: Layout, keep: Path | None) -> Compiled:
 
 def exposed(found: Profile, hardware: Hardware) -> tuple[float, dict[str, list[float]]]:
     """Seconds of traffic that nothing hides, and the same by kinds of collectives."""
-    clock = hardware.clock_ghz * 1e9
-    left: dict[tuple[int, ...], dict[str, float]] = defaultdict(dict)
+    from maxpipe.plan import entries
+
     rows: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
-    for each in found.collectives:
-        if len(each.group) < 2:
-            continue
-        seconds = travels(each, hardware)
-        hidden, free = 0.0, left[each.group]
-        for name, cycles in each.cycles_of.items():
-            unused = free.get(name, cycles / clock)
-            taken = min(unused, seconds - hidden)
-            free[name], hidden = unused - taken, hidden + taken
+    for each, seconds in entries.exposed(found, hardware):
         row = rows[f"{each.kind} {each.region} {len(each.group)} {'async' * each.is_async}"]
-        added = (1.0, each.num_bytes / 2**30, seconds, seconds - hidden)
-        row[:] = [old + each.count * new for old, new in zip(row, added, strict=True)]
+        whole = (1.0, each.num_bytes / 2**30, entries.travels(each, hardware))
+        added = (*(each.count * one for one in whole), seconds)
+        row[:] = [old + new for old, new in zip(row, added, strict=True)]
     return sum(row[3] for row in rows.values()), dict(rows)
-
-
-def travels(each: Collective, hardware: Hardware) -> float:
-    """Seconds of one collective at the links' rate, which is published."""
-    rate = hardware.ways * hardware.link_gb_per_second * 1e9
-    hops = hardware.hops(len(each.group)) if "all-to-all" in each.kind else 1.0
-    return each.num_bytes * hops / rate + hardware.latency_us * 1e-6
 
 
 def result(layout: Layout, cache: Path, keep: Path | None) -> Compiled:

@@ -12,6 +12,7 @@ ratios are medians of those of two neighbouring steps.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import statistics
@@ -23,8 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-BEFORE = "5bc2490"
-"""The commit before tokens were joined to one dim for matmuls on CPUs."""
+BEFORE = "f0c6ded"
+"""The commit before tokens were joined to one dim for matmuls on CPUs, and what followed."""
 ROOT = Path(__file__).parents[1]
 DEVICES, TOKENS, ROWS, STEPS, MOST = 8, 256, 16, 12, 1e-6
 MODEL: dict[str, Any] = {
@@ -61,6 +62,7 @@ def work(platform_devices: int) -> None:
     import maxpipe
 
     tree = str(Path(maxpipe.__file__).parents[1])
+    sys.path.insert(0, f"{tree}/benchmarks")  # the tree's own references
     step: Any = None
     for line in sys.stdin:
         asked = json.loads(line)
@@ -118,7 +120,11 @@ def _compiled(name: str) -> Any:
         return jax.device_put(arrays, steps.batch_sharding)
 
     if name == REFERENCE:
-        loss = jax.value_and_grad(partial(sharded_loss, steps.partition.decoder))
+        known = {name: getattr(steps.partition, name) for name in ("decoder", "mesh", "specs")}
+        asked = inspect.signature(sharded_loss).parameters  # the decoder alone, at first
+        loss = jax.value_and_grad(
+            partial(sharded_loss, *(known[name] for name in asked if name in known))
+        )
         out = (None, steps.state_sharding.params)
         with jax.set_mesh(steps.partition.mesh):
             lowered = jax.jit(loss, out_shardings=out).lower(state.params, batch())
@@ -169,7 +175,10 @@ class Tree:
 def checked_out(revision: str, folder: Path) -> Path:
     """A revision's tree."""
     archive = subprocess.run(
-        ["git", "archive", revision, "maxpipe"], cwd=ROOT, check=True, capture_output=True
+        ["git", "archive", revision, "maxpipe", "benchmarks"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
     ).stdout
     subprocess.run(["tar", "-x"], cwd=folder, input=archive, check=True)
     return folder

@@ -7,7 +7,9 @@ and loss head lie outside, with the batch split over the stages too. This is how
 run their circular pipelines.
 
 `sharded_loss` has no pipeline: the whole batch at once, every layer under `jax.checkpoint`, rows
-and parameters split over all devices, gathers and reductions left to the compiler.
+and parameters split over all devices. Each device gathers a layer's weights where it computes that;
+differentiated, these gathers are the reductions. Left to the compiler, XLA for CPU makes sums of
+whole gradients on every device.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.model.decoder import Decoder
-from maxpipe.parallel.mesh import BATCH_AXES, STAGE
+from maxpipe.parallel.collectives import program_axes, sum_over
+from maxpipe.parallel.mesh import BATCH_AXES, STAGE, TOKEN_AXES
+from maxpipe.parallel.sharding import BATCH_SPEC, restrict
 from maxpipe.pipeline.layout import Layout
+from maxpipe.pipeline.weights import WeightSharding, gather
 
 Tree = Any
 
@@ -58,18 +63,43 @@ def circular_loss(
     return -(picked * mask).sum() / mask.sum()
 
 
-def sharded_loss(decoder: Decoder, params: Tree, batch: Tree) -> jax.Array:
-    """Mean loss over the target tokens; `params` are stacked `[1, 1, L]`."""
+def sharded_loss(decoder: Decoder, mesh: Mesh, specs: Tree, params: Tree, batch: Tree) -> jax.Array:
+    """Mean loss over the target tokens; `params` are stacked `[1, 1, L]`, divided by `specs`."""
+    is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
+    divisions = jax.tree.map(WeightSharding.of, specs, is_leaf=is_spec)
+    axes = program_axes(mesh)
+    mine = lambda spec: restrict(spec, axes)  # noqa: E731
+    run = jax.shard_map(
+        partial(_of_own_rows, decoder, divisions),
+        mesh=mesh,
+        axis_names=set(axes),
+        in_specs=(jax.tree.map(mine, specs, is_leaf=is_spec), mine(BATCH_SPEC)),
+        out_specs=PartitionSpec(),
+    )
+    return run(params, batch)
+
+
+def _of_own_rows(decoder: Decoder, divisions: Tree, params: Tree, batch: Tree) -> jax.Array:
     dtype = jnp.dtype(decoder.config.compute_dtype)
+    whole = lambda name: gather(params[name], divisions[name], dtype)  # noqa: E731
     layers = jax.tree.map(lambda leaf: leaf[0, 0], _of_one_kind(decoder, params))
-    table = _whole(params["embedding"], dtype)
-    x = _chunk(decoder, layers, _rows(table[batch["tokens"]]), batch)
+    of_layer = jax.tree.map(lambda each: each.of_one(3), _of_one_kind(decoder, divisions))
+    run = decoder.layer(*decoder.model.kinds)
+
+    @partial(jax.checkpoint, prevent_cse=False)  # forward and backward are different loops
+    def body(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
+        weights = jax.tree.map(lambda leaf, each: gather(leaf, each, dtype), layer, of_layer)
+        return run(weights, x, batch, jnp.int32(0))[0], None
+
+    x, _ = lax.scan(body, whole("embedding")[batch["tokens"]], layers)
     hidden = decoder.norm(params["final_norm"], x)
-    head = _whole(params["head"], dtype)
-    logits = jnp.einsum("btd,dv->btv", hidden, head, preferred_element_type=jnp.float32)
-    scores = jax.nn.log_softmax(_rows(logits)[..., : decoder.config.vocab_size])
+    logits = jnp.einsum("btd,dv->btv", hidden, whole("head"), preferred_element_type=jnp.float32)
+    scores = jax.nn.log_softmax(logits[..., : decoder.config.vocab_size])
     picked = jnp.take_along_axis(scores, batch["targets"][..., None], axis=-1)[..., 0]
-    return -(picked * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
+    lost, count = (
+        sum_over(x.sum(), TOKEN_AXES) for x in (picked * batch["loss_mask"], batch["loss_mask"])
+    )
+    return -lost / count
 
 
 def _spread(x: jax.Array, dim: int) -> jax.Array:

@@ -120,7 +120,7 @@ def program(choice: Choice, microbatches: int) -> Program:
         loss = partial(circular_loss, parts.decoder, parts.layout, parts.mesh, microbatches)
         function = jax.value_and_grad(loss)
     elif choice.name == NO_PIPELINE:
-        function = jax.value_and_grad(partial(sharded_loss, parts.decoder))
+        function = jax.value_and_grad(partial(sharded_loss, parts.decoder, parts.mesh, parts.specs))
     else:
         run = steps.engine.value_and_grad(steps.train_schedule)
         function = lambda params, batch: run(params, batch, None)  # noqa: E731

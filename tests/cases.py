@@ -89,6 +89,10 @@ class Case:
     `mesh.collective_matmul`."""
     low: tuple[str, str, str] = ("default", "channel", "default")
     """`model.matmul`, its scales, and what gradients of weights multiply."""
+    low_parts: str = "all"
+    """`model.matmul_parts`."""
+    loss_block: int = -1
+    """Tokens whose logits are in memory at once."""
     by_three: bool = False
     """Sizes that 3 divides and 2 does not, but for the heads."""
 
@@ -139,6 +143,7 @@ class Case:
             matmul=self.low[0],  # type: ignore[arg-type]
             matmul_scales=self.low[1],  # type: ignore[arg-type]
             matmul_weight_gradients=self.low[2],  # type: ignore[arg-type]
+            matmul_parts=self.low_parts,  # type: ignore[arg-type]
             frozen=list(self.frozen),
         )
         if self.own is not None:
@@ -214,6 +219,7 @@ def steps_of(case: Case, rows: int, total_steps: int = 10, optim: OptimConfig = 
             remat=case.remat,  # type: ignore[arg-type]
             offloaded_names=list(case.offloaded),
             idle=case.idle,  # type: ignore[arg-type]
+            loss_block_tokens=case.loss_block,
         ),
         optim=optim,
         train=TrainConfig(batch_size=rows, sequence_length=case.tokens),

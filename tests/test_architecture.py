@@ -50,7 +50,7 @@ ROWS = (
     (
         *("maxpipe.train", "maxpipe.generate", "maxpipe.exchange"),
         *("maxpipe.plan.sizes", "maxpipe.plan.memory", "maxpipe.plan.advice"),
-        *("maxpipe.plan.reach", "maxpipe.plan.optimizer"),
+        *("maxpipe.plan.reach", "maxpipe.plan.optimizer", "maxpipe.plan.gathered"),
     ),
     (
         *("maxpipe.train.loop", "maxpipe.train.run", "maxpipe.train.resume"),

@@ -39,16 +39,32 @@ def _compile(options: argparse.Namespace) -> int:
     from maxpipe.plan.report import compiled
 
     folder = None if options.save is None else full(options.save, "command line: --save")
-    report = compile_step(loaded, target, folder)
+    report = compile_step(loaded, target, folder, _compiler_options(options))
     if options.json:
         import json
 
         print(json.dumps(report.to_json(), indent=2))
     else:
-        print(compiled(report))
+        print(compiled(report, options.entries))
         if folder is not None:
             print(f"wrote {folder}: train with runtime.executable={folder}")
     return ExitCode.DONE
+
+
+def _compiler_options(options: argparse.Namespace) -> dict[str, str]:
+    """As given with --xla, to see what they do: a run has its own."""
+    where = "command line: --xla"
+    if options.xla and options.save is not None:
+        rule = "is for a look at what an option does: a saved step has those of a run."
+        raise ConfigError.one(where, options.xla, rule, "Leave out --xla, or --save.")
+    found = {}
+    for each in options.xla:
+        name, equals, value = each.partition("=")
+        if not (name and equals):
+            rule = "must be NAME=VALUE; without a value the compiler's default counts."
+            raise ConfigError.one(where, each, rule, f"Write --xla {name or 'NAME'}=VALUE.")
+        found[name] = value
+    return found
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -286,11 +302,26 @@ def _add_compile(commands: Commands) -> None:
         "(pip install 'maxpipe[gpu-aot]') and no GPU.",
         epilog="examples:\n  maxpipe compile quickstart --topology cpu:8 "
         "mesh.ici_stage=4 mesh.ici_fsdp=2\n"
-        "  maxpipe compile run.yml --topology v5p:4x4x4 --slices 2 mesh.dcn_stage=2",
+        "  maxpipe compile run.yml --topology v5p:4x4x4 --slices 2 mesh.dcn_stage=2\n"
+        "  maxpipe compile run.yml --topology v5p:4x4x4 --entries 20",
     )
     add_inputs(parser)
     _add_topology(parser, parser.add_argument_group(), required=True)
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    parser.add_argument(
+        "--entries",
+        type=count,
+        default=0,
+        metavar="N",
+        help="list the N largest entries of the program, by estimated cycles times executions",
+    )
+    parser.add_argument(
+        "--xla",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="options of the compiler to try in place of a run's; NAME= for its default",
+    )
     parser.add_argument(
         "--save",
         metavar="FOLDER",

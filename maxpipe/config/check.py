@@ -21,10 +21,12 @@ import maxpipe.config.pipeline_rules
 import maxpipe.config.tokenizer_rules  # noqa: F401  all four register their rules
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import scheme
+from maxpipe.config import ramp
 from maxpipe.config.copies import meant_copies
 from maxpipe.config.keys import FAMILY, KEYS, family_section
 from maxpipe.config.names import list_meant
 from maxpipe.config.phases import EXAMPLE, phases
+from maxpipe.config.ramp import Ramp
 from maxpipe.config.ranges import BOUNDS, Bound
 from maxpipe.config.rules import (
     RULES,
@@ -59,7 +61,7 @@ def where(key: str, origins: Mapping[str, str]) -> str:
 
 def total_steps(train: TrainConfig) -> int:
     """Optimizer steps of the whole run."""
-    return train.steps or -(-train.tokens // (train.batch_size * train.sequence_length))
+    return train.steps or Ramp.of(train).batches(-(-train.tokens // train.sequence_length))
 
 
 def check(config: Config, origins: Mapping[str, str], skip: Collection[str] = ()) -> list[Problem]:
@@ -135,12 +137,50 @@ def _moves_nothing(config: Config) -> Iterator[Problem]:
 
 # Rules on single values.
 
-_LENGTH = ("train.steps", "train.tokens", "train.batch_size", "train.sequence_length")
+_LENGTH = (
+    "train.steps",
+    "train.tokens",
+    "train.batch_size",
+    "train.batch_ramp",
+    "train.sequence_length",
+)
 """What `total_steps` reads."""
 
 
 _ONE = 1 - 2.0**-25
 """What float32 rounds to 1, and all above it."""
+
+
+@rule("train.batch_ramp")
+def _ramp_can_be_read(config: Config) -> Iterator[Finding]:
+    try:
+        Ramp.of(config.train)
+    except ValueError as error:
+        yield Finding("train.batch_ramp", str(error), f'Set "train.batch_ramp={ramp.EXAMPLE}".')
+
+
+@rule(*_LENGTH)
+def _ramp_grows_and_ends(config: Config) -> Iterator[Finding]:
+    found, steps = Ramp.of(config.train), total_steps(config.train)
+    if wrong := ramp.check_order(found):
+        yield Finding("train.batch_ramp", wrong, "Set train.batch_ramp=[] for batches of one size.")
+    elif found.stages and found.steps >= steps > 0:
+        yield Finding(
+            "train.batch_ramp",
+            f"has {counted(found.steps, 'step')}, and the whole run {steps}: no batch has "
+            f"train.batch_size ({found.rows}) rows.",
+            f"Set train.steps={2 * found.steps}, or train.batch_ramp to shorter stages.",
+        )
+
+
+@rule("train.batch_ramp", "runtime.executable")
+def _ramp_is_compiled_here(config: Config) -> Iterator[Finding]:
+    if config.train.batch_ramp and config.runtime.executable:
+        yield Finding(
+            "runtime.executable",
+            "holds one train step, and with train.batch_ramp there is one for each size.",
+            "Set runtime.executable='' to compile them here, or train.batch_ramp=[].",
+        )
 
 
 @rule("optim.name", "optim.beta1", "optim.beta2", "optim.epsilon")

@@ -163,6 +163,22 @@ _NOT_SAME_KEY = {
         "evaluations are some steps apart.",
         "Set eval.every to the number of steps; 0 evaluates after the last one only.",
     ),
+    "num_vocab_tiling num_output_chunks ce_chunks loss_num_chunks": (
+        "the blocks of the loss are given by their size.",
+        "Set pipeline.loss_block_tokens to the tokens of a microbatch on a device divided by this "
+        "number, or leave it out: long sequences are in blocks by themselves.",
+    ),
+    "chunked_cross_entropy chunked_ce cut_cross_entropy linear_cross_entropy "
+    "fused_linear_cross_entropy use_liger_kernel liger": (
+        "logits are made of a block of tokens at a time where they are large.",
+        "Leave it out, or set pipeline.loss_block_tokens to the number of tokens.",
+    ),
+    "rampup_batch_size batch_size_rampup batch_size_warmup batch_size_schedule batch_schedule "
+    "per_device_batch_size_start per_device_batch_size_increment global_rampup_samples": (
+        "the batch grows in stages of steps or tokens.",
+        "Set train.batch_ramp to its stages, such as \"train.batch_ramp=['16 for 1000 steps', "
+        "'32 for 50000000 tokens']\"; train.batch_size follows the last one.",
+    ),
     "save_strategy": (
         "checkpoints are some steps apart.",
         "Set checkpoint.every to the number of steps; 0 saves after the last one only.",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from maxpipe.config.keys import KEYS
 from maxpipe.config.names import value_meant
+from maxpipe.config.ramp import Ramp
 from maxpipe.config.rules import (
     BATCH_AXES,
+    RULES,
     axis_keys,
     axis_size,
     batch_shards,
@@ -230,3 +233,34 @@ def _batch_divides(config: Config) -> Iterator[Finding]:
         "the same number of sequences of each microbatch.",
         f"{action}.",
     )
+
+
+_MICROBATCHES = "pipeline.microbatches"
+_ON_MICROBATCHES = [each for each in RULES if _MICROBATCHES in each.keys]
+"""Rules that a smaller batch has to keep, too: it has fewer microbatches."""
+
+
+@rule("train.batch_ramp", *{key: None for each in _ON_MICROBATCHES for key in each.keys})
+def _ramp_has_whole_microbatches(config: Config) -> Iterator[Finding]:
+    key, train, pipeline = "train.batch_ramp", config.train, config.pipeline
+    if train.batch_size % pipeline.microbatches:
+        return
+    each = train.batch_size // pipeline.microbatches
+    for rows, _ in Ramp.of(train).stages:
+        if rows % each:
+            yield Finding(
+                key,
+                f"must have multiples of {each} rows, those of a microbatch (train.batch_size "
+                f"({train.batch_size}) / {_MICROBATCHES} ({pipeline.microbatches})), and {rows} is "
+                "none.",
+                f"Take {up(rows, each)}, or set {_MICROBATCHES} to a larger number.",
+            )
+            continue
+        fewer = replace(
+            config,
+            train=replace(train, batch_size=rows),
+            pipeline=replace(pipeline, microbatches=rows // each),
+        )
+        for finding in (found for one in _ON_MICROBATCHES for found in one.find(fewer)):
+            text = f"has batches of {rows} rows, with which {finding.key} {finding.rule}"
+            yield Finding(key, text, f"Leave {rows} out, or: {finding.action}")

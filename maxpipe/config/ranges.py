@@ -34,6 +34,7 @@ _RANGES = (
     Bound("pipeline.repeats", 1, 1),
     Bound("pipeline.group", 0, 0, why="0 means the number of stages"),
     Bound("pipeline.layers_outside", 0, 0),
+    Bound("pipeline.loss_block_tokens", -1, -1, why="-1 takes blocks where logits are large"),
     Bound("train.steps", 100, 0, why="0 takes the length from train.tokens"),
     Bound("train.tokens", 1000000, 0, why="0 takes the length from train.steps"),
     Bound("train.batch_size", 8, 1, 2**24, "a step lists its rows"),

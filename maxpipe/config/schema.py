@@ -90,6 +90,10 @@ class ModelConfig:
     or 8-bit numbers with scales, of each token its own: `int8`, or `fp8`, e4m3 with
     cotangents in e5m2. Embedding, router, loss head and the products inside of attention stay in
     `model.compute_dtype`; so do projections of linear attention and into latents."""
+    matmul_parts: Literal["all", "mlp"] = "all"
+    """Which products `model.matmul` is for: all that it names, or those of MLPs and experts alone.
+    Projections of attention are as wide as the model: to round what they multiply takes about as
+    long as faster products save. Read when `model.matmul` is not `default`."""
     matmul_scales: Literal["channel", "tensor", "block"] = "channel"
     """What has a scale in weights: each output of a product, or the whole matrix, which is then the
     same 8-bit matrix forward and backward. `block`: blocks of 128 x 128, and of 128 along the sum
@@ -220,6 +224,10 @@ class PipelineConfig:
     idle: Literal["skip", "compute"] = "skip"
     """What a stage does in an empty slot: `skip` branches around the work, `compute` runs it on
     zeros and discards the result (no control flow that differs between stages)."""
+    loss_block_tokens: int = field(default=-1, metadata=before(0))
+    """Tokens of a device whose logits are in memory at once, of each microbatch in turn. 0: all of
+    them. -1: all, but 2048 where the logits of all would take more than 512 MiB, as with long
+    sequences or few stages. Changes memory, and the loss in its last digits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,6 +240,11 @@ class TrainConfig:
     """Number of tokens to train on, rounded up to whole steps. Read when `train.steps` is 0."""
     batch_size: int = 8
     """Sequences per step over all devices."""
+    batch_ramp: list[str] = field(default_factory=list, hash=False)  # a list has no hash
+    """Smaller batches at the start, such as `['16 for 1000 steps', '32 for 50000000 tokens']`, in
+    stages that grow up to `train.batch_size`; tokens are rounded up to whole steps. Batches follow
+    each other in the data without gaps. Microbatches stay as large, and there are fewer of them.
+    What a run has done of its ramp cannot change."""
     sequence_length: int = 1024
     """Tokens per sequence."""
 
@@ -296,6 +309,9 @@ class OptimConfig:
     """Whether devices along `data` divide moments and averages instead of each having all (ZeRO-1,
     arXiv:1910.02054): each sums and updates its part, and updated parameters are gathered. Of a
     parameter with no dim that divides evenly each keeps all."""
+    offload_state: bool = False
+    """Whether moments and averages are kept in host memory: each goes to the device for its update
+    and back, one parameter after the other. The results are the same bits."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are sent to be summed over devices; what is added up on a device is
     float32."""

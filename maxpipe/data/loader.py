@@ -2,7 +2,8 @@
 
 Owns the order of sequences over epochs and reading ahead. The position of a run is
 one integer, the next step: row r of step s is sequence s * batch_size + r of the
-shuffled and repeated stream, whichever process asks for it. So data order depends
+shuffled and repeated stream, whichever process asks for it. Where batches grow, that is
+as many sequences as all batches before it have, and r. So data order depends
 on seed and data, not on mesh, processes or devices, and resuming seeks. It does
 not know how rows are placed on devices.
 """
@@ -12,13 +13,14 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
 
+from maxpipe.config.ramp import FACTS, Ramp
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.packing import (
     DocumentIndex,
@@ -39,13 +41,15 @@ _SEQUENCE_ORDER = 1
 
 Batch = dict[str, np.ndarray]
 Rows = Sequence[int] | slice
+RowsOf = Callable[[int], Rows | np.ndarray]
+"""Of the number of a batch's rows those that are wanted."""
 Split = Literal["validation", "train", "all"]
 
 
 class Batches(Iterator[Batch]):
     """Batches of consecutive steps, read ahead by threads until `close`."""
 
-    def __init__(self, loader: Loader, start_step: int, stop_step: int, rows: np.ndarray):
+    def __init__(self, loader: Loader, start_step: int, stop_step: int, rows: RowsOf):
         # Not at the top: it imports jax when that is installed, and loading a config must not.
         import grain
 
@@ -54,7 +58,8 @@ class Batches(Iterator[Batch]):
         options = grain.ReadOptions(
             num_threads=min(threads, ahead), prefetch_buffer_size=ahead if threads else 0
         )
-        dataset = steps.map(lambda step: loader.batch(step, rows)).to_iter_dataset(options)
+        read = steps.map(lambda step: loader.batch(step, rows(loader.ramp.place(step)[1])))
+        dataset = read.to_iter_dataset(options)
         self._iterator = iter(dataset)
         self._iterator.start_prefetch()
 
@@ -89,7 +94,7 @@ class Loader:
         self,
         sequences: PackedSequences,
         *,
-        batch_size: int,
+        ramp: Ramp,
         repeat: bool,
         seed: int,
         threads: int,
@@ -97,7 +102,7 @@ class Loader:
         fingerprint: Mapping[str, Any],
     ):
         self.sequences = sequences
-        self.batch_size = batch_size
+        self.ramp = ramp
         self.threads = threads
         self.prefetch_batches = prefetch_batches
         self._repeat = repeat
@@ -107,21 +112,22 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> float:
-        """An epoch may end inside a step; the next one fills the step's other rows."""
-        return len(self.sequences) / self.batch_size
+        """Of the full batch. An epoch may end inside a step; the next one fills its other rows."""
+        return len(self.sequences) / self.ramp.rows
 
     @property
     def num_batches(self) -> int:
         """Steps in which every sequence is seen once."""
-        return -(-len(self.sequences) // self.batch_size)
+        return self.ramp.batches(len(self.sequences))
 
     def batch(self, step: int, rows: Rows | np.ndarray = slice(None)) -> Batch:
         """The given rows of the global batch of one step.
 
         Arrays of a sequence, each [rows, T], and `example_ids` int32 [rows]: the rows.
         """
-        rows = np.arange(self.batch_size, dtype=np.int32)[rows]
-        numbers = step * self.batch_size + rows.astype(np.int64)
+        front, count = self.ramp.place(step)
+        rows = np.arange(count, dtype=np.int32)[rows]
+        numbers = front + rows.astype(np.int64)
         if self._repeat:
             examples = [self.sequences[i] for i in self._shuffled(numbers)]
         else:
@@ -143,14 +149,15 @@ class Loader:
 
     def ids(self, step: int) -> dict[str, list[int]]:
         """The `sequences` of one step's batch, row by row, and the `documents` that are in them."""
-        numbers = step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)
+        front, count = self.ramp.place(step)
+        numbers = front + np.arange(count, dtype=np.int64)
         found = self._shuffled(numbers) if self._repeat else numbers.tolist()
         sequences = [number for number in found if number < len(self.sequences)]
         inside = {name for number in sequences for name in self.sequences.documents(number)}
         return {"sequences": sequences, "documents": sorted(inside)}
 
     def batches(
-        self, start_step: int, rows: Rows = slice(None), *, stop_step: int | None = None
+        self, start_step: int, rows: Rows | RowsOf = slice(None), *, stop_step: int | None = None
     ) -> Batches:
         """Batches of steps `start_step`, `start_step` + 1, ... made ready ahead of time.
 
@@ -158,7 +165,7 @@ class Loader:
         """
         if stop_step is None:
             stop_step = sys.maxsize if self._repeat else self.num_batches
-        batches = Batches(self, start_step, stop_step, np.arange(self.batch_size)[rows])
+        batches = Batches(self, start_step, stop_step, rows if callable(rows) else lambda _: rows)
         self._open.add(batches)
         return batches
 
@@ -203,10 +210,10 @@ class _Opened:
     sequence_length: int
     fingerprint: Mapping[str, Any]
 
-    def loader(self, order: np.ndarray, *, batch_size: int, repeat: bool) -> Loader:
+    def loader(self, order: np.ndarray, ramp: Ramp, *, repeat: bool) -> Loader:
         return Loader(
             PackedSequences(self.documents, order, self.sequence_length),
-            batch_size=batch_size,
+            ramp=ramp,
             repeat=repeat,
             seed=self.seed,
             threads=self.config.threads,
@@ -225,7 +232,7 @@ def _open(
     tokenizer: TokenizerConfig,
     *,
     seed: int,
-    batch_size: int,
+    ramp: Ramp,
     sequence_length: int,
     cache_dir: str | None,
     moved: Moved | None,
@@ -250,7 +257,7 @@ def _open(
         "tokenizer": encoder.fingerprint(),
         "seed": seed,
         "validation_fraction": data.validation_fraction,
-        "batch_size": batch_size,
+        **ramp.facts(),
         "sequence_length": sequence_length,
     }
     documents = EncodedDocuments(source, encoder, index)
@@ -264,6 +271,7 @@ def build(
     seed: int,
     batch_size: int,
     sequence_length: int,
+    batch_ramp: Ramp | None = None,
     eval_batch_size: int = 0,
     cache_dir: str | None = None,
     moved: Moved | None = None,
@@ -271,17 +279,18 @@ def build(
     """Opens source and tokenizer, indexes the documents and splits them.
 
     The first time it reads every document once; `cache_dir` keeps what it found. Validation
-    takes batches of `eval_batch_size`, or of `batch_size` when that is 0. `moved` is called for
-    each part of the reading.
+    takes batches of `eval_batch_size`, or of `batch_size` when that is 0. `batch_ramp` says which
+    batches of training are smaller. `moved` is called for each part of the reading.
 
     Raises:
         ConfigError: anything the user has to change in `data` or `tokenizer`.
     """
+    ramp = Ramp((), batch_size) if batch_ramp is None else batch_ramp
     found = _open(
         data,
         tokenizer,
         seed=seed,
-        batch_size=batch_size,
+        ramp=ramp,
         sequence_length=sequence_length,
         cache_dir=cache_dir,
         moved=moved,
@@ -289,8 +298,8 @@ def build(
     train, validation = found.split()
     size = eval_batch_size or batch_size
     return Datasets(
-        train=found.loader(train, batch_size=batch_size, repeat=True),
-        validation=found.loader(validation, batch_size=size, repeat=False)
+        train=found.loader(train, ramp, repeat=True),
+        validation=found.loader(validation, Ramp((), size), repeat=False)
         if len(validation)
         else None,
         tokenizer=found.tokenizer,
@@ -322,7 +331,7 @@ def build_once_through(
         data,
         tokenizer,
         seed=seed,
-        batch_size=batch_size,
+        ramp=Ramp((), batch_size),
         sequence_length=sequence_length,
         cache_dir=cache_dir,
         moved=moved,
@@ -340,7 +349,7 @@ def build_once_through(
             "Evaluate on all documents with --split all, or on others with --data FILES.",
         )
     size = eval_batch_size or batch_size
-    return found.loader(order, batch_size=size, repeat=False), found.tokenizer
+    return found.loader(order, Ramp((), size), repeat=False), found.tokenizer
 
 
 _WORDS = {
@@ -349,6 +358,8 @@ _WORDS = {
     "source_digest": "the digest of names, sizes and content of the files",
     "tokenizer": "the tokenizer",
     "order_version": "the order of samples",
+    "batch_size": "train.batch_size",
+    "batch_ramp": "the stages of train.batch_ramp, as rows and steps,",
 }
 
 
@@ -361,9 +372,16 @@ def _short(value: Any) -> Any:
     )
 
 
-def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The (name, saved, current) of each entry in which two fingerprints differ, for people."""
+def compare(
+    saved: Mapping[str, Any], current: Mapping[str, Any], step: int | None = None
+) -> list[tuple[str, Any, Any]]:
+    """The (name, saved, current) of each entry in which two fingerprints differ, for people.
+
+    Sizes of batches do not, if all before `step` were the same: no row is lost or repeated then.
+    """
     names = [*saved, *(name for name in current if name not in saved)]
+    if step is not None and Ramp.of_facts(saved).same_until(Ramp.of_facts(current), step):
+        names = [name for name in names if name not in FACTS]
     return [
         (_WORDS.get(name, name), _short(saved.get(name)), _short(current.get(name)))
         for name in names

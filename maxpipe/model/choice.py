@@ -1,4 +1,4 @@
-"""Which backend of attention `model.attention=auto` is: by device, model and length of a row.
+"""What is chosen by sizes: the backend of `model.attention=auto`, and the blocks of the loss.
 
 No jax: forecasts and programs ask the same function, each where it knows the platform.
 """
@@ -25,6 +25,13 @@ _ORDER = {"tpu": ("splash", "blockwise"), "gpu": ("cudnn", "blockwise"), "cpu": 
 
 _SPLASH_TOKENS = 128
 _CUDNN_HEAD, _CUDNN_LARGEST = 8, 128
+
+
+BLOCK_TOKENS = 2048
+"""Each block reads the output projection, and the sums of its gradient: fewer tokens would keep
+matmuls waiting for memory on chips with little of its bandwidth."""
+_LARGE_LOGITS = 2**29
+"""Bytes of a microbatch's logits in float32 on a device from which on they are made by blocks."""
 
 
 class Choice(NamedTuple):
@@ -89,6 +96,17 @@ def words(model: ModelConfig, platform: str, tokens: int, divided: Divided = ALO
         return f"{backend}, as mesh.context_attention=ring computes by blocks"
     chosen = f"{backend}, as model.attention=auto chooses on {platform} for {tokens:,} tokens"
     return f"{chosen}: {', '.join(refused)}" if refused else chosen
+
+
+def loss_block(setting: int, tokens: int, vocabulary: int) -> int:
+    """Tokens whose logits are in memory at once, 0 for all of a microbatch.
+
+    `setting` is `pipeline.loss_block_tokens`; a device has `tokens` of a microbatch, and of each
+    `vocabulary` logits.
+    """
+    if setting < 0:
+        setting = BLOCK_TOKENS if 4 * tokens * vocabulary > _LARGE_LOGITS else 0
+    return setting if setting < tokens else 0
 
 
 def _refuses(

@@ -121,6 +121,19 @@ class Decoder:
         """Whether each parameter is in float32 whatever the types of the config."""
         return self._declared(lambda param: param.exact)
 
+    def summed(self) -> Params:
+        """Of each parameter that layers are given in 8 bits `Param.summed`, of others 0.
+
+        Where tokens are split between the matmuls of a layer, layers round weights themselves.
+        """
+        low = LowPrecision.of(self.config)
+        split = any(dict(self.rules.table).get("sequence", ()))
+        if low is None or low.scales == "block" or split:
+            return self._declared(lambda param: 0)
+        chosen = lambda param: low.attention or not param.is_of_heads  # noqa: E731
+        found = self._declared(lambda param: param.summed if chosen(param) else 0)
+        return jax.tree.map(lambda _: 0, found) | {"layers": found["layers"]}
+
     def _declared(self, of: Callable[[Param], Any]) -> Params:
         """In the form of the parameters, what is declared of each."""
         ends = {name: of(param) for name, param in self.model.ends.params.items()}

@@ -59,6 +59,14 @@ class Param:
     exact: bool = False
     """Whether it is in float32, in storage and where it is used, whatever types a config has. Its
     part declares it untrained: gradients are made of what is in the compute type."""
+    summed: int = 0
+    """Of a weight that is used in nothing but one product, which `model.matmul` may turn to 8 bits:
+    how many of its first dims the product sums over."""
+
+    @property
+    def is_of_heads(self) -> bool:
+        """Whether it belongs to attention."""
+        return "head_size" in self.axes
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -42,7 +42,8 @@ def outcome(
     bound = optimizer.reach_after(before, norm, rate)
 
     def by_looking() -> tuple[jax.Array, jax.Array]:
-        sizes = jnp.stack([_largest(params), _largest(state.trees.get(MOMENTUM, {}))])
+        moments = jax.device_put(state.trees.get(MOMENTUM, {}), jax.memory.Space.Device)
+        sizes = jnp.stack([_largest(params), _largest(moments)])
         after = optimizer.reach_after(sizes, norm, rate)
         if not optimizer.is_by_entry:
             return jnp.isfinite(after).all(), after
@@ -77,6 +78,6 @@ def _stays_finite(
     finite = jax.tree.map(
         lambda *entries: reduce(operator.and_, map(jnp.isfinite, entries)).all(),
         params,
-        *state.trees.values(),
+        *jax.device_put(list(state.trees.values()), jax.memory.Space.Device),
     )
     return jnp.stack(jax.tree.leaves(finite)).all()

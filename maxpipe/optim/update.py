@@ -6,7 +6,7 @@ memory. Only Muon's matrices are looked at together, as they travel together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -197,10 +197,16 @@ class Optimizer:
         by = Corrections.after(self.config, count)
 
         def direction(path: Path) -> Array:
-            old = {name: before[name][path].astype(jnp.float32) for name in self._names(path)}
+            # Behind all but the last of what was moved: what is there at once is no more than the
+            # parameter before and its own.
+            behind = [slopes[path], *list(moved.values())[-2:-1]]
+            old = {
+                name: self._fetched(before[name][path], behind).astype(jnp.float32)
+                for name in self._names(path)
+            }
             found, new = self._direction(path, clip(slopes[path]), old, count, by, taken)
             for name, x in new.items():
-                after[name][path] = store(path, name, x, self.kept[name][path])
+                after[name][path] = self._kept_at_home(store(path, name, x, self.kept[name][path]))
             return found
 
         matrices = self._matrices
@@ -217,11 +223,26 @@ class Optimizer:
             whole = Kept(target.param.dims, given[path].dtype.name)
             moved[path] = unless_bad(taken, store(path, _PARAMETER, new, whole), given[path])
             if AVERAGE in after:
-                share, mean = self.config.average_decay, before[AVERAGE][path]
+                share = self.config.average_decay
+                mean = self._fetched(before[AVERAGE][path], [moved[path]])
                 newer = share * mean + (1 - share) * moved[path].astype(jnp.float32)
-                after[AVERAGE][path] = unless_bad(taken, newer, mean)
+                after[AVERAGE][path] = self._kept_at_home(unless_bad(taken, newer, mean))
         trees = {name: nested(tree) for name, tree in after.items()}
         return nested(moved), OptState(count, trees)
+
+    def _fetched(self, x: Array, behind: Sequence[Array]) -> Array:
+        """What is kept, on the device: from the host once these are there.
+
+        Fetched earlier it would take the room of what the step's loops need.
+        """
+        if not self.config.offload_state:
+            return x
+        x, *_ = jax.lax.optimization_barrier((x, *behind))
+        return jax.device_put(x, jax.memory.Space.Device)
+
+    def _kept_at_home(self, x: Array) -> Array:
+        """What is kept, where it is between steps."""
+        return jax.device_put(x, jax.memory.Space.Host) if self.config.offload_state else x
 
     def _names(self, path: Path) -> Iterator[str]:
         """Of what a parameter's update reads."""

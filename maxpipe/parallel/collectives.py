@@ -77,9 +77,10 @@ def _summed(add: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     return lax.platform_dependent(x, cpu=wide, default=add)
 
 
-def max_over(x: jax.Array, axis: str) -> jax.Array:
-    """The maximum over all devices of the axis, the same on each."""
-    return lax.pmax(x, axis) if _present(axis) else x
+def max_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
+    """The maximum over all devices of these axes, the same on each."""
+    present = _present(axes)
+    return lax.pmax(x, present) if present else x
 
 
 def from_position(x: jax.Array, axis: str, position: int | jax.Array) -> jax.Array:
@@ -90,7 +91,21 @@ def from_position(x: jax.Array, axis: str, position: int | jax.Array) -> jax.Arr
 def gather_shards(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
     """Shards along `dim` put together."""
     present = _present(axes)
-    return lax.all_gather(x, present, axis=dim, tiled=True) if present else x
+    if not present:
+        return x
+    if not dim or not _on_cpus():
+        return lax.all_gather(x, present, axis=dim, tiled=True)
+    # XLA for CPU gathers along the first dim, and puts the whole into another order for others.
+    found = lax.all_gather(jnp.moveaxis(x, dim, 0), present, axis=0, tiled=True)
+    return jnp.moveaxis(found, 0, dim)
+
+
+def _on_cpus() -> bool:
+    """Whether the program that is traced is for CPUs. Unlike a choice while it is lowered, one that
+    is made here leaves no trace in programs for other devices.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.platform == "cpu"
 
 
 def scatter_sum(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:

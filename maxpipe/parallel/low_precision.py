@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -23,13 +23,15 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from maxpipe.config.schema import ModelConfig
-from maxpipe.parallel.collectives import size_of
+from maxpipe.parallel.collectives import max_over, size_of
 from maxpipe.parallel.mesh import CONTEXT
 from maxpipe.parallel.per_device import vary
 
 BLOCK = 128
 """Numbers along the sum that share a scale with `model.matmul_scales=block`, if their count can be
 divided so; else the largest power of two that divides it."""
+UNROLLED = 4
+"""Rows of the batch up to which XLA adds their products up where it makes them."""
 _LEAST_SCALE = 1e-30
 """Of numbers that are all 0, or may be rounded to it."""
 
@@ -45,14 +47,16 @@ class LowPrecision:
     """What has a scale in weights."""
     weight_gradients: bool
     """Whether products that make gradients of weights are of that form, too."""
+    attention: bool = True
+    """Whether projections of attention are."""
 
     @classmethod
     def of(cls, config: ModelConfig) -> LowPrecision | None:
         """None: products in compute type."""
         if config.matmul == "default":
             return None
-        own = config.matmul_weight_gradients == "same"
-        return cls(config.matmul, config.matmul_scales, own)
+        own, everywhere = config.matmul_weight_gradients == "same", config.matmul_parts == "all"
+        return cls(config.matmul, config.matmul_scales, own, everywhere)
 
     def type_of(self, *, gradient: bool = False) -> Any:
         """Of the 8-bit numbers. Gradients in fp8 need range more than digits, if not in blocks."""
@@ -63,7 +67,7 @@ class LowPrecision:
     def product(
         self,
         x: Float[Array, "*rows *K"],
-        weight: Float[Array, "*K *N"],
+        weight: Weight,
         dims: int,
         *,
         over: Sequence[str] = (),
@@ -76,50 +80,83 @@ class LowPrecision:
         """
         summed = tuple(range(x.ndim - dims, x.ndim)), tuple(range(dims))
         if self.scales == "block":
+            assert not isinstance(weight, Rounded)
             mine = in_blocks(x, summed[0][-1:], self.type_of())
             return Product(Rows(mine), self._in_squares(weight, dims), None, summed)
-        mine, of_x = scaled(x, summed[0], self.type_of(), over)
-        theirs, of_weight = self._scaled_weight(weight, summed[1], over, around)
-        of_x = of_x.reshape(*x.shape[: x.ndim - dims], *(1,) * (weight.ndim - dims))
-        return Product(Rows(mine, of_x), theirs, of_weight.reshape(of_weight.shape[dims:]), summed)
+        mine = scaled(x, summed[0], self.type_of(), over)
+        theirs = self.of_weight(weight, summed[1], over, around)
+        of_x = mine.scales.reshape(*x.shape[: x.ndim - dims], *(1,) * (weight.ndim - dims))
+        of_weight = theirs.scales.reshape(theirs.scales.shape[dims:])
+        return Product(Rows(mine.numbers, of_x), theirs.numbers, of_weight, summed)
 
     def back(
         self,
         cotangent: Float[Array, "*rows *N"],
-        weight: Float[Array, "*K *N"],
+        weight: Weight,
         dims: int,
         *,
         over: Sequence[str] = (),
         around: Sequence[str] = (),
     ) -> Product:
-        """The gradient of `product` to its first operand, with the same 8-bit weight.
+        """The gradient of `product` to its first operand.
 
-        Its scales are for the dims that are summed over here: cotangents take them over. `dims`
-        are those of `K`. Axes of the program divide `N` if they are in `over`, `N` or `K` if they
-        are in `around`.
+        `dims` are those of `K`. Axes of the program divide `N` if they are in `over`, `N` or `K` if
+        they are in `around`.
         """
-        inside, rest = tuple(range(dims)), tuple(range(dims, weight.ndim))
+        rest = tuple(range(dims, weight.ndim))
         summed = tuple(range(cotangent.ndim - len(rest), cotangent.ndim)), rest
         kind = self.type_of(gradient=True)
         if self.scales == "block":
+            assert not isinstance(weight, Rounded)
             mine = in_blocks(cotangent, summed[0][-1:], kind)
             return Product(Rows(mine), self._in_squares(weight, dims), None, summed)
-        divided = () if over else around
-        theirs, of_weight = self._scaled_weight(weight, inside, divided, around)
-        of_weight = of_weight.reshape(of_weight.shape[dims:])
-        mine, of_mine = scaled(cotangent.astype(jnp.float32) * of_weight, summed[0], kind, over)
-        of_mine = of_mine.reshape(*of_mine.shape[: summed[0][0]], *(1,) * dims)
-        return Product(Rows(mine, of_mine), theirs, None, summed)
+        theirs = self.of_weight(weight, rest, over, around, back=True)
+        mine = scaled(cotangent, summed[0], kind, over)
+        of_mine = mine.scales.reshape(*cotangent.shape[: summed[0][0]], *(1,) * dims)
+        of_weight = theirs.scales.reshape(theirs.scales.shape[:dims])
+        return Product(Rows(mine.numbers, of_mine), theirs.numbers, of_weight, summed)
 
     def _in_squares(self, weight: Array, dims: int) -> Array:
         return in_blocks(weight, (dims - 1, weight.ndim - 1), self.type_of())
 
-    def _scaled_weight(
-        self, weight: Array, inside: Dims, over: Sequence[str], around: Sequence[str]
-    ) -> tuple[Array, Array]:
+    def rounds(
+        self,
+        weight: Array,
+        first: int,
+        dims: int,
+        over: Sequence[str] = (),
+        divided: int | None = None,
+    ) -> Rounded:
+        """A weight for all its products, or many with `first` dims in front; `dims` are those of K.
+
+        Axes of the program divide its dim `divided` if they are in `over`.
+        """
+        inside = range(first, first + dims)
+        rest = range(first + dims, weight.ndim)
+        forward, back = (
+            self.of_weight(weight, summed, over if divided in summed else (), over, each=each)
+            for each in [range(first)]
+            for summed in (inside, rest)
+        )
+        return Rounded(forward, None if self.scales == "tensor" else back)
+
+    def of_weight(
+        self,
+        weight: Weight,
+        summed: Dims,
+        over: Sequence[str] = (),
+        around: Sequence[str] = (),
+        *,
+        back: bool = False,
+        each: Dims = (),
+    ) -> Scaled:
+        """Rounded for a product over these dims, of many matrices if there are dims `each`."""
+        if isinstance(weight, Rounded):
+            return weight.back if back and weight.back is not None else weight.forward
         if self.scales == "tensor":
-            return scaled(weight, range(weight.ndim), self.type_of(), around)
-        return scaled(weight, inside, self.type_of(), over)
+            whole = [dim for dim in range(weight.ndim) if dim not in each]
+            return scaled(weight, whole, self.type_of(), around)
+        return scaled(weight, summed, self.type_of(), over)
 
     def rounded(
         self, x: Array, dims: Dims, *, over: Sequence[str] = (), gradient: bool = False
@@ -144,33 +181,98 @@ class LowPrecision:
         if self.scales == "block":
             own = [dim for dim in range(weight.ndim) if dim not in (*inside, *each)]
             return in_blocks(weight, (inside[-1], own[-1]), self.type_of())
-        if self.scales == "channel":
-            return self.rounded(weight, inside, over=over)
-        whole = [dim for dim in range(weight.ndim) if dim not in each]
-        return self.rounded(weight, whole, over=around)
+        found, scale = self.of_weight(weight, inside, over, around, each=each)
+        return (found.astype(jnp.float32) * scale).astype(weight.dtype)
 
     def outer(
-        self, x: Float[Array, "B T *I"], cotangent: Float[Array, "B T *O"]
+        self,
+        x: Float[Array, "B T *I"],
+        cotangent: Float[Array, "B T *O"],
+        *,
+        into: bool,
+        over: Sequence[str] = (),
     ) -> Float[Array, "*I *O"]:
-        """In float32: summed over rows and tokens, with scales for each row of the batch."""
-        over = (CONTEXT,) if size_of(CONTEXT) > 1 else ()
+        """In float32: summed over rows and tokens.
+
+        What is inside of a layer, cotangents of a projection `into` it, is in the numbers that
+        other products have of it, with scales of tokens; axes of the program divide its width if
+        they are in `over`. The other operand is multiplied with these scales, and has scales of its
+        own for each row of the batch.
+        """
+        moved = (CONTEXT,) if size_of(CONTEXT) > 1 else ()
+        inside, other = (cotangent, x) if into else (x, cotangent)
+        if self.scales != "block":
+            kind = self.type_of(gradient=into)
+            inside, tokens = scaled(inside, range(2, inside.ndim), kind, over)
+            tokens = tokens.reshape(*tokens.shape[:2], *(1,) * (other.ndim - 2))
+            other = (other.astype(jnp.float32) * tokens).astype(other.dtype)
+        kind = self.type_of(gradient=not into)
 
         def of_row(row: tuple[Array, Array]) -> Array:
-            first, second = row
+            mine, theirs = row
             if self.scales == "block":
-                mine = in_blocks(first, (0,), self.type_of())
-                theirs = in_blocks(second, (0,), self.type_of())
-                return _multiplied(mine, theirs, ((0,), (0,)))
-            mine, by = scaled(first, (0,), self.type_of(), over)
-            theirs, and_by = scaled(second, (0,), self.type_of(gradient=True), over)
-            by = by.reshape(*first.shape[1:], *(1,) * (second.ndim - 1))
-            return _multiplied(mine, theirs, ((0,), (0,))) * by * and_by[0]
+                pair = (in_blocks(each, (0,), self.type_of()) for each in (theirs, mine))
+                first, second = pair if into else reversed(tuple(pair))
+                return _multiplied(first, second, ((0,), (0,)))
+            theirs, by = scaled(theirs, (0,), kind, moved)
+            if into:
+                by = by.reshape(*theirs.shape[1:], *(1,) * (mine.ndim - 1))
+                return _multiplied(theirs, mine, ((0,), (0,))) * by
+            return _multiplied(mine, theirs, ((0,), (0,))) * by[0]
 
-        if len(x) == 1:
-            return of_row((x[0], cotangent[0]))
+        if len(x) <= UNROLLED:
+            rows = [of_row(row) for row in zip(inside, other, strict=True)]
+            return sum(rows[1:], rows[0])
         shape = (*x.shape[2:], *cotangent.shape[2:])
         add = lambda total, row: (total + of_row(row), None)  # noqa: E731
-        return lax.scan(add, vary(jnp.zeros(shape, jnp.float32)), (x, cotangent))[0]
+        return lax.scan(add, vary(jnp.zeros(shape, jnp.float32)), (inside, other))[0]
+
+
+class Scaled(NamedTuple):
+    """Numbers in 8 bits, and float32 scales that they are multiplied with."""
+
+    numbers: Array
+    scales: Array
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
+class Rounded:
+    """A weight that is rounded already, for the products that it is in."""
+
+    forward: Scaled
+    back: Scaled | None
+    """For the gradient to what it is multiplied with; None if it is the same there."""
+    gradient: Array | None = None
+    """Zeros in whose place the weight is differentiated, of the type of its gradient."""
+
+    @property
+    def ndim(self) -> int:
+        """Of the weight."""
+        return self.forward.numbers.ndim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return self.forward.numbers.shape
+
+    def astype(self, dtype: Any) -> Rounded:
+        """Products are in any type."""
+        del dtype
+        return self
+
+    def __getitem__(self, key: Any) -> Rounded:
+        """All of it."""
+        assert key is ...
+        return self
+
+
+Weight = Array | Rounded
+
+
+def is_rounded(tree: Any) -> bool:
+    """Whether it is a weight in 8 bits, and not the arrays of one."""
+    return isinstance(tree, Rounded)
 
 
 class Rows(NamedTuple):
@@ -201,18 +303,16 @@ class Product(NamedTuple):
         return self.of(self.rows)
 
 
-def scaled(
-    x: Array, dims: Dims, dtype: Any, over: Sequence[str] = ()
-) -> tuple[Array, Float[Array, ...]]:
-    """(numbers of that type, float32 scales with these dims of size 1): their product is about `x`.
+def scaled(x: Array, dims: Dims, dtype: Any, over: Sequence[str] = ()) -> Scaled:
+    """Numbers of that type, and scales with these dims of size 1: their product is about `x`.
 
     What is not finite makes its scale so, and with it all that is computed of it. Devices along
     the axes `over` of the program have other numbers of the same dims.
     """
     most = jnp.abs(x).max(tuple(dims), keepdims=True).astype(jnp.float32)
-    most = lax.pmax(most, tuple(over)) if over else most
+    most = max_over(most, over)
     scale = jnp.maximum(most / largest(dtype), _LEAST_SCALE)
-    return _rounded(x.astype(jnp.float32) / scale, dtype), scale
+    return Scaled(_rounded(x.astype(jnp.float32) / scale, dtype), scale)
 
 
 def in_blocks(x: Array, dims: Dims, dtype: Any) -> Array:
@@ -259,32 +359,49 @@ def _multiplied(x: Array, y: Array, summed: tuple[Dims, Dims]) -> Float[Array, .
 # A product with gradients of its own.
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def product(
-    x: Float[Array, "B T *K"], weight: Float[Array, "*K *N"], dims: int, how: LowPrecision
+    x: Float[Array, "B T *K"], weight: Weight, dims: int, how: LowPrecision, into: bool
 ) -> Float[Array, "B T *N"]:
-    """`LowPrecision.product`, in the type of `x`."""
+    """`LowPrecision.product`, in the type of `x`. `into`: a layer's inside is what it makes."""
     return how.product(x, weight, dims).whole().astype(x.dtype)
 
 
+def _product_forward(x: Array, weight: Weight, dims: int, how: LowPrecision, into: bool) -> Any:
+    found = product(x, weight, dims, how, into)
+    if not isinstance(weight, Rounded):
+        return found, (x, weight, ())
+    # The form of what is kept says whether it has a gradient.
+    return found, (x, replace(weight, gradient=None), None if weight.gradient is None else ())
+
+
 def _product_backward(
-    dims: int, how: LowPrecision, saved: tuple[Array, Array], cotangent: Array
-) -> tuple[Array, Array]:
-    x, weight = saved
-    d_x = how.back(cotangent, weight, dims).whole().astype(x.dtype)
-    return d_x, outer(x, cotangent, how).astype(weight.dtype)
+    dims: int, how: LowPrecision, into: bool, saved: tuple[Array, Weight, Any], cotangent: Array
+) -> tuple[Array, Any]:
+    x, weight, trained = saved
+    # Sums over a token's whole width, as norms have, make a product behind which they stand slow.
+    d_x = lax.optimization_barrier(how.back(cotangent, weight, dims).whole().astype(x.dtype))
+    if trained is None:
+        return d_x, None
+    d_weight = outer(x, cotangent, how, into=into)
+    if isinstance(weight, Rounded):
+        nothing: Any = None  # of integers
+        return d_x, Rounded(nothing, None, d_weight.astype(x.dtype))
+    return d_x, d_weight.astype(weight.dtype)
 
 
-def outer(x: Array, cotangent: Array, how: LowPrecision) -> Float[Array, "*I *O"]:
+def outer(
+    x: Array, cotangent: Array, how: LowPrecision, *, into: bool, over: Sequence[str] = ()
+) -> Float[Array, "*I *O"]:
     """A weight's gradient, as chosen."""
     if how.weight_gradients:
-        return how.outer(x, cotangent)
+        return how.outer(x, cotangent, into=into, over=over)
+    # Else XLA for TPU puts into it what makes them, which it writes for other products anyway.
+    x, cotangent = lax.optimization_barrier((x, cotangent))
     return _multiplied(x, cotangent, ((0, 1), (0, 1)))
 
 
-product.defvjp(
-    lambda x, weight, dims, how: (product(x, weight, dims, how), (x, weight)), _product_backward
-)
+product.defvjp(_product_forward, _product_backward)
 
 
 # Of many matrices at once: what numbers in 8 bits stand for, multiplied in compute type.

@@ -11,6 +11,7 @@ Source: sequence parallelism, arXiv:2205.05198.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from jaxtyping import Float
 
 from maxpipe.parallel import collective_matmul, low_precision
 from maxpipe.parallel.collective_matmul import TOKENS
-from maxpipe.parallel.low_precision import LowPrecision, Product
+from maxpipe.parallel.low_precision import LowPrecision, Product, Rounded, Weight
 from maxpipe.parallel.mesh import CONTEXT, TOKEN_AXES
 from maxpipe.parallel.per_device import on_shards
 from maxpipe.parallel.sharding import AxisRules, automatic_axes, restrict
@@ -70,55 +71,60 @@ class TokenSplit:
     def into(
         self,
         x: Float[Array, "B T D"],
-        weights: Sequence[Float[Array, "D ..."]],
+        weights: Sequence[Weight],
         axes: Sequence[Axes],
     ) -> list[Float[Array, "B T *dims"]]:
         """Times each of the weights, which share what is gathered."""
         specs = tuple(map(self._spec, axes))
         split = [number for number, spec in enumerate(specs) if any(spec)]
         if not self.axis or not split:
-            return [self._product(x, weight) for weight in weights]
+            return [self._product(x, weight, into=True) for weight in weights]
         chosen = tuple(specs[number] for number in split)
         how = _How(self.axis, self.rules.by_ring, chosen, self.low)
         found = dict(zip(split, _into(x, tuple(weights[i] for i in split), how), strict=True))
         # What every device has whole is multiplied with the tokens of each.
         return [
-            found[number] if number in found else self._product(x, weight)
+            found[number] if number in found else self._product(x, weight, into=True)
             for number, weight in enumerate(weights)
         ]
 
     def out_of(
-        self, x: Float[Array, "B T *dims"], weight: Float[Array, "*dims D"], axes: Axes
+        self, x: Float[Array, "B T *dims"], weight: Weight, axes: Axes
     ) -> Float[Array, "B T D"]:
         """Times the weight, summed over devices that have a part of `dims` each."""
         spec = self._spec(axes)
         if self.axis and any(spec):
             return _out_of(x, weight, _How(self.axis, self.rules.by_ring, (spec,), self.low))
-        return self.shards(self._product(x, weight, weight.ndim - 1))
+        return self.shards(self._product(x, weight, weight.ndim - 1, into=False))
 
-    def _product(self, x: Array, weight: Array, dims: int = 1) -> Array:
+    def _product(self, x: Array, weight: Weight, dims: int = 1, *, into: bool) -> Array:
         """On tokens of which every device has all, or the compiler knows which."""
         if self.low is not None:
-            return low_precision.product(x, weight, dims, self.low)
+            return low_precision.product(x, weight, dims, self.low, into)
+        assert not isinstance(weight, Rounded)
         # Tokens that are divided would have to move to be in one dim with rows.
         divided = self.axis or CONTEXT in automatic_axes()
-        if self.rules.joins_tokens and weight.ndim == 2 and not divided:
-            return _by_matrix(x, weight)
+        if self.rules.joins_tokens and not divided:
+            return _by_matrix(x, weight, dims)
         return jnp.tensordot(x, weight, dims)
 
     def _spec(self, axes: Axes) -> PartitionSpec:
         return restrict(self.rules.spec(axes), (self.axis,))
 
 
-def _by_matrix(x: Float[Array, "B T I"], matrix: Float[Array, "I O"]) -> Float[Array, "B T O"]:
-    """The product, with rows and tokens as one dim, which the matrix' gradient sums over.
+def _by_matrix(
+    x: Float[Array, "B T *inside"], weight: Float[Array, "*dims"], summed: int
+) -> Float[Array, "B T *outside"]:
+    """The product over the weight's first `summed` dims, with rows and tokens as one dim.
 
-    Where they are two, XLA for CPU copies an operand of that sum in another order first, with the
-    arithmetic that makes it, in strides that defeat the cache. XLA for TPU orders the two as it
-    likes, and takes 3 to 11% more cycles where they are one.
+    The weight's gradient sums over that. Where they are two, XLA for CPU copies an operand of that
+    sum in another order first, with the arithmetic that makes it, in strides that defeat the cache.
+    XLA for TPU orders the two as it likes, and takes 3 to 11% more cycles where they are one.
     """
-    found = jnp.tensordot(x.reshape(-1, x.shape[-1]), matrix, 1)
-    return found.reshape(*x.shape[:2], matrix.shape[-1])
+    rows, outside = x.shape[:2], weight.shape[summed:]
+    matrix = weight.reshape(math.prod(weight.shape[:summed]), math.prod(outside))
+    found = jnp.tensordot(x.reshape(math.prod(rows), matrix.shape[0]), matrix, 1)
+    return found.reshape(*rows, *outside)
 
 
 def _placed(x: Array, axis: str) -> Array:
@@ -228,7 +234,7 @@ class _How:
         """On one device. `first`: what moves are a layer's inputs, else cotangents."""
         moving, outer = self._gathered(moving), collective_matmul.outer
         if self.low is not None:
-            outer = partial(low_precision.outer, how=self.low)
+            outer = partial(low_precision.outer, how=self.low, into=first, over=(self.axis,))
         found = [outer(moving, each) if first else outer(each, moving) for each in arrays]
         return tuple(each.astype(dtype) for each in found)
 

@@ -44,6 +44,22 @@ def trips_of(op_name: str) -> float | None:
     return float(found.group(1)) if found else None
 
 
+_PART = re.compile(r"\bpart_(\w+?)\b")
+ROTARY = "rotary"
+"""Of attention, what turns queries and keys."""
+
+
+def part(name: str) -> str:
+    """Scope of one part of a layer."""
+    return f"part_{name}"
+
+
+def part_of(op_name: str) -> str:
+    """The innermost part that an operation belongs to; empty outside of layers."""
+    found = _PART.findall(op_name)
+    return found[-1] if found else ""
+
+
 _WINDOW = re.compile(r"\bwindow_(\d+)\b")
 WINDOWS = "windows"
 """Scope of a choice between branches for windows of several sizes."""

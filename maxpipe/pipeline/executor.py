@@ -23,6 +23,7 @@ from jaxtyping import Float
 from maxpipe.parallel.collectives import from_position, program_axes, sum_over
 from maxpipe.parallel.context import own_tokens
 from maxpipe.parallel.explicit import divided
+from maxpipe.parallel.low_precision import LowPrecision
 from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
 from maxpipe.parallel.per_device import vary
 from maxpipe.parallel.sharding import BATCH_SPEC, restrict
@@ -70,6 +71,11 @@ class Engine:
     trainable: Tree = None
     """For each parameter whether it has a gradient. None: all have."""
     exact: Tree = None
+    summed: Tree = None
+    """For each parameter how many of its first dims its product sums over, if layers are given it
+    in 8 bits; 0 if they are not. None: none."""
+    low: LowPrecision | None = None
+    """How these are rounded."""
     """For each parameter whether it is used in the type in which it is stored. None: none is."""
     gradients: Tree = None
     """PartitionSpec of the gradient of each parameter that has one. None: as the parameters'."""
@@ -120,7 +126,7 @@ class Engine:
     def _trainable(self) -> Tree:
         return self._everywhere(True) if self.trainable is None else self.trainable
 
-    def _everywhere(self, value: bool) -> Tree:
+    def _everywhere(self, value: bool | int) -> Tree:
         """The same for each parameter."""
         return jax.tree.map(lambda _: value, self.specs, is_leaf=_is_spec)
 
@@ -133,13 +139,15 @@ class Engine:
         assert schedule.num_stages == self.mesh.shape[STAGE]
         assert schedule.ring == self.layout.ring
         exact = self._everywhere(False) if self.exact is None else self.exact
+        summed = self._everywhere(0) if self.summed is None else self.summed
         gradients = joined(self.specs, self.gradients or {})
         divisions = jax.tree.map(
-            partial(WeightSharding.of, reduced=self.reduced),
+            partial(WeightSharding.of, reduced=self.reduced, low=self.low),
             self.specs,
             self._trainable,
             exact,
             gradients,
+            summed,
             is_leaf=_is_spec,
         )
         plan = Plan(self.network, self.layout, self.weight_gather, self.keep, self.idle, divisions)

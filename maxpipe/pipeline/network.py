@@ -44,6 +44,8 @@ class Network:
     """Factor of the logits."""
     logit_cap: float = 0.0
     """Scaled logits become `cap * tanh(logits / cap)`. 0: as they are."""
+    loss_block_tokens: int = 0
+    """Tokens on a device whose logits are in memory at once. 0: those of a microbatch."""
     ahead: Heads | None = None
     """Heads for tokens further ahead, which only training computes."""
 

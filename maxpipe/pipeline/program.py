@@ -83,6 +83,7 @@ class Program:
             network.vocab_size,
             network.logit_scale,
             network.logit_cap,
+            network.loss_block_tokens,
         )
 
     def _ahead(self, params: Tree, key: jax.Array | None) -> HeadsAhead:

@@ -11,12 +11,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
+from maxpipe.parallel.low_precision import is_rounded
+from maxpipe.parallel.per_device import vary
 from maxpipe.pipeline.split import Flat, split
 from maxpipe.pipeline.trainable import joined, trained
 
@@ -131,7 +134,9 @@ def differentiate(
             output, losses, statistics = wrapped(joined(weights, mine), x, *constants[:3])
             return (output, losses), statistics
 
-        mine = trained(weights, trainable)
+        mine = jax.tree.map(
+            partial(_variable, x.dtype), trained(weights, trainable), is_leaf=is_rounded
+        )
         (output, losses), pullback, statistics = jax.vjp(differentiable, mine, x, has_aux=True)
         leaves, tree = jax.tree.flatten(pullback)
         structure.append(tree)
@@ -175,6 +180,11 @@ def differentiate(
         statistics={name: leaf.shape for name, leaf in statistics.items()},
     )
     return _with_halves(pieces, weights, saved, constants, output) if halves else pieces
+
+
+def _variable(dtype: jnp.dtype, weight: Tree) -> jax.Array:
+    """What has the gradient: a weight, or zeros of its shape in place of one in 8 bits."""
+    return vary(jnp.zeros(weight.shape, dtype)) if is_rounded(weight) else weight
 
 
 @dataclass(frozen=True)

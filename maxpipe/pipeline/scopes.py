@@ -14,6 +14,8 @@ OUTSIDE = "outside"
 """Around what the layers outside the ring do."""
 GATHER, REDUCE, TICKS = "gather", "reduce", "ticks"
 """Between two gathers of `visit`: the next gather, reductions that are due, and the ticks."""
+UPDATE = "update"
+"""Outside of the per-device program: what follows the gradients."""
 
 
 def of_kind(kind: str) -> str:

@@ -7,7 +7,10 @@ frozen ones are missing, and so are dicts that would be empty.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
+
+from maxpipe.parallel.low_precision import is_rounded
 
 Tree = Any
 
@@ -28,7 +31,10 @@ def trained(tree: Tree, is_trained: Tree) -> Tree:
 
 
 def joined(tree: Tree, part: Tree) -> Tree:
-    """The whole tree, with this part of it in place of its own."""
+    """The whole tree, with this part of it in place of its own.
+
+    A weight in 8 bits stays, and has the gradient of what would be in its place.
+    """
     if not isinstance(part, Mapping):
-        return part
+        return replace(tree, gradient=part) if is_rounded(tree) else part
     return {name: joined(own, part[name]) if name in part else own for name, own in tree.items()}

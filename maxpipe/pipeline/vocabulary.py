@@ -35,6 +35,7 @@ from maxpipe.parallel.collectives import (
 )
 from maxpipe.parallel.mesh import STAGE
 from maxpipe.parallel.per_device import vary
+from maxpipe.pipeline.blocks import by_blocks
 from maxpipe.pipeline.weights import (
     WeightSharding,
     gather,
@@ -167,6 +168,8 @@ class LossHead(NamedTuple):
     """Factor of the logits."""
     logit_cap: float = 0.0
     """Scaled logits become `cap * tanh(logits / cap)`. 0: as they are."""
+    block_tokens: int = 0
+    """Tokens whose logits are in memory at once. 0: those of a microbatch."""
 
     def loss(
         self,
@@ -176,8 +179,14 @@ class LossHead(NamedTuple):
         inputs: Any,
     ) -> Float[Array, ""]:
         """Sum over the microbatch of the masked cross entropy, in nats."""
-        hidden = self.norm(norm_params, self._from_last_stage(output))
-        return self._scores(hidden, head, inputs["targets"], inputs["loss_mask"])[0]
+
+        def of_block(output: Array, targets: Array, mask: Array) -> tuple[Array, None]:
+            hidden = self.norm(norm_params, output)
+            return self._scores(hidden, head, targets, mask)[0], None
+
+        output = self._from_last_stage(output)
+        given = output, inputs["targets"], inputs["loss_mask"]
+        return by_blocks(of_block, self.block_tokens, *given)[0]
 
     def loss_and_grad(
         self,
@@ -194,16 +203,23 @@ class LossHead(NamedTuple):
         microbatch's arrays. Heads ahead add to both gradients, and what else they have found is
         returned: see `HeadsAhead.add`.
         """
-        output = self._from_last_stage(output)
-        hidden, norm_vjp = jax.vjp(self.norm, vary(norm_params), output)
-        targets, mask = inputs["targets"], inputs["loss_mask"]
-        total, d_hidden, d_head = self._differentiated(head, hidden, targets, mask, scale)
-        sums = None
-        if ahead is not None:
-            score = partial(self._differentiated, head)
-            d_hidden, d_head, sums = ahead(score, hidden, d_hidden, d_head)
-        d_hidden = vary(sum_over(d_hidden, STAGE)).astype(hidden.dtype)
-        d_norm, d_output = norm_vjp(d_hidden)
+        norm_params = vary(norm_params)
+
+        def of_block(output: Array, targets: Array, mask: Array) -> tuple[Any, Array]:
+            hidden, norm_vjp = jax.vjp(self.norm, norm_params, output)
+            total, d_hidden, d_head = self._differentiated(head, hidden, targets, mask, scale)
+            sums = None
+            if ahead is not None:
+                score = partial(self._differentiated, head)
+                d_hidden, d_head, sums = ahead(score, hidden, d_hidden, d_head)
+            d_hidden = vary(sum_over(d_hidden, STAGE)).astype(hidden.dtype)
+            d_norm, d_output = norm_vjp(d_hidden)
+            return (total, d_norm, d_head, sums), d_output
+
+        # Heads ahead read tokens of other blocks: only logits are by blocks then.
+        size = self.block_tokens if ahead is None else 0
+        given = self._from_last_stage(output), inputs["targets"], inputs["loss_mask"]
+        (total, d_norm, d_head, sums), d_output = by_blocks(of_block, size, *given)
         return Loss(total, d_output, d_norm, d_head), sums
 
     def _differentiated(
@@ -215,13 +231,19 @@ class LossHead(NamedTuple):
         scale: Float[Array, ""],
     ) -> tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]]:
         """Loss, and its gradients by this stage's columns: of `hidden`, and of the columns."""
-        total, exponent, normaliser, is_target, slope = self._scores(hidden, head, targets, mask)
-        weight = (mask * scale)[..., None]
-        error = (exponent / normaliser[..., None] - is_target) * weight
-        error = error if slope is None else error * slope
-        error = error.astype(hidden.dtype)
-        d_head = _product("btd,btv->dv", hidden, error)
-        d_hidden = _product("btv,dv->btd", error, head)
+
+        def of_block(hidden: Array, targets: Array, mask: Array) -> tuple[Any, Array]:
+            total, exponent, normaliser, is_target, slope = self._scores(
+                hidden, head, targets, mask
+            )
+            weight = (mask * scale)[..., None]
+            error = (exponent / normaliser[..., None] - is_target) * weight
+            error = error if slope is None else error * slope
+            error = error.astype(hidden.dtype)
+            d_head = _product("btd,btv->dv", hidden, error)
+            return (total, d_head), _product("btv,dv->btd", error, head)
+
+        (total, d_head), d_hidden = by_blocks(of_block, self.block_tokens, hidden, targets, mask)
         return total, d_hidden, d_head
 
     def _from_last_stage(self, output: jax.Array) -> jax.Array:

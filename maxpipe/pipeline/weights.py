@@ -23,6 +23,7 @@ from maxpipe.parallel.collectives import (
     size_of,
     sum_over,
 )
+from maxpipe.parallel.low_precision import LowPrecision, is_rounded
 from maxpipe.parallel.mesh import AUTOMATIC_AXES, DATA, TOKEN_AXES
 from maxpipe.parallel.per_device import vary
 from maxpipe.parallel.sharding import axes_of, fsdp_dim, restrict
@@ -56,6 +57,11 @@ class WeightSharding:
     end of a step; `NOT_SHARDED` if each gets all. Stacked dims count."""
     reduced: str = "float32"
     """Type in which gradients are sent to be summed."""
+    low: LowPrecision | None = None
+    """How it is rounded, and gathered in 8 bits; None if it is not."""
+    summed: int = 0
+    """How many of its first dims its product sums over; stacked ones, `stack`, do not count."""
+    stack: int = 0
 
     @classmethod
     def of(
@@ -64,7 +70,10 @@ class WeightSharding:
         trainable: bool = True,
         exact: bool = False,
         gradient: PartitionSpec | None = None,
+        summed: int = 0,
+        *,
         reduced: str = "float32",
+        low: LowPrecision | None = None,
     ) -> WeightSharding:
         """From the spec of the whole parameter, and that of its gradient if it is another."""
         dim = NOT_SHARDED if (found := fsdp_dim(spec)) is None else found
@@ -74,7 +83,8 @@ class WeightSharding:
         automatic = tuple(restrict(spec, AUTOMATIC_AXES))
         over = [axes_of(entry) for entry in gradient or ()]
         owned = next((n for n, those in enumerate(over) if DATA in those), NOT_SHARDED)
-        return cls(dim, axes, kept, automatic, trainable, exact, owned, reduced)
+        low = low if summed else None
+        return cls(dim, axes, kept, automatic, trainable, exact, owned, reduced, low, summed)
 
     @property
     def summed_over(self) -> tuple[str, ...]:
@@ -93,7 +103,8 @@ class WeightSharding:
     def stacked(self) -> WeightSharding:
         """Of weights like this one, stacked along a new first dim."""
         dim = self.dim if self.dim == NOT_SHARDED else self.dim + 1
-        return replace(self, dim=dim, automatic=(None, *self.automatic))
+        automatic = (None, *self.automatic)
+        return replace(self, dim=dim, automatic=automatic, stack=self.stack + 1)
 
     @property
     def turned(self) -> WeightSharding:
@@ -108,12 +119,33 @@ WHOLE = WeightSharding(NOT_SHARDED)
 
 
 def gather(shard: jax.Array, division: WeightSharding, dtype: jnp.dtype) -> jax.Array:
-    """The whole weight in the compute dtype, from this device's shard."""
+    """The whole weight in the compute dtype, or in 8 bits, from this device's shard."""
     shard = shard if division.exact else shard.astype(dtype)
+    if division.low is not None:
+        return _gathered_rounded(division.low, shard, division)
     if division.dim == NOT_SHARDED:
         return vary(shard)
     run = partial(gather_shards, axes=division.axes, dim=division.dim)
     return vary(over_automatic_axes(run, division.automatic)(shard))
+
+
+def _gathered_rounded(low: LowPrecision, shard: jax.Array, division: WeightSharding) -> Tree:
+    """Rounded as the whole weight would be."""
+    dim, sharded = division.dim, division.dim != NOT_SHARDED
+    over = division.axes if sharded else ()
+    rounded = low.rounds(shard, division.stack, division.summed, over, dim)
+
+    def whole(leaf: jax.Array) -> jax.Array:
+        if not sharded or leaf.shape[dim] == 1 != shard.shape[dim]:
+            return vary(leaf)  # a scale for all of that dim
+        entries = [*division.automatic, *[None] * leaf.ndim][: leaf.ndim]
+        entries = [
+            axes if size > 1 else None for axes, size in zip(entries, leaf.shape, strict=True)
+        ]
+        run = partial(gather_shards, axes=division.axes, dim=dim)
+        return vary(over_automatic_axes(run, entries)(leaf))
+
+    return jax.tree.map(whole, rounded)
 
 
 def scatter(gradient: jax.Array, division: WeightSharding) -> jax.Array:
@@ -173,7 +205,8 @@ class LayerWeights:
     def zeros(self, held: Tree) -> Tree:
         """Empty float32 accumulators in the form of what is held."""
         mine = trained(held, self.trainable)
-        return jax.tree.map(lambda leaf: vary(jnp.zeros(leaf.shape, jnp.float32)), mine)
+        zeros = lambda leaf: vary(jnp.zeros(leaf.shape, jnp.float32))  # noqa: E731
+        return jax.tree.map(zeros, mine, is_leaf=is_rounded)
 
     def accumulate(self, totals: Tree, index: jax.Array | int, gradient: Tree) -> Tree:
         """Adds one layer's gradient in place."""
@@ -199,7 +232,15 @@ class LayerWeights:
 
     def window(self, shards: Tree, num_layers: int) -> Tree:
         """Zeros for this many whole layers."""
-        return self._whole(shards, self.divisions, num_layers, self.dtype)
+        found = self._whole(shards, self.divisions, num_layers, self.dtype)
+
+        def held(whole: jax.Array, division: WeightSharding) -> Tree:
+            if (low := division.low) is None:
+                return whole
+            form = jax.eval_shape(lambda x: low.rounds(x, 1, division.summed), whole)
+            return vary(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), form))
+
+        return jax.tree.map(held, found, self.divisions)
 
     def sums(self, shards: Tree, num_layers: int) -> Tree:
         """Zeros for the gradients of this many whole layers, float32."""

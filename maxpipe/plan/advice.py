@@ -75,9 +75,9 @@ TERMS: dict[str, Term] = {
     "reports": Term("losses and statistics that layers report", "more mesh.ici_stage"),
     "ahead": Term("losses and statistics of heads ahead", "fewer model.heads_ahead"),
     "logits": Term(
-        "logits of a microbatch and their gradient",
-        "more mesh.ici_stage or mesh.ici_tensor (they share the vocabulary), more "
-        "pipeline.microbatches of fewer rows",
+        "logits of a microbatch, or of a block of its tokens, and their gradient",
+        "a smaller pipeline.loss_block_tokens, more mesh.ici_stage or mesh.ici_tensor (they share "
+        "the vocabulary), more pipeline.microbatches of fewer rows",
     ),
     "layer": Term(
         "one layer's whole weights, their gradient, and its activations",

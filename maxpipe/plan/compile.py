@@ -32,7 +32,8 @@ from maxpipe.pipeline import scopes
 from maxpipe.pipeline.layout import Layout
 from maxpipe.plan import gpu_target
 from maxpipe.plan.advice import capacity, explain_out_of_memory, gib, largest
-from maxpipe.plan.hlo import Collective, Profile, profile
+from maxpipe.plan.entries import Line, lines
+from maxpipe.plan.hlo import Collective, Profile, Transfer, profile
 from maxpipe.plan.hlo_text import parse
 from maxpipe.plan.memory import buffers
 from maxpipe.plan.nearest import nearest
@@ -55,6 +56,7 @@ SCOPES = (
     scopes.RECOMPUTE,
     *SLOTS.values(),
     *(scopes.HEAD, scopes.EMBED, scopes.EMBED_GRAD, scopes.SEND, scopes.GATHER, scopes.REDUCE),
+    scopes.UPDATE,
 )
 
 
@@ -66,7 +68,7 @@ class Traffic:
     axes: str
     """Mesh axes that the group spans, e.g. `data+fsdp`."""
     link: str
-    """`ici`, or `dcn` where the group spans slices."""
+    """`ici`, or `dcn` where the group spans slices; `host` to and from its memory."""
     asynchronous: bool
     count: float
     """Executions on one device in one step."""
@@ -102,7 +104,7 @@ class Report:
     whose temporaries are one allocation. See decision 16."""
     program_bytes: int
     host_bytes: int
-    """Temporary, in host memory."""
+    """Arguments and temporaries in host memory."""
     memory_bytes: float
     """What one device has."""
     flops: float
@@ -112,6 +114,8 @@ class Report:
     cycles: float
     """The compiler's estimate, synchronous collectives left out, and what kernels take at
     `kernel_efficiency`; 0 where it gives none."""
+    pieces: dict[str, float]
+    """Of `cycles` those of each piece of the program, by its name in `pipeline.scopes`."""
     kernel_flops: float
     """Of `flops`, those of kernels, for which the compiler has no estimate."""
     kernel_efficiency: float
@@ -119,12 +123,14 @@ class Report:
     seconds: float
     """The same as time."""
     collectives: list[Traffic]
+    transfers: list[Traffic]
+    """To host memory, and from there."""
     copies: int
     """Buffers copied inside loops."""
     buffers: dict[str, int]
     """Bytes of what the loop over ticks carries, part of `working_bytes`."""
-    largest: list[tuple[str, str, float]] = field(default_factory=list)
-    """(operation, where it comes from, cycles) of the costliest instructions."""
+    entries: list[Line] = field(default_factory=list)
+    """What the busiest stages' cycles are spent on, most first; none without estimates."""
     unknown_loops: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     """What the compiler leaves open, in words."""
@@ -150,8 +156,9 @@ class Report:
     def from_json(cls, values: Mapping[str, Any]) -> Report:
         """From `to_json`'s values; others among them are left alone."""
         own = {field.name: values[field.name] for field in dataclasses.fields(cls)}
-        own["collectives"] = [Traffic(**each) for each in values["collectives"]]
-        own["largest"] = [tuple(each) for each in values["largest"]]
+        for name in ("collectives", "transfers"):
+            own[name] = [Traffic(**each) for each in values[name]]
+        own["entries"] = [Line(**each) for each in values["entries"]]
         return cls(**own)
 
     def to_json(self) -> dict[str, Any]:
@@ -177,8 +184,16 @@ def build_steps(config: Config, present: Sequence[Any]) -> Steps:
     return steps_of(config, build_mesh(config.mesh, present), lengths)
 
 
-def compile_step(loaded: Loaded, topology: Topology, save: Path | None = None) -> Report:
+def compile_step(
+    loaded: Loaded,
+    topology: Topology,
+    save: Path | None = None,
+    given: Mapping[str, str] | None = None,
+) -> Report:
     """Compiles the train step of a config for a topology; `save` is a folder to keep it in.
+
+    `given` are options of the compiler in place of those of a run, which are left out where the
+    value is empty.
 
     Raises:
         ConfigError: the config does not fit the topology, this machine cannot describe it, the
@@ -199,6 +214,8 @@ def compile_step(loaded: Loaded, topology: Topology, save: Path | None = None) -
     lowered = _lowered(steps, config, topology)
     lowered_at = time.monotonic()
     options = steps.compiler_options | (dict(gpu_target.OPTIONS) if untuned else {})
+    options |= given or {}
+    options = {name: value for name, value in options.items() if value != ""}
     try:
         compiled = lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
@@ -293,21 +310,20 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
         temp_bytes=memory.temp_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes if topology.platform == "tpu" else 0,
         program_bytes=memory.generated_code_size_in_bytes,
-        host_bytes=memory.host_temp_size_in_bytes,
+        host_bytes=memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes,
         memory_bytes=topology.hardware.memory_bytes,
         flops=found.flops,
         model_flops=needed,
         cycles=cycles,
+        pieces=_pieces(busiest, topology.hardware),
         kernel_flops=found.kernel_flops,
         kernel_efficiency=topology.hardware.kernel_efficiency,
         seconds=cycles / clock if clock else 0.0,
         collectives=traffic(found.collectives, mesh),
+        transfers=host_traffic(found.transfers),
         copies=len(found.copies),
         buffers={name: round(held) for name, held in buffers(sizes, steps.train_schedule).items()},
-        largest=[
-            (each.instruction.opcode, each.instruction.op_name, each.cycles)
-            for each in busiest.largest(12)
-        ],
+        entries=lines(busiest, topology.hardware),
         unknown_loops=found.unknown_loops,
     )
 
@@ -316,6 +332,15 @@ def kernel_cycles(found: Profile, hardware: Hardware) -> float:
     """What kernels take, which have no estimate, at the share of the peak that is assumed."""
     seconds = found.kernel_flops / (hardware.flops * hardware.kernel_efficiency)
     return seconds * hardware.clock_ghz * 1e9
+
+
+def _pieces(found: Profile, hardware: Hardware) -> dict[str, float]:
+    """Cycles by region, kernels' as above."""
+    cycles: dict[str, float] = {}
+    for name in sorted({each.region for each in found.entries if each.region}):
+        mine = Profile([each for each in found.entries if each.region == name])
+        cycles[name] = mine.cycles + kernel_cycles(mine, hardware)
+    return cycles
 
 
 def versions() -> dict[str, str]:
@@ -493,6 +518,28 @@ def traffic(found: Sequence[Collective], mesh: Any) -> list[Traffic]:
         for key, group in grouped.items()
     ]
     return sorted(result, key=lambda each: -each.total_bytes)
+
+
+def host_traffic(found: Sequence[Transfer]) -> list[Traffic]:
+    """What goes to host memory and what comes from there; cycles that several share count once."""
+    result = []
+    for kind in dict.fromkeys(each.kind for each in found):
+        group = [each for each in found if each.kind == kind]
+        behind = {
+            name: cycles * each.count for each in group for name, cycles in each.cycles_of.items()
+        }
+        result.append(
+            Traffic(
+                kind,
+                axes="",
+                link="host",
+                asynchronous=True,
+                count=sum(each.count for each in group),
+                total_bytes=sum(each.num_bytes * each.count for each in group),
+                cycles_behind=sum(behind.values()),
+            )
+        )
+    return result
 
 
 def _slice_of(device: Any) -> int:

@@ -45,6 +45,9 @@ BETWEEN_SLICES = {
 """What XLA for TPU calls a collective that it hands to the hosts' network."""
 _COMPUTE = {"fusion", "while", "conditional", "call", "dot", "convolution", "custom-call"}
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
+_ON_HOST = "S(5)"
+_MOVES = ("copy-start", "dynamic-slice-start", "dynamic-update-slice-start")
+TO_HOST, FROM_HOST = "to host", "from host"
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Entry:
     flops: float = 0.0
     """Operations of the matmuls in one execution, a multiply-add counting 2; of a kernel what is
     stated of it (`stated`), or what it states itself."""
+    inside: Computation = field(default_factory=dict)
+    """Of a fusion, what it joins."""
 
     @property
     def is_kernel(self) -> bool:
@@ -114,6 +119,21 @@ class Collective:
         return min((b - a for a, b in itertools.pairwise(sorted(self.group))), default=0)
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """What goes to host memory, or comes from there, beside other work."""
+
+    kind: str
+    """`TO_HOST` or `FROM_HOST`."""
+    name: str
+    region: str
+    count: float
+    num_bytes: float
+    """In one execution."""
+    cycles_of: Mapping[str, float]
+    """Estimated cycles of each instruction between start and done, loops included."""
+
+
 @dataclass
 class Profile:
     """What one run of a program costs one device."""
@@ -122,6 +142,7 @@ class Profile:
     collectives: list[Collective] = field(default_factory=list)
     copies: list[Entry] = field(default_factory=list)
     """Buffers that are copied or transposed inside a loop."""
+    transfers: list[Transfer] = field(default_factory=list)
     unknown_loops: list[str] = field(default_factory=list)
     """`op_name` of loops whose trip counts neither caller, name nor text gives; counted once."""
 
@@ -207,9 +228,12 @@ class _Walk:
             return
         flops = self._flops(each, computation)
         if each.cycles or flops:
-            self.profile.entries.append(Entry(each, region, count, flops))
+            inside = self._inside(each) if each.opcode == "fusion" else {}
+            self.profile.entries.append(Entry(each, region, count, flops, inside))
         if found := self._collective(each, computation):
             self.profile.collectives.append(replace(found, region=region, count=count))
+        if moved := self._transfer(each, computation):
+            self.profile.transfers.append(replace(moved, region=region, count=count))
         if depth and self._is_copy(each) and max(array_bytes(each.shape)) >= self.copy_bytes:
             self.profile.copies.append(Entry(each, region, count))
 
@@ -302,8 +326,10 @@ class _Walk:
     def _flops(self, each: Instruction, computation: Computation) -> float:
         """Of one execution, those of a fusion's matmuls included."""
         if each.opcode == "fusion":
+            # A kernel stands alone; what else is in its scope, to prepare it, states its work, too.
             inside = self._inside(each)
-            return sum(self._flops(other, inside) for other in inside.values())
+            own = [other for other in inside.values() if other.opcode != "custom-call"]
+            return sum(self._flops(other, inside) for other in own)
         if each.opcode == "custom-call":
             if (named := stated.flops_of(each.op_name)) is not None:
                 return named
@@ -328,11 +354,11 @@ class _Walk:
             return None
         group = group_of(source.attributes, self.module.num_devices)
         operands = [computation[name] for name in each.operands if name in computation]
-        if wrapped is not None and each.opcode == "fusion":
-            # A fusion may have other operands too; the collective's own are inside.
+        if wrapped is not None and each.opcode in ("fusion", "call-start"):
+            # A fusion may have other operands too, a call has none: the collective's are inside.
             operands = [self._inside(each)[name] for name in wrapped.operands]
-            if kind == "all-reduce" and self._keeps_a_slice(each):
-                kind = "reduce-scatter"  # as XLA for TPU writes it
+        if each.opcode == "fusion" and kind == "all-reduce" and self._keeps_a_slice(each):
+            kind = "reduce-scatter"  # as XLA for TPU writes it
         if kind == "ragged-all-to-all":
             operands = operands[:1]  # the others are where it writes, and sizes and places
         size = sum(operand.num_bytes for operand in operands)
@@ -386,9 +412,30 @@ class _Walk:
             between_slices=True,
         )
 
+    def _transfer(self, each: Instruction, computation: Computation) -> Transfer | None:
+        """Of whole arrays, or of a slot of a buffer in host memory."""
+        if each.opcode not in _MOVES:
+            return None
+        done = next(other for other in computation.values() if each.name in other.operands)
+        writes = each.opcode == "dynamic-update-slice-start"
+        to_host = _ON_HOST in done.shape
+        if not writes and to_host == (_ON_HOST in computation[each.operands[0]].shape):
+            return None
+        names = list(computation)
+        between = names[names.index(each.name) + 1 : names.index(done.name)]
+        work = [computation[name] for name in between if computation[name].opcode in _COMPUTE]
+        return Transfer(
+            kind=TO_HOST if to_host else FROM_HOST,
+            name=each.name,
+            region="",
+            count=0.0,
+            num_bytes=(computation[each.operands[1]] if writes else done).num_bytes,
+            cycles_of=self._cycles_of(work, computation),
+        )
+
     def _wrapped(self, each: Instruction) -> Instruction | None:
-        """The collective inside a fusion or a generic asynchronous call."""
-        if each.opcode not in ("fusion", "async-start"):
+        """The collective inside a fusion, a generic asynchronous call, or one of a sparse core."""
+        if each.opcode not in ("fusion", "async-start", "call-start"):
             return None
         inside = self._inside(each).values()
         # A TPU runs one collective inside several fusions: the first starts it, others take it
@@ -404,7 +451,8 @@ class _Walk:
         return root.opcode == "dynamic-slice"
 
     def _inside(self, each: Instruction) -> Computation:
-        return self.module.computations.get(each.computation("calls") or "", {})
+        role = "to_apply" if each.opcode == "call-start" else "calls"
+        return self.module.computations.get(each.computation(role) or "", {})
 
     def _is_start(self, each: Instruction) -> bool:
         return each.opcode.endswith("-start") or self._has(each, "AsyncCollectiveStart")

@@ -11,7 +11,9 @@ import importlib.metadata
 from dataclasses import dataclass, replace
 from functools import cache
 
+from maxpipe.model.choice import loss_block
 from maxpipe.model.spec import Kind, Part
+from maxpipe.plan.gathered import gathered_bytes
 from maxpipe.plan.optimizer import optimizer_bytes, optimizer_bytes_of
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
@@ -81,7 +83,8 @@ def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     terms[fullest] = terms.get(fullest, 0.0) + moments[fullest]
     if platform not in ("cpu", "tpu"):
         terms[fullest] += WORKSPACE
-    on_host = schedule.num_stash * sum(
+    on_host = optimizer_bytes(sizes) if sizes.config.optim.offload_state else 0.0
+    on_host += schedule.num_stash * sum(
         length * sizes.kept_bytes(kind)[1] for kind, length in sizes.per_chunk.items()
     )
     return Memory({name: size for name, size in terms.items() if size}, on_host)
@@ -93,8 +96,9 @@ def state(sizes: Sizes) -> dict[str, float]:
     # Four arrays of ids and the mask, int32 and float32.
     batch = sizes.rows_per_device * (5 * 4 * train.sequence_length + 4)
     params = BYTES[model.param_dtype] * sizes.shard_elements
+    kept = 0.0 if sizes.config.optim.offload_state else optimizer_bytes(sizes)
     return {
-        "state": float(params + optimizer_bytes(sizes) + 12),
+        "state": float(params + kept + 12),
         "batch": float(batch),
     }
 
@@ -126,7 +130,7 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
             length * sizes.deferred_bytes(kind) for kind, length in sizes.per_chunk.items()
         )
     if by_visit:
-        found["window"] = float(size * visits.num_window * sizes.chunk_elements())
+        found["window"] = visits.num_window * gathered_bytes(sizes, sizes.per_chunk)
         found["partial"] = 4.0 * visits.num_gradient * sizes.trained.chunk_elements()
     if outside := sizes.outside:
         kept = sum(count * sizes.kept_bytes(kind)[0] for kind, count in outside.items())
@@ -146,8 +150,7 @@ def outside(sizes: Sizes, schedule: Schedule) -> float:
     found += optimizer_bytes_of(sizes, sizes.outside)
     found += 4.0 * sizes.trained.outside_elements(whole=once)
     if once:
-        size = BYTES[sizes.config.model.compute_dtype]
-        found += float(size * sizes.outside_elements(whole=True))
+        found += gathered_bytes(sizes, sizes.outside)
     return found + buffers(sizes, schedule)["outside"]
 
 
@@ -175,11 +178,11 @@ def _gathered(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
     if pipeline.weight_gather == "iteration":
         return {"held": 0.0}
-    elements = sizes.head_elements(whole=True) + sizes.outside_elements(whole=True)
-    elements += sizes.ahead_elements(whole=True)
+    found = float(size * (sizes.head_elements(whole=True) + sizes.ahead_elements(whole=True)))
+    found += gathered_bytes(sizes, sizes.outside)
     if _by_step(sizes, schedule):
-        elements += sizes.held_elements(whole=True)
-    return {"held": float(size * elements)}
+        found += gathered_bytes(sizes, sizes.layer_slots)
+    return {"held": found}
 
 
 ARRIVING = 0.8
@@ -188,8 +191,7 @@ fitted."""
 
 
 def _arriving(sizes: Sizes, schedule: Schedule) -> float:
-    size = BYTES[sizes.config.model.compute_dtype]
-    return ARRIVING * size * sizes.chunk_elements() if _by_visit(sizes, schedule) else 0.0
+    return ARRIVING * gathered_bytes(sizes, sizes.per_chunk) if _by_visit(sizes, schedule) else 0.0
 
 
 def _copies(sizes: Sizes) -> float:
@@ -265,7 +267,7 @@ def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
     mode = "step" if _by_step(sizes, schedule) else sizes.config.pipeline.weight_gather
 
     def needed(name: str, kind: Kind) -> float:
-        weights = WEIGHTS[mode] * size * sizes.layer_elements(name, whole=True)
+        weights = WEIGHTS[mode] * gathered_bytes(sizes, {name: 1})
         return weights + max(_part_on_tpu(sizes, part) for part in kind.parts.values())
 
     ring = max(needed(*kind) for kind in sizes.model.kinds.items()) + _chunk_inputs(sizes)
@@ -378,6 +380,17 @@ def _chunk_inputs(sizes: Sizes) -> float:
     return float(layers * size * sizes.activation)
 
 
+def loss_tokens(sizes: Sizes) -> int:
+    """Tokens whose logits a device has in memory at once."""
+    setting = sizes.config.pipeline.loss_block_tokens
+    return loss_block(setting, sizes.tokens, sizes.vocabulary) or sizes.tokens
+
+
+def loss_blocks(sizes: Sizes) -> int:
+    """Blocks of tokens in which the loss of a microbatch is computed."""
+    return -(-sizes.tokens // loss_tokens(sizes))
+
+
 UNFUSED_LOGITS = 3.0
 """Copies of the logits in float32 where XLA does not fuse the loss and its gradient: on CPUs."""
 
@@ -385,16 +398,21 @@ UNFUSED_LOGITS = 3.0
 def _logits(sizes: Sizes, platform: str) -> float:
     """The loss head's backward."""
     model, gathers = sizes.config.model, sizes.config.pipeline.weight_gather == "iteration"
-    size, pairs = BYTES[model.compute_dtype], sizes.tokens * sizes.vocabulary
+    size, pairs = BYTES[model.compute_dtype], loss_tokens(sizes) * sizes.vocabulary
     matrix = sizes.head_elements(whole=True)
     gradient = 4.0 * sizes.trained.head_elements(whole=True)
     # The matrix's gradient, after the other copies of the logits.
     with_gradient = 4.0 * pairs + gradient
     if platform == "tpu":
-        # Whole accumulators take it where they are; shards of them, after it was summed.
-        most = with_gradient if gathers else 4.0 * pairs
+        # Whole accumulators take it where they are; shards of them, after it was summed. Over
+        # blocks it adds up elsewhere, in place.
+        most = with_gradient if gathers or loss_blocks(sizes) > 1 else 4.0 * pairs
     elif platform == "cpu":
         most = max(with_gradient, UNFUSED_LOGITS * 4.0 * pairs)
     else:  # beside the logits their gradient in compute type, of which the matrix's is made
         most = size * pairs + max(4.0 * pairs, gradient)
+    if loss_blocks(sizes) > 1:
+        # What blocks are cut from, and what they give; sums, also those over heads.
+        sums = (platform != "tpu") + (sizes.heads_ahead > 0)
+        most += gradient * sums + 2 * size * sizes.whole_activation
     return most + size * matrix * gathers + _waiting_ahead(sizes)

@@ -7,10 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.config.check import total_steps
+from maxpipe.config.ramp import Ramp, Stage
+from maxpipe.config.schema import Config
 from maxpipe.hardware import GIB, Hardware
 from maxpipe.model.choice import Divided, words
 from maxpipe.model.count import active_params, num_params, num_trained, total
 from maxpipe.optim.kept import saved_bytes
+from maxpipe.plan import entries
 from maxpipe.plan.advice import TERMS, gib, verdict
 from maxpipe.plan.memory import outside
 from maxpipe.plan.search import SHOWN, Candidate, Search
@@ -23,8 +26,8 @@ if TYPE_CHECKING:  # they import jax
     from maxpipe.plan.recheck import Checked
 
 
-def compiled(report: Report) -> str:
-    """A page for a terminal."""
+def compiled(report: Report, num_entries: int = 0) -> str:
+    """A page for a terminal, with this number of the largest entries of the program."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in report.mesh.items()) or "one device"
     mesh += f", attention {report.attention}"
     slices = f"{report.num_slices} slices of " if report.num_slices > 1 else ""
@@ -57,11 +60,15 @@ def compiled(report: Report) -> str:
                 f"  with kernels, for which it has none: {report.kernel_flops / 1e12:.4g} TFLOP, "
                 f"counted at {report.kernel_efficiency:.0%} of the peak (an assumption)"
             )
-    lines += ["", *_table(report.collectives)]
+    lines += ["", *_table([*report.collectives, *report.transfers])]
+    if report.transfers and report.seconds:
+        lines += _hidden(report)
     if report.copies:
         lines.append(f"copies of whole buffers inside loops: {report.copies}")
     if report.unknown_loops:
         lines.append(f"loops counted once: {', '.join(report.unknown_loops)}")
+    if num_entries:
+        lines += ["", *entries.table(report.entries, num_entries)]
     if report.unknown:
         lines += ["", "not known without a GPU:", *(f"  {each}" for each in report.unknown)]
     return "\n".join(lines)
@@ -83,11 +90,18 @@ def _table(found: Sequence[Traffic]) -> list[str]:
         )
         for each in found
     ]
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    return [
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in (head, *rows)
-    ]
+    return entries.aligned(head, rows)
+
+
+def _hidden(report: Report) -> list[str]:
+    """The rate of the link to the host from which on its transfers cost no time."""
+    found = []
+    for each in report.transfers:
+        if meanwhile := each.cycles_behind / report.cycles * report.seconds:
+            rate = each.total_bytes / meanwhile / 1e9
+            work = f"{gib(each.total_bytes)} behind {meanwhile:.3g} s of work"
+            found.append(f"  {each.kind}: {work}, hidden from {rate:.3g} GB/s of link on")
+    return found
 
 
 def _behind(each: Traffic) -> str:
@@ -124,6 +138,7 @@ def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "notes": [*sizes.model.notes, *([f"attention: {chosen}"] if chosen else [])],
         "tokens_per_step": tokens,
         "steps": total_steps(config.train),
+        "ramp": _ramp(config),
         "flops_per_step": candidate.cost.model_flops * sizes.num_devices,
         "checkpoint_bytes": int(total(sizes.model, saved)),
         "memory_bytes": hardware.memory_bytes,
@@ -152,6 +167,21 @@ def facts(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     }
 
 
+def _ramp(config: Config) -> list[dict[str, int]]:
+    """Stages of `train.batch_ramp`, and what is left of the run behind them; none without."""
+    train, ramp = config.train, Ramp.of(config.train)
+    last = Stage(ramp.rows, max(0, total_steps(train) - ramp.steps))
+    return [
+        {
+            "rows": rows,
+            "steps": steps,
+            "tokens": rows * steps * train.sequence_length,
+            "microbatches": rows * config.pipeline.microbatches // train.batch_size,
+        }
+        for rows, steps in ((*ramp.stages, last) if config.train.batch_ramp else ())
+    ]
+
+
 def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
     """A page for a terminal, from `facts`."""
     layout = " ".join(f"{key}={value}" for key, value in values["layout"].items())
@@ -175,6 +205,11 @@ def planned(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
         f"{values['flops_per_step'] / 1e15:.4g} PFLOP in a step, checkpoints of "
         f"{gib(values['checkpoint_bytes'])}",
         *(f"  {note}" for note in values["notes"]),
+        *(
+            f"  {counted(stage['steps'], 'step')} with batches of {counted(stage['rows'], 'row')}, "
+            f"{counted(stage['microbatches'], 'microbatch')}: {stage['tokens']:,} tokens"
+            for stage in values["ramp"]
+        ),
         "",
         f"memory of one device: {gib(values['total_bytes'])} of {gib(values['memory_bytes'])} "
         f"({share:.0%}): {fits}",
@@ -284,6 +319,7 @@ def calibrated(found: Measured, before: Hardware, after: Hardware) -> str:
         "its input gradient": found.input_grad,
         "its weights' gradients": found.weight_grad,
         "recomputed with remat=names": found.names_recomputed,
+        "kept and read with remat=none": found.none_recomputed,
         "its forward, one device alone": found.forward_alone,
         "a message to the next device": found.hop,
         "gathering a layer's weights": found.gather,
@@ -307,6 +343,10 @@ FIGURES = (
     "input_grad_cost",
     "weight_grad_cost",
     "names_recomputed",
+    "none_recomputed",
+    "fastest_mib",
+    "growth_above",
+    "growth_below",
     "link_gb_per_second",
     "exchange_rate",
     "latency_us",

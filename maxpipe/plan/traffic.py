@@ -17,6 +17,8 @@ from maxpipe.model.parts.experts import Experts
 from maxpipe.model.spec import Param, Scores
 from maxpipe.optim.kept import is_orthogonalised, matrix_of
 from maxpipe.parallel.axes import axis_table
+from maxpipe.plan.gathered import gathered_size
+from maxpipe.plan.memory import loss_blocks
 from maxpipe.plan.optimizer import shared_over_data
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
@@ -109,11 +111,11 @@ def joined(sent: Iterable[Sent]) -> tuple[Sent, ...]:
 
 def _gathered(sizes: Sizes, params: Iterable[Param], size: int = 0) -> tuple[Sent, ...]:
     """To gather shards of parameters, or to scatter whole ones; those with the same axes as one."""
-    size = size or BYTES[sizes.config.model.compute_dtype]
     found: dict[tuple[str, ...], Sent] = {}
     for param in params:
         if sizes.counts(param) and (axes := sizes.gathered_over(param.dims)):
-            whole = size * sizes.elements(param.dims, whole=True)
+            entry = size or gathered_size(sizes, param)
+            whole = entry * sizes.elements(param.dims, whole=True)
             before = found.get(axes, Sent(axes, 0.0, 0))
             sent = before.num_bytes + sizes.around(axes) * whole
             found[axes] = Sent(axes, sent, before.rounds + 1)
@@ -268,7 +270,7 @@ def scored(sizes: Sizes) -> Sent:
     stage, size = sizes.present(["stage"]), BYTES[sizes.config.model.compute_dtype]
     numbers = WIDE * 3 * (1 + sizes.heads_ahead) * sizes.tokens
     sent = (size + WIDE) * sizes.activation + numbers
-    return Sent(stage, 2 * sizes.around(stage) * sent, 5, is_sum=True)
+    return Sent(stage, 2 * sizes.around(stage) * sent, 1 + 4 * loss_blocks(sizes), is_sum=True)
 
 
 @dataclass(frozen=True)

@@ -139,12 +139,30 @@ def _use_devices(config: RuntimeConfig) -> None:
 
 _EXCHANGE = {"xla_tpu_enable_async_ragged_all_to_all": "true"}
 """Shared experts, and weights' gradients, are computed while rows of experts travel."""
-_ASYNCHRONOUS = {
+_BY_FUSIONS = {
     # Both together: a gather that is issued early travels behind a loop, and takes memory there.
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
     **_EXCHANGE,
 }
+"""Gathers travel step by step inside of other work's fusions. libtpu 0.0.50 refuses it anywhere but
+on v5e, as it might hang or compute something else there."""
+_BY_SPARSE_CORES = {
+    "xla_enable_async_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_use_tc_device_shape_on_sc": "true",
+    "xla_sc_disable_megacore_partitioning": "true",
+    **_EXCHANGE,
+}
+"""Sums, and from libtpu 0.0.50 on gathers, are left to the chip's sparse cores meanwhile."""
+_ASYNCHRONOUS = {
+    "TPU v5 lite": _BY_FUSIONS,
+    "TPU v5": _BY_SPARSE_CORES,
+    "TPU v6 lite": _BY_SPARSE_CORES,
+    "TPU7x": _BY_SPARSE_CORES,
+}
+"""By kind of device; others have neither."""
 _SPARING = _EXCHANGE | {"xla_jf_bf16_propagation": "false"}
 """Else XLA keeps a bfloat16 copy of every weight's shard throughout the step."""
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
@@ -161,11 +179,11 @@ def compiler_options(
     """What XLA should do differently for the step on devices of this platform and kind.
 
     `spares_memory` prefers less memory to fewer cycles. The gains are the compiler's own numbers
-    (`benchmarks/tpu_ahead_of_time.py`).
+    (`benchmarks/tpu_step.py`; decision 31).
     """
     if platform != "tpu":
         return {}
-    options = _SPARING if spares_memory else _ASYNCHRONOUS
+    options = _SPARING if spares_memory else _ASYNCHRONOUS.get(kind, _EXCHANGE)
     if kind not in _LARGE_VMEM_KINDS:
         return options
     return options | {_VMEM: "32768" if d_model >= _WIDE else "24576"}

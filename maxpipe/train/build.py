@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxpipe.boundary.files import full
 from maxpipe.config.check import total_steps
+from maxpipe.config.ramp import Ramp
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, Loader, build
 from maxpipe.data.tokenizer import check_vocab
@@ -45,6 +46,7 @@ def datasets_of(config: Config, moved: Callable[[], None]) -> Datasets:
         config.tokenizer,
         seed=config.run.seed,
         batch_size=config.train.batch_size,
+        batch_ramp=Ramp.of(config.train),
         sequence_length=config.train.sequence_length,
         eval_batch_size=config.eval.batch_size,
         cache_dir=str(full(config.run.dir, "run.dir") / ".index"),
@@ -58,13 +60,13 @@ def batches(
     sharding: NamedSharding, loader: Loader, start: int, stop: int
 ) -> contextlib.closing[Generator[Any]]:
     """Global batches of the steps from `start` to before `stop`, read ahead."""
-    num_rows = loader.batch_size
-    rows = local_rows(sharding, num_rows)
-    source = loader.batches(start, rows.tolist(), stop_step=stop)
+    rows = {count: local_rows(sharding, count) for count in loader.ramp.sizes(start)}
+    source = loader.batches(start, rows.__getitem__, stop_step=stop)
 
     def on_devices() -> Generator[Any]:
         with source:
-            for host in source:
-                yield place_rows(host, rows, num_rows, sharding)
+            for step, host in enumerate(source, start):
+                _, count = loader.ramp.place(step)
+                yield place_rows(host, rows[count], count, sharding)
 
     return contextlib.closing(on_devices())

@@ -8,6 +8,7 @@ killed and resumed computes, bit for bit, the same as an uninterrupted one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Iterator
@@ -88,8 +89,8 @@ def _train_on(run: Run) -> None:
             batch = meter.wait_for(batches)
             run.phases.progress(step)
             with run.phases.enter(STEP):
-                run.state, metrics = run.train_step(run.state, batch)
-                meter.done(metrics)
+                metrics = run.train_step(batch)
+                meter.done(metrics, len(batch["tokens"]))
             run.watch.started(step, metrics)
             if step % config.log.every == 0 or step == last:
                 meter.report(step)
@@ -166,18 +167,19 @@ class Meter:
         self._run = run
         self._latest: dict[str, jax.Array] = {}
         mesh, config = run.steps.partition.mesh, run.config
-        rows, tokens = run.steps.shape
-        self._tokens_per_step = rows * tokens
-        self._flops_per_device = (
-            train_flops_per_token(describe(config.model), tokens)
-            * self._tokens_per_step
-            / mesh.size
+        self._row = run.steps.shape[1]
+        per_token = train_flops_per_token(describe(config.model), self._row)
+        self._flops_per_token = per_token / mesh.size  # and device
+        self._rows_of_step = run.steps.shape[0]
+        self._idle = functools.cache(
+            lambda rows: run.steps.of_rows(rows).train_schedule.idle_fraction()
         )
         self._peak = peak_flops(mesh.devices.flat[0].device_kind)
         self._restart()
 
     def _restart(self) -> None:
         self._start, self._steps, self._waited = time.perf_counter(), 0, 0.0
+        self._rows = 0
 
     def wait_for(self, batches: Iterator[Any]) -> Any:
         """The next batch."""
@@ -187,12 +189,13 @@ class Meter:
         self._waited += time.perf_counter() - start
         return batch
 
-    def done(self, metrics: dict[str, jax.Array]) -> None:
+    def done(self, metrics: dict[str, jax.Array], rows: int) -> None:
         """A step was started; waits for the one before it, so that at most two are under way."""
         if self._latest:
             jax.block_until_ready(self._latest)
         self._latest = metrics
         self._steps += 1
+        self._rows, self._rows_of_step = self._rows + rows, rows
 
     @contextlib.contextmanager
     def paused(self, phase: str) -> Iterator[None]:
@@ -208,18 +211,22 @@ class Meter:
         """Write and show the metrics of the newest step and the rates since the last report."""
         with self._run.phases.enter(STEP):
             metrics = {tag: float(value) for tag, value in self._latest.items()}
-        seconds = (time.perf_counter() - self._start) / self._steps
+        seconds = time.perf_counter() - self._start
+        rate, run = self._rows * self._row / seconds, self._run  # tokens per second
+        seconds /= self._steps
         metrics |= {
-            "train/tokens": float(step * self._tokens_per_step),
+            "train/tokens": float(run.watch.rows_done(step) * self._row),
             "perf/step_s": seconds,
             "perf/data_wait_s": self._waited / self._steps,
-            "perf/tokens_per_s": self._tokens_per_step / seconds,
-            "perf/tflops_per_device": self._flops_per_device / seconds / 1e12,
-            "pipe/bubble_pct": 100 * self._run.steps.train_schedule.idle_fraction(),
+            "perf/tokens_per_s": rate,
+            "perf/tflops_per_device": self._flops_per_token * rate / 1e12,
+            "pipe/bubble_pct": 100 * self._idle(self._rows_of_step),
         }
+        if run.datasets.train.ramp.stages:
+            metrics["train/batch_size"] = float(self._rows_of_step)
         metrics |= memory_in_use()
         if self._peak is not None:
-            metrics["perf/mfu"] = self._flops_per_device / seconds / self._peak
+            metrics["perf/mfu"] = self._flops_per_token * rate / self._peak
         self._run.events.write("time", step=step, seconds=self._run.phases.take())
         self._run.writer.write(step, metrics)
         self._run.console.step(step, metrics)

@@ -65,7 +65,8 @@ _HEADS_AHEAD, _AHEAD = "model.heads_ahead", "model.ahead"
 # Model keys that may change between a checkpoint and the run that resumes it.
 _FREE_MODEL_KEYS = frozenset(
     {"model.dropout", "model.attention", "model.compute_dtype", "model.ahead_loss_weight", _FROZEN}
-    | {"model.matmul", "model.matmul_scales", "model.matmul_weight_gradients"}
+    | {"model.matmul", "model.matmul_parts", "model.matmul_scales"}
+    | {"model.matmul_weight_gradients"}
 )
 _FREE_FAMILY_KEYS = frozenset({"dispatch"})
 """Of those in a family's section, whatever the family."""
@@ -90,6 +91,7 @@ class Guarded(TypedDict):
     recent: tuple[list[AnyFloat], list[AnyFloat]]
     roll_backs: NotRequired[int]
     in_row: NotRequired[int]
+    rows_left_out: NotRequired[int]
 
 
 class Position(TypedDict):
@@ -144,7 +146,7 @@ def restore_or_init(
         _check_optimizer(facts, loaded, own=own)
         if own and facts.step == total_steps(config.train):
             _check_finished(facts, loaded)
-        others = compare(data["fingerprint"], datasets.train.fingerprint())
+        others = compare(data["fingerprint"], datasets.train.fingerprint(), data["step"])
         if others and (before := _data_path(facts.config)) != config.data.path:
             others = [("data.path", before or "''", config.data.path or "''"), *others]
         if others and own and not config.data.allow_change:

@@ -13,7 +13,7 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -84,7 +84,8 @@ class Run:
     datasets: Datasets
     steps: Steps
     state: TrainState
-    train_step: Any
+    train_steps: Mapping[int, Any]
+    """Compiled, by the rows of a batch."""
     eval_step: Any
     watch: Watch
     restore: Callable[[], Start]
@@ -98,6 +99,12 @@ class Run:
     def first(self) -> int:
         """Steps already done."""
         return int(self.state.step)
+
+    def train_step(self, batch: Any) -> dict[str, jax.Array]:
+        """Trains on a batch; its metrics."""
+        run = self.train_steps[len(batch["tokens"])]
+        self.state, metrics = run(self.state, batch)
+        return metrics
 
     def batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
         """Global batches of the steps from `start` to before `stop`, read ahead."""
@@ -167,7 +174,7 @@ class Run:
             del self.state  # there is no memory for two
             start = self.restore()
         self.state, first = start.state, int(start.state.step)
-        self.watch.went_back(bad_step, first, start.facts)
+        self.watch.went_back(bad_step, first, start.offset, start.facts)
         self.compared = -1
         self.writer.close()
         self.writer = self.open_writer(resume_step=first)
@@ -227,13 +234,13 @@ def set_up(
     if first < length:
         attention_check.check(run_dir, steps, link, console, events)
     with phases.enter(COMPILE):
-        train_step, eval_step = _programs(config, steps, datasets, console, length - first)
+        train_steps, eval_step = _programs(config, steps, datasets, console, begin)
     events.write("start", step=first, devices=jax.device_count(), seconds=phases.take())
     open_writer = partial(
         MetricWriter, run_dir, config.log.tensorboard, process_index=process, ours=ours
     )
     writer = open_writer(resume_step=first)
-    _show(writer, config, steps, begin.state, train_step, stack)
+    _show(writer, config, steps, begin.state, train_steps.get(steps.shape[0]), stack)
     if process == 0:
         _write_config(run_dir / CONFIG_FILE, config, locks)
     run = Run(
@@ -249,7 +256,7 @@ def set_up(
         datasets=datasets,
         steps=steps,
         state=begin.state,
-        train_step=train_step,
+        train_steps=train_steps,
         eval_step=eval_step,
         watch=Watch(
             config.guard,
@@ -303,24 +310,31 @@ def _locks(config: Config, stack: contextlib.ExitStack) -> list[RunLock]:
 
 
 def _programs(
-    config: Config, steps: Steps, datasets: Datasets, console: Console, num_left: int
-) -> tuple[Any, Any]:
-    """The compiled train and eval steps; None for what the run does not need."""
-    train_step = eval_step = None
-    if num_left == 0:
+    config: Config, steps: Steps, datasets: Datasets, console: Console, begin: Start
+) -> tuple[dict[int, Any], Any]:
+    """The compiled train steps by rows, and the eval step; none that the run does not need.
+
+    Those of all sizes that are still to come: none of them fails or waits in the middle of a run.
+    """
+    train_steps, eval_step = {}, None
+    first = int(begin.state.step)
+    if first == total_steps(config.train):
         console.note(f"all {total_steps(config.train)} steps are done: nothing is left to train")
     elif config.runtime.executable:
         folder = full(config.runtime.executable, "runtime.executable")
         with console.stage(f"loading train step from {folder}"):
-            train_step = steps.load_train(folder, to_dict(config))
+            train_steps[steps.shape[0]] = steps.load_train(folder, to_dict(config))
     else:
-        with console.stage("compiling train step"):
-            train_step = steps.compile_train()
-        check_program(config, train_step, console.warn)
+        sizes = datasets.train.ramp.sizes(first + begin.offset)
+        for rows in sizes:
+            words = f" for batches of {rows} rows" if len(sizes) > 1 else ""
+            with console.stage(f"compiling train step{words}"):
+                train_steps[rows] = steps.of_rows(rows).compile_train()
+            check_program(config, train_steps[rows], console.warn)
     if config.eval.batches and datasets.validation is not None:
         with console.stage("compiling eval step"):
             eval_step = steps.compile_eval(config.eval.batch_size)
-    return train_step, eval_step
+    return train_steps, eval_step
 
 
 def _ledger(
@@ -448,7 +462,10 @@ def _write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
 
 def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> list[tuple[str, str]]:
     mesh, schedule = steps.partition.mesh, steps.train_schedule
-    tokens = config.train.batch_size * config.train.sequence_length
+    tokens = config.train.sequence_length
+    ramp = datasets.train.ramp
+    sizes = [f"{rows * tokens:,} for {counted(each, 'step')}" for rows, each in ramp.stages]
+    sizes.append(f"{ramp.rows * tokens:,}")
     device, processes = mesh.devices.flat[0], counted(jax.process_count(), "process")
     documents = counted(datasets.train.fingerprint()["documents"], "document")
     model, described = config.model, registry.describe(config.model)
@@ -484,6 +501,7 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
         ),
         (
             "training",
-            f"{counted(length, 'step')} of {tokens:,} tokens, {length * tokens / 1e6:.2f} M tokens",
+            f"{counted(length, 'step')} of {', '.join(sizes)} tokens, "
+            f"{ramp.before(length) * tokens / 1e6:.2f} M tokens",
         ),
     ]

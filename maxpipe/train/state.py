@@ -84,6 +84,11 @@ class Partition:
         """Whether each parameter of the stacked form is used in the type in which it is stored."""
         return self._by_place(self.decoder.exact())
 
+    @cached_property
+    def summed(self) -> Tree:
+        """`Decoder.summed` of the stacked form."""
+        return self._by_place(self.decoder.summed())
+
     def trained(self, params: Tree) -> Tree:
         """Of a tree in the stacked form what belongs to trained parameters: the optimizer's."""
         return trained(params, self.trainable)

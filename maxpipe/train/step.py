@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,17 @@ from maxpipe.config.schema import (
     PipelineConfig,
     TrainConfig,
 )
-from maxpipe.model.choice import Divided, resolved
+from maxpipe.model.choice import Divided, loss_block, resolved
 from maxpipe.model.count import layer_costs
 from maxpipe.model.decoder import Decoder
 from maxpipe.optim.outcome import outcome
 from maxpipe.optim.schedule import learning_rate
 from maxpipe.optim.update import Optimizer, OptState
 from maxpipe.parallel.explicit import left_to_compiler, on_mesh, placed, with_shardings
+from maxpipe.parallel.low_precision import LowPrecision
 from maxpipe.parallel.mesh import BATCH_AXES, CONTEXT, STAGE, TENSOR
 from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
-from maxpipe.pipeline import ahead
+from maxpipe.pipeline import ahead, scopes
 from maxpipe.pipeline.executor import Engine
 from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.network import Network
@@ -76,6 +77,8 @@ class Steps:
     engine: Engine
     shape: tuple[int, int]
     """Rows and tokens of a global batch."""
+    schedules: Callable[[int], Schedule]
+    """The schedule for another number of microbatches."""
     seed: int
     byte_lengths: np.ndarray
     """Bytes of text that each token id stands for."""
@@ -91,7 +94,15 @@ class Steps:
     @cached_property
     def state_sharding(self) -> TrainState:
         """Of the stacked train state."""
-        return self.partition.shardings(self._state_specs)
+        found = self.partition.shardings(self._state_specs)
+        trees = self._where_kept(found.optimizer.trees)
+        return found._replace(optimizer=found.optimizer._replace(trees=trees))
+
+    def _where_kept(self, shardings: Tree) -> Tree:
+        """Of the optimizer's trees, in the memory in which they are kept."""
+        if not self.optimizer.config.offload_state:
+            return shardings
+        return jax.tree.map(lambda each: each.with_memory_kind("pinned_host"), shardings)
 
     @cached_property
     def _state_specs(self) -> TrainState:
@@ -105,7 +116,8 @@ class Steps:
         """Of the saved form of the state, in network order."""
         specs, trees = self.partition.saved_specs, self._saved_trees_specs
         saved = {"step": PartitionSpec(), "params": specs, "optimizer": trees}
-        return self.partition.shardings(saved)
+        found = self.partition.shardings(saved)
+        return found | {"optimizer": self._where_kept(found["optimizer"])}
 
     @cached_property
     def _saved_trees_specs(self) -> dict[str, Tree]:
@@ -121,6 +133,13 @@ class Steps:
     @cached_property
     def _abstract_params(self) -> Tree:
         return jax.eval_shape(self.partition.init, jax.random.key(0))
+
+    def of_rows(self, rows: int) -> Steps:
+        """The same for batches of fewer rows: fewer microbatches, each as large."""
+        count = rows * self.train_schedule.num_microbatches // self.shape[0]
+        if rows == self.shape[0]:
+            return self
+        return replace(self, train_schedule=self.schedules(count), shape=(rows, self.shape[1]))
 
     # What is compiled.
 
@@ -237,7 +256,7 @@ class Steps:
 
         specs, vocabulary = self._saved_trees_specs, self.optimizer.vocabulary
         saved = {
-            name: unstack(tree, specs[name], vocabulary[name])
+            name: unstack(_on_device(tree), specs[name], vocabulary[name])
             for name, tree in state.optimizer.trees.items()
         }
         params = unstack(state.params, parts.saved_specs)
@@ -254,7 +273,7 @@ class Steps:
             trees = {}
             for name, tree in saved["optimizer"].items():
                 run = partial(self.partition.from_saved, vocabulary=vocabulary[name])
-                trees[name] = left_to_compiler(run, specs[name])(tree)
+                trees[name] = left_to_compiler(run, specs[name])(_on_device(tree))
             optimizer = OptState(step - guard.skipped, trees)
             return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
 
@@ -313,19 +332,20 @@ class Steps:
         specs, everywhere = self.optimizer.target_specs, PartitionSpec()
         old = placed(self.partition.trained(state.params), specs)
         rate = jnp.asarray(self.optimizer.rate(state.step - state.guard.skipped))
-        taken, guard = assess(
-            self.guard,
-            self.partition.mesh,
-            state.guard,
-            loss,
-            norm,
-            partial(outcome, self.optimizer),
-            (gradients, norm, rate, old, state.optimizer, state.guard.reach),
-            (specs, everywhere, everywhere, specs, self._state_specs.optimizer, everywhere),
-        )
-        new, optimizer = self.optimizer.update(
-            gradients, state.optimizer, old, norm=norm, taken=taken
-        )
+        with jax.named_scope(scopes.UPDATE):
+            taken, guard = assess(
+                self.guard,
+                self.partition.mesh,
+                state.guard,
+                loss,
+                norm,
+                partial(outcome, self.optimizer),
+                (gradients, norm, rate, old, state.optimizer, state.guard.reach),
+                (specs, everywhere, everywhere, specs, self._state_specs.optimizer, everywhere),
+            )
+            new, optimizer = self.optimizer.update(
+                gradients, state.optimizer, old, norm=norm, taken=taken
+            )
         params = joined(state.params, new)
         params = followed(self.partition.decoder.model, params, found.statistics, taken)
         metrics = {
@@ -376,14 +396,9 @@ def partition(
     divided = Divided(mesh.shape[CONTEXT], mesh.shape[TENSOR], rules.context)
     model = resolved(model, platform, tokens, divided)
     decoder = Decoder(model, rules.on(platform))
-    schedule = build(
-        pipeline.schedule,
-        stages=mesh.shape[STAGE],
-        repeats=pipeline.repeats,
-        microbatches=pipeline.microbatches,
-        group=pipeline.group,
-        delayed=pipeline.delayed_forwarding,
-    )
+
+    scheduled = partial(_schedule, pipeline, mesh.shape[STAGE])
+    schedule = scheduled(pipeline.microbatches)
     ring = schedule.ring
     # Embedding and loss head are spread over all stages: only layers weigh on the cut.
     outside = pipeline.layers_outside
@@ -401,6 +416,7 @@ def partition(
         ends.embed_scale,
         ends.logit_scale,
         ends.logit_cap,
+        _loss_block(mesh, model, pipeline, train),
         _heads_ahead(decoder),
     )
     rate, targets = learning_rate(optim, total_steps), parts.targets(optim)
@@ -421,14 +437,43 @@ def partition(
             idle=pipeline.idle,
             trainable=parts.trainable,
             exact=parts.exact,
+            summed=parts.summed,
+            low=LowPrecision.of(model),
             gradients=optimizer.target_specs,
             reduced=optim.reduce_dtype,
         ),
         shape=(train.batch_size, train.sequence_length),
+        schedules=scheduled,
         seed=seed,
         byte_lengths=lengths,
         guard=guard,
     )
+
+
+def _on_device(tree: Tree) -> Tree:
+    """Arrays that may be in host memory, where they can be computed with."""
+    return jax.device_put(tree, jax.memory.Space.Device)
+
+
+def _schedule(pipeline: PipelineConfig, stages: int, microbatches: int) -> Schedule:
+    return build(
+        pipeline.schedule,
+        stages=stages,
+        repeats=pipeline.repeats,
+        microbatches=microbatches,
+        group=pipeline.group,
+        delayed=pipeline.delayed_forwarding,
+    )
+
+
+def _loss_block(
+    mesh: Mesh, model: ModelConfig, pipeline: PipelineConfig, train: TrainConfig
+) -> int:
+    shape = mesh.shape
+    rows = train.batch_size // math.prod(shape[axis] for axis in BATCH_AXES)
+    tokens = rows // pipeline.microbatches * (train.sequence_length // shape[CONTEXT])
+    vocabulary = -(-model.vocab_size // (shape[STAGE] * shape[TENSOR]))
+    return loss_block(pipeline.loss_block_tokens, tokens, vocabulary)
 
 
 def _heads_ahead(decoder: Decoder) -> ahead.Heads | None:

@@ -45,6 +45,7 @@ class Watch:
         self.offset = offset
         """Batches skipped by roll backs: step s takes batch s + offset, both counted from 0."""
         self.roll_backs: int = (facts or {}).get("roll_backs", 0)
+        self.rows_left_out: int = self._rows_left_out(loader, offset, facts)
         self._pending: tuple[int, Mapping[str, Any]] | None = None
         self._count_from(facts)
         self._config = config
@@ -61,7 +62,18 @@ class Watch:
 
     def facts(self) -> dict[str, int]:
         """JSON values for a checkpoint."""
-        return {"roll_backs": self.roll_backs, "in_row": self._in_row}
+        found = {"roll_backs": self.roll_backs, "in_row": self._in_row}
+        # Where batches have one size it follows from the offset.
+        more = {"rows_left_out": self.rows_left_out} if self._loader.ramp.stages else {}
+        return found | more
+
+    @staticmethod
+    def _rows_left_out(loader: Loader, offset: int, facts: Mapping[str, Any] | None) -> int:
+        return (facts or {}).get("rows_left_out", offset * loader.ramp.rows)
+
+    def rows_done(self, step: int) -> int:
+        """Rows of all steps up to this one."""
+        return self._loader.ramp.before(step + self.offset) - self.rows_left_out
 
     def started(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A step was started: decide on the one before.
@@ -86,9 +98,17 @@ class Watch:
             names = ("train/loss", "train/grad_norm", "train/lr")
             self._decide(step, is_spike, *(float(metrics[name]) for name in names))
 
-    def went_back(self, bad_step: int, step: int, facts: Mapping[str, Any] | None) -> None:
-        """The run is after `step` again, with these facts; the batches in between are left out."""
+    def went_back(
+        self, bad_step: int, step: int, offset: int, facts: Mapping[str, Any] | None
+    ) -> None:
+        """The run is after `step` again, with these facts; the batches in between are left out.
+
+        `offset` is the one that the checkpoint was saved with.
+        """
+        rows_before = self._loader.ramp.before
+        done = rows_before(step + offset) - self._rows_left_out(self._loader, offset, facts)
         self.offset += bad_step - step
+        self.rows_left_out = rows_before(step + self.offset) - done
         self.roll_backs += 1
         self._count_from(facts)
         self._events.write("roll_back", step=bad_step, to=step, number=self.roll_backs)

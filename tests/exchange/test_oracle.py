@@ -373,11 +373,12 @@ def test_imported_logits_are_those_of_transformers(
 
     from maxpipe.config.schema import MeshConfig
     from maxpipe.model.attention import backends, blockwise, splash
+    from maxpipe.model.count import unrolled_blocks
     from maxpipe.model.decoder import Decoder
     from maxpipe.parallel.sharding import AxisRules
 
     # Several blocks, the last not full.
-    monkeypatch.setattr(blockwise, "even_blocks", lambda tokens, block=0: 8)
+    monkeypatch.setattr(blockwise, "unrolled_blocks", partial(unrolled_blocks, size=8))
     interpreted = partial(splash.attend, interpret=True)
     monkeypatch.setitem(backends.BACKENDS, "splash", interpreted)
     job, named = folders[name], {"compute_dtype": "float32", "attention": backend}

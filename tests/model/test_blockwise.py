@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 
 from maxpipe.model.attention import blockwise, xla
 from maxpipe.model.attention.interface import Mask
-from maxpipe.model.count import even_blocks
+from maxpipe.model.count import even_blocks, unrolled_blocks
 
 ROWS, SIZE, VALUE_SIZE = 2, 6, 5
 
@@ -169,11 +171,20 @@ def test_blocks_equal_the_plain_loop(case: Case) -> None:
         return blockwise.attend(*given, block=case.block)
 
     assert_same(of_backend(attend, case, segments, arrays), wanted)
+    # Without loops; other masks have them in any case.
+    small = partial(unrolled_blocks, size=case.block)
+    with mock.patch.object(blockwise, "unrolled_blocks", small):
+        assert_same(of_backend(blockwise.attend, case, segments, arrays), wanted)
 
 
 @pytest.mark.parametrize(
     "case",
-    [Case(131, window=40, traced=True, sinks=True, cap=0.8), Case(257, shared=1, scale=0.3)],
+    [
+        Case(131, window=40, traced=True, sinks=True, cap=0.8),
+        Case(257, shared=1, scale=0.3),
+        Case(200, window=70),
+        Case(521, window=40, traced=True, sinks=True, cap=0.8),
+    ],
     ids=str,
 )
 def test_blocks_of_the_usual_size_equal_the_whole_square(case: Case) -> None:
@@ -254,16 +265,34 @@ def test_blocks_are_of_about_the_same_size(tokens: int) -> None:
 
 
 def test_the_forward_is_not_run_again_where_its_result_is_kept() -> None:
-    """With `context` kept the backward holds the backward's loops alone."""
+    """With `context` kept the backward holds the backward's loops alone, or its products."""
     query = jnp.ones((1, 8, 2, 4))
     mask = Mask(jnp.zeros((1, 8), jnp.int32))
 
-    def loops(*names: str) -> int:
+    def count(what: str, block: int, *names: str) -> int:
         policy = jax.checkpoint_policies.save_only_these_names(*names)
-        run = jax.checkpoint(lambda q: blockwise.attend(q, q, q, mask), policy=policy)
+        attend = partial(blockwise.attend, mask=mask, block=block)
+        run = jax.checkpoint(lambda q: attend(q, q, q), policy=policy)
         _, pullback = jax.vjp(run, query)
-        return str(jax.make_jaxpr(pullback)(query)).count(" scan[")
+        return str(jax.make_jaxpr(pullback)(query)).count(what)
 
+    loops, products = partial(count, " scan[", 4), partial(count, " dot_general[", 0)
     assert loops() == 2
     assert loops("context") == 2
     assert loops("context", "attention_lse") == 1
+    assert (products(), products("context", "attention_lse")) == (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "windows"), [(1, (0,)), (200, (0, 9)), (512, (70, 3)), (64, (8,))]
+)
+def test_blocks_without_loops_hold_all_that_is_seen(tokens: int, windows: tuple[int, ...]) -> None:
+    """And begin with whole blocks of keys; the sums of the keys' gradients rely on that."""
+    blocks = unrolled_blocks(tokens, windows)
+    assert [start for _, start, _ in blocks] == [0, *(stop for *_, stop in blocks[:-1])]
+    assert blocks[-1][2] == tokens
+    for first, start, stop in blocks:
+        assert first in {begin for _, begin, _ in blocks} and stop - start <= 64
+        for window in windows:
+            assert first <= (max(0, start - window + 1) if window else 0)
+    assert not unrolled_blocks(513)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -55,9 +56,9 @@ def test_blocks_have_powers_of_two_that_bfloat16_holds(dtype: Any) -> None:
 def test_zeros_stay_and_what_is_not_finite_is_not_hidden(how: LowPrecision) -> None:
     x = jnp.ones((1, 3, 8)).at[0, 0].set(0.0).at[0, 1, 2].set(jnp.inf).at[0, 2, 3].set(jnp.nan)
     weight = jnp.ones((8, 4))
-    found = product(x, weight, 1, how)
+    found = product(x, weight, 1, how, True)
     assert (found[0, 0] == 0).all() and not jnp.isfinite(found[0, 1:]).any()
-    grads = jax.grad(lambda *both: product(*both, 1, how).sum(), (0, 1))(x, weight)
+    grads = jax.grad(lambda *both: product(*both, 1, how, True).sum(), (0, 1))(x, weight)
     assert not jnp.isfinite(grads[1]).all()
 
 
@@ -75,7 +76,7 @@ def test_values_and_gradients_are_near_float32(how: LowPrecision, dims: int) -> 
         jax.random.normal(*pair) for pair in zip(keys, (*shapes, out), strict=True)
     )
     wanted, pull = jax.vjp(lambda x, weight: jnp.tensordot(x, weight, dims), x, weight)
-    found, pull_low = jax.vjp(lambda *both: product(*both, dims, how), x, weight)
+    found, pull_low = jax.vjp(lambda *both: product(*both, dims, how, True), x, weight)
     pairs = [(wanted, found), *zip(pull(cotangent), pull_low(cotangent), strict=True)]
     errors = [float(jnp.linalg.norm(b - a) / jnp.linalg.norm(a)) for a, b in pairs]
     assert all(0 < error < ERRORS[how.format] for error in errors[:2]), errors
@@ -89,10 +90,10 @@ def test_values_and_gradients_are_near_float32(how: LowPrecision, dims: int) -> 
 def test_scales_of_a_token_do_not_depend_on_others(how: LowPrecision) -> None:
     x = jax.random.normal(jax.random.key(0), (4, 6, 64))
     weight = jax.random.normal(jax.random.key(1), (64, 32))
-    alone = jnp.concatenate([product(each[None], weight, 1, how) for each in x])
-    np.testing.assert_array_equal(product(x, weight, 1, how), alone)
+    alone = jnp.concatenate([product(each[None], weight, 1, how, True) for each in x])
+    np.testing.assert_array_equal(product(x, weight, 1, how, True), alone)
     loud = x.at[1:].multiply(1e4)
-    np.testing.assert_array_equal(product(loud, weight, 1, how)[0], alone[0])
+    np.testing.assert_array_equal(product(loud, weight, 1, how, True)[0], alone[0])
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
@@ -116,3 +117,32 @@ def test_experts_are_matrices_of_their_own(form: str, how: LowPrecision) -> None
         places = form.split("->")[1].index("e")
         a, b = (np.asarray(rounded_einsum(form, x, each, how)) for each in (weight, loud))
         np.testing.assert_array_equal(a.take(1, places), b.take(1, places))
+
+
+@pytest.mark.parametrize("how", [how for how in WAYS if how.scales != "block"], ids=str)
+@pytest.mark.parametrize("dims", [1, 2])
+def test_weights_rounded_before_give_the_same(how: LowPrecision, dims: int) -> None:
+    shapes = {1: ((2, 8, 32), (3, 32, 4, 8)), 2: ((2, 8, 4, 8), (3, 4, 8, 32))}[dims]
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, stack = (jax.random.normal(*pair) for pair in zip(keys, shapes, strict=True))
+    held = how.rounds(stack, 1, dims)
+    kept = jax.tree.leaves(held)
+    assert {leaf.dtype.itemsize for leaf in kept} == {1, 4}
+    assert len(kept) == (2 if how.scales == "tensor" else 4)
+    for number, weight in enumerate(stack):
+        mine = jax.tree.map(lambda leaf, at=number: leaf[at], held)
+
+        def of_held(x: Any, gradient: Any, mine: Any = mine) -> Any:
+            return product(x, replace(mine, gradient=gradient), dims, how, dims == 1)
+
+        def of_weight(x: Any, weight: Any) -> Any:
+            return product(x, weight, dims, how, dims == 1)
+
+        wanted, pull = jax.vjp(of_weight, x, weight)
+        found, pull_held = jax.vjp(of_held, x, jnp.zeros_like(weight))
+        np.testing.assert_array_equal(found, wanted)
+        for a, b in zip(pull(wanted), pull_held(wanted), strict=True):
+            np.testing.assert_array_equal(a, b)
+        # One that is not trained.
+        (d_x,) = jax.vjp(lambda x, mine=mine: product(x, mine, dims, how, True), x)[1](wanted)
+        np.testing.assert_array_equal(d_x, pull(wanted)[0])

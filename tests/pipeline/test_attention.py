@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
 from maxpipe.model.attention import blockwise
+from maxpipe.model.count import unrolled_blocks
 from maxpipe.pipeline import outside, program, slots
 from tests.cases import Case, thinned
 from tests.pipeline.test_executor import check_gradients, matrix
@@ -21,6 +23,7 @@ BLOCK = 3
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blockwise, "even_blocks", lambda tokens, block=0: BLOCK)
+    monkeypatch.setattr(blockwise, "unrolled_blocks", lambda tokens, windows: ())
 
 
 CASES = [
@@ -36,6 +39,15 @@ CASES = [
 @pytest.mark.parametrize("case", thinned(CASES, 3), ids=str)
 def test_blocks_in_the_engine_equal_the_plain_loop(case: Case) -> None:
     """Windows that differ by layer, sinks, values of another size; a split backward."""
+    check_gradients(replace(case, attention="blockwise"))
+
+
+@pytest.mark.parametrize("case", CASES[:3] + CASES[-1:], ids=str)
+def test_blocks_without_loops_in_the_engine_equal_the_plain_loop(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in short rows."""
+    monkeypatch.setattr(blockwise, "unrolled_blocks", partial(unrolled_blocks, size=BLOCK))
     check_gradients(replace(case, attention="blockwise"))
 
 

@@ -102,6 +102,8 @@ def test_a_search_runs_what_it_found(
         (["plan", "configs/quickstart.yml"], "--topology --devices --calibrate is required"),
         (["plan", "configs/quickstart.yml", "--topology", "cpu:4"], "there are cpu:4, 4 devices"),
         (["compile", *RUN[1:], "--save", "step"], "cannot be used by 8 CPU devices"),
+        (["compile", *RUN[1:], "--xla", "fast"], "Write --xla fast=VALUE."),
+        (["compile", *RUN[1:], "--xla", "a=1", "--save", "step"], "Leave out --xla, or --save."),
     ],
 )
 def test_mistakes_are_explained(

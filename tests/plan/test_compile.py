@@ -20,11 +20,12 @@ from maxpipe.plan.compile import (
     _layers_per_tick,
     _out_of_memory,
     build_steps,
+    host_traffic,
     report_of,
     traffic,
     window_shares,
 )
-from maxpipe.plan.hlo import Collective
+from maxpipe.plan.hlo import TO_HOST, Collective, Transfer
 from maxpipe.plan.report import compiled
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import parse
@@ -118,12 +119,27 @@ def test_the_report_is_text_and_json(report: Report) -> None:
     text = compiled(report)
     assert "compiled for cpu:8: 8 devices, stage 2 x data 2 x fsdp 2" in text
     assert "fits" in text and "reduce-scatter" in text
+    assert "no entries" not in text and "no entries" in compiled(report, 5)  # as on a CPU
+
+
+def test_what_travels_to_the_host_is_reported_with_the_rate_that_hides_it(report: Report) -> None:
+    common: dict[str, Any] = {"region": "forward", "count": 10.0, "num_bytes": 2**30 / 20}
+    found = [  # both beside the same loop
+        Transfer(TO_HOST, "a", cycles_of={"loop": 3e6}, **common),
+        Transfer(TO_HOST, "b", cycles_of={"loop": 3e6, "norm": 1e6}, **common),
+    ]
+    (moved,) = host_traffic(found)
+    assert (moved.link, moved.total_bytes, moved.cycles_behind) == ("host", 2**30, 40e6)
+    text = compiled(replace(report, transfers=[moved], cycles=4e9, seconds=2.0))
+    assert "to host" in text
+    # 1 GiB in 0.02 s.
+    assert "to host: 1.00 GiB behind 0.02 s of work, hidden from 53.7 GB/s of link on" in text
     assert not report.unknown_loops
 
 
 def test_loops_of_attention_by_blocks_state_their_trips() -> None:
-    """The mean block of queries sees two of three: the causal half, and the rest of its own."""
-    tokens, found = 3 * 128, {}
+    """The mean block of queries sees three of five: the causal half, and the rest of its own."""
+    tokens, found = 5 * 128, {}
     for name in ("blockwise", "xla"):
         model = {"compute_dtype": "float32", "attention": name}
         config = config_of(model, {"ici_stage": 2, "ici_fsdp": 2}, PIPELINE, tokens)
@@ -134,7 +150,7 @@ def test_loops_of_attention_by_blocks_state_their_trips() -> None:
     sizes = Sizes(config)
     turns = sizes.microbatches * sum(sizes.cut) / sizes.stages
     product = 2 * sizes.rows * turns * config.model.num_heads * config.model.head_size
-    pairs = {"blockwise": tokens**2 * 2 / 3, "xla": scored_pairs(tokens)}
+    pairs = {"blockwise": tokens**2 * 3 / 5, "xla": scored_pairs(tokens)}
     # Forward, recomputation and backward: by blocks scores are computed once more.
     products = {"blockwise": 2 + 2 + 5, "xla": 2 + 2 + 4}
     more = sum(

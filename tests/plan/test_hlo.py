@@ -443,3 +443,30 @@ def test_a_gpu_program_multiplies_by_cublas_and_says_which_collectives_wait() ->
     assert (gather.kind, gather.is_async, gather.between) == ("all-gather", True, ("first",))
     assert (gather.num_bytes, gather.flops_between) == (32 * 64 * 4 * 7, 2 * 128 * 64 * 128)
     assert (reduce.kind, reduce.is_async, reduce.between) == ("all-reduce", False, ())
+
+
+SPARSE = """\
+HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%called (shard: bf16[256,1024]) -> bf16[1024,1024] {
+  %shard = bf16[256,1024]{1,0} parameter(0)
+  ROOT %all-gather.1 = bf16[1024,1024]{1,0} all-gather(%shard), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: bf16[256,1024]) -> bf16[1024,1024] {
+  %x = bf16[256,1024]{1,0} parameter(0)
+  %before = bf16[256,1024]{1,0} fusion(%x), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"5"}
+  %start = ((), (), (s32[1]{0:T(128)S(2)})) call-start(), async_execution_thread="sparsecore", to_apply=%called, metadata={op_name="jit(f)/gather/all_gather"}
+  %update = ((bf16[256,1024]{1,0}), bf16[1024,1024]{1,0}, (s32[1]{0:T(128)S(2)})) call-update(%start, %x)
+  %beside = bf16[256,1024]{1,0} fusion(%x), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"70"}
+  ROOT %done = bf16[1024,1024]{1,0} call-done(%update)
+}
+"""
+
+
+def test_a_collective_of_a_sparse_core_travels_beside_other_work() -> None:
+    (found,) = profile(parse(SPARSE)).collectives
+    assert (found.kind, found.group, found.is_async) == ("all-gather", (0, 1, 2, 3), True)
+    assert found.num_bytes == 3 * 256 * 1024 * 2
+    assert (found.between, found.cycles_between) == (("beside",), 70)
+    assert found.op_name == "jit(f)/gather/all_gather"

@@ -122,6 +122,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"microbatches": 5, "repeats": 5, "weight_gather": "visit", "group": 4},
     ),
     ({}, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4, "remat": "none"}),
+    (
+        {"matmul": "int8"},
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 4, "repeats": 5, "weight_gather": "visit", "group": 2},
+    ),
     ({"vocab_size": 263}, {"ici_stage": 4}, {"microbatches": 6, "schedule": "zb_h1"}),
     ({"heads_ahead": 2}, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4}),
     (
@@ -422,6 +427,22 @@ def test_gathered_accumulators_take_the_heads_gradient_in_place() -> None:
     assert logits["iteration"] - logits["step"] == (4 + 2) * 48 * of_a_stage
 
 
+@pytest.mark.parametrize("platform", ["tpu", "cpu", "gpu"])
+def test_logits_of_a_block_take_its_share(platform: str) -> None:
+    """Of long rows, on one stage; what is summed over blocks does not shrink with them."""
+    sizes = {"vocab_size": 2**17, "compute_dtype": "float32"}
+    found = {}
+    for block in (0, 1024, 2048, -1):
+        pipeline = {"microbatches": 2, "loss_block_tokens": block}
+        config = config_of(sizes, {"ici_fsdp": 2}, pipeline, tokens=8192)
+        terms = memory(Sizes(config), schedule_of(config), platform=platform).terms
+        found[block] = terms["logits"]
+    copies = 3 if platform == "cpu" else 2 if platform == "gpu" else 1
+    assert found[-1] == found[2048]
+    assert found[2048] - found[1024] == pytest.approx(copies * 4 * 1024 * 2**17)
+    assert found[0] - found[2048] > 0.9 * copies * 4 * (8192 - 2048) * 2**17
+
+
 def test_gpus_keep_transposed_shards_and_the_logits_gradient() -> None:
     """By the GPU compiler, `benchmarks/gpu_ahead_of_time.md`."""
     model, mesh = {"vocab_size": 65536, "d_model": 48}, {"ici_stage": 2, "ici_fsdp": 2}
@@ -478,6 +499,12 @@ TEMPORARY: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     (LAYERS_AHEAD | WIDE, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4}),
     (LAYERS_AHEAD | WORDS, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 2}),
     (WORDS, {"ici_fsdp": 4, "ici_tensor": 2}, {"microbatches": 2}),
+    (WORDS, {"ici_fsdp": 8}, {"microbatches": 2, "loss_block_tokens": 128}),
+    (
+        WORDS | NARROW_TYPE,
+        {"ici_stage": 2, "ici_fsdp": 4},
+        {"microbatches": 4, "loss_block_tokens": 128},
+    ),
     (
         WIDE | {"attention": "xla"},
         {"ici_stage": 2, "ici_tensor": 4, "sequence_parallel": True},

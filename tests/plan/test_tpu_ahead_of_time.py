@@ -64,6 +64,9 @@ print(json.dumps({
         name: sum(each.cycles for each in found.entries if each.region == name)
         for name in ("forward", "backward")
     },
+    "transfers": [
+        [each.kind, each.region, sum(each.cycles_of.values())] for each in found.transfers
+    ],
     "copies": [f"{each.instruction.shape} {each.instruction.op_name}" for each in found.copies],
 }))
 """
@@ -156,6 +159,15 @@ def test_kernels_of_attention_state_their_products(by_iteration: dict[str, Any])
 
 def test_no_buffer_is_copied_in_a_loop(by_iteration: dict[str, Any]) -> None:
     assert not by_iteration["copies"]
+
+
+def test_what_is_kept_on_the_host_travels_while_layers_compute() -> None:
+    names = {"remat": "names", "saved_names": ["attention"], "offloaded_names": ["gate", "up"]}
+    found = compiled({"ici_stage": 2, "ici_fsdp": 4}, weight_gather="step", **names)["transfers"]
+    assert sorted(place for *place, _ in found) == 2 * [["from host", "backward"]] + 2 * [
+        ["to host", "forward"]
+    ]
+    assert all(cycles > 0 for *_, cycles in found)
 
 
 @pytest.mark.parametrize("rings", [False, True])

@@ -299,15 +299,21 @@ def test_a_port_that_is_taken_is_a_mistake():
 def test_compiler_options_are_for_tpus_only() -> None:
     assert runtime.compiler_options("cpu", "cpu", d_model=8) == {}
     assert runtime.compiler_options("gpu", "NVIDIA H100", d_model=8) == {}
-    old, new = (
-        runtime.compiler_options("tpu", kind, d_model=4096) for kind in ("TPU v4", "TPU v5")
+    old, new, small = (
+        runtime.compiler_options("tpu", kind, d_model=4096)
+        for kind in ("TPU v4", "TPU v5", "TPU v5 lite")
     )
     assert old.items() < new.items()
-    (added,) = new.keys() - old.keys()
     wide, below = (
         runtime.compiler_options("tpu", "TPU v5", d_model=d_model) for d_model in (8192, 8191)
     )
-    assert below == new and int(wide[added]) > int(new[added])
+    limit = "xla_tpu_scoped_vmem_limit_kib"
+    assert below == new and int(wide[limit]) > int(new[limit]) and limit not in old
+    # Only v5e may fuse gathers with other work, and it has no sparse cores.
+    fused = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
+    assert fused in small and fused not in old.keys() | new.keys()
+    assert any("sparse_core" in name for name in new)
+    assert not any("sparse_core" in name for name in small)
     spare = runtime.compiler_options("tpu", "TPU v5", d_model=4096, spares_memory=True)
     # Experts' rows travel asynchronously either way.
     assert spare.keys() & old.keys() == {"xla_tpu_enable_async_ragged_all_to_all"}

@@ -99,6 +99,26 @@ def test_state_that_is_divided_over_data(name: Any, here: Case, elsewhere: Case)
     check_layouts(optim, kept[name], (one, here, elsewhere))
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_state_on_the_host_gives_the_same_bits(name: Any) -> None:
+    case = Case(2, 2, 2, fsdp=2, data=2, layers=5)
+    found = []
+    for offload in (False, True):
+        optim = dataclasses.replace(
+            OPTIM, name=name, offload_state=offload, average_decay=0.9, shard_over_data=True
+        )
+        steps = steps_of(case, ROWS, optim=optim)
+        state, losses_of = trained_on(steps, steps.compile_train(), steps.init(), 0, 3)
+        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimizer.trees)}
+        assert kinds == {"pinned_host" if offload else "device"}
+        saved_state = jax.device_get(steps.to_saved(state))
+        again = steps.from_saved(saved_state, state.guard)
+        assert all(same_bits(again, state).values())
+        found.append((losses_of, named(saved_state)))
+    assert found[0][0] == found[1][0]
+    assert all(same_bits(found[0][1], found[1][1]).values())
+
+
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_stochastic_rounding_draws_the_same_under_every_layout(name: Any) -> None:
     """Of one state the update is one, to the bit, but for sums in another order."""

@@ -4,7 +4,8 @@ Scores exist for one pair of blocks at a time. The softmax is computed as keys g
 softmax, arXiv:1805.02867), and the backward computes scores again from each query's logarithm of
 the sum of exponentials (arXiv:2205.14135, algorithm 4 of arXiv:2307.08691 in the order of its
 forward). Loops turn as often as the causal band, the window and the documents of a row ask for,
-numbers that may differ by device and layer: nothing is differentiated through them.
+numbers that may differ by device and layer: nothing is differentiated through them. In short rows
+there are no loops: each of a few blocks of queries scores all keys up to its own end at once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 
 from maxpipe.model.attention import xla
 from maxpipe.model.attention.interface import Mask
-from maxpipe.model.count import even_blocks
+from maxpipe.model.count import even_blocks, unrolled_blocks
 from maxpipe.model.parts.attention import LOG_SUM
 from maxpipe.parallel import stated
 from maxpipe.parallel.per_device import vary
@@ -46,6 +47,9 @@ class Options(NamedTuple):
     trips: float
     """Blocks of keys that one of queries sees, on average of the windows, where a row is one
     document: no more than these are computed."""
+    unrolled: tuple[tuple[int, int, int], ...] = ()
+    """Of each block of queries (the first key that it sees, where it begins, where it ends), with
+    which its keys end, too: blocks without loops. Empty: blocks in loops."""
 
 
 class Pairs(NamedTuple):
@@ -67,9 +71,9 @@ def attend(
 ) -> Float[Array, "B T N v"]:
     """Attention of which no array grows with T times S. Queries that see no key get zeros.
 
-    Sums are in float32, whatever the inputs are. `block` is the most queries and keys of a block;
-    0 chooses. Behind a cache it is `xla`'s: few queries have few scores, and the order of keys says
-    nothing about what is seen.
+    Sums are in float32, whatever the inputs are. `block` is the most queries and keys of a block in
+    loops; 0 chooses. Behind a cache it is `xla`'s: few queries have few scores, and the order of
+    keys says nothing about what is seen.
     """
     if not mask.in_row:
         return xla.attend(query, key, value, mask)
@@ -86,6 +90,7 @@ def arranged(
     run = mask.run or tokens
     query_block, key_block = even_blocks(run, block), even_blocks(keys, block)
     windows = (mask.window,) if isinstance(mask.window, int) else mask.windows or (0,)
+    ordered = mask.in_order and mask.causal and keys == tokens and not block
     options = Options(
         scale=query.shape[-1] ** -0.5 if mask.scale is None else mask.scale,
         soft_cap=mask.soft_cap,
@@ -94,6 +99,7 @@ def arranged(
         query_block=query_block,
         key_block=key_block,
         trips=_mean_trips(keys, query_block, key_block, mask.causal, windows),
+        unrolled=unrolled_blocks(tokens, windows) if ordered else (),
     )
     windowed = not isinstance(mask.window, int) or mask.window > 0
     rows = Pairs(
@@ -132,7 +138,8 @@ def _forward_rule(
     query: Array, key: Array, value: Array, sinks: Array | None, rows: Pairs, options: Options
 ) -> tuple[Array, tuple[Any, ...]]:
     """The result is named once, here: what the backward reads is what is kept."""
-    mixed, log_sum = forward(query, key, value, sinks, rows, options)
+    run = _forward_unrolled if options.unrolled else forward
+    mixed, log_sum = run(query, key, value, sinks, rows, options)
     mixed = checkpoint_name(mixed.astype(query.dtype), "context")
     log_sum = checkpoint_name(log_sum, LOG_SUM)
     return mixed, (query, key, value, sinks, rows, mixed, log_sum)
@@ -234,14 +241,6 @@ class _Blocks:
             seen &= (distance < window) | (window == 0)
         return seen[:, None, None]
 
-    def scores(
-        self, query: Float[Array, "B G n t H"], key: Float[Array, "B G s H"]
-    ) -> Float[Array, "B G n t s"]:
-        """Of all pairs of two blocks, capped, in float32."""
-        found = _dot("bgnth,bgsh->bgnts", query, key) * self.options.scale
-        cap = self.options.soft_cap
-        return cap * jnp.tanh(found / cap) if cap else found
-
 
 def forward(
     query: Array, key: Array, value: Array, sinks: Array | None, rows: Pairs, options: Options
@@ -261,7 +260,7 @@ def forward(
 
         def add(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             largest, total, mixed = state
-            scores = blocks.scores(query, _at(keys, block))
+            scores = _scores("bgnth,bgsh->bgnts", query, _at(keys, block), options)
             scores = jnp.where(blocks.seen(segments, places, block), scores, _HIDDEN)
             new = jnp.maximum(largest, scores.max(-1))
             shares, shrink = jnp.exp(scores - new[..., None]), jnp.exp(largest - new)
@@ -283,7 +282,8 @@ def _backward_rule(
     options: Options, saved: tuple[Any, ...], d_mixed: Float[Array, "B T N v"]
 ) -> tuple[Array | None, ...]:
     query, key, value, sinks, rows, mixed, log_sum = saved
-    found = backward(options, query, key, value, sinks, rows, mixed, log_sum, d_mixed)
+    run = _backward_unrolled if options.unrolled else backward
+    found = run(options, query, key, value, sinks, rows, mixed, log_sum, d_mixed)
     given = (query, key, value, sinks)
     pairs = zip(found, given, strict=True)
     return *(None if x is None else grad.astype(x.dtype) for grad, x in pairs), None
@@ -317,7 +317,7 @@ def backward(
         def add(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             d_query, d_keys, d_values = state
             key, value = _at(keys, block), _at(values, block)
-            scores = blocks.scores(query, key)
+            scores = _scores("bgnth,bgsh->bgnts", query, key, options)
             seen = blocks.seen(segments, places, block)
             shares = jnp.exp(jnp.where(seen, scores, _HIDDEN) - log_sum)
             d_value = _dot("bgnts,bgnth->bgsh", shares.astype(value.dtype), d_mixed)
@@ -347,6 +347,147 @@ def backward(
 
 
 _mixed.defvjp(_forward_rule, _backward_rule)
+
+
+# Short rows.
+
+_OF_PAIRS = "bgxh,bgsh->bgxs"
+
+
+class _Unrolled:
+    """Queries with their heads in front, and keys; what a block of queries sees.
+
+    Queries that share keys are one dim with their heads: a sum over queries is one over one dim.
+    """
+
+    def __init__(self, groups: int, rows: Pairs, options: Options):
+        self.groups, self.rows, self.options = groups, rows, options
+
+    def of_queries(self, x: Float[Array, "B T N h"]) -> Float[Array, "B G n T h"]:
+        """By the keys that they share."""
+        x = x.reshape(*x.shape[:2], self.groups, -1, x.shape[-1])
+        return x.transpose(0, 2, 3, 1, 4)
+
+    def cut(self, x: Float[Array, "B G n T h"], start: int, stop: int) -> Float[Array, "B G x h"]:
+        """A block, x = n t."""
+        x = x[:, :, :, start:stop]
+        return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+    def hidden(
+        self, scores: Float[Array, "B G x s"], block: tuple[int, int, int]
+    ) -> Float[Array, "B G x s"]:
+        """Scores of what queries see."""
+        first, start, stop = block
+        segments, keys = self.rows.segments[:, start:stop], self.rows.key_segments[:, first:stop]
+        distance = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)
+        seen = (segments[:, :, None] == keys[:, None, :]) & (distance >= 0)
+        if (window := self.rows.window) is not None:
+            seen &= (distance < window) | (window == 0)
+        wide = scores.reshape(*scores.shape[:2], -1, *seen.shape[1:])
+        return jnp.where(seen[:, None, None], wide, _HIDDEN).reshape(scores.shape)
+
+    def whole(self, blocks: list[Array]) -> Float[Array, "B T N h"]:
+        """Blocks of queries `[B, G, x, h]` put together."""
+        sizes = [stop - start for _, start, stop in self.options.unrolled]
+        pairs = zip(blocks, sizes, strict=True)
+        wide = [x.reshape(*x.shape[:2], -1, size, x.shape[-1]) for x, size in pairs]
+        found = jnp.concatenate(wide, axis=3) if len(wide) > 1 else wide[0]
+        found = found.transpose(0, 3, 1, 2, 4)
+        return found.reshape(*found.shape[:2], -1, found.shape[-1])
+
+    def summed(self, parts: list[Array]) -> Float[Array, "B S G h"]:
+        """Of gradients `[B, G, s, h]` of the keys of each block of queries the sum at each key."""
+        blocks, found = self.options.unrolled, []
+        for number, (_, start, stop) in enumerate(blocks):  # keys have the same blocks
+            seeing = zip(blocks[number:], parts[number:], strict=True)
+            found.append(
+                sum(
+                    part[:, :, start - first : stop - first]
+                    for (first, _, _), part in seeing
+                    if first <= start
+                )
+            )
+        whole = jnp.concatenate(found, axis=2) if len(found) > 1 else found[0]
+        return whole.swapaxes(1, 2)
+
+
+def _forward_unrolled(
+    query: Array, key: Array, value: Array, sinks: Array | None, rows: Pairs, options: Options
+) -> tuple[Float[Array, "B T N v"], Float[Array, "B T N"]]:
+    """As `forward`."""
+    blocks = _Unrolled(key.shape[2], rows, options)
+    queries, keys, values = blocks.of_queries(query), key.swapaxes(1, 2), value.swapaxes(1, 2)
+    found, log_sums = [], []
+    for block in options.unrolled:
+        first, start, stop = block
+        scores = _scores(
+            _OF_PAIRS, blocks.cut(queries, start, stop), keys[:, :, first:stop], options
+        )
+        scores = blocks.hidden(scores, block)
+        largest, of_heads = jnp.maximum(scores.max(-1, keepdims=True), LEAST), None
+        if sinks is not None:
+            of_heads = _beside_queries(sinks, blocks.groups, stop - start)
+            largest = jnp.maximum(largest, of_heads)
+        shares = jnp.exp(scores - largest)
+        total = shares.sum(-1, keepdims=True)
+        if of_heads is not None:
+            total += jnp.exp(of_heads - largest)
+        total = jnp.where(total > 0, total, 1.0)
+        mixed = _dot("bgxs,bgsh->bgxh", shares.astype(value.dtype), values[:, :, first:stop])
+        found.append(mixed / total)
+        log_sums.append(largest + jnp.log(total))
+    return blocks.whole(found), blocks.whole(log_sums)[..., 0]
+
+
+def _backward_unrolled(
+    options: Options,
+    query: Array,
+    key: Array,
+    value: Array,
+    sinks: Array | None,
+    rows: Pairs,
+    mixed: Array,
+    log_sum: Array,
+    d_mixed: Array,
+) -> tuple[Array, Array, Array, Array]:
+    """As `backward`."""
+    blocks = _Unrolled(key.shape[2], rows, options)
+    keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
+    slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1, keepdims=True)
+    of_queries = tuple(map(blocks.of_queries, (query, d_mixed, log_sum[..., None], slope)))
+    d_queries, d_keys, d_values = [], [], []
+    d_sinks = jnp.zeros((blocks.groups, query.shape[2] // blocks.groups))
+    for block in options.unrolled:
+        first, start, stop = block
+        mine = partial(blocks.cut, start=start, stop=stop)
+        query, d_mixed, log_sum, slope = map(mine, of_queries)
+        seen_keys, seen_values = keys[:, :, first:stop], values[:, :, first:stop]
+        scores = _scores(_OF_PAIRS, query, seen_keys, options)
+        shares = jnp.exp(blocks.hidden(scores, block) - log_sum)
+        d_values.append(_dot("bgxs,bgxh->bgsh", shares.astype(value.dtype), d_mixed))
+        d_scores = shares * (_dot("bgxh,bgsh->bgxs", d_mixed, seen_values) - slope)
+        if options.soft_cap:
+            d_scores *= 1.0 - (scores / options.soft_cap) ** 2
+        d_scores = (d_scores * options.scale).astype(query.dtype)
+        d_queries.append(_dot("bgxs,bgsh->bgxh", d_scores, seen_keys))
+        d_keys.append(_dot("bgxs,bgxh->bgsh", d_scores, query))
+        if sinks is not None:
+            share = jnp.exp(_beside_queries(sinks, blocks.groups, stop - start) - log_sum)
+            lost = (share * slope).reshape(*share.shape[:2], -1, stop - start)
+            d_sinks -= lost.sum((0, 3))
+    of_keys = blocks.summed(d_keys), blocks.summed(d_values)
+    return blocks.whole(d_queries), *of_keys, d_sinks.reshape(-1)
+
+
+def _beside_queries(sinks: Float[Array, " N"], groups: int, tokens: int) -> Float[Array, "G x 1"]:
+    """Of each query of a block."""
+    return jnp.repeat(_by_group(sinks, groups), tokens, axis=1)
+
+
+def _scores(form: str, query: Array, key: Array, options: Options) -> Float[Array, ...]:
+    """Of all pairs, capped, in float32."""
+    found, cap = _dot(form, query, key) * options.scale, options.soft_cap
+    return cap * jnp.tanh(found / cap) if cap else found
 
 
 def _dot(form: str, left: Array, right: Array) -> Float[Array, ...]:

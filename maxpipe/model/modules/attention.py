@@ -20,6 +20,7 @@ from maxpipe.model.attention.over_context import attend
 from maxpipe.model.modules.norm import rms_normed
 from maxpipe.model.modules.part import Context, Output, PartModule
 from maxpipe.model.parts import attention
+from maxpipe.parallel import stated
 from maxpipe.parallel.context import num_tokens
 from maxpipe.parallel.per_device import vary
 from maxpipe.parallel.sequence import TokenSplit
@@ -100,6 +101,7 @@ def _yarn(
     return frequencies * (1.0 - stretched + stretched / context.number(rope.factor))
 
 
+@jax.named_scope(stated.part(stated.ROTARY))
 def rotate(
     x: Float[Array, "B T N H"],
     positions: Int[Array, "B T"],
@@ -177,7 +179,7 @@ class Attention(PartModule):
         part, dtype, rules = self.part, x.dtype, self.rules
         segments, positions = context.inputs["segment_ids"], context.inputs["positions"]
         frequencies = rotary_frequencies(part.rope, part.head_size, context)
-        split = context.split(rules)
+        split = context.split(rules, attention=True)
         query, key, value = self._projected(x, split)
         gate = None
         if part.gated:

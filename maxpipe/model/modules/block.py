@@ -20,6 +20,7 @@ from maxpipe.model.modules.norm import LayerNorm, RMSNorm
 from maxpipe.model.modules.part import Context, Output
 from maxpipe.model.parts import attention, delta, experts, latent, mlp, norm
 from maxpipe.model.spec import Branch, Kind, Part
+from maxpipe.parallel import stated
 from maxpipe.parallel.context import own_places
 from maxpipe.parallel.sharding import AxisRules
 
@@ -100,7 +101,8 @@ class Block(nnx.Module):
         for name, part in branch.parts.items():
             module = getattr(self, name)
             inner = part is branch.part
-            found = module(found.x, context) if inner else found._replace(x=module(found.x))
+            with jax.named_scope(stated.part(name)):
+                found = module(found.x, context) if inner else found._replace(x=module(found.x))
         return found
 
 

@@ -77,7 +77,10 @@ def from_experts(x: Float[Array, "1 S D"], sent: Sent) -> Float[Array, "n D"]:
 def _travelled(
     x: Float[Array, "S D"], sent: Int[Array, " X"], got: Int[Array, " X"]
 ) -> Float[Array, "S D"]:
-    """To each device its part of the rows, of which the first `sent` are in use."""
+    """To each device its part of the rows, of which the first `sent` are in use.
+
+    Where nothing arrives is whatever was in memory: it is not read.
+    """
     padded = lambda x, sent, got: exchange(x, EXPERT, 0, 0)  # noqa: E731
     return lax.platform_dependent(x, sent, got, tpu=_ragged, default=padded)
 
@@ -92,5 +95,6 @@ def _ragged(x: Array, sent: Array, got: Array) -> Array:
     size, me = size_of(EXPERT), index_on(EXPERT)
     room = len(x) // size
     own, there = jnp.arange(size, dtype=jnp.int32) * room, jnp.full(size, me * room, jnp.int32)
-    # Where nothing arrives is something finite: what is here already costs less than zeros.
-    return lax.ragged_all_to_all(x, x, vary(own), sent, vary(there), got, axis_name=EXPERT)
+    # XLA would copy rows that it both sends and writes to, one tile line at a time.
+    empty = vary(lax.empty(x.shape, x.dtype))
+    return lax.ragged_all_to_all(x, empty, vary(own), sent, vary(there), got, axis_name=EXPERT)

@@ -27,6 +27,7 @@ from maxpipe.model.modules.rows import (
     sorted_rows,
     to_slots,
     to_tokens,
+    weighted_biases,
 )
 from maxpipe.model.parts import experts
 from maxpipe.parallel.collectives import exchange, gather_shards, scatter_sum, size_of
@@ -118,7 +119,8 @@ class Experts(PartModule):
         # Padding would take room of tokens that count.
         places = jnp.where((segments > 0)[..., None], places, part.num_experts)
         received, sent = to_experts(x, places, weights, room)
-        found = self._by_group(received, self._params(x), complete=False, low=context.low)
+        filled = part.per_token * rows * tokens / (room * size_of(EXPERT))
+        found = self._by_group(received, self._params(x), filled=min(filled, 1.0), low=context.low)
         lost = sent.slots.lost.reshape(x.shape[:2]) if self.part.loses else None
         return from_experts(found, sent).reshape(x.shape), lost
 
@@ -140,15 +142,20 @@ class Experts(PartModule):
         tokens: tuple[Float[Array, "B T D"], Int[Array, "B T k"], Float[Array, "B T E"]],
         params: Mapping[str, Array],
         *,
-        complete: bool,
+        complete: bool = True,
+        filled: float = 1.0,
         low: LowPrecision | None,
     ) -> Float[Array, "B T D"]:
-        """Of tokens through their own experts, of which `params` are. `complete`: all have some."""
+        """Of tokens through their own experts, of which `params` are.
+
+        `complete`: all choices count, or what becomes of the others is not read. `filled`: the
+        share of them that count, on average.
+        """
         x, *routes = tokens
         places, weights = (each.reshape(-1, each.shape[-1]) for each in routes)
         num_experts = weights.shape[-1]
         rows, sizes = sorted_rows(places, num_experts)
-        spread = grouped.Spread(grouped.split_over(self.rules), complete, low)
+        spread = grouped.Spread(grouped.split_over(self.rules), complete, low, filled)
         gate, up = grouped.expanded(x, (params["gate"], params["up"]), rows, sizes, spread)
         if self.part.biased:
             gate += row_biases(params["gate_bias"], places, rows)
@@ -158,7 +165,7 @@ class Experts(PartModule):
         hidden = constrain(gated(gate, up, self.part.function, of_rows), (None, "mlp"), self.rules)
         out = grouped.contracted(hidden, params["down"], rows, sizes, spread)
         if self.part.biased:
-            out += weights.astype(x.dtype) @ params["down_bias"]
+            out += weighted_biases(weights.astype(x.dtype), params["down_bias"])
         return out.reshape(x.shape)
 
     def _all_of_axis(

@@ -8,17 +8,20 @@ of their own, so that a split backward can make one now and the other later.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from maxpipe.model.modules.rows import Rows, by_token, own_vjp, tokens_of
+from maxpipe.parallel import stated
 from maxpipe.parallel.low_precision import LowPrecision
 from maxpipe.parallel.per_device import on_shards, vary
 from maxpipe.parallel.sharding import AxisRules, automatic_axes
@@ -33,6 +36,8 @@ class Spread(NamedTuple):
     """Whether every choice has a row."""
     low: LowPrecision | None = None
     """Of which form operands are; kernels multiply what these stand for."""
+    filled: float = 1.0
+    """Share of the rows that experts have, on average: kernels visit no others."""
 
     def of_rows(self, rows: Array, *, divided: bool = False, gradient: bool = False) -> Array:
         """Rows to be multiplied with weights; `divided`: over the axes."""
@@ -67,7 +72,8 @@ def expanded(
     def run(tokens: Array, weights: tuple[Array, ...], sizes: Array) -> tuple[Array, ...]:
         tokens = spread.of_rows(tokens)
         return tuple(
-            _product(tokens, spread.of_weights(weight, 1), sizes, dim=1) for weight in weights
+            _product(tokens, spread.of_weights(weight, 1), sizes, spread, dim=1)
+            for weight in weights
         )
 
     split = PartitionSpec(None, spread.axes)
@@ -87,6 +93,7 @@ def _expanded_backward(
                 spread.of_rows(each, divided=True, gradient=True),
                 spread.of_weights(weight, 1),
                 sizes,
+                spread,
                 dim=1,
                 transposed=True,
             )
@@ -95,7 +102,7 @@ def _expanded_backward(
         return by_token(found, row, complete=spread.complete)[None]
 
     def to_weights(tokens: Array, cotangents: Any, sizes: Array) -> tuple[Array, ...]:
-        return tuple(_outer(tokens, each, sizes, dim=1) for each in cotangents)
+        return tuple(_outer(tokens, each, sizes, spread, dim=1) for each in cotangents)
 
     to_tokens = on_shards(
         to_tokens, (split, of_weights, _WHOLE, _WHOLE), PartitionSpec(spread.axes)
@@ -126,7 +133,7 @@ def contracted(
 
     def run(hidden: Array, weight: Array, row: Array, sizes: Array) -> Array:
         hidden, weight = spread.of_rows(hidden, divided=True), spread.of_weights(weight, 0)
-        found = _product(hidden, weight, sizes, dim=0)
+        found = _product(hidden, weight, sizes, spread, dim=0)
         return by_token([found], row, complete=spread.complete)[None]
 
     split = PartitionSpec(None, spread.axes)
@@ -142,10 +149,15 @@ def _contracted_backward(
 
     def to_hidden(cotangents: Array, weight: Array, sizes: Array) -> Array:
         cotangents = spread.of_rows(cotangents, gradient=True)
-        return _product(cotangents, spread.of_weights(weight, 0), sizes, dim=0, transposed=True)
+        weight = spread.of_weights(weight, 0)
+        return _product(cotangents, weight, sizes, spread, dim=0, transposed=True)
 
     to_hidden = on_shards(to_hidden, (_WHOLE, split, _WHOLE), split)
-    to_weight = on_shards(lambda *arrays: _outer(*arrays, dim=0), (split, _WHOLE, _WHOLE), split)
+    to_weight = on_shards(
+        lambda hidden, cotangents, sizes: _outer(hidden, cotangents, sizes, spread, dim=0),
+        (split, _WHOLE, _WHOLE),
+        split,
+    )
     cotangents = tokens_of(cotangent, rows)
     d_hidden = to_hidden(cotangents, weight, sizes)
     return d_hidden, to_weight(hidden, cotangents, sizes), None, None
@@ -175,6 +187,7 @@ def _product(
     rows: Float[Array, "N K"],
     weights: Float[Array, "_ _ _"],
     sizes: Int[Array, " E"],
+    spread: Spread,
     *,
     dim: int,
     transposed: bool = False,
@@ -186,7 +199,9 @@ def _product(
     tiles = product_tiles(len(rows), len(sizes), *dims, rows.dtype)
     if tiles is None:
         return loop(rows, weights, sizes)
-    kernel = partial(product_by_kernel, dim=dim, transposed=transposed, tiles=tiles)
+    kernel = partial(
+        product_by_kernel, dim=dim, transposed=transposed, tiles=tiles, filled=spread.filled
+    )
     return lax.platform_dependent(rows, weights, sizes, tpu=kernel, default=loop)
 
 
@@ -194,6 +209,7 @@ def _outer(
     rows: Float[Array, "N K"],
     cotangents: Float[Array, "N J"],
     sizes: Int[Array, " E"],
+    spread: Spread,
     *,
     dim: int,
 ) -> Float[Array, "_ _ _"]:
@@ -203,7 +219,7 @@ def _outer(
     tiles = outer_tiles(len(rows), len(sizes), *dims, rows.dtype)
     if tiles is None:
         return loop(rows, cotangents, sizes)
-    kernel = partial(outer_by_kernel, dim=dim, tiles=tiles)
+    kernel = partial(outer_by_kernel, dim=dim, tiles=tiles, filled=spread.filled)
     return lax.platform_dependent(rows, cotangents, sizes, tpu=kernel, default=loop)
 
 
@@ -219,18 +235,21 @@ def product_by_kernel(
     dim: int,
     transposed: bool,
     tiles: Tiles,
+    filled: float = 1.0,
     interpret: bool = False,
 ) -> Array:
     """`_product` on a TPU."""
-    return _megablox().gmm(
-        rows,
-        jnp.moveaxis(weights, dim, 0),
-        sizes,
-        rows.dtype,
-        tiles,
-        transpose_rhs=transposed,
-        interpret=interpret,
-    )
+    weights = jnp.moveaxis(weights, dim, 0)
+    with jax.named_scope(stated.flops(2 * filled * len(rows) * math.prod(weights.shape[1:]))):
+        return _megablox().gmm(
+            rows,
+            weights,
+            sizes,
+            rows.dtype,
+            tiles,
+            transpose_rhs=transposed,
+            interpret=interpret,
+        )
 
 
 def outer_by_kernel(
@@ -240,11 +259,13 @@ def outer_by_kernel(
     *,
     dim: int,
     tiles: Tiles,
+    filled: float = 1.0,
     interpret: bool = False,
 ) -> Array:
     """`_outer` on a TPU."""
     run = _megablox().tgmm
-    found = run(rows.T, cotangents, sizes, rows.dtype, tiles, interpret=interpret)
+    with jax.named_scope(stated.flops(2 * filled * rows.size * cotangents.shape[1])):
+        found = run(rows.T, cotangents, sizes, rows.dtype, tiles, interpret=interpret)
     return jnp.moveaxis(found, 0, dim)
 
 
@@ -401,7 +422,8 @@ def outer_by_blocks(rows: Array, cotangents: Array, sizes: Array, *, dim: int) -
         mine, theirs = (
             lax.dynamic_slice_in_dim(each, visit.start, block) for each in (rows, cotangents)
         )
-        mine = jnp.where(_rows_of(visit, block), mine, 0)
+        # Both: rows of no expert may hold anything.
+        mine, theirs = (jnp.where(_rows_of(visit, block), each, 0) for each in (mine, theirs))
         added = jnp.einsum("bk,bj->kj", mine, theirs, preferred_element_type=jnp.float32)
         old = lax.dynamic_slice_in_dim(found, visit.expert, 1, dim)
         new = old + jnp.expand_dims(added, dim)

@@ -50,7 +50,7 @@ class LatentAttention(PartModule):
     def __call__(self, x: Float[Array, "B T D"], context: Context) -> Output:
         """Tokens see the past of their own segment only."""
         part, dtype, positions = self.part, x.dtype, context.inputs["positions"]
-        split = context.split(self.rules)
+        split = context.split(self.rules, attention=True)
         frequencies = rotary_frequencies(part.rope, part.rope_size, context)
         angles = positions, frequencies, part.rope.length, part.backend
         query = rotate(self._query(x, split), *angles)

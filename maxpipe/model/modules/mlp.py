@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +25,21 @@ def gated(
     up: Float[Array, "*rows F"],
     function: mlp.Gate,
     weights: Float[Array, "*rows"] | None = None,
+    *,
+    in_8_bits: bool = False,
 ) -> Float[Array, "*rows F"]:
     """`function(gate) * up` or its like, weighted, written to memory once for all matmuls.
 
     Left alone, XLA for TPU puts this and its derivative into each matmul of the backward
-    pass as a producer that is computed again and again: a tenth of a layer's cycles.
+    pass as a producer that is computed again and again: a tenth of a layer's cycles. Where matmuls
+    are `in_8_bits` it writes what it rounds, and looks for the largest numbers where it makes them.
     """
-    return _written(function, gate, up, *(() if weights is None else (weights,)))
+    return _written(function, in_8_bits, gate, up, *(() if weights is None else (weights,)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _written(function: mlp.Gate, *arrays: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _written(function: mlp.Gate, in_8_bits: bool, *arrays: Array) -> Array:
+    del in_8_bits
     return _gated(function, *arrays)
 
 
@@ -52,15 +57,21 @@ def _clamped(function: mlp.ClampedSilu, gate: Array, up: Array) -> Array:
     return gate * jax.nn.sigmoid(function.slope * gate) * (up + 1)
 
 
-def _gated_forward(function: mlp.Gate, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
-    return jax.lax.optimization_barrier(_gated(function, *arrays)), arrays
+def _gated_forward(
+    function: mlp.Gate, in_8_bits: bool, *arrays: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    return _barrier(_gated(function, *arrays), in_8_bits), arrays
 
 
 def _gated_backward(
-    function: mlp.Gate, saved: tuple[Array, ...], cotangent: Array
+    function: mlp.Gate, in_8_bits: bool, saved: tuple[Array, ...], cotangent: Array
 ) -> tuple[Array, ...]:
     _, vjp = jax.vjp(partial(_gated, function), *saved)
-    return jax.lax.optimization_barrier(vjp(jax.lax.optimization_barrier(cotangent)))
+    return _barrier(vjp(_barrier(cotangent, in_8_bits)), in_8_bits)
+
+
+def _barrier(tree: Any, in_8_bits: bool) -> Any:
+    return tree if in_8_bits else jax.lax.optimization_barrier(tree)
 
 
 _written.defvjp(_gated_forward, _gated_backward)
@@ -79,7 +90,8 @@ def gated_mlp(
     )
     gate, up = split.into(x, (gate, up), (_INTO, _INTO))
     gate, up = checkpoint_name(gate, f"{prefix}gate"), checkpoint_name(up, f"{prefix}up")
-    hidden = constrain(gated(gate, up, function), (None, None, "mlp"), split.rules)
+    hidden = gated(gate, up, function, in_8_bits=split.low is not None)
+    hidden = constrain(hidden, (None, None, "mlp"), split.rules)
     return split.out_of(hidden, down, _INTO[::-1])
 
 

@@ -48,11 +48,13 @@ class Context:
         """The numbers that a value has in any layer, in ascending order."""
         return tuple(sorted({int(value) for value in self.values[name]}))
 
-    def split(self, rules: AxisRules) -> TokenSplit:
-        """How tokens are split between matmuls; in decoding they are not."""
-        if self.cache is None:
-            return TokenSplit.of(rules, self.low)
-        return TokenSplit(rules, low=self.low)
+    def split(self, rules: AxisRules, *, attention: bool = False) -> TokenSplit:
+        """How tokens are split between matmuls, those of `attention` or others.
+
+        In decoding they are not.
+        """
+        low = None if attention and self.low and not self.low.attention else self.low
+        return TokenSplit.of(rules, low) if self.cache is None else TokenSplit(rules, low=low)
 
 
 class Output(NamedTuple):

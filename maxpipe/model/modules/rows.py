@@ -135,6 +135,8 @@ def _row_biases_backward(
 ) -> tuple[Float[Array, "E F"], None, None]:
     places, rows, biases = saved
     experts = _experts_of(places, rows, biases)
+    # Rows of no expert may hold anything: times 0 that would be no number.
+    cotangent = jnp.where(experts.any(1, keepdims=True), cotangent, 0)
     found = jnp.einsum("ne,nf->ef", experts, cotangent, preferred_element_type=jnp.float32)
     return found.astype(biases.dtype), None, None
 
@@ -142,6 +144,30 @@ def _row_biases_backward(
 row_biases.defvjp(
     lambda biases, places, rows: (row_biases(biases, places, rows), (places, rows, biases)),
     _row_biases_backward,
+)
+
+
+@jax.custom_vjp
+def weighted_biases(
+    weights: Float[Array, "n E"], biases: Float[Array, "E D"]
+) -> Float[Array, "n D"]:
+    """The sum of each token's experts' biases, by its weights."""
+    return weights @ biases
+
+
+def _weighted_biases_backward(
+    saved: tuple[Any, ...], cotangent: Float[Array, "n D"]
+) -> tuple[Float[Array, "n E"], Float[Array, "E D"]]:
+    weights, biases = saved
+    # As above: what has no expert may hold anything.
+    counted = jnp.where(weights.any(1, keepdims=True), cotangent, 0)
+    found = jnp.einsum("ne,nd->ed", weights, counted, preferred_element_type=jnp.float32)
+    return cotangent @ biases.T, found.astype(biases.dtype)
+
+
+weighted_biases.defvjp(
+    lambda weights, biases: (weighted_biases(weights, biases), (weights, biases)),
+    _weighted_biases_backward,
 )
 
 

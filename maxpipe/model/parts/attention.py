@@ -129,10 +129,10 @@ class Attention(Part):
         heads, kv_heads = (self.num_heads, "heads"), (self.num_kv_heads, "kv_heads")
         into, out_of = Normal(self.d_model), self.num_heads * self.head_size
         found = {
-            "query": Param((embed, heads, (self._projected, "head_size")), into),
-            "key": Param((embed, kv_heads, size), into),
-            "value": Param((embed, kv_heads, size), into),
-            "out": Param((heads, size, embed), Normal(out_of, self.out_gain)),
+            "query": Param((embed, heads, (self._projected, "head_size")), into, summed=1),
+            "key": Param((embed, kv_heads, size), into, summed=1),
+            "value": Param((embed, kv_heads, size), into, summed=1),
+            "out": Param((heads, size, embed), Normal(out_of, self.out_gain), summed=2),
         }
         for name in self.biased:
             dims = (embed,) if name == "out" else found[name].dims[1:]

@@ -39,9 +39,9 @@ class GatedMLP(Part):
         """Projections."""
         embed, mlp = (self.d_model, "embed"), (self.d_mlp, "mlp")
         return {
-            "gate": Param((embed, mlp), Normal(self.d_model)),
-            "up": Param((embed, mlp), Normal(self.d_model)),
-            "down": Param((mlp, embed), Normal(self.d_mlp, self.out_gain)),
+            "gate": Param((embed, mlp), Normal(self.d_model), summed=1),
+            "up": Param((embed, mlp), Normal(self.d_model), summed=1),
+            "down": Param((mlp, embed), Normal(self.d_mlp, self.out_gain), summed=1),
         }
 
     @property

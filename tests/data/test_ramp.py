@@ -1,0 +1,168 @@
+"""Batches that grow: their sizes, their places in the data, and rules on both."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxpipe.config.check import total_steps
+from maxpipe.config.load import load
+from maxpipe.config.ramp import Ramp, Stage
+from maxpipe.config.schema import DataConfig, TokenizerConfig, TrainConfig
+from maxpipe.data.loader import Loader, build, compare
+from maxpipe.errors import ConfigError
+
+LENGTH = 16
+STAGES = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 5)), max_size=4)
+
+
+def ramp_of(stages: list[tuple[int, int]], rows: int) -> Ramp:
+    return Ramp(tuple(Stage(*each) for each in stages), rows)
+
+
+def sizes(ramp: Ramp, count: int) -> list[int]:
+    """One by one, as the config says it."""
+    each = [rows for rows, steps in ramp.stages for _ in range(steps)]
+    return [*each, *[ramp.rows] * count][:count]
+
+
+@settings(deadline=None)
+@given(STAGES, st.integers(1, 9), st.integers(0, 40))
+def test_places_are_those_of_counting(
+    stages: list[tuple[int, int]], rows: int, number: int
+) -> None:
+    ramp = ramp_of(stages, rows)
+    wanted = sizes(ramp, number + 1)
+    assert ramp.place(number) == (sum(wanted[:-1]), wanted[-1])
+    batches = ramp.batches(ramp.before(number))
+    assert ramp.before(batches) == ramp.before(number) and batches == number
+    assert ramp.batches(ramp.before(number) + 1) == number + 1
+    assert set(ramp.sizes(number)) == set(sizes(ramp, 60)[number:])
+    assert Ramp.of_facts(ramp.facts()) == ramp
+
+
+@settings(deadline=None)
+@given(STAGES, STAGES, st.integers(1, 9), st.integers(1, 9), st.integers(0, 30))
+def test_pasts_are_compared_batch_by_batch(
+    ours: list[tuple[int, int]],
+    others: list[tuple[int, int]],
+    rows: int,
+    other_rows: int,
+    number: int,
+) -> None:
+    one, other = ramp_of(ours, rows), ramp_of(others, other_rows)
+    assert one.same_until(other, number) == (sizes(one, number) == sizes(other, number))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("texts")
+    for i in range(24):
+        (path / f"{i:02}.txt").write_text(f"document {i} " * (1 + i % 7))
+    return str(path)
+
+
+def loader_of(texts: str, ramp: Ramp) -> Iterator[Loader]:
+    data = DataConfig(source="text", path=texts, validation_fraction=0.2)
+    found = build(
+        data,
+        TokenizerConfig(),
+        seed=0,
+        batch_size=ramp.rows,
+        batch_ramp=ramp,
+        sequence_length=LENGTH,
+    )
+    yield found.train
+    found.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(STAGES, st.integers(1, 9), st.lists(st.integers(0, 20), max_size=3), st.integers(1, 3))
+def test_no_row_is_lost_or_repeated(
+    texts: str, stages: list[tuple[int, int]], rows: int, stops: list[int], processes: int
+) -> None:
+    """However often the run stops, and however many processes share the rows."""
+    ramp, last = ramp_of(stages, rows), 22
+    processes = min(processes, *sizes(ramp, last))  # each has a row
+    for loader in loader_of(texts, ramp):
+        seen: list[bytes] = []
+        edges = [0, *sorted(stops), last]
+        for start, stop in itertools.pairwise(edges):
+            shares = [
+                lambda count, rank=rank: np.arange(rank, count, processes)
+                for rank in range(processes)
+            ]
+            opened = [loader.batches(start, share, stop_step=stop) for share in shares]
+            for parts in zip(*opened, strict=True):
+                ids = np.concatenate([part["example_ids"] for part in parts])
+                tokens = np.concatenate([part["tokens"] for part in parts])
+                seen += [tokens[at].tobytes() for at in np.argsort(ids)]
+            for each in opened:
+                each.close()
+        for plain in loader_of(texts, ramp_of([], 1)):
+            total = sum(sizes(ramp, last))
+            assert seen == [plain.batch(i)["tokens"][0].tobytes() for i in range(total)]
+        ids = loader.ids(3)["sequences"]
+        assert len(ids) == sizes(ramp, 4)[3]
+
+
+def test_fingerprints_without_a_ramp_are_those_of_before() -> None:
+    assert ramp_of([], 8).facts() == {"batch_size": 8}
+    grown = ramp_of([(4, 3)], 8).facts()
+    assert compare({"batch_size": 4}, grown, 3) == []
+    assert [name for name, *_ in compare({"batch_size": 4}, grown, 4)] == [
+        "train.batch_size",
+        "the stages of train.batch_ramp, as rows and steps,",
+    ]
+
+
+def test_length_of_a_run() -> None:
+    def steps(tokens: int, *ramp: str) -> int:
+        train = TrainConfig(tokens=tokens, batch_size=8, sequence_length=10, batch_ramp=list(ramp))
+        return total_steps(train)
+
+    assert steps(800) == 10 and steps(801) == 11
+    assert steps(800, "2 for 5 steps") == 5 + 9  # 100 of 800 in the stage
+    assert steps(800, "2 for 81 tokens", "4 for 40 tokens") == 5 + 1 + 9
+    assert steps(90, "2 for 5 steps") == 5
+
+
+TINY = ["quickstart", "train.batch_size=16", "pipeline.microbatches=4", "train.steps=100"]
+
+
+@pytest.mark.parametrize(
+    ("ramp", "more", "said"),
+    [
+        ("['four']", [], "is not ROWS for N steps"),
+        ("['0 for 3 steps']", [], "at least 1 row"),
+        ("['8 for 3 steps', '4 for 3 steps']", [], "8 is followed by 4"),
+        ("['16 for 3 steps']", [], "16 is followed by 16"),
+        ("['6 for 3 steps']", [], "must have multiples of 4 rows"),
+        ("['8 for 100 steps']", [], "has 100 steps, and the whole run 100"),
+        ("['8 for 3 steps']", ["runtime.executable=/tmp/x"], "one for each size"),
+        (
+            "['4 for 3 steps']",
+            ["pipeline.group=2", "mesh.ici_stage=2", "pipeline.repeats=2"],
+            "has batches of 4 rows, with which pipeline.group must be 0",
+        ),
+    ],
+)
+def test_rules(ramp: str, more: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([*TINY, f"train.batch_ramp={ramp}", *more])
+    assert said in str(caught.value)
+
+
+def test_phases_are_shares_of_the_steps_with_a_ramp(tmp_path: Path) -> None:
+    """A run in tokens whose ramp is in tokens: its rate ends with it."""
+    given = "train.batch_ramp=['4 for 5000 tokens']", "train.steps=0", "train.tokens=100000"
+    phases = "optim.phases=['10% linear 0 -> 1', 'rest cosine 0']"
+    given = *given, "train.sequence_length=128"
+    config = load([*TINY, *given, phases, "optim.warmup_steps=0"]).config
+    assert total_steps(config.train) == 10 + -(-(100000 - 5120) // 2048)

@@ -1,0 +1,106 @@
+"""The loss by blocks of tokens: values and gradients, what is in memory, and when it is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxpipe.model.choice import BLOCK_TOKENS, loss_block
+from maxpipe.pipeline.blocks import by_blocks
+from tests.cases import TOLERANCE, Case, batch_of, steps_of, thinned
+from tests.pipeline.test_executor import check_gradients
+from tests.pipeline.test_families import GEMMA2, GRANITE, GROUPED, NEXT, V3
+
+# Of 16 tokens of a microbatch on a device, or 8 where context divides them.
+CASES = [
+    Case(1, 1, 2, loss_block=5, fsdp=2, data=2),
+    Case(2, 2, 3, loss_block=4, own=GEMMA2, tied=True, layers=7, fsdp=2, tensor=2),
+    Case(2, 1, 5, loss_block=3, schedule="zb_h1", remat="names", context=2, data=2),
+    Case(4, 2, 8, loss_block=7, schedule="zb_v", remat="none", tied=True, layers=9, fsdp=2),
+    Case(2, 2, 4, loss_block=6, ahead=2, outside=1, gather="step", tensor=2, fsdp=2),
+    Case(2, 1, 3, loss_block=1, own=GRANITE, tied=True, gather="visit", idle="compute"),
+    Case(2, 1, 3, loss_block=8, split="sequence", tensor=4, schedule="1f1b", delayed=False),
+    Case(2, 2, 3, loss_block=5, split="ring", tensor=2, idle="compute", tied=True),
+    Case(2, 1, 4, loss_block=6, own=replace(GROUPED, num_experts=6), expert=2, fsdp=2, layers=5),
+    Case(2, 2, 3, loss_block=5, own=V3, layers=5, fsdp=2, tensor=2, remat="names"),
+    Case(2, 1, 3, loss_block=7, own=NEXT, epsilon=0.01, layers=5, data=2, remat="chunk"),
+    Case(2, 1, 3, loss_block=5, own=V3, ahead=2, form="layer", tensor=2, layers=4),
+    Case(2, 1, 3, loss_block=5, frozen=("head", "final_norm*"), data=2, schedule="gpipe"),
+]
+
+
+@pytest.mark.parametrize("case", thinned(CASES, 3), ids=str)
+def test_a_loss_by_blocks_equals_the_plain_loop(case: Case) -> None:
+    check_gradients(case)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 3),
+    length=st.integers(1, 9),
+    size=st.integers(0, 30),
+)
+def test_each_token_counts_once(rows: int, length: int, size: int) -> None:
+    """Whatever the block: sums see each token that counts once, and arrays stay in order."""
+    random = np.random.default_rng(rows * 100 + length)
+    x = random.integers(1, 9, (rows, length, 2)).astype(np.float32)
+    targets = random.integers(0, 50, (rows, length))
+    mask = random.integers(0, 2, (rows, length)).astype(np.float32)
+
+    def run(x: jax.Array, targets: jax.Array, mask: jax.Array):
+        assert not 0 < size < rows * length or targets.size <= size
+        counted = x * mask[..., None]
+        return (mask.sum(), (targets * mask).sum(), counted.sum((0, 1))), (counted, counted + 1)
+
+    sums, arrays = jax.jit(lambda *given: by_blocks(run, size, *given))(x, targets, mask)
+    counted = x * mask[..., None]
+    wanted = mask.sum(), (targets * mask).sum(), counted.sum((0, 1))
+    for a, b in zip(sums, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(arrays[0], counted)
+    np.testing.assert_array_equal(arrays[1], counted + 1)
+
+
+@pytest.mark.parametrize(("size", "mode"), [(3, "auto"), (8, "explicit")])
+def test_evaluation_by_blocks(size: int, mode: str) -> None:
+    case = Case(2, 1, 2, loss_block=size, data=2, shard_mode=mode)
+    whole = replace(case, loss_block=0)
+    batch, found = batch_of(case.rows), []
+    for each in (case, whole):
+        steps = steps_of(each, each.rows)
+        placed = jax.device_put(batch, steps.batch_sharding)
+        found.append(steps.compile_eval()(steps.init().params, placed))
+    np.testing.assert_allclose(found[0]["loss"], found[1]["loss"], rtol=TOLERANCE)
+    assert found[0]["targets"] == found[1]["targets"]
+
+
+def test_small_runs_are_those_of_before() -> None:
+    """By rule nothing is by blocks there: it is the same program."""
+    case = Case(2, 1, 2)
+    texts = [
+        steps_of(replace(case, loss_block=size), case.rows).lower_train().as_text()
+        for size in (-1, 0, 16, 8)
+    ]
+    assert texts[0] == texts[1] == texts[2] != texts[3]
+
+
+@pytest.mark.parametrize(
+    ("setting", "tokens", "vocabulary", "wanted"),
+    [
+        (-1, 8192, 128256 // 4, BLOCK_TOKENS),  # long rows
+        (-1, 4096, 128256, BLOCK_TOKENS),  # one stage
+        (-1, 2048, 128256, 0),  # a block is all
+        (-1, 4096, 128256 // 4, 0),
+        (-1, 8192, 50257 // 8, 0),  # a small vocabulary
+        (0, 2**20, 2**20, 0),
+        (100, 2000, 30, 100),
+        (100, 100, 30, 0),
+    ],
+)
+def test_blocks_by_rule(setting: int, tokens: int, vocabulary: int, wanted: int) -> None:
+    assert loss_block(setting, tokens, vocabulary) == wanted

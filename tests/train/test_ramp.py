@@ -1,0 +1,125 @@
+"""Runs whose batches grow: the same run however often it stops, and under every layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.config.load import load
+from maxpipe.config.ramp import Ramp, Stage
+from maxpipe.config.schema import GuardConfig
+from maxpipe.data.loader import Loader
+from maxpipe.errors import ConfigError
+from maxpipe.train.loop import train
+from maxpipe.train.watch import Watch
+from tests.train.runs import saved_digest
+
+STEPS, ROW = 24, 16
+RAMP = "train.batch_ramp=['2 for 5 steps', '4 for 300 tokens']"  # of 64 tokens: 5 steps
+ROWS = [2] * 5 + [4] * 5 + [8] * 14
+OTHER = ("mesh.ici_stage=2", "mesh.ici_data=2", "mesh.ici_context=2", "mesh.cpu_devices=8")
+STAGED = ("mesh.ici_stage=4", "mesh.ici_data=2", "mesh.cpu_devices=8", "pipeline.microbatches=4")
+
+
+class Stop(Exception):
+    """The run dies."""
+
+
+def recorded(folder: Path) -> dict[int, dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines}
+
+
+def go(tiny: Path, folder: Path, *overrides: str) -> dict[int, dict[str, Any]]:
+    quick = "log.every=1", "log.tensorboard=false", "eval.batches=0", f"run.dir={folder}"
+    train(load([str(tiny), *quick, *overrides]))
+    return recorded(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    go(tiny, folder, *STAGED, RAMP)
+    return folder / "run"
+
+
+def test_tokens_and_sizes_are_those_of_the_ramp(whole: Path) -> None:
+    found = recorded(whole)
+    assert list(found) == list(range(1, STEPS + 1))
+    assert [each["train/batch_size"] for each in found.values()] == ROWS
+    assert [each["train/tokens"] for each in found.values()] == list(np.cumsum(ROWS) * ROW)
+    assert (
+        found[1]["pipe/bubble_pct"] > found[6]["pipe/bubble_pct"] > found[STEPS]["pipe/bubble_pct"]
+    )
+    assert found[STEPS]["train/loss"] < found[1]["train/loss"] - 0.5
+
+
+def test_another_layout_has_the_same_losses(tiny: Path, whole: Path, tmp_path: Path) -> None:
+    other, staged = go(tiny, tmp_path, *OTHER, RAMP), recorded(whole)
+    for step, each in other.items():
+        assert each["train/loss"] == pytest.approx(staged[step]["train/loss"], rel=1e-5)
+        assert each["train/tokens"] == staged[step]["train/tokens"]
+
+
+def test_a_run_that_dies_in_its_ramp_goes_on_bit_for_bit(
+    tiny: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a stage's end, on it, and behind the last."""
+    real = Loader.batch
+    for crash in (5, 8, 13):
+
+        def batch(loader: Loader, step: int, *rows: Any, crash: int = crash) -> Any:
+            if step == crash:
+                raise Stop
+            return real(loader, step, *rows)
+
+        monkeypatch.setattr(Loader, "batch", batch)
+        with pytest.raises(Stop):
+            go(tiny, tmp_path, *STAGED, RAMP)
+    monkeypatch.setattr(Loader, "batch", real)
+    found, wanted = go(tiny, tmp_path, *STAGED, RAMP), recorded(whole)
+    for step, each in found.items():
+        for tag in ("train/loss", "train/tokens", "train/batch_size"):
+            assert each[tag] == wanted[step][tag]
+    assert saved_digest(tmp_path / "run") == saved_digest(whole)
+
+
+def test_what_comes_may_change_and_what_was_may_not(tiny: Path, tmp_path: Path) -> None:
+    """A run of one size gets another by a ramp whose past is that size."""
+    go(tiny, tmp_path, *OTHER, "train.steps=8", "optim.schedule=constant")
+    longer = *OTHER, "train.steps=12", "optim.schedule=constant", "train.batch_size=16"
+    for ramp in ("[]", "['8 for 7 steps']", "['4 for 8 steps']"):
+        with pytest.raises(ConfigError, match="train.batch_size"):
+            go(tiny, tmp_path, *longer, f"train.batch_ramp={ramp}")
+    found = go(tiny, tmp_path, *longer, "train.batch_ramp=['8 for 8 steps']")
+    assert [found[step]["train/tokens"] for step in (8, 9, 12)] == [1024, 1280, 2048]
+
+
+def test_plans_say_stages(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(tiny), "--topology", "cpu:4", RAMP]) == 0
+    shown = capsys.readouterr().out
+    assert "5 steps with batches of 2 rows, 1 microbatch: 160 tokens" in shown
+    assert "14 steps with batches of 8 rows, 4 microbatches: 1,792 tokens" in shown
+
+
+def test_rows_that_were_left_out_are_counted() -> None:
+    """Going back twice, the second time to a checkpoint from before the first."""
+    ramp = Ramp((Stage(2, 5), Stage(4, 5)), 8)
+    silent: Any = SimpleNamespace(write=lambda *_, **__: None, warn=lambda _: None, ramp=ramp)
+    others: dict[str, Any] = {"run_dir": "", "loader": silent, "events": silent, "console": silent}
+    watch = Watch(GuardConfig(), **others)
+    assert watch.rows_done(6) == 14
+    watch.went_back(6, 4, 0, None)  # batches 4 and 5, of 2 and 4 rows, are left out
+    assert watch.rows_done(4) == 8 and watch.rows_done(5) == 12
+    saved = watch.facts()
+    watch.went_back(7, 4, 0, None)  # 6, 7 and 8 are, too
+    assert watch.rows_done(4) == 8
+    assert watch.rows_done(5) == 12 and watch.rows_done(6) == 20  # batches 9 and 10
+    resumed = Watch(GuardConfig(), offset=2, facts=saved, **others)
+    assert resumed.rows_done(5) == 12
