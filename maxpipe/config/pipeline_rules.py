@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -245,15 +246,18 @@ def _ramp_has_whole_microbatches(config: Config) -> Iterator[Finding]:
     key, train, pipeline = "train.batch_ramp", config.train, config.pipeline
     if train.batch_size % pipeline.microbatches:
         return
-    each = train.batch_size // pipeline.microbatches
-    for rows, _ in Ramp.of(train).stages:
+    each, stages = train.batch_size // pipeline.microbatches, Ramp.of(train).stages
+    more = train.batch_size // math.gcd(each, *(rows for rows, _ in stages))
+    for rows, _ in stages:
         if rows % each:
+            larger = up(rows, each)
+            take = f"Take {larger}" if larger < train.batch_size else f"Leave {rows} out"
             yield Finding(
                 key,
                 f"must have multiples of {each} rows, those of a microbatch (train.batch_size "
                 f"({train.batch_size}) / {_MICROBATCHES} ({pipeline.microbatches})), and {rows} is "
                 "none.",
-                f"Take {up(rows, each)}, or set {_MICROBATCHES} to a larger number.",
+                f"{take}, or set {_MICROBATCHES}={more}.",
             )
             continue
         fewer = replace(

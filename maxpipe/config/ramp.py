@@ -11,7 +11,7 @@ from maxpipe.config.schema import TrainConfig
 
 FORM = "ROWS for N steps, or ROWS for N tokens"
 EXAMPLE = "['16 for 1000 steps', '32 for 50000000 tokens']"
-_TEXT = re.compile(r"(\d{1,8})\s+for\s+(\d[\d_]{0,17})\s+(steps|tokens)")
+_TEXT = re.compile(r"(\d{1,8})\s+for\s+(\d(?:_?\d){0,17})\s+(steps|tokens)", re.ASCII)
 
 
 class Stage(NamedTuple):
@@ -104,7 +104,9 @@ def _stage(text: str, sequence_length: int) -> Stage:
     rows, count = int(match[1]), int(match[2].replace("_", ""))
     if not rows or not count:
         raise ValueError(f"must be stages of at least 1 row and 1 step, and {text!r} is not.")
-    steps = count if match[3] == "steps" else -(-count // (rows * sequence_length))
+    # Rows without tokens are refused as such.
+    tokens = rows * max(1, sequence_length)
+    steps = count if match[3] == "steps" else -(-count // tokens)
     return Stage(rows, steps)
 
 

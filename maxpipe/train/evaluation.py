@@ -146,7 +146,11 @@ def _stopped(chosen: Chosen) -> BaseException:
 
 def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
     """What of a checkpoint's config says how it is evaluated."""
-    return {section: keys for section, keys in config.items() if section not in _LEFT_OUT}
+    found = {section: keys for section, keys in config.items() if section not in _LEFT_OUT}
+    if isinstance(train := found.get("train"), Mapping):
+        # Smaller batches of the training do not bind the microbatches that evaluation has here.
+        found["train"] = {key: value for key, value in train.items() if key != "batch_ramp"}
+    return found
 
 
 def _folder(config: Mapping[str, Any]) -> dict[str, Any]:

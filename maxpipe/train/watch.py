@@ -69,7 +69,12 @@ class Watch:
 
     @staticmethod
     def _rows_left_out(loader: Loader, offset: int, facts: Mapping[str, Any] | None) -> int:
-        return (facts or {}).get("rows_left_out", offset * loader.ramp.rows)
+        """Without a number of its own a checkpoint is of a run whose batches had one size.
+
+        What it has consumed is the same now, also where a ramp with larger batches follows.
+        """
+        _, rows = loader.ramp.place(0)
+        return (facts or {}).get("rows_left_out", offset * rows)
 
     def rows_done(self, step: int) -> int:
         """Rows of all steps up to this one."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from maxpipe.data.loader import Loader
 from maxpipe.errors import ConfigError
 from maxpipe.train.loop import train
 from maxpipe.train.watch import Watch
-from tests.train.runs import saved_digest
+from tests.train.runs import SAME, Run, Start, saved_digest, wait_for
 
 STEPS, ROW = 24, 16
 RAMP = "train.batch_ramp=['2 for 5 steps', '4 for 300 tokens']"  # of 64 tokens: 5 steps
@@ -90,6 +92,35 @@ def test_a_run_that_dies_in_its_ramp_goes_on_bit_for_bit(
     assert saved_digest(tmp_path / "run") == saved_digest(whole)
 
 
+@pytest.mark.parametrize(
+    ("step", "begin"),
+    [(4, ("train",)), (7, ("launch", "local", "--processes", 2))],
+    ids=["one process", "two processes"],
+)
+def test_a_run_killed_in_its_ramp_goes_on_under_another_layout(
+    step: int,
+    begin: tuple[object, ...],
+    tiny: Path,
+    whole: Path,
+    start: Start,
+    run: Run,
+    tmp_path: Path,
+) -> None:
+    """In one process, or in two, which read other rows: the same losses, so the same data."""
+    every = tiny, f"run.dir={tmp_path}", "log.every=1", "eval.batches=0", RAMP
+    with start("train", *every, "checkpoint.every=1", "pipeline.microbatches=8") as process:
+        wait_for(process, f"step {step}/")
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    run(*begin, *every, "mesh.ici_stage=2", "mesh.ici_fsdp=2")
+    found, wanted = recorded(tmp_path / "run"), recorded(whole)
+    assert list(found) == list(wanted)
+    for number, each in found.items():
+        assert each["train/loss"] == pytest.approx(wanted[number]["train/loss"], rel=SAME)
+        for tag in ("train/tokens", "train/batch_size"):
+            assert each[tag] == wanted[number][tag]
+
+
 def test_what_comes_may_change_and_what_was_may_not(tiny: Path, tmp_path: Path) -> None:
     """A run of one size gets another by a ramp whose past is that size."""
     go(tiny, tmp_path, *OTHER, "train.steps=8", "optim.schedule=constant")
@@ -106,6 +137,37 @@ def test_plans_say_stages(tiny: Path, capsys: pytest.CaptureFixture[str]) -> Non
     shown = capsys.readouterr().out
     assert "5 steps with batches of 2 rows, 1 microbatch: 160 tokens" in shown
     assert "14 steps with batches of 8 rows, 4 microbatches: 1,792 tokens" in shown
+
+
+def test_evaluation_elsewhere_asks_nothing_of_smaller_batches(whole: Path, run: Run) -> None:
+    """On fewer devices a microbatch has more rows than the smallest batch."""
+    shown = run("eval", whole, "mesh.cpu_devices=2")
+    assert "evaluating with fsdp 2" in shown and "bits per byte" in shown
+
+
+@pytest.mark.parametrize(
+    ("ramp", "others", "text"),
+    [
+        ("['\u0662 for 5 steps']", (), "is not ROWS for N steps"),
+        ("['2 for \uff15 steps']", (), "is not ROWS for N steps"),
+        ("['2 for 5__0 tokens']", (), "is not ROWS for N steps"),
+        ("['2 for 50_ tokens']", (), "is not ROWS for N steps"),
+        ("['2 for 40 tokens']", ("train.sequence_length=0",), "train.sequence_length = 0"),
+        ("['3 for 2 steps', '5 for 2 steps']", (), "Take 6, or set pipeline.microbatches=8."),
+        ("['3 for 2 steps']", ("pipeline.microbatches=1",), "Leave 3 out, or set pipeline.micr"),
+    ],
+)
+def test_ramps_that_are_refused(ramp: str, others: tuple[str, ...], text: str, tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        load([str(tiny), f"train.batch_ramp={ramp}", *others])
+
+
+def test_rows_left_out_before_there_was_a_ramp() -> None:
+    """A run of batches of 8 has gone back by 3, and goes on with batches of 16 from batch 9 on."""
+    others: dict[str, Any] = {"run_dir": "", "events": None, "console": None}
+    loader: Any = SimpleNamespace(ramp=Ramp((Stage(8, 9),), 16))
+    watch = Watch(GuardConfig(), offset=3, facts={"roll_backs": 1}, loader=loader, **others)
+    assert [watch.rows_done(step) for step in (6, 7)] == [48, 64]
 
 
 def test_rows_that_were_left_out_are_counted() -> None:
