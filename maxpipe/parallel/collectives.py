@@ -113,11 +113,14 @@ def scatter_sum(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
     present = _present(axes)
     if not present:
         return x
+    add = partial(lax.psum_scatter, axis_name=present, tiled=True)
+    if dim and _on_cpus():  # as above
+        first = jnp.moveaxis(x, dim, 0)
+        return jnp.moveaxis(_summed(partial(add, scatter_dimension=0), first), 0, dim)
     # XLA for TPU makes all-reduces, twice the traffic, of those with dims of one entry, with
     # several dims in front, or along a last dim in shards that are not whole registers.
     size = x.shape[dim] // size_of(present)
     own = (*x.shape[:dim], size, *x.shape[dim + 1 :])
-    add = partial(lax.psum_scatter, axis_name=present, tiled=True)
     after = [size for size in x.shape[dim + 1 :] if size > 1]
     if not after and size % LANES and math.prod(own) % LANES == 0:
         first = (size, *x.shape[:dim], *x.shape[dim + 1 :])

@@ -119,3 +119,21 @@ def test_gradients_of_weights_sum_over_one_dim_on_cpus_unless_tokens_are_divided
     assert wanted[0] == pytest.approx(float(total), rel=TOLERANCE)
     for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         assert np.abs(np.asarray(a) - np.asarray(b)).max() < TOLERANCE * np.abs(a).max()
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_gradients_of_weights_are_products_over_inner_dims_on_cpus(wide: bool) -> None:
+    """In the compiled program, too: XLA for CPU is slow over outer dims."""
+    rules = split_of(2, rings=False)[1].on("cpu")
+    inside, outside = (64, 160) if wide else (160, 64)
+    x, weight = jnp.ones((2, 48, inside)), jnp.ones((inside, outside))
+
+    def run(x: Any, weight: Any, cotangent: Any) -> Any:
+        _, pullback = jax.vjp(lambda w: TokenSplit(rules).out_of(x, w, ("mlp", "embed")), weight)
+        return pullback(cotangent)[0]
+
+    cotangent = jnp.ones((2, 48, outside))
+    compiled = jax.jit(run).lower(x, weight, cotangent).compile().as_text() or ""
+    dots = [line for line in compiled.splitlines() if " dot(" in line]
+    assert len(dots) == 1 and "f32[64,160]" in dots[0]
+    assert "lhs_contracting_dims={1}, rhs_contracting_dims={0}" in dots[0]
