@@ -60,8 +60,8 @@ class OptState(NamedTuple):
 class _Now(NamedTuple):
     """Of an update what is the same for all parameters."""
 
-    count: Int[Array, ""]
-    """Updates, with this one."""
+    updates: Int[Array, ""]
+    """So far, with this one."""
     by: Corrections
     taken: Taken
     clip: Callable[[Array], Array]
@@ -230,7 +230,7 @@ class Optimizer:
             for name in names:
                 after[name][path] = new[name]
         trees = {name: nested(tree) for name, tree in after.items()}
-        return nested(moved), OptState(now.count, trees)
+        return nested(moved), OptState(now.updates, trees)
 
     def stays_finite(
         self, gradients: Tree, norm: Float[Array, ""], params: Tree, state: OptState
@@ -288,7 +288,7 @@ class Optimizer:
         """The direction, in place of the gradient of this type, and what is kept."""
         old = {name: have[name].astype(jnp.float32) for name in self._names(path)}
         slope = now.clip(have[_GRADIENT].astype(dtype))
-        found, new = self._direction(path, slope, old, now.count, now.by, now.taken)
+        found, new = self._direction(path, slope, old, now.updates, now.by, now.taken)
         kept = {}
         for name, x in new.items():
             kept[name] = self._stored(path, name, x, self.kept[name][path], now, layer)
@@ -382,7 +382,7 @@ class Optimizer:
             layers = layer.of(jnp.asarray(layers))
         sizes = [n for dim, n in enumerate(target.param.shape) if dim not in one.left_out]
         drawn = partial(
-            draws, self.seed, f"{target.name} {name}", now.count, layers, sizes, x.shape
+            draws, self.seed, f"{target.name} {name}", now.updates, layers, sizes, x.shape
         )
         # Made of places alone, which say nothing of how they are divided.
         return rounded(x, left_to_compiler(drawn, target.spec_of(one))())
