@@ -219,30 +219,35 @@ What was read from it:
 - Experts on the expert axis: XLA copied all rows before each exchange, as they were both what is
   sent and what is written to; an empty buffer in that place took 216 of 322 Mcycles of copies
   away, and the row of zeros that tokens without an expert got, another 20: 2.31 to 2.07 Gcycles.
-  In a program with one exchange each way: 7.7 Mcycles with the copy, 5.1 with the empty buffer,
-  11.2 with zeros, 11.6 with rows in two dims as the compiler lays them out, 16.2 with pairs as
-  words of 32 bits. Kernels of experts were counted for all the room there is, four times the rows
-  in use, and state now what they multiply. Experts' rows not in use still cost gates and copies:
-  `model.moe.exchange_factor` makes room for fewer, and drops those beyond it.
+  By one compile each, not among the rows: a program with one exchange each way takes 7.7 Mcycles
+  with the copy, 5.1 with the empty buffer, 11.2 with zeros, 11.6 with rows in two dims as
+  the compiler lays them out, 16.2 with pairs as words of 32 bits. Kernels of experts were counted
+  for all the room there is, four times the rows in use, and state now what they multiply.
+  Experts' rows not in use still cost gates and copies: `model.moe.exchange_factor` makes room for
+  fewer, and drops those beyond it.
 - What the exchange leaves unwritten is not read: `tests/pipeline/test_axes.py` runs it with NaN
   there.
 - Gathers and sums in loops over layers: fused gathers (v5e only, says the newer compiler, which
   refuses them elsewhere) against sparse cores, below and in decision 31. With libtpu 0.0.42 only
   sums go to the sparse cores: fewer cycles and less memory than with fused gathers, and a little
-  more waiting. With 0.0.50 the same step (rows of that version compile under jax 0.12) takes
-  0.449 Gcycles, and all but 4.8 GiB are asynchronous.
+  more waiting. With 0.0.50 (jax 0.12) the same step takes 0.449 Gcycles, and all but 4.8 GiB are
+  asynchronous, by one compile, not among the rows.
 - Gathers of `visit` stand in front of the loop over ticks whatever is asked of the older compiler
   (`xla_tpu_enable_async_collective_fusion_while_loops=true`, sparse cores: no byte more is
   asynchronous). The newer one has them on the sparse cores, beside each other and the reductions
-  that are due: of 16 layers 1.284 Gcycles, 2.3 GiB waited for, where it was 1.286 and 9.3 GiB.
-- More VMEM than now (`--xla xla_tpu_scoped_vmem_limit_kib=32768`) was measured at this width
-  before, and stays as it is.
-- Activations in host memory come and go beside the loops over layers, all of them; `maxpipe
-  compile` says from which rate of the link on that hides them. Gate and up are more than a link
-  to a host carries: name smaller ones. Optimizer state comes back from the host when gradients
-  are there, one parameter after the other; the update has little work to hide it behind, so that
-  it is time against memory. Arguments fall by what the forecast says: 2.06 GiB of two moments in
-  float32; temporaries grow by 3.0, so that the peak is not lower yet (25.10, was 24.14 GiB).
+  that are due: of 16 layers 1.284 Gcycles, 2.3 GiB waited for, where it was 1.286 and 9.3 GiB;
+  all by one compile each, not among the rows.
+- Activations in host memory, by compiles that are not among the rows, come and go beside the loops
+  over layers, all of them; `maxpipe compile` says from which rate of the link on that hides them.
+  Gate and up are more than a link to a host carries: name smaller ones.
+- Optimizer state in host memory comes and goes in loops over layers, a slice of each array at a
+  time, at the step's end; the update has next to no work to hide it behind, so that it is time
+  against memory. XLA's figure for the peak counts host memory too: reports leave that out since.
+  By one compile each, not among the rows, of 8 layers of the 8B model with 8192 words on v5p:2x2x1
+  (2 stages x fsdp 2, 3.75 GiB of moments): arguments 5.63 to 1.88 GiB, peak 11.45 to 7.88; 3.75 GiB
+  go to the host, and of the 7.5 that the report has come from it half are in the branch that
+  looks at an update, which is all but never taken. The row below is of before: its state came
+  whole, and its peak counts 2.06 GiB of host memory.
 
 """
 

@@ -310,8 +310,8 @@ class OptimConfig:
     arXiv:1910.02054): each sums and updates its part, and updated parameters are gathered. Of a
     parameter with no dim that divides evenly each keeps all."""
     offload_state: bool = False
-    """Whether moments and averages are kept in host memory: each goes to the device for its update
-    and back, one parameter after the other. The results are the same bits."""
+    """Whether moments and averages are kept in host memory: a layer of each goes to the device for
+    its update and back, which no work of the step hides. The results are the same bits."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are sent to be summed over devices; what is added up on a device is
     float32."""

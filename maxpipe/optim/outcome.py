@@ -42,8 +42,8 @@ def outcome(
     bound = optimizer.reach_after(before, norm, rate)
 
     def by_looking() -> tuple[jax.Array, jax.Array]:
-        moments = jax.device_put(state.trees.get(MOMENTUM, {}), jax.memory.Space.Device)
-        sizes = jnp.stack([_largest(params), _largest(moments)])
+        largest = optimizer.largest_of if optimizer.config.offload_state else _largest
+        sizes = jnp.stack([_largest(params), largest(state.trees.get(MOMENTUM, {}))])
         after = optimizer.reach_after(sizes, norm, rate)
         if not optimizer.is_by_entry:
             return jnp.isfinite(after).all(), after
@@ -71,6 +71,8 @@ def _stays_finite(
     The barrier keeps this arithmetic apart from that of the update itself and within its branch. It
     is fused into a reduction; shared, or begun outside, some of it would stand in memory.
     """
+    if optimizer.config.offload_state:
+        return optimizer.stays_finite(gradients, norm, params, state)
     given = jax.lax.optimization_barrier((gradients, norm, params, state))
     gradients, norm, params, state = given
     params, state = optimizer.update(gradients, state, params, norm=norm, draw=False)
@@ -78,6 +80,6 @@ def _stays_finite(
     finite = jax.tree.map(
         lambda *entries: reduce(operator.and_, map(jnp.isfinite, entries)).all(),
         params,
-        *jax.device_put(list(state.trees.values()), jax.memory.Space.Device),
+        *state.trees.values(),
     )
     return jnp.stack(jax.tree.leaves(finite)).all()

@@ -31,7 +31,7 @@ def draws(
     seed: int,
     name: str,
     step: Int[Array, ""],
-    layers: np.ndarray | None,
+    layers: np.ndarray | Array | None,
     sizes: Sequence[int],
     shape: Sequence[int],
 ) -> Array:

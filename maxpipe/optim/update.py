@@ -6,9 +6,10 @@ memory. Only Muon's matrices are looked at together, as they travel together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -17,14 +18,15 @@ import numpy as np
 import optax
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from maxpipe.config.schema import OptimConfig
 from maxpipe.model.spec import Param
 from maxpipe.nested import Path, flat, nested
 from maxpipe.optim import muon
+from maxpipe.optim.host import WHOLE, Layer, by_layer
 from maxpipe.optim.kept import AVERAGE, Kept, is_orthogonalised, kept, matrix_of
-from maxpipe.optim.reach import largest_update, reach_after
+from maxpipe.optim.reach import MOMENTUM, largest_update, reach_after
 from maxpipe.optim.rounding import draws, rounded
 from maxpipe.optim.rules import (
     Arrays,
@@ -42,6 +44,8 @@ from maxpipe.train.guard import unless_bad
 Tree = Any
 _PARAMETER = "parameter"
 """Name of what is drawn to round parameters, beside those of the trees."""
+_GRADIENT, _FINITE, _LARGEST = "gradient", "finite", "largest"
+"""Of what else there is beside them, by layers."""
 
 
 class OptState(NamedTuple):
@@ -51,6 +55,19 @@ class OptState(NamedTuple):
     """Those so far, int32."""
     trees: dict[str, Tree]
     """By the names of `kept`; nested dicts in the form of the parameters, of those that have it."""
+
+
+class _Now(NamedTuple):
+    """Of an update what is the same for all parameters."""
+
+    updates: Int[Array, ""]
+    """So far, with this one."""
+    by: Corrections
+    taken: Taken
+    clip: Callable[[Array], Array]
+    draw: bool
+    rate: Array | float = 0.0
+    """The learning rate."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,62 +204,115 @@ class Optimizer:
             taken: whether there is an update.
             draw: whether to round as the config says; else to the nearest number.
         """
-        count = jnp.where(taken, optax.safe_increment(state.updates), state.updates)
-        clip = self._clip(gradients, norm, taken)
+        now = self._now(gradients, state, norm=norm, taken=taken, draw=draw)
         slopes, given = flat(gradients), flat(params)
         before = {name: flat(tree) for name, tree in state.trees.items()}
         after: dict[str, dict[Path, Array]] = {name: {} for name in before}
-        store = partial(self._stored, count=count, draw=draw)
         moved: dict[Path, Array] = {}
-        by = Corrections.after(self.config, count)
-
-        def direction(path: Path) -> Array:
-            # Behind all but the last of what was moved: what is there at once is no more than the
-            # parameter before and its own.
-            behind = [slopes[path], *list(moved.values())[-2:-1]]
-            old = {
-                name: self._fetched(before[name][path], behind).astype(jnp.float32)
-                for name in self._names(path)
-            }
-            found, new = self._direction(path, clip(slopes[path]), old, count, by, taken)
-            for name, x in new.items():
-                after[name][path] = self._kept_at_home(store(path, name, x, self.kept[name][path]))
-            return found
-
-        matrices = self._matrices
-        found = {path: direction(path) for path in matrices}
-        found = muon.updates(found, matrices, self.mesh)
-        rate = jnp.asarray(self.rate(state.updates))
-        for path, target in self.targets.items():
-            update = found[path] if path in found else direction(path)
-            param = given[path].astype(jnp.float32)
-            if target.decay:
-                update = update + target.decay * param
-            step = -rate * target.rate if target.rate != 1.0 else -rate
-            new = param + step.astype(jnp.float32) * update
-            whole = Kept(target.param.dims, given[path].dtype.name)
-            moved[path] = unless_bad(taken, store(path, _PARAMETER, new, whole), given[path])
-            if AVERAGE in after:
-                share = self.config.average_decay
-                mean = self._fetched(before[AVERAGE][path], [moved[path]])
-                newer = share * mean + (1 - share) * moved[path].astype(jnp.float32)
-                after[AVERAGE][path] = self._kept_at_home(unless_bad(taken, newer, mean))
+        found: dict[Path, Array] = {}
+        for path in self._matrices:
+            # In place of the gradient is the direction then, which is in float32.
+            slope = slopes[path].astype(jnp.float32) if self.config.offload_state else slopes[path]
+            have = {_GRADIENT: slope} | {name: before[name][path] for name in self._names(path)}
+            dtype = slopes[path].dtype
+            new = self.by_layer(path, partial(self._turned, path, now, dtype), have)
+            found[path] = new.pop(_GRADIENT)
+            for name in self._names(path):
+                after[name][path] = new[name]
+        found = muon.updates(found, self._matrices, self.mesh)
+        now = now._replace(rate=jnp.asarray(self.rate(state.updates)))
+        for path in self.targets:
+            names = [name for name in before if path in before[name] and path not in after[name]]
+            have = {_GRADIENT: found.get(path, slopes[path]), _PARAMETER: given[path]}
+            have |= {name: before[name][path] for name in names}
+            new = self.by_layer(path, partial(self._moved, path, now), have)
+            moved[path] = new[_PARAMETER]
+            for name in names:
+                after[name][path] = new[name]
         trees = {name: nested(tree) for name, tree in after.items()}
-        return nested(moved), OptState(count, trees)
+        return nested(moved), OptState(now.updates, trees)
 
-    def _fetched(self, x: Array, behind: Sequence[Array]) -> Array:
-        """What is kept, on the device: from the host once these are there.
+    def stays_finite(
+        self, gradients: Tree, norm: Float[Array, ""], params: Tree, state: OptState
+    ) -> Bool[Array, ""]:
+        """Whether an update by entries leaves all finite, computed by layers and not kept."""
+        now = self._now(gradients, state, norm=norm, taken=True, draw=False)
+        now = now._replace(rate=jnp.asarray(self.rate(state.updates)))
+        slopes, given, finite = flat(gradients), flat(params), jnp.ones((), bool)
+        for path in self.targets:
+            have = {_GRADIENT: slopes[path], _PARAMETER: given[path], _FINITE: finite}
+            have |= {name: flat(tree)[path] for name, tree in state.trees.items()}
 
-        Fetched earlier it would take the room of what the step's loops need.
+            def look(layer: Layer, have: Arrays, path: Path = path) -> Arrays:
+                new = self._moved(path, now, layer, have).values()
+                return {
+                    _FINITE: reduce(operator.and_, map(jnp.isfinite, new)).all() & have[_FINITE]
+                }
+
+            finite = self.by_layer(path, look, have)[_FINITE]
+        return finite
+
+    def largest_of(self, tree: Tree) -> Float[Array, ""]:
+        """Of all entries of what is kept, by layers."""
+        largest = jnp.zeros(())
+        for path, x in flat(tree).items():
+
+            def look(_: Layer, have: Arrays) -> Arrays:
+                found = jnp.abs(have[MOMENTUM]).max().astype(jnp.float32)
+                return {_LARGEST: jnp.maximum(found, have[_LARGEST])}
+
+            largest = self.by_layer(path, look, {MOMENTUM: x, _LARGEST: largest})[_LARGEST]
+        return largest
+
+    def by_layer(self, path: Path, run: Callable[[Layer, Arrays], Arrays], have: Arrays) -> Arrays:
+        """What `run` makes of a parameter and what belongs to it; at once, if all is on the device.
+
+        Layers that mesh axes divide, those of stages, are computed together.
         """
         if not self.config.offload_state:
-            return x
-        x, *_ = jax.lax.optimization_barrier((x, *behind))
-        return jax.device_put(x, jax.memory.Space.Device)
+            return run(WHOLE, have)
+        target = self.targets[path]
+        entries = (*target.spec, *(None,) * (target.stacked - len(target.spec)))
+        shape = next(x.shape for x in have.values() if x.ndim)
+        dims = [dim for dim in range(target.stacked) if entries[dim] is None and shape[dim] > 1]
+        return by_layer(run, have, max(dims, key=lambda dim: shape[dim], default=None))
 
-    def _kept_at_home(self, x: Array) -> Array:
-        """What is kept, where it is between steps."""
-        return jax.device_put(x, jax.memory.Space.Host) if self.config.offload_state else x
+    def _now(
+        self, gradients: Tree, state: OptState, *, norm: Array | None, taken: Taken, draw: bool
+    ) -> _Now:
+        count = jnp.where(taken, optax.safe_increment(state.updates), state.updates)
+        clip = self._clip(gradients, norm, taken)
+        return _Now(count, Corrections.after(self.config, count), taken, clip, draw)
+
+    def _turned(self, path: Path, now: _Now, dtype: np.dtype, layer: Layer, have: Arrays) -> Arrays:
+        """The direction, in place of the gradient of this type, and what is kept."""
+        old = {name: have[name].astype(jnp.float32) for name in self._names(path)}
+        slope = now.clip(have[_GRADIENT].astype(dtype))
+        found, new = self._direction(path, slope, old, now.updates, now.by, now.taken)
+        kept = {}
+        for name, x in new.items():
+            kept[name] = self._stored(path, name, x, self.kept[name][path], now, layer)
+        return {_GRADIENT: found} | kept
+
+    def _moved(self, path: Path, now: _Now, layer: Layer, have: Arrays) -> Arrays:
+        """The parameter and all that is kept of it, by the gradient or Muon's direction."""
+        target, new = self.targets[path], {_GRADIENT: have[_GRADIENT]}
+        if path not in self._matrices:
+            new = self._turned(path, now, have[_GRADIENT].dtype, layer, have)
+        update = new.pop(_GRADIENT)
+        param = have[_PARAMETER].astype(jnp.float32)
+        if target.decay:
+            update = update + target.decay * param
+        step = jnp.asarray(-now.rate * target.rate if target.rate != 1.0 else -now.rate)
+        moved = param + step.astype(jnp.float32) * update
+        whole = Kept(target.param.dims, have[_PARAMETER].dtype.name)
+        moved = self._stored(path, _PARAMETER, moved, whole, now, layer)
+        new[_PARAMETER] = moved = unless_bad(now.taken, moved, have[_PARAMETER])
+        if AVERAGE in have:
+            share, mean = self.config.average_decay, have[AVERAGE]
+            newer = share * mean + (1 - share) * moved.astype(jnp.float32)
+            new[AVERAGE] = unless_bad(now.taken, newer, mean)
+        return new
 
     def _names(self, path: Path) -> Iterator[str]:
         """Of what a parameter's update reads."""
@@ -302,16 +372,17 @@ class Optimizer:
                 declared[path] = muon.Matrices(inputs, outputs, target.spec)
         return declared
 
-    def _stored(
-        self, path: Path, name: str, x: Array, one: Kept, *, count: Int[Array, ""], draw: bool
-    ) -> Array:
+    def _stored(self, path: Path, name: str, x: Array, one: Kept, now: _Now, layer: Layer) -> Array:
         """In the type in which it is kept."""
-        if not (draw and one.dtype == "bfloat16" and self.config.rounding == "stochastic"):
+        if not (now.draw and one.dtype == "bfloat16" and self.config.rounding == "stochastic"):
             return x.astype(one.dtype)
         target = self.targets[path]
+        layers = target.layers
+        if layers is not None and layer.dim is not None:
+            layers = layer.of(jnp.asarray(layers))
         sizes = [n for dim, n in enumerate(target.param.shape) if dim not in one.left_out]
         drawn = partial(
-            draws, self.seed, f"{target.name} {name}", count, target.layers, sizes, x.shape
+            draws, self.seed, f"{target.name} {name}", now.updates, layers, sizes, x.shape
         )
         # Made of places alone, which say nothing of how they are divided.
         return rounded(x, left_to_compiler(drawn, target.spec_of(one))())

@@ -100,8 +100,9 @@ class Report:
     temp_bytes: int
     """As the compiler states it: on TPUs more than is ever there at once."""
     peak_bytes: int
-    """What the fullest moment of a TPU needs, arguments and outputs included; 0 on other devices,
-    whose temporaries are one allocation. See decision 16."""
+    """What the fullest moment of a TPU needs, arguments and outputs included, and what is in host
+    memory not, all of which is taken to be there then; 0 on other devices, whose temporaries are
+    one allocation. See decision 16."""
     program_bytes: int
     host_bytes: int
     """Arguments and temporaries in host memory."""
@@ -289,6 +290,7 @@ def _out_of_memory(message: str, config: Config, steps: Steps, topology: Topolog
 def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -> Report:
     """What the compiler says of a compiled train step; how long that took is left at 0."""
     mesh, memory = steps.partition.mesh, compiled.memory_analysis()
+    on_host = memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes
     found, busiest = read(compiled.as_text(), steps, config.pipeline.weight_gather)
     rows, tokens = steps.shape
     clock = topology.hardware.clock_ghz * 1e9
@@ -308,9 +310,10 @@ def report_of(config: Config, topology: Topology, steps: Steps, compiled: Any) -
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        peak_bytes=memory.peak_memory_in_bytes if topology.platform == "tpu" else 0,
+        # XLA's peak is that of all memories together.
+        peak_bytes=memory.peak_memory_in_bytes - on_host if topology.platform == "tpu" else 0,
         program_bytes=memory.generated_code_size_in_bytes,
-        host_bytes=memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes,
+        host_bytes=on_host,
         memory_bytes=topology.hardware.memory_bytes,
         flops=found.flops,
         model_flops=needed,

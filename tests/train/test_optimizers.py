@@ -99,7 +99,7 @@ def test_state_that_is_divided_over_data(name: Any, here: Case, elsewhere: Case)
     check_layouts(optim, kept[name], (one, here, elsewhere))
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
 def test_state_on_the_host_gives_the_same_bits(name: Any) -> None:
     case = Case(2, 2, 2, fsdp=2, data=2, layers=5)
     found = []
