@@ -475,6 +475,8 @@ def _backward_unrolled(
             share = jnp.exp(_beside_queries(sinks, blocks.groups, stop - start) - log_sum)
             lost = (share * slope).reshape(*share.shape[:2], -1, stop - start)
             d_sinks -= lost.sum((0, 3))
+    if sinks is not None:  # beside the others, so that a split backward waits for nothing else
+        d_queries[0], d_sinks = lax.optimization_barrier((d_queries[0], d_sinks))
     of_keys = blocks.summed(d_keys), blocks.summed(d_values)
     return blocks.whole(d_queries), *of_keys, d_sinks.reshape(-1)
 
