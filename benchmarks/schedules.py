@@ -28,6 +28,7 @@ from references import circular_loss, sharded_loss
 from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
+from maxpipe.pipeline.executor import Differentiated
 from maxpipe.train.step import Steps, partition
 
 MODEL = ModelConfig(
@@ -123,7 +124,7 @@ def program(choice: Choice, microbatches: int) -> Program:
         function = jax.value_and_grad(partial(sharded_loss, parts.decoder, parts.mesh, parts.specs))
     else:
         run = steps.engine.value_and_grad(steps.train_schedule)
-        function = lambda params, batch: run(params, batch, None)  # noqa: E731
+        function = partial(_loss_and_gradients, run)
     params, batch = steps.init().params, _batch(steps)
     out = (None, steps.state_sharding.params)
     with jax.set_mesh(parts.mesh):
@@ -137,6 +138,13 @@ def program(choice: Choice, microbatches: int) -> Program:
         {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in COLLECTIVES},
         steps.train_schedule.idle_fraction(),
     )
+
+
+def _loss_and_gradients(
+    run: Callable[..., Differentiated], params: Any, batch: dict[str, jax.Array]
+) -> tuple[jax.Array, Any]:
+    found = run(params, batch, None)
+    return found.loss, found.gradients
 
 
 def _batch(steps: Steps) -> dict[str, jax.Array]:
