@@ -151,7 +151,7 @@ _ONE = 1 - 2.0**-25
 """What float32 rounds to 1, and all above it."""
 
 
-@rule("train.batch_ramp", "train.batch_size", "train.sequence_length")
+@rule("train.batch_ramp", "train.batch_size", "train.sequence_length", is_first=True)
 def _ramp_can_be_read(config: Config) -> Iterator[Finding]:
     try:
         Ramp.of(config.train)
