@@ -67,8 +67,12 @@ def work(platform_devices: int) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         if asked != "step":
-            step = _compiled(asked)
-            print(json.dumps(tree), flush=True)
+            try:
+                step = _compiled(asked)
+            except TypeError as error:  # a reference of then that its own model does not fit
+                print(json.dumps({"error": str(error)}), flush=True)
+                continue
+            print(json.dumps({"tree": tree}), flush=True)
             continue
         start = time.process_time()
         loss = step()
@@ -166,10 +170,15 @@ class Tree:
             raise SystemExit(f"{self.folder}: the process has ended, see above")
         return json.loads(line)
 
-    def compile(self, layout: str) -> None:
-        """What `ask("step")` runs from now on."""
-        tree = self.ask(layout)
+    def compile(self, layout: str) -> bool:
+        """What `ask("step")` runs from now on; whether this tree can run it."""
+        found = self.ask(layout)
+        if error := found.get("error"):
+            print(f"{self.folder}: {error}", file=sys.stderr)
+            return False
+        tree = found["tree"]
         assert Path(tree).samefile(self.folder), f"{tree} was imported, not {self.folder}"
+        return True
 
 
 def checked_out(revision: str, folder: Path) -> Path:
@@ -188,8 +197,13 @@ def row(layout: str, before: Tree, after: Tree, steps: int) -> tuple[str, bool]:
     """Of the table, and whether a bar is broken."""
     seconds: list[tuple[float, float]] = []
     worst = 0.0
-    for tree in (before, after):
-        tree.compile(layout)
+    if not after.compile(layout):
+        raise SystemExit(f"{layout} does not run in this tree")
+    if not before.compile(layout):
+        new = statistics.median(after.ask("step")[0] for _ in range(steps))
+        line = f"| {layout} | fails | {new:.2f} s | - | {LAYOUTS[layout][2]:.2f} | - |"
+        print(line, flush=True)
+        return line, False
     for number in range(steps):
         (old, old_loss), (new, new_loss) = before.ask("step"), after.ask("step")
         worst = max(worst, abs(new_loss - old_loss) / abs(old_loss))

@@ -102,7 +102,8 @@ def _sums_over_tokens_fit(config: Config) -> Iterator[Finding]:
 
 
 BLOCK = 128
-"""Most numbers of a dim that share a scale with `model.matmul_scales=block`."""
+"""Numbers of a dim that share a scale with `model.matmul_scales=block`, if their count can be
+divided so; else the largest power of two that divides it."""
 
 
 @rule(

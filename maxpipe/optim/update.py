@@ -239,9 +239,10 @@ class Optimizer:
         now = self._now(gradients, state, norm=norm, taken=True, draw=False)
         now = now._replace(rate=jnp.asarray(self.rate(state.updates)))
         slopes, given, finite = flat(gradients), flat(params), jnp.ones((), bool)
+        before = {name: flat(tree) for name, tree in state.trees.items()}
         for path in self.targets:
             have = {_GRADIENT: slopes[path], _PARAMETER: given[path], _FINITE: finite}
-            have |= {name: flat(tree)[path] for name, tree in state.trees.items()}
+            have |= {name: those[path] for name, those in before.items()}
 
             def look(layer: Layer, have: Arrays, path: Path = path) -> Arrays:
                 new = self._moved(path, now, layer, have).values()

@@ -22,14 +22,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
+from maxpipe.config.model_rules import BLOCK
 from maxpipe.config.schema import ModelConfig
 from maxpipe.parallel.collectives import max_over, size_of
 from maxpipe.parallel.mesh import CONTEXT
 from maxpipe.parallel.per_device import vary
 
-BLOCK = 128
-"""Numbers along the sum that share a scale with `model.matmul_scales=block`, if their count can be
-divided so; else the largest power of two that divides it."""
 UNROLLED = 4
 """Rows of the batch up to which XLA adds their products up where it makes them."""
 _LEAST_SCALE = 1e-30

@@ -71,12 +71,12 @@ class Engine:
     trainable: Tree = None
     """For each parameter whether it has a gradient. None: all have."""
     exact: Tree = None
+    """For each parameter whether it is used in the type in which it is stored. None: none is."""
     summed: Tree = None
     """For each parameter how many of its first dims its product sums over, if layers are given it
     in 8 bits; 0 if they are not. None: none."""
     low: LowPrecision | None = None
     """How these are rounded."""
-    """For each parameter whether it is used in the type in which it is stored. None: none is."""
     gradients: Tree = None
     """PartitionSpec of the gradient of each parameter that has one. None: as the parameters'."""
     reduced: str = "float32"

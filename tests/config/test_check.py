@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.config import check, model_rules, rules
+from maxpipe.config import check, rules
 from maxpipe.config.keys import KEYS, section_of
 from maxpipe.config.load import load
 from maxpipe.config.ranges import BOUNDS
@@ -19,7 +19,7 @@ from maxpipe.config.schema import Config, MeshConfig, TrainConfig
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.model.families.registry import describe
 from maxpipe.model.frozen import declared
-from maxpipe.parallel import axes, low_precision
+from maxpipe.parallel import axes
 
 ROOT = Path(__file__).parents[2]
 BASE = [str(ROOT / "configs/model/tiny.yml"), "train.steps=10"]
@@ -526,7 +526,6 @@ def test_an_unknown_name_leaves_the_others_in_their_order() -> None:
     ],
 )
 def test_blocks_with_a_scale_are_not_cut(given: str, words: str) -> None:
-    assert model_rules.BLOCK == low_precision.BLOCK
     block = ["model.matmul=int8", "model.matmul_scales=block", "mesh.ici_tensor=2"]
     found = [each.rule for each in problems([*block, *given.split()])]
     assert [words in rule for rule in found] == ([True] if words else [])

@@ -26,14 +26,6 @@ BATCH = 4
 LENGTH = 16
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("texts")
-    for i in range(24):
-        (path / f"{i:02}.txt").write_text(f"document {i} " * (1 + i % 7))
-    return str(path)
-
-
 @pytest.fixture
 def datasets(folder: str) -> Iterator[Datasets]:
     datasets = open_folder(folder)

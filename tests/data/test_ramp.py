@@ -60,16 +60,8 @@ def test_pasts_are_compared_batch_by_batch(
     assert one.same_until(other, number) == (sizes(one, number) == sizes(other, number))
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("texts")
-    for i in range(24):
-        (path / f"{i:02}.txt").write_text(f"document {i} " * (1 + i % 7))
-    return str(path)
-
-
-def loader_of(texts: str, ramp: Ramp) -> Iterator[Loader]:
-    data = DataConfig(source="text", path=texts, validation_fraction=0.2)
+def loader_of(folder: str, ramp: Ramp) -> Iterator[Loader]:
+    data = DataConfig(source="text", path=folder, validation_fraction=0.2)
     found = build(
         data,
         TokenizerConfig(),
@@ -85,12 +77,12 @@ def loader_of(texts: str, ramp: Ramp) -> Iterator[Loader]:
 @settings(max_examples=25, deadline=None)
 @given(STAGES, st.integers(1, 9), st.lists(st.integers(0, 20), max_size=3), st.integers(1, 3))
 def test_no_row_is_lost_or_repeated(
-    texts: str, stages: list[tuple[int, int]], rows: int, stops: list[int], processes: int
+    folder: str, stages: list[tuple[int, int]], rows: int, stops: list[int], processes: int
 ) -> None:
     """However often the run stops, and however many processes share the rows."""
     ramp, last = ramp_of(stages, rows), 22
     processes = min(processes, *sizes(ramp, last))  # each has a row
-    for loader in loader_of(texts, ramp):
+    for loader in loader_of(folder, ramp):
         seen: list[bytes] = []
         edges = [0, *sorted(stops), last]
         for start, stop in itertools.pairwise(edges):
@@ -105,7 +97,7 @@ def test_no_row_is_lost_or_repeated(
                 seen += [tokens[at].tobytes() for at in np.argsort(ids)]
             for each in opened:
                 each.close()
-        for plain in loader_of(texts, ramp_of([], 1)):
+        for plain in loader_of(folder, ramp_of([], 1)):
             total = sum(sizes(ramp, last))
             assert seen == [plain.batch(i)["tokens"][0].tobytes() for i in range(total)]
         ids = loader.ids(3)["sequences"]
