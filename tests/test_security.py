@@ -29,7 +29,7 @@ from maxpipe.cli import main
 from maxpipe.config.documents import MAX_FILE_BYTES
 from maxpipe.config.load import load
 from maxpipe.config.schema import CheckpointConfig, DataConfig, TokenizerConfig
-from maxpipe.data.packing import build_index
+from maxpipe.data.documents import build_index
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError

@@ -22,14 +22,8 @@ import numpy as np
 
 from maxpipe.config.ramp import FACTS, Ramp
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.packing import (
-    DocumentIndex,
-    EncodedDocuments,
-    PackedSequences,
-    Permutation,
-    build_index,
-    split_documents,
-)
+from maxpipe.data.documents import DocumentIndex, Documents, EncodedDocuments, build_index
+from maxpipe.data.packing import PackedSequences, Permutation, split_documents
 from maxpipe.data.sources import Moved, open_source
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
@@ -202,7 +196,7 @@ class Datasets:
 class _Opened:
     """Documents that were indexed, before anything is cut from them."""
 
-    documents: EncodedDocuments
+    documents: Documents
     tokenizer: Tokenizer
     index: DocumentIndex
     config: DataConfig

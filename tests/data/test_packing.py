@@ -2,57 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxpipe.data import packing
-from maxpipe.data.packing import (
-    DocumentIndex,
-    EncodedDocuments,
-    PackedSequences,
-    Permutation,
-    build_index,
-    split_documents,
-)
+from maxpipe.data import documents, packing
+from maxpipe.data.documents import Encoded, EncodedDocuments, build_index
+from maxpipe.data.packing import PackedSequences, Permutation, split_documents
 from maxpipe.data.tokenizer import ByteTokenizer
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import ConfigError
+from tests.data.texts import Texts
 
 DOCUMENTS = st.lists(st.text("abc é", max_size=20), min_size=1, max_size=12)
 LENGTHS = st.integers(2, 17)
 
 
-class Texts:
-    """A source in memory that counts how often it is read."""
-
-    name = "texts"
-
-    def __init__(self, texts: Sequence[str]):
-        self.texts = list(texts)
-        self.reads = 0
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, index: int) -> str:
-        self.reads += 1
-        return self.texts[index]
-
-    def fingerprint(self) -> str:
-        return str(len(self.texts))
-
-
 def pack(texts: Sequence[str], length: int, order: Sequence[int] | None = None) -> PackedSequences:
     source = Texts(texts)
     index = build_index(source, ByteTokenizer(), None)
-    documents = EncodedDocuments(source, ByteTokenizer(), index)
-    return PackedSequences(documents, np.array(order or range(len(texts))), length)
+    encoded = EncodedDocuments(source, ByteTokenizer(), index)
+    return PackedSequences(encoded, np.array(order or range(len(texts))), length)
 
 
 def stream_of(texts: Sequence[str]) -> list[int]:
@@ -184,95 +157,8 @@ def test_split_edges() -> None:
     assert set(split_documents(50, 0.2, 0)[1]) != set(split_documents(50, 0.2, 1)[1])
 
 
-def test_unigram_entropy() -> None:
-    def entropy(*texts: str) -> float:
-        return build_index(Texts(texts), ByteTokenizer(), None).unigram_entropy
-
-    assert entropy("abab", "ba") == pytest.approx(np.log(2), rel=1e-12)
-    assert entropy("abcd") == pytest.approx(np.log(4), rel=1e-12)
-    assert f"{entropy('aaa'):.4f}" == "0.0000"
-    assert entropy("") == 0
-
-
-def test_index_is_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = ["a" * n for n in range(50)]
-    whole = build_index(Texts(texts), ByteTokenizer(), None)
-    assert whole.lengths.tolist() == [n + 2 for n in range(50)]
-    monkeypatch.setattr(packing, "_PASS_CHARACTERS", 7)
-    parts = build_index(Texts(texts), ByteTokenizer(), None)
-    assert parts.lengths.tolist() == whole.lengths.tolist()
-
-
-def test_index_is_read_from_the_cache(tmp_path: Path) -> None:
-    folder = tmp_path / "new" / "cache"
-    source = Texts(["abc", "", "é"])
-    first = build_index(source, ByteTokenizer(), str(folder))
-    assert source.reads == 3
-    second = build_index(source, ByteTokenizer(), str(folder))
-    assert source.reads == 3
-    assert second.lengths.tolist() == first.lengths.tolist() == [5, 2, 4]
-    assert second.unigram_entropy == first.unigram_entropy
-    assert [path.suffix for path in folder.iterdir()] == [".npz"]
-    build_index(Texts(["abc"]), ByteTokenizer(), str(folder))
-    assert len(list(folder.iterdir())) == 2
-
-
-@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other"])
-def test_damaged_cache_is_read_again(
-    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = Texts(["abc", "de"])
-    build_index(source, ByteTokenizer(), str(tmp_path))
-    [path] = tmp_path.iterdir()
-    raw = path.read_bytes()
-    middle = raw.index(b"NUMPY") + 128  # in the first array, behind its header
-    flipped = raw[:middle] + bytes([raw[middle] ^ 1]) + raw[middle + 1 :]
-    path.write_bytes({"cut": raw[:100], "flipped": flipped, "empty": b"", "other": b"text"}[damage])
-    assert build_index(source, ByteTokenizer(), str(tmp_path)).lengths.tolist() == [5, 4]
-    assert source.reads == 4 and "cannot be used" in caplog.text
-    build_index(source, ByteTokenizer(), str(tmp_path))
-    assert source.reads == 4
-
-
-def test_cache_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").touch()
-    index = build_index(Texts(["abc"]), ByteTokenizer(), str(tmp_path / "file"))
-    assert index.lengths.tolist() == [5] and "cannot be written" in caplog.text
-
-
-def test_document_that_changed_after_indexing() -> None:
-    source = Texts(["abc", "de"])
-    documents = EncodedDocuments(
-        source, ByteTokenizer(), build_index(source, ByteTokenizer(), None)
-    )
-    source.texts[1] = "dex"
-    assert len(documents[0]) == 5
-    with pytest.raises(StorageError, match="document 1 of texts\n.*3 tokens; it had 2"):
-        documents[1]
-
-
-def test_few_documents_are_kept(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Ids of 259 take two bytes; the limit holds three of the four documents."""
-    monkeypatch.setattr(packing, "_CACHED_BYTES", 3 * 2 * 10)
-    source = Texts(["a" * 8] * 4)
-    index = build_index(source, ByteTokenizer(), None)
-    documents = EncodedDocuments(source, ByteTokenizer(), index)
-    source.reads = 0
-    for number in (0, 1, 2, 0, 1, 2, 0, 3, 0):
-        documents[number]
-    assert source.reads == 4
-    documents[1]
-    assert source.reads == 5 and documents._cached_bytes == 60
-    assert not caplog.records
-    with caplog.at_level(logging.WARNING):
-        EncodedDocuments(source, ByteTokenizer(), DocumentIndex(np.array([100]), np.ones(256)))
-    assert "has 100 tokens" in caplog.text
-
-
 def test_threads_read_the_same_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_CACHED_BYTES", 200)
+    monkeypatch.setattr(documents, "_CACHED_BYTES", 200)
     texts = ["".join(chr(97 + (i * k) % 26) for k in range(i)) for i in range(40)]
     sequences = pack(texts, 16)
     numbers = list(range(len(sequences))) * 8
@@ -282,5 +168,25 @@ def test_threads_read_the_same_sequences(monkeypatch: pytest.MonkeyPatch) -> Non
     for number, example in zip(numbers, found, strict=True):
         expected = alone[number]
         assert all((example[name] == expected[name]).all() for name in expected)
-    documents = sequences._documents
-    assert documents._cached_bytes == sum(ids.nbytes for ids in documents._cached.values())
+    kept = sequences._documents
+    assert isinstance(kept, EncodedDocuments)
+    assert kept._cached_bytes == sum(each.ids.nbytes for each in kept._cached.values())
+
+
+class Masked:
+    """Two documents, of which some tokens are not trained."""
+
+    lengths = np.array([5, 4])
+    pad_id = 9
+
+    def __getitem__(self, document: int) -> Encoded:
+        if document:
+            return Encoded(np.arange(4), np.array([False, True, False, True]))
+        return Encoded(np.arange(5), np.array([False, False, True, True, False]))
+
+
+def test_targets_that_are_not_trained_do_not_count() -> None:
+    sequences = PackedSequences(Masked(), np.array([0, 1]), 4)
+    masks = np.concatenate([sequences[i]["loss_mask"] for i in range(len(sequences))])
+    # Of each document all tokens but the first are targets, the last place has none.
+    assert masks.tolist()[:8] == [0, 1, 1, 0, 0, 1, 0, 1]

@@ -1,0 +1,25 @@
+"""A source for tests of data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Texts:
+    """A source in memory that counts how often it is read."""
+
+    name = "texts"
+
+    def __init__(self, texts: Sequence[str]):
+        self.texts = list(texts)
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> str:
+        self.reads += 1
+        return self.texts[index]
+
+    def fingerprint(self) -> str:
+        return str(len(self.texts))
