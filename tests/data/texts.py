@@ -21,5 +21,11 @@ class Texts:
         self.reads += 1
         return self.texts[index]
 
+    def record(self, index: int) -> str:
+        return self.texts[index]
+
+    def where(self, index: int) -> str:
+        return f"texts: document {index}"
+
     def fingerprint(self) -> str:
         return str(len(self.texts))
