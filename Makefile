@@ -44,7 +44,7 @@ test-wheel: $(DEV)  ## install the wheel on every Python that is here, and train
 
 # Transformers and torch may live in an environment of their own: make ORACLE=.../bin/python ...
 test-oracle: $(DEV)  ## logits of Hugging Face folders against transformers, where it is installed
-	@ORACLE=$(ORACLE) $(BIN)/python -m pytest -m oracle tests/exchange
+	@ORACLE=$(ORACLE) $(BIN)/python -m pytest -m oracle tests/exchange tests/data
 
 check: $(DEV)  ## format, lint, types, and whether generated docs are up to date
 	@$(BIN)/ruff format --check --quiet --output-format concise . || \

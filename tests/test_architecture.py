@@ -117,6 +117,7 @@ JAX_FREE = (
     "maxpipe.model.families",
     "maxpipe.exchange.named",
     "maxpipe.exchange.source",
+    "maxpipe.train.datasets",
     "maxpipe.optim.kept",
     "maxpipe.generate.text",
     "maxpipe.pipeline.scopes",
@@ -132,6 +133,7 @@ JAX_FREE = (
 ROOT_CONFIG = (
     "maxpipe.config",
     "maxpipe.train.build",
+    "maxpipe.train.datasets",
     "maxpipe.train.loop",
     "maxpipe.train.room",
     "maxpipe.train.run",

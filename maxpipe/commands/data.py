@@ -1,4 +1,4 @@
-"""`maxpipe data`: documents as token ids, prepared in advance and checked."""
+"""`maxpipe data`: documents as token ids, prepared in advance and checked; what a model reads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import full, scheme
+from maxpipe.commands.data_look import add_look
 from maxpipe.commands.parser import Commands, add_inputs, count, read_config, subcommands
 from maxpipe.commands.progress import Progress
 from maxpipe.errors import ConfigError, ExitCode
@@ -57,12 +58,14 @@ def add(commands: Commands) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "data",
-        help="turn documents into token files, and check these",
-        description="Turn documents into files of token ids, and check these.",
+        help="turn documents into token files, check these, and see what a model reads",
+        description="Turn documents into files of token ids and check these; see what a model\n"
+        "reads, and where it comes from.",
     )
     actions = subcommands(parser)
     _add_prepare(actions)
     _add_verify(actions)
+    add_look(actions)
     parser.command_names = tuple(actions.choices)
 
 

@@ -263,7 +263,8 @@ def _not_empty(key: str) -> None:
 
 
 _not_empty("run.dir")
-_not_empty("data.field")
+for _key in ("field", "messages_field", "prompt_field", "response_field"):
+    _not_empty(f"data.{_key}")
 
 
 # Model.
@@ -461,6 +462,47 @@ def _validation_has_documents(config: Config) -> Iterator[Finding]:
             f"must be more than 0 when eval.batches is {config.eval.batches}: evaluation reads "
             "documents that training never sees.",
             "Set data.validation_fraction=0.05, or eval.batches=0.",
+        )
+
+
+@rule("data.chat", "data.source")
+def _conversations_are_records(config: Config) -> Iterator[Finding]:
+    chat, source = config.data.chat, config.data.source
+    if chat != "off" and source in _WITHOUT_FIELDS:
+        yield Finding(
+            "data.chat",
+            f"must be off with data.source={source}, whose documents have no fields.",
+            "Set data.source=jsonl and data.path to records of conversations, or data.chat=off.",
+        )
+
+
+_WITHOUT_FIELDS = ("corpus", "text", "synthetic")
+
+
+@rule("data.chat", "data.chat_template")
+def _template_is_read(config: Config) -> Iterator[Finding]:
+    if config.data.chat_template and config.data.chat == "off":
+        yield Finding(
+            "data.chat_template",
+            "is not read with data.chat=off.",
+            "Set data.chat=messages or data.chat=prompt, or leave data.chat_template out.",
+        )
+
+
+@rule("data.chat_roles", "data.trained_roles")
+def _trained_roles_may_speak(config: Config) -> Iterator[Finding]:
+    roles, trained = config.data.chat_roles, config.data.trained_roles
+    if not trained:
+        yield Finding(
+            "data.trained_roles",
+            "must name a role: without one no token is trained on.",
+            "Set data.trained_roles=[assistant].",
+        )
+    elif others := [role for role in trained if role not in roles]:
+        yield Finding(
+            "data.trained_roles",
+            f"must be of data.chat_roles ({', '.join(roles) or 'none'}): {others[0]} is not.",
+            f"Set data.chat_roles=[{', '.join([*roles, *others])}], or leave {others[0]} out.",
         )
 
 

@@ -9,6 +9,7 @@ that `maxpipe --help` stays fast.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -336,6 +337,25 @@ class DataConfig:
     """Folder in which `tfds` datasets were prepared. Empty means the tfds default."""
     field: str = "text"
     """Name of the text field in `jsonl`, JSON `arrayrecord` and `tfds` records."""
+    chat: Literal["off", "messages", "prompt"] = "off"
+    """Whether records are conversations that a chat template makes a text of. `messages`: a list of
+    objects with `role` and `content` in `data.messages_field`. `prompt`: `data.prompt_field` and
+    `data.response_field`, each a text or such a list."""
+    messages_field: str = "messages"
+    """Name of the field of messages, with `data.chat=messages`."""
+    prompt_field: str = "prompt"
+    """Name of the field of what a user says, with `data.chat=prompt`."""
+    response_field: str = "response"
+    """Name of the field of what an assistant answers, with `data.chat=prompt`."""
+    chat_template: str = ""
+    """File of the chat template, in Jinja. Empty means that of the tokenizer's folder."""
+    chat_roles: list[str] = dataclasses.field(
+        default_factory=lambda: ["system", "developer", "user", "assistant", "tool"]
+    )
+    """Roles that messages may have: another one is a mistake in a record."""
+    trained_roles: list[str] = dataclasses.field(default_factory=lambda: ["assistant"])
+    """Roles whose messages are trained on. What others say is read, and no loss is taken of it. Of
+    `[assistant]` a template's own `{% generation %}` blocks say what is."""
     validation_fraction: float = 0.05
     """Share of the documents, drawn by the seed, that is only used for evaluation."""
     allow_change: bool = False

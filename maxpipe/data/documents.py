@@ -15,6 +15,7 @@ import tempfile
 import threading
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,17 +55,28 @@ class Documents(Protocol):
 
     def __getitem__(self, document: int) -> Encoded: ...
 
+    def where(self, document: int) -> str:
+        """The file of a document and its place in it, for people."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DocumentIndex:
     """The result of one pass over all documents.
 
     `lengths` int64 [documents] counts tokens with begin and end; `byte_counts` int64
-    [256] counts the bytes of the text.
+    [256] counts the bytes of the text. `trained` int64 [documents] counts the tokens that are
+    trained on; None where all are.
     """
 
     lengths: np.ndarray
     byte_counts: np.ndarray
+    trained: np.ndarray | None = None
+
+    @property
+    def tokens_trained(self) -> int:
+        """Tokens of all documents that are trained on."""
+        return int((self.lengths if self.trained is None else self.trained).sum())
 
     @property
     def unigram_entropy(self) -> float:
@@ -88,15 +100,32 @@ def build_index(
 
     The index does not depend on seed, split or sequence length.
     """
+    return kept_index(
+        [1, source.fingerprint(), tokenizer.fingerprint(), len(source)],
+        len(source),
+        cache_dir,
+        lambda: _read_all(source, tokenizer, moved),
+        keep=keep,
+    )
+
+
+def kept_index(
+    key: Sequence[object],
+    num_documents: int,
+    cache_dir: str | None,
+    read: Callable[[], DocumentIndex],
+    *,
+    keep: bool,
+) -> DocumentIndex:
+    """What `cache_dir` has for a key of JSON values, or what `read` returns; see `build_index`."""
     path = None
     if cache_dir is not None:
-        key = json.dumps([1, source.fingerprint(), tokenizer.fingerprint(), len(source)])
-        name = hashlib.sha256(key.encode()).hexdigest()[:32]
+        name = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:32]
         path = os.path.join(os.path.expanduser(cache_dir), f"index-{name}.npz")
-        cached = _load_index(path, len(source))
+        cached = _load_index(path, num_documents)
         if cached is not None:
             return cached
-    index = _read_all(source, tokenizer, moved)
+    index = read()
     if path is not None and keep:
         _save_index(path, index)
     return index
@@ -124,8 +153,10 @@ def _load_index(path: str, num_documents: int) -> DocumentIndex | None:
     try:
         # Opened here, because numpy leaves a damaged file open.
         with open(opened(path), "rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-            index = DocumentIndex(arrays["lengths"], arrays["byte_counts"])
-        if index.lengths.shape != (num_documents,) or index.byte_counts.shape != (256,):
+            trained = arrays.get("trained")
+            index = DocumentIndex(arrays["lengths"], arrays["byte_counts"], trained)
+        shapes = {each.shape for each in (index.lengths, trained) if each is not None}
+        if shapes != {(num_documents,)} or index.byte_counts.shape != (256,):
             raise ValueError("arrays of another shape")
         return index
     except FileNotFoundError:
@@ -143,7 +174,10 @@ def _save_index(path: str, index: DocumentIndex) -> None:
         os.makedirs(folder, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as stream:
             temporary = stream.name
-            np.savez(stream, lengths=index.lengths, byte_counts=index.byte_counts)
+            arrays = {"lengths": index.lengths, "byte_counts": index.byte_counts}
+            if index.trained is not None:
+                arrays["trained"] = index.trained
+            np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]
         os.replace(temporary, path)
     except OSError as error:
         _LOG.warning("%s cannot be written (%s): the next start reads all documents", path, error)
@@ -191,15 +225,21 @@ class EncodedDocuments:
                 self._cached_bytes -= self._cached.popitem(last=False)[1].ids.nbytes
         return found
 
+    def where(self, document: int) -> str:
+        return self._source.where(document)
+
     def _encode(self, document: int) -> Encoded:
-        tokenizer = self.tokenizer
-        ids = tokenizer.encode(self._source[document])
-        if len(ids) + 2 != self.lengths[document]:
+        found = self._read(document)
+        if len(found.ids) != self.lengths[document]:
             raise StorageError(
                 f"data.path: document {document} of {self._source.name}\n"
-                f"  has {len(ids)} tokens; it had {self.lengths[document] - 2} when it was "
+                f"  has {len(found.ids)} tokens; it had {self.lengths[document]} when it was "
                 "indexed, and documents must not change.\n"
                 "  Restore the document, or start a new run with the changed one."
             )
-        whole = np.concatenate([[tokenizer.begin_id], ids, [tokenizer.end_id]])
-        return Encoded(whole.astype(self._dtype))
+        return Encoded(found.ids.astype(self._dtype), found.trained)
+
+    def _read(self, document: int) -> Encoded:
+        tokenizer = self.tokenizer
+        ids = tokenizer.encode(self._source[document])
+        return Encoded(np.concatenate([[tokenizer.begin_id], ids, [tokenizer.end_id]]))

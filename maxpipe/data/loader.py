@@ -16,15 +16,16 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from maxpipe.config.ramp import FACTS, Ramp
 from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index
 from maxpipe.data.documents import DocumentIndex, Documents, EncodedDocuments, build_index
 from maxpipe.data.packing import PackedSequences, Permutation, split_documents
-from maxpipe.data.sources import Moved, open_source
+from maxpipe.data.sources import Moved, Source, open_source
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 from maxpipe.words import counted
@@ -74,6 +75,16 @@ class Batches(Iterator[Batch]):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class Row(NamedTuple):
+    """Where a row of a batch comes from."""
+
+    source: str
+    """Its name in a mixture; empty without one."""
+    sequence: int
+    documents: list[int]
+    """Numbers of the documents of the source that have a token in it, in their order there."""
 
 
 class Loader:
@@ -141,14 +152,30 @@ class Loader:
             within[epochs == epoch] = order(within[epochs == epoch])
         return within.tolist()
 
-    def ids(self, step: int) -> dict[str, list[int]]:
-        """The `sequences` of one step's batch, row by row, and the `documents` that are in them."""
+    def rows(self, step: int) -> list[Row]:
+        """Where each row of one step's batch comes from; without those that are padding."""
         front, count = self.ramp.place(step)
         numbers = front + np.arange(count, dtype=np.int64)
         found = self._shuffled(numbers) if self._repeat else numbers.tolist()
-        sequences = [number for number in found if number < len(self.sequences)]
-        inside = {name for number in sequences for name in self.sequences.documents(number)}
-        return {"sequences": sequences, "documents": sorted(inside)}
+        return [
+            Row("", number, self.sequences.documents(number))
+            for number in found
+            if number < len(self.sequences)
+        ]
+
+    def where(self, source: str, document: int) -> str:
+        """The file of a document of a row's source and its place in it, for people."""
+        return self.sequences.where(document)
+
+    def size(self, source: str, document: int) -> int:
+        """Tokens of a document of a row's source."""
+        return self.sequences.size(document)
+
+    def ids(self, step: int) -> dict[str, list[int]]:
+        """The `sequences` of one step's batch, row by row, and the `documents` that are in them."""
+        rows = self.rows(step)
+        inside = {name for row in rows for name in row.documents}
+        return {"sequences": [row.sequence for row in rows], "documents": sorted(inside)}
 
     def batches(
         self, start_step: int, rows: Rows | RowsOf = slice(None), *, stop_step: int | None = None
@@ -234,7 +261,7 @@ def _open(
 ) -> _Opened:
     source = open_source(data, seed, moved)
     encoder = open_tokenizer(tokenizer)
-    index = build_index(source, encoder, cache_dir, moved, keep=keep)
+    documents, index, facts = _encoded(data, source, encoder, cache_dir, moved, keep=keep)
     if not index.byte_counts.any():
         raise ConfigError.one(
             "data.path",
@@ -253,9 +280,27 @@ def _open(
         "validation_fraction": data.validation_fraction,
         **ramp.facts(),
         "sequence_length": sequence_length,
+        **facts,
     }
-    documents = EncodedDocuments(source, encoder, index)
     return _Opened(documents, encoder, index, data, seed, sequence_length, fingerprint)
+
+
+def _encoded(
+    data: DataConfig,
+    source: Source,
+    tokenizer: Tokenizer,
+    cache_dir: str | None,
+    moved: Moved | None,
+    *,
+    keep: bool,
+) -> tuple[Documents, DocumentIndex, Mapping[str, Any]]:
+    """The documents of a source as ids, and what a fingerprint says of them beyond the source."""
+    if data.chat == "off":
+        index = build_index(source, tokenizer, cache_dir, moved, keep=keep)
+        return EncodedDocuments(source, tokenizer, index), index, {}
+    found = Conversations(source, tokenizer, data)
+    index = build_chat_index(found, cache_dir, moved, threads=data.threads, keep=keep)
+    return ChatDocuments(found, index), index, {"chat": found.fingerprint()}
 
 
 def build(
@@ -351,6 +396,7 @@ _WORDS = {
     "tokens": "the number of tokens",
     "source_digest": "the digest of names, sizes and content of the files",
     "tokenizer": "the tokenizer",
+    "chat": "the chat template, fields or roles",
     "order_version": "the order of samples",
     "batch_size": "train.batch_size",
     "batch_ramp": "the stages of train.batch_ramp, as rows and steps,",

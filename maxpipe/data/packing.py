@@ -125,6 +125,14 @@ class PackedSequences:
         begin, end = np.searchsorted(self._starts, [first, last], side="right")
         return self._order[begin - 1 : end].tolist()
 
+    def where(self, document: int) -> str:
+        """The file of a document and its place in it, for people."""
+        return self._documents.where(document)
+
+    def size(self, document: int) -> int:
+        """Tokens of a document."""
+        return int(self._documents.lengths[document])
+
     def _cut(self, index: int) -> dict[str, np.ndarray]:
         length = self.sequence_length
         first = index * length

@@ -48,7 +48,8 @@ from maxpipe.telemetry import board
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
 from maxpipe.train import attention_check, pictures
-from maxpipe.train.build import batches, datasets_of, steps_of
+from maxpipe.train.build import batches, steps_of
+from maxpipe.train.datasets import datasets_of
 from maxpipe.train.evaluate import evaluate
 from maxpipe.train.replicas import explain
 from maxpipe.train.resume import OWN_KEYS, OWN_SECTIONS, Start, restore_or_init

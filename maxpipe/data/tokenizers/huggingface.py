@@ -81,10 +81,18 @@ class HuggingFaceTokenizer(Controlled):
             ids = self._with_control.encode(text, add_special_tokens=False).ids
         return np.asarray(ids, np.int32)
 
+    def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        with explained(self._path, "huggingface", USED):
+            found = self._with_control.encode(text, add_special_tokens=False)
+        return np.asarray(found.ids, np.int32), np.asarray(found.offsets, np.int64).reshape(-1, 2)
+
     @functools.cached_property
     def _with_control(self) -> Any:
         """Another one that knows control tokens in text: the switch is no argument of a call."""
-        other = _parsed(self._tokenizer.to_str().encode())
+        settings = parse(self._tokenizer.to_str(), dict[str, Any], most_depth=256)
+        # It adds no tokens here, but may take spaces from the places of those that have them.
+        settings["post_processor"] = None
+        other = _parsed(json.dumps(settings).encode())
         other.encode_special_tokens = False
         return other
 

@@ -18,6 +18,7 @@ import numpy as np
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.tokenizers.control import Controlled, resolve
 from maxpipe.data.tokenizers.files import MAX_IDS, PATH, USED, explained, missing, read
+from maxpipe.data.tokenizers.offsets import of_widths
 from maxpipe.data.tokenizers.tiktoken_presets import PRESETS
 from maxpipe.errors import ConfigError
 
@@ -56,6 +57,10 @@ class TiktokenTokenizer(Controlled):
         for token, i in ranks.items():
             self.byte_lengths[i] = len(token)
         self._stands_for_text[list(ranks.values())] = True
+        self._written = self.byte_lengths.copy()
+        """Bytes of each id as it is written, those of control tokens included."""
+        for name, i in special.items():
+            self._written[i] = len(name.encode())
         hidden = list(self.special_ids)
         self._stands_for_text[hidden] = False
         self.byte_lengths[hidden] = 0
@@ -69,6 +74,10 @@ class TiktokenTokenizer(Controlled):
     def encode_chat(self, text: str) -> np.ndarray:
         with explained(self._path, "tiktoken", USED):
             return np.asarray(self._encoding.encode(text, allowed_special="all"), np.int32)
+
+    def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        ids = self.encode_chat(text)
+        return ids, of_widths(text, self._written[ids])
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
         with explained(self._path, "tiktoken", USED):
