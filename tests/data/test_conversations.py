@@ -106,7 +106,7 @@ def test_ids_and_masks_are_those_of_transformers(tokenizer: Tokenizer, tmp_path:
             assert found.ids.tolist() == wanted["ids"]
             assert found.trained.astype(int).tolist() == wanted["mask"], (name, number)
             trained += sum(wanted["mask"])
-    assert trained > 100
+    assert trained > 70
 
 
 @pytest.mark.oracle
@@ -118,7 +118,13 @@ def test_transformers_says_so(folder: Path, update_golden: bool) -> None:
     if there.returncode:
         pytest.skip(there.stderr.strip().rpartition("\n")[2])
     script = Path(__file__).with_name("chat_oracle.py")
-    ran = subprocess.run([PYTHON, script, folder], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [PYTHON, script, folder],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
     assert ran.returncode == 0, ran.stderr
     text = json.dumps(json.loads((folder / "answers.json").read_text())) + "\n"
     if update_golden:
@@ -204,7 +210,8 @@ def test_places_of_tokens_in_text(kind: str, tmp_path: Path, folder: Path) -> No
     for part in parts[::2]:
         if len(part):
             begin, stop = offsets[part[0], 0], offsets[part[-1], 1]
-            assert made.decode(ids[part]).strip() == text[begin:stop].strip()
+            # Some join several spaces.
+            assert made.decode(ids[part]).split() == text[begin:stop].split()
 
 
 def _sentencepiece(tmp_path: Path) -> Tokenizer:
