@@ -163,11 +163,11 @@ class Conversations:
             except (TypeError, ValueError) as error:
                 rule = f"must have messages that JSON can hold: {error}."
                 raise BadRecord("", rule, "Leave other values out.") from error
-        ids, offsets = self.tokenizer.encode_chat_offsets(found["text"])
+        ids, offsets = self.tokenizer.encode_chat_offsets(found.text)
         if not len(ids):
             rule = f"must give a text: {self.template.path} writes none."
             raise BadRecord("", rule, "Remove the record, or correct the template.")
-        return Encoded(ids, touched(offsets, found["spans"]))
+        return Encoded(ids, touched(offsets, found.spans))
 
     @contextlib.contextmanager
     def _process(self) -> Iterator[ChatProcess]:

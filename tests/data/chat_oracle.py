@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
 
 folder = Path(sys.argv[1])
 jobs = json.loads((folder / "jobs.json").read_text())

@@ -180,7 +180,7 @@ def test_prompts_and_responses(tmp_path: Path) -> None:
     text = ByteTokenizer().decode(made.encode(1).ids)
     assert text == "system: suser: aassistant: b"
     others = [{"q": "a", "a": "b"}]
-    settings = {"chat": "prompt", "prompt_field": "q", "response_field": "a"}
+    settings: dict[str, Any] = {"chat": "prompt", "prompt_field": "q", "response_field": "a"}
     named = conversations(PLAIN, others, tmp_path, **settings)
     assert named.encode(0).ids.tolist() == made.encode(0).ids.tolist()
 
@@ -385,7 +385,8 @@ def test_the_index_counts_what_is_trained(tmp_path: Path) -> None:
     found = [made.encode(number) for number in range(len(records))]
     assert index.lengths.tolist() == [len(each.ids) for each in found]
     assert index.trained is not None
-    assert index.trained.tolist() == [int(np.sum(each.trained)) for each in found]
+    masks = [np.asarray(each.trained) for each in found]
+    assert index.trained.tolist() == [int(mask.sum()) for mask in masks]
     assert index.trained[-1] == 0 < index.tokens_trained < index.lengths.sum()
     text = "".join(ByteTokenizer().decode(each.ids[each.trained]) for each in found)
     assert index.byte_counts.sum() == len(text.encode())

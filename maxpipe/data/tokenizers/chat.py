@@ -55,7 +55,7 @@ class ChatTemplate:
                     process.render(
                         [dict(each) for each in messages],
                         add_generation_prompt=add_generation_prompt,
-                    )["text"]
+                    ).text
                     for messages in conversations
                 ]
             except RenderError as error:

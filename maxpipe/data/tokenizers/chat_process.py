@@ -15,7 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from maxpipe.boundary.typed import parse
 from maxpipe.data.tokenizers import render_chat
@@ -30,8 +30,15 @@ Message = Mapping[str, Any]
 """`role` and `content`, and whatever else a template reads."""
 
 
-class Rendered(TypedDict, total=False):
+class Rendered(NamedTuple):
     """Of a conversation the text, and as spans of characters what is trained on."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class _Answer(TypedDict, total=False):
+    """A line of the process; that to its settings is empty."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -96,20 +103,21 @@ class ChatProcess:
         Raises:
             RenderError: the template fails, refuses the messages, or takes too much.
         """
-        return self._ask(
+        answer = self._ask(
             {
                 "messages": messages,
                 "add_generation_prompt": add_generation_prompt,
                 "roles": None if roles is None else list(roles),
             }
         )
+        return Rendered(answer.get("text", ""), answer.get("spans", []))
 
-    def _ask(self, request: Mapping[str, Any]) -> Rendered:
+    def _ask(self, request: Mapping[str, Any]) -> _Answer:
         raw = json.dumps(request).encode() + b"\n"
         if len(raw) > _MOST_REQUEST_BYTES:
             raise RenderError(f"they take {len(raw)} bytes, at most {_MOST_REQUEST_BYTES} are read")
         try:
-            answer = parse(self._answer(raw), Rendered)
+            answer = parse(self._answer(raw), _Answer)
         except TimeoutError:
             self.close()
             raise RenderError("it takes too long") from None
@@ -123,7 +131,7 @@ class ChatProcess:
             raise RenderError(answer["error"], answer.get("kind", ""))
         return answer
 
-    def _answer(self, left: bytes) -> bytes:
+    def _answer(self, line: bytes) -> bytes:
         """Writes a line and reads one.
 
         Raises:
@@ -132,7 +140,7 @@ class ChatProcess:
             ValueError: it writes too much.
         """
         deadline = time.monotonic() + self._seconds
-        parts, size, left = [], 0, memoryview(left)
+        parts, size, left = [], 0, memoryview(line)
         with selectors.DefaultSelector() as ready:
             ready.register(self._out, selectors.EVENT_READ)
             ready.register(self._in, selectors.EVENT_WRITE)
