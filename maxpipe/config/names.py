@@ -116,6 +116,11 @@ _SAME_KEY = {
     "data.path": "data_path data_dir data_files dataset dataset_name dataset_path train_data "
     "train_file train_files",
     "data.field": "text_field text_column text_key dataset_text_field",
+    "data.messages_field": "messages_column conversation_column conversation_field",
+    "data.prompt_field": "prompt_column instruction_field",
+    "data.response_field": "response_column completion_field completion_column",
+    "data.chat_template": "chat_template_path chat_template_file chat_template_jinja",
+    "data.trained_roles": "roles_to_train train_on_roles",
     "data.validation_fraction": "val_split validation_split val_fraction eval_fraction test_size",
     "data.prefetch_batches": "prefetch prefetch_factor",
     "data.threads": "num_workers workers dataloader_num_workers",
