@@ -33,7 +33,12 @@ ROWS = (
     ("maxpipe.model.families",),
     ("maxpipe.config",),
     (
-        *("maxpipe.parallel", "maxpipe.processes", "maxpipe.data.tokenizers"),
+        *(
+            "maxpipe.parallel",
+            "maxpipe.processes",
+            "maxpipe.data.tokenizers",
+            "maxpipe.data.formats",
+        ),
         *("maxpipe.model.count", "maxpipe.model.choice"),
     ),
     ("maxpipe.model.attention",),

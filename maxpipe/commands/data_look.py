@@ -113,7 +113,7 @@ def _split(datasets: Datasets, name: str) -> Loader:
 
 
 def _rows(loader: Loader, batch: int, row: int, number: int) -> Iterator[tuple[int, int]]:
-    """(batch, row) of so many rows from one on; the first must be there, others may end."""
+    """(batch, row) of `number` rows from one on; the first must be there, others may end."""
     for given in range(number):
         yield batch, row
         row += 1
