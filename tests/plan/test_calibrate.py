@@ -92,6 +92,45 @@ def test_the_cost_model_gives_back_what_was_measured(
     assert layer.scatter == pytest.approx(found.scatter + 6 * latency - 4 * norms / rate)
 
 
+def test_the_size_of_microbatches_counts_as_measured() -> None:
+    sizes = Sizes(config_of(tokens=256))  # two rows on each device
+    moved = CostModel(sizes, shipped()["cpu"]).usual.moved
+    seconds = {0.25: 1.2, 0.5: 1.0, 1.0: 1.1, 2.0: 1.3}
+    found = Measured(
+        forward=4e-3,
+        input_grad=6e-3,
+        weight_grad=5e-3,
+        names_recomputed=1e-3,
+        forward_alone=1e-3,
+        none_recomputed=5e-4,
+        by_size=tuple((size * moved, each) for size, each in seconds.items()),
+        fresh=1e-9,
+        hop=1e-3,
+        gather=1e-3,
+        scatter=1e-3,
+        exchange=1e-3,
+        latency=1e-5,
+    )
+    after = applied(found, sizes, shipped()["cpu"], NUM_DEVICES)
+    assert after.fastest_mib * 2**20 == pytest.approx(0.5 * moved)
+    assert after.growth_below == pytest.approx(0.2)
+    assert after.growth_above == pytest.approx((0.1 + 0.3 / 2) / 2)
+    layer = CostModel(sizes, after).usual
+    assert layer.by_size == pytest.approx(1 + after.growth_above)
+    # At the size of the other figures these are what was measured.
+    assert layer.forward == pytest.approx(found.forward_alone)
+    weights = after.weight_grad_cost * layer.seconds + layer.accumulation
+    assert weights == pytest.approx(found.weight_grad / 4)
+    few = dataclasses.replace(sizes.config.train, batch_size=4)
+    half = Sizes(dataclasses.replace(sizes.config, train=few))
+    assert CostModel(half, after).usual.by_size == pytest.approx(1.0)
+    # What is kept is in the measured figures, and is not counted by the memory's rate as well.
+    kept = dataclasses.replace(sizes.config.pipeline, remat="none")
+    none = CostModel(Sizes(dataclasses.replace(sizes.config, pipeline=kept)), after).usual
+    backward = none.slot("B") - weights - after.input_grad_cost * none.forward
+    assert backward == pytest.approx(found.none_recomputed / 4, rel=1e-3)
+
+
 def again(measure: Callable[[], T]) -> T:
     """What the refusal of times that vary too much asks for: other tests run beside this one."""
     for _ in range(4):
@@ -132,7 +171,7 @@ def test_a_calibrated_model_predicts_the_step_it_measured(monkeypatch: pytest.Mo
 
 
 def test_times_below_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "_layers", lambda *_: [2e-3, 3e-3, 4e-3, 2e-3, 2e-3])
+    monkeypatch.setattr(calibrate, "_layers", lambda *_: [2e-3, 3e-3, 4e-3, 5e-3, 5e-3])
     with pytest.raises(ConfigError, match="a negative time for input_grad"):
         calibrate.measure(Sizes(config_of()), jax.devices()[:1])
 
