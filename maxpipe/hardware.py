@@ -76,6 +76,8 @@ class Hardware:
     compiler's estimate."""
     exchange_rate: float = 1.0
     """Rate of an all-to-all beside that of a gather, both by what a device sends over its links."""
+    tokens_rate: float = 1.0
+    """Of gathers and sums of split tokens, beside that of other traffic."""
     latency_us: float = 2.0
     """Of a collective or message inside a slice."""
     network_latency_us: float = 100.0

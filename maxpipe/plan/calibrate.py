@@ -97,6 +97,8 @@ class Measured:
     """One layer's gradient, summed to shards."""
     exchange: float = 0.0
     """As much as a message, to each device its part."""
+    tokens: float = 0.0
+    """A message's tokens gathered from shards, or summed to these: half of both together."""
     latency: float = 0.0
     """An almost empty collective."""
     fresh: float = 0.0
@@ -187,6 +189,7 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
             rate = statistics.harmonic_mean(rates)
             figures["link_gb_per_second"] = rate / hardware.ways / 1e9
             figures["exchange_rate"] = _exchange_rate(found, sizes, hardware, num_devices, rate)
+            figures["tokens_rate"] = _tokens_rate(found, sizes, hardware, num_devices, rate)
     return dataclasses.replace(hardware, **figures)
 
 
@@ -216,6 +219,17 @@ def _exchange_rate(
         return hardware.exchange_rate
     sent = BYTES[sizes.config.model.compute_dtype] * sizes.activation * (1 - 1 / num_devices)
     return hardware.hops(num_devices) * sent / (found.exchange - found.latency) / rate
+
+
+def _tokens_rate(
+    found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
+) -> float:
+    """The same of split tokens."""
+    if found.tokens <= 1.5 * found.latency:
+        return hardware.tokens_rate
+    share = math.prod(_token_shard(sizes, num_devices))
+    sent = BYTES[sizes.config.model.compute_dtype] * share * (num_devices - 1)
+    return sent / (found.tokens - found.latency) / rate
 
 
 def _memory_rate(found: Measured, sizes: Sizes, hardware: Hardware) -> Hardware:
@@ -262,11 +276,13 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
         message = jnp.zeros((sizes.activation,), dtype)
         whole = sizes.layer_elements(sizes.usual_kind, whole=True)
         weights = jnp.zeros((-(-whole // count) * count,), dtype)
+        split = jnp.zeros(_token_shard(sizes, count), dtype)
         times |= {
             "hop": _moved(together, message, lambda x, _: shift(x, STAGE, 1, count)),
             "gather": _moved(together, weights[: weights.size // count], _gathered),
             "scatter": _moved(together, weights.astype(jnp.float32), _scattered),
             "exchange": _moved(together, message[: message.size // count * count], _exchanged),
+            "tokens": _moved(together, split, _joined_and_split) / 2,
             "latency": _moved(together, message[:8], lambda x, _: shift(x, STAGE, 1, count)),
             "fresh": _fresh(together),
         }
@@ -386,6 +402,18 @@ def _exchanged(x: jax.Array, turn: jax.Array) -> jax.Array:
     return exchange(x, STAGE, 0, 0)
 
 
+def _token_shard(sizes: Sizes, shards: int) -> tuple[int, int, int]:
+    """`[B, T, D]` of a device's share of a microbatch whose tokens are split."""
+    tokens = sizes.config.train.sequence_length
+    return sizes.rows, max(1, tokens // shards), sizes.config.model.d_model
+
+
+def _joined_and_split(share: jax.Array, turn: jax.Array) -> jax.Array:
+    del turn
+    whole = lax.all_gather(share, STAGE, axis=1, tiled=True)
+    return lax.psum_scatter(whole, STAGE, scatter_dimension=1, tiled=True)
+
+
 def _scattered(whole: jax.Array, turn: jax.Array) -> jax.Array:
     part = scatter_sum(whole, STAGE, 0)
     return lax.dynamic_update_slice_in_dim(whole, part, turn, 0)
@@ -466,21 +494,19 @@ def medians(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
 def _tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
     """Seconds of a tick beyond the cost model's prediction.
 
-    Of the same layers and microbatches in few ticks and in many: devices that share cores wait for
-    each other longer than for an empty collective.
+    Of steps of many ticks, one of each kind, it is what the rest of the model does not explain:
+    devices that share cores wait for each other longer than for an empty collective, in a tick's
+    layers and in the loss head that all stages share.
     """
     still = dataclasses.replace(hardware, tick_us=0.0)
-    calls, predicted, ticks = [], [], []
+    calls, predicted, ticks = [], 0.0, 0
     for repeats in (1, LAYERS):
         run = _in_chunks(repeats, config, len(devices))
         schedule = schedule_of(run)
         calls.append(step_of(build_steps(run, devices)))
-        predicted.append(cost(Sizes(run), schedule, still).seconds)
-        ticks.append(schedule.num_ticks)
-    few, many = (
-        taken - known for taken, known in zip(medians(calls, SECONDS), predicted, strict=True)
-    )
-    return max(0.0, many - few) / (ticks[1] - ticks[0])
+        predicted += cost(Sizes(run), schedule, still).seconds
+        ticks += schedule.num_ticks
+    return max(0.0, sum(medians(calls, len(calls) * SECONDS)) - predicted) / ticks
 
 
 def _in_chunks(repeats: int, config: Config, stages: int) -> Config:

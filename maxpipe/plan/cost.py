@@ -114,6 +114,8 @@ class CostModel:
         seconds = sent.num_bytes / (hardware.ways * hardware.link_gb_per_second * 1e9)
         if sent.to_each:
             seconds *= hardware.hops(self.sizes.shards(sent.axes) // dcn) / hardware.exchange_rate
+        if sent.of_tokens:
+            seconds /= hardware.tokens_rate
         if dcn > 1:
             crossing = sent.num_bytes * (dcn - 1) / dcn
             seconds += crossing / (hardware.network_gb_per_second * 1e9)
