@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from maxpipe.boundary import redact
 from maxpipe.commands.parser import (
     INPUTS_HELP,
+    OF_RUN,
     Commands,
     add_inputs,
     count,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from maxpipe.errors import Problem
 
 _GREY, _CONTROL, _HEAD, _PLAIN = "\x1b[90m", "\x1b[36m", "\x1b[1m", "\x1b[0m"
-_RUN = "or a run, by its folder or its name below runs/, with the config that it was started with; "
+_RUN = "a run, by its folder or its name below runs/, which means its own config; or "
 
 
 # What is read.
@@ -280,7 +281,7 @@ def _add_show(actions: Commands) -> None:
         epilog="examples:\n  maxpipe data show my-run.yml -n 3\n"
         "  maxpipe data show runs/my-run --step 1200 --row 7",
     )
-    add_inputs(show, about=_RUN)
+    add_inputs(show, "RUN|", _RUN)
     show.add_argument("-n", type=count, metavar="N", help="rows; default 3, or 1 with --row")
     show.add_argument("--step", type=count, default=1, metavar="K", help="counted from 1 (1)")
     show.add_argument("--row", type=_natural, metavar="R", help="of the step's batch, from 0 (0)")
@@ -299,7 +300,7 @@ def _add_stats(actions: Commands) -> None:
         "read, and how well they fill sequences.",
         epilog="example: maxpipe data stats my-run.yml --out stats.html",
     )
-    add_inputs(stats, about=_RUN)
+    add_inputs(stats, "RUN|", _RUN)
     stats.add_argument("--json", action="store_true", help="print one JSON object")
     stats.add_argument("--out", metavar="FILE", help="write a picture: FILE.html or FILE.png")
     stats.set_defaults(command=_stats)
@@ -314,7 +315,7 @@ def _add_find(actions: Commands) -> None:
         epilog="examples:\n  maxpipe data find runs/my-run 1200 7\n"
         "  maxpipe data find my-run.yml 1200 7 data.path='*.jsonl'",
     )
-    find.add_argument("config", metavar="CONFIG|RUN", help=f"{_RUN}{INPUTS_HELP}")
+    find.add_argument("config", metavar=OF_RUN, help=f"{_RUN}{INPUTS_HELP}")
     find.add_argument("step", type=count, metavar="STEP", help="counted from 1, as in the log")
     find.add_argument("row", type=_natural, metavar="ROW", help="of the step's batch, from 0")
     add_inputs(find)

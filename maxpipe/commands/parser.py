@@ -134,6 +134,8 @@ def read_config(inputs: Sequence[str], *, to_train: bool = False) -> Loaded:
 
 RUN, CHECKPOINT, STEP = "RUN", "RUN[@STEP]", "RUN@STEP"
 """Metavar of an argument that `maxpipe.checkpoint.address` parses."""
+OF_RUN = "RUN|FILE"
+"""Metavar of an argument that is a run, for its config, or a config."""
 
 
 def add_address(
