@@ -22,8 +22,12 @@ import numpy as np
 
 from maxpipe.config.ramp import FACTS, Ramp
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.documents import DocumentIndex, Documents, EncodedDocuments, build_index
-from maxpipe.data.packing import PackedSequences, Permutation, split_documents
+from maxpipe.data.documents import EncodedDocuments, build_index
+from maxpipe.data.packing import PackedSequences, split_documents
+from maxpipe.data.prepared.megatron import MegatronDocuments
+from maxpipe.data.prepared.open import IDS, open_documents
+from maxpipe.data.prepared.reader import PreparedDocuments
+from maxpipe.data.prepared.windows import WindowedSequences, needs_windows, spans_of
 from maxpipe.data.sources import Moved, open_source
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
@@ -38,6 +42,7 @@ Rows = Sequence[int] | slice
 RowsOf = Callable[[int], Rows | np.ndarray]
 """Of the number of a batch's rows those that are wanted."""
 Split = Literal["validation", "train", "all"]
+Sequences = PackedSequences | WindowedSequences
 
 
 class Batches(Iterator[Batch]):
@@ -86,7 +91,7 @@ class Loader:
 
     def __init__(
         self,
-        sequences: PackedSequences,
+        sequences: Sequences,
         *,
         ramp: Ramp,
         repeat: bool,
@@ -137,7 +142,7 @@ class Loader:
         count = len(self.sequences)
         epochs, within = np.divmod(numbers, count)
         for epoch in np.unique(epochs):
-            order = Permutation(count, self._seed, _SEQUENCE_ORDER, int(epoch))
+            order = self.sequences.shuffled(self._seed, _SEQUENCE_ORDER, int(epoch))
             within[epochs == epoch] = order(within[epochs == epoch])
         return within.tolist()
 
@@ -179,12 +184,14 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """What a run reads. `unigram_entropy` is in nats per byte of all documents."""
+    """What a run reads. `unigram_entropy` is in nats per byte of all documents, where it is
+    known: Megatron's files do not say it.
+    """
 
     train: Loader
     validation: Loader | None
     tokenizer: Tokenizer
-    unigram_entropy: float
+    unigram_entropy: float | None
 
     def close(self) -> None:
         self.train.close()
@@ -194,19 +201,23 @@ class Datasets:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """Documents that were indexed, before anything is cut from them."""
+    """Documents whose lengths are known, before anything is cut from them."""
 
-    documents: Documents
+    documents: EncodedDocuments | PreparedDocuments | MegatronDocuments
     tokenizer: Tokenizer
-    index: DocumentIndex
+    unigram_entropy: float | None
     config: DataConfig
     seed: int
     sequence_length: int
     fingerprint: Mapping[str, Any]
 
-    def loader(self, order: np.ndarray, ramp: Ramp, *, repeat: bool) -> Loader:
+    def loader(self, split: Split, ramp: Ramp, *, repeat: bool) -> Loader | None:
+        """Of a split; None if it has no documents."""
+        sequences = self._sequences(split)
+        if sequences is None:
+            return None
         return Loader(
-            PackedSequences(self.documents, order, self.sequence_length),
+            sequences,
             ramp=ramp,
             repeat=repeat,
             seed=self.seed,
@@ -215,10 +226,19 @@ class _Opened:
             fingerprint=self.fingerprint,
         )
 
-    def split(self) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of the training and of the validation documents."""
-        count = len(self.index.lengths)
-        return split_documents(count, self.config.validation_fraction, self.seed)
+    def _sequences(self, split: Split) -> Sequences | None:
+        documents, fraction = self.documents, self.config.validation_fraction
+        if not isinstance(documents, EncodedDocuments) and needs_windows(documents):
+            spans = spans_of(documents, split, fraction, self.seed)
+            seed = None if split == "all" else self.seed
+            windowed = WindowedSequences(documents, spans, self.sequence_length, seed)
+            return windowed if len(spans) else None
+        count = len(documents.lengths)
+        if split == "all":
+            order = np.arange(count)
+        else:
+            order = split_documents(count, fraction, self.seed)[split == "validation"]
+        return PackedSequences(documents, order, self.sequence_length) if len(order) else None
 
 
 def _open(
@@ -232,8 +252,36 @@ def _open(
     moved: Moved | None,
     keep: bool = True,
 ) -> _Opened:
-    source = open_source(data, seed, moved)
     encoder = open_tokenizer(tokenizer)
+    if data.source in IDS:
+        documents = open_documents(data, encoder)
+        unigram_entropy, facts = documents.unigram_entropy, documents.facts()
+        if needs_windows(documents):
+            facts = {**facts, "order": "windows"}
+    else:
+        documents, unigram_entropy, facts = _encoded(data, encoder, seed, cache_dir, moved, keep)
+    fingerprint = {
+        "order_version": _ORDER_VERSION,
+        **facts,
+        "tokenizer": encoder.fingerprint(),
+        "seed": seed,
+        "validation_fraction": data.validation_fraction,
+        **ramp.facts(),
+        "sequence_length": sequence_length,
+    }
+    return _Opened(documents, encoder, unigram_entropy, data, seed, sequence_length, fingerprint)
+
+
+def _encoded(
+    data: DataConfig,
+    encoder: Tokenizer,
+    seed: int,
+    cache_dir: str | None,
+    moved: Moved | None,
+    keep: bool,
+) -> tuple[EncodedDocuments, float, Mapping[str, Any]]:
+    """Documents of texts, the entropy of their bytes, and what identifies them."""
+    source = open_source(data, seed, moved)
     index = build_index(source, encoder, cache_dir, moved, keep=keep)
     if not index.byte_counts.any():
         raise ConfigError.one(
@@ -242,20 +290,13 @@ def _open(
             f"must hold text: {counted(len(source), 'document')} with nothing inside.",
             "Set data.path to documents with text, or data.field to the field that holds it.",
         )
-    fingerprint = {
-        "order_version": _ORDER_VERSION,
+    facts = {
         "source": source.name,
         "documents": len(source),
         "tokens": int(index.lengths.sum()),
         "source_digest": source.fingerprint(),
-        "tokenizer": encoder.fingerprint(),
-        "seed": seed,
-        "validation_fraction": data.validation_fraction,
-        **ramp.facts(),
-        "sequence_length": sequence_length,
     }
-    documents = EncodedDocuments(source, encoder, index)
-    return _Opened(documents, encoder, index, data, seed, sequence_length, fingerprint)
+    return EncodedDocuments(source, encoder, index), index.unigram_entropy, facts
 
 
 def build(
@@ -289,15 +330,14 @@ def build(
         cache_dir=cache_dir,
         moved=moved,
     )
-    train, validation = found.split()
+    train = found.loader("train", ramp, repeat=True)
+    assert train is not None, "no split leaves training without documents"
     size = eval_batch_size or batch_size
     return Datasets(
-        train=found.loader(train, ramp, repeat=True),
-        validation=found.loader(validation, Ramp((), size), repeat=False)
-        if len(validation)
-        else None,
+        train=train,
+        validation=found.loader("validation", Ramp((), size), repeat=False),
         tokenizer=found.tokenizer,
-        unigram_entropy=found.index.unigram_entropy,
+        unigram_entropy=found.unigram_entropy,
     )
 
 
@@ -331,24 +371,22 @@ def build_once_through(
         moved=moved,
         keep=False,
     )
-    if split == "all":
-        order = np.arange(len(found.index.lengths))
-    else:
-        order = found.split()[split == "validation"]
-    if not len(order):
+    size = eval_batch_size or batch_size
+    loader = found.loader(split, Ramp((), size), repeat=False)
+    if loader is None:
         raise ConfigError.one(
             "data.validation_fraction",
             data.validation_fraction,
             "leaves no documents for validation.",
             "Evaluate on all documents with --split all, or on others with --data FILES.",
         )
-    size = eval_batch_size or batch_size
-    return found.loader(order, Ramp((), size), repeat=False), found.tokenizer
+    return loader, found.tokenizer
 
 
 _WORDS = {
     "documents": "the number of documents",
     "tokens": "the number of tokens",
+    "order": "the order of documents",
     "source_digest": "the digest of names, sizes and content of the files",
     "tokenizer": "the tokenizer",
     "order_version": "the order of samples",

@@ -111,6 +111,13 @@ def open_source(config: DataConfig, seed: int, moved: Moved | None = None) -> So
             return TfdsSource(config.path, config.tfds_dir, config.field)
         case "synthetic":
             return SyntheticSource(seed)
+        case "tokens" | "megatron":
+            raise ConfigError.one(
+                "data.source",
+                config.source,
+                "must be a source of text here: it holds ids of tokens.",
+                "Set data.source and data.path to the text that they were made of.",
+            )
 
 
 def source_of(path: str, where: str) -> Literal["text", "jsonl", "arrayrecord"]:

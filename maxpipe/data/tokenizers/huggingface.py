@@ -76,6 +76,9 @@ class HuggingFaceTokenizer(Controlled):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.asarray(ids, np.int32)
 
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
+        return [np.asarray(each.ids, np.int32) for each in self._encodings(texts)]
+
     def encode_chat(self, text: str) -> np.ndarray:
         with explained(self._path, "huggingface", USED):
             ids = self._with_control.encode(text, add_special_tokens=False).ids
@@ -89,9 +92,11 @@ class HuggingFaceTokenizer(Controlled):
         return other
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
+        return [len(each) for each in self._encodings(texts)]
+
+    def _encodings(self, texts: Sequence[str]) -> Sequence[Any]:
         with explained(self._path, "huggingface", USED):
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [len(encoding) for encoding in encodings]
+            return self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
 
     def decode(self, ids: Iterable[int]) -> str:
         # Control tokens are those of the settings, too, and not only what the file calls special.

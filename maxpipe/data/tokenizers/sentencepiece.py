@@ -63,6 +63,9 @@ class SentencePieceTokenizer(Controlled):
         with explained(self._path, "sentencepiece", USED):
             return np.asarray(self._model.encode(text), np.int32)
 
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
+        return [np.asarray(ids, np.int32) for ids in self._ids_of(texts)]
+
     def encode_chat(self, text: str) -> np.ndarray:
         # The library takes no control tokens from text: what is between them is encoded alone.
         parts = self._control_text.split(text)
@@ -74,8 +77,11 @@ class SentencePieceTokenizer(Controlled):
         return np.concatenate([np.zeros(0, np.int32), *found])
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
+        return [len(ids) for ids in self._ids_of(texts)]
+
+    def _ids_of(self, texts: Sequence[str]) -> Sequence[list[int]]:
         with explained(self._path, "sentencepiece", USED):
-            return [len(ids) for ids in self._model.encode(list(texts), num_threads=_THREADS)]
+            return self._model.encode(list(texts), num_threads=_THREADS)
 
     def decode(self, ids: Iterable[int]) -> str:
         kept = [i for i in map(int, ids) if i < self.vocab_size and i not in self.special_ids]

@@ -1,0 +1,231 @@
+"""Documents that are too many to shuffle as a whole: windows, seeks, and a start without a pass."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.boundary.signed import signed
+from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.documents import Encoded
+from maxpipe.data.loader import Datasets, build
+from maxpipe.data.prepared import windows
+from maxpipe.data.prepared.indexed import BIN, IDX, index_of
+from maxpipe.data.prepared.manifest import (
+    CRC_FILE,
+    FILE,
+    META,
+    META_FILE,
+    SPAN,
+    SPANS,
+    shard_name,
+)
+from maxpipe.data.prepared.ranges import BLOCK_BYTES
+from maxpipe.data.prepared.windows import WindowedSequences, spans_of
+from maxpipe.data.prepared.writer import SignedFile
+from maxpipe.data.tokenizer import ByteTokenizer
+
+NUM_DOCUMENTS = 7 * SPAN + 100
+LENGTH = 50
+
+
+class Numbers:
+    """Documents that hold nothing but their own number, once or several times."""
+
+    pad_id = 0
+    num_documents = NUM_DOCUMENTS
+
+    def __init__(self) -> None:
+        self.lengths = 1 + np.arange(NUM_DOCUMENTS) % 5
+        self.span_tokens = np.add.reduceat(self.lengths, np.arange(0, NUM_DOCUMENTS, SPAN))
+        self.num_tokens = int(self.lengths.sum())
+
+    def lengths_between(self, first: int, stop: int) -> np.ndarray:
+        return self.lengths[first:stop]
+
+    def __getitem__(self, document: int) -> Encoded:
+        return Encoded(np.full(self.lengths[document], document))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two spans a window."""
+    monkeypatch.setattr(windows, "WINDOW_SPANS", 2)
+
+
+def opened(split: Any = "train", fraction: float = 0.3, seed: int | None = 5) -> WindowedSequences:
+    documents = Numbers()
+    spans = spans_of(documents, split, fraction, seed or 0)
+    return WindowedSequences(documents, spans, LENGTH, seed)
+
+
+def trained(sequences: WindowedSequences, order: np.ndarray) -> np.ndarray:
+    """Tokens that sequences have as inputs, in this order."""
+    found = [sequences[i] for i in order.tolist()]
+    return np.concatenate([each["tokens"][each["segment_ids"] > 0] for each in found])
+
+
+def test_splits_hold_every_token_once() -> None:
+    held, kept = opened("validation"), opened("train")
+    tokens = [trained(each, np.arange(len(each))) for each in (held, kept)]
+    documents = Numbers()
+    counts = np.bincount(np.concatenate(tokens), minlength=NUM_DOCUMENTS)
+    # The last token of a window is only ever a target, as the last of all documents is.
+    missing = documents.lengths - counts
+    assert missing.min() >= 0 and missing.sum() <= 2 + 4
+    assert not set(tokens[0]) & set(tokens[1])
+    assert held.num_tokens + kept.num_tokens == documents.num_tokens
+    assert len(set(tokens[0] // SPAN)) == round(0.3 * 8)
+
+
+def test_epochs_see_each_sequence_once_in_orders_of_their_own() -> None:
+    sequences = opened()
+    count = len(sequences)
+    orders = [sequences.shuffled(5, 1, epoch)(np.arange(count)) for epoch in range(3)]
+    assert all(sorted(order.tolist()) == list(range(count)) for order in orders)
+    assert not np.array_equal(orders[0], orders[1]) and not np.array_equal(orders[1], orders[2])
+    for places in (np.array([3, count - 1, 0, 17]), np.array([count // 2])):
+        assert np.array_equal(sequences.shuffled(5, 1, 2)(places), orders[2][places])
+    visited = [np.searchsorted(sequences._starts, order, side="right") for order in orders]
+    assert all(np.count_nonzero(np.diff(each)) == 2 for each in visited)  # three windows
+
+
+def test_documents_are_shuffled_inside_windows() -> None:
+    sequences = opened()
+    window = sequences[0]["tokens"]
+    assert np.count_nonzero(np.diff(window.astype(int)) == 1) < 5
+    names = sequences.documents(0)
+    assert sorted(set(window[:LENGTH].tolist())) == sorted(names)
+    as_they_are = opened("all", seed=None)
+    assert (
+        as_they_are[0]["tokens"].tolist()
+        == Numbers().__getitem__(0).ids.tolist()
+        + [number for i in range(1, 40) for number in [i] * (1 + i % 5)][: LENGTH - 1]
+    )
+
+
+def test_no_sequence_is_outside() -> None:
+    sequences = opened()
+    for index in (-1, len(sequences)):
+        with pytest.raises(IndexError):
+            sequences[index]
+    assert not sequences.padding()["loss_mask"].any()
+
+
+SHARDS, DOCUMENTS, TOKENS = 100, 1_000_000, 500
+"""Of 100 GB: 50 billion tokens of two bytes each."""
+
+
+@pytest.fixture(scope="module")
+def hundred_gigabytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared folder of sparse files: every id is 0. All shards share one index."""
+    folder = tmp_path_factory.mktemp("large")
+    entries: dict[str, Any] = {}
+
+    def written(suffix: str, parts: Any) -> list[int]:
+        file = SignedFile(folder / shard_name(0, suffix))
+        for part in parts:
+            file.write(part)
+        entries[suffix] = file.close()
+        return file.crcs.tolist()
+
+    lengths = np.full(DOCUMENTS, TOKENS)
+    size = DOCUMENTS * TOKENS * 2
+    with open(folder / shard_name(0, BIN), "wb") as file:
+        file.truncate(size)
+    zeros = SignedFile(folder / "zeros")
+    zeros.write(bytes(BLOCK_BYTES + size % BLOCK_BYTES))
+    zeros.close()
+    (folder / "zeros").unlink()
+    blocks = [zeros.crcs[0]] * (size // BLOCK_BYTES) + list(zeros.crcs[1:])
+    entries[BIN] = {"bytes": size, "sha256": "0" * 64}
+    index = written(IDX, index_of(lengths, np.dtype("<u2")))
+    meta = written(META_FILE, [np.zeros(DOCUMENTS, META)])
+    written(CRC_FILE, [np.array([*blocks, *index, *meta], "<u4")])
+    for number in range(1, SHARDS):
+        for suffix in entries:
+            os.link(folder / shard_name(0, suffix), folder / shard_name(number, suffix))
+    spans = SignedFile(folder / SPANS)
+    total = SHARDS * DOCUMENTS
+    spans.write(np.append(np.arange(0, total, SPAN), total).astype("<i8") * TOKENS)
+    shard = {"documents": DOCUMENTS, "tokens": DOCUMENTS * TOKENS, "files": entries}
+    manifest = {
+        "format": 1,
+        "source": {
+            "name": "zeros",
+            "fingerprint": "zeros",
+            "documents": total,
+            "data": {},
+            "seed": 0,
+        },
+        "tokenizer": {
+            "kind": "bytes",
+            "path": "",
+            "fingerprint": ByteTokenizer().fingerprint(),
+            "vocab_size": 259,
+        },
+        "shard_tokens": DOCUMENTS * TOKENS,
+        "dtype": "<u2",
+        "documents": total,
+        "tokens": total * TOKENS,
+        "text_bytes": total,
+        "byte_counts": [total, *[0] * 255],
+        "shards": [shard] * SHARDS,
+        "spans": spans.close(),
+    }
+    (folder / FILE).write_text(signed(manifest))
+    return folder
+
+
+MEASURED = """
+import json, resource, sys, time
+import numpy
+begin = time.perf_counter()
+from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.loader import build
+data = DataConfig(source="tokens", path=sys.argv[1])
+found = build(data, TokenizerConfig(), seed=0, batch_size=8, sequence_length=2048)
+opened = time.perf_counter()
+sizes = [found.train.batch(0)["tokens"].shape]
+first = time.perf_counter()
+times = []
+for step in (10, 10_000_000, 10_000_001):
+    start = time.perf_counter()
+    sizes.append(found.train.batch(step)["tokens"].shape)
+    times.append(time.perf_counter() - start)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"open": opened - begin, "first": first - opened, "seeks": times, "peak": peak,
+                  "sizes": sizes, "tokens": found.train.sequences.num_tokens}))
+"""
+
+
+def test_a_hundred_gigabytes_open_at_once(hundred_gigabytes: Path) -> None:
+    """Bars: 5 s and 1 GB. By the clock: processor time would not count a wait for the disk."""
+    ran = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(hundred_gigabytes)], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["tokens"] == pytest.approx(0.95 * 50e9, rel=1e-3)
+    assert found["sizes"] == [[8, 2048]] * 4
+    assert found["open"] < 5 and found["peak"] < 1e9, found
+    # A seek opens another window at most; it does not depend on the step.
+    assert max(found["seeks"]) < 5, found
+
+
+def test_a_run_of_windows_does_not_depend_on_the_rows_it_reads(hundred_gigabytes: Path) -> None:
+    data = DataConfig(source="tokens", path=str(hundred_gigabytes))
+    found: Datasets = build(data, TokenizerConfig(), seed=0, batch_size=4, sequence_length=128)
+    whole = found.train.batch(10_000_000)
+    part = found.train.batch(10_000_000, [3, 1])
+    assert np.array_equal(whole["segment_ids"][[3, 1]], part["segment_ids"])
+    assert found.train.fingerprint()["order"] == "windows"
+    ids = found.train.ids(10_000_000)
+    assert len(ids["sequences"]) == 4 and max(ids["documents"]) < SHARDS * DOCUMENTS
