@@ -1,4 +1,4 @@
-"""Megatron's token files that were made elsewhere: every type of ids, and files that lie."""
+"""Megatron's token files that were made elsewhere: every type of ids, and files that are wrong."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_modes_behind_the_bounds_are_not_read(tmp_path: Path) -> None:
     assert MegatronDocuments(str(path), ByteTokenizer()).num_documents == 5
 
 
-LIES = {
+WRONG = {
     "magic": ({"magic": b"MMIDIDY\x00\x00"}, "begins with MMIDIDX"),
     "old": ({"magic": b"TNTIDX\x00\x00\x00"}, "before MMIDIDX, TNTIDX"),
     "version": ({"version": 2}, "version 2"),
@@ -134,9 +134,9 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_files_that_lie(lie: str, tmp_path: Path) -> None:
-    changes, words = LIES[lie]
+@pytest.mark.parametrize("fault", WRONG)
+def test_files_that_are_wrong(fault: str, tmp_path: Path) -> None:
+    changes, words = WRONG[fault]
     path = write(tmp_path / "a", DOCUMENTS, **changes)
     tracemalloc.start()
     with pytest.raises(ConfigError, match=f"(?s)a.idx.*{words}"):

@@ -216,7 +216,7 @@ def until_gone(processes: set[int]) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it is there and no zombie, which nobody may collect here."""
+    """Whether it is there and no zombie, which is collected elsewhere."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -232,7 +232,9 @@ def test_stopped_says_how_to_go_on(number: signal.Signals, tmp_path: Path) -> No
     command = [sys.executable, "-m", "maxpipe", "data", "prepare", "data.source=jsonl"]
     command += [f"data.path={path}", "--out", str(tmp_path / "out"), "--workers", "1"]
     command += ["--shard-tokens", "100000"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
     while len(journal(tmp_path / "out")) < 2:
         assert running.poll() is None
         time.sleep(0.01)

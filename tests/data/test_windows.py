@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,25 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.boundary.signed import signed
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.documents import Encoded
 from maxpipe.data.loader import Datasets, build
 from maxpipe.data.prepared import windows
-from maxpipe.data.prepared.indexed import BIN, IDX, index_of
-from maxpipe.data.prepared.manifest import (
-    CRC_FILE,
-    FILE,
-    META,
-    META_FILE,
-    SPAN,
-    SPANS,
-    shard_name,
-)
-from maxpipe.data.prepared.ranges import BLOCK_BYTES
+from maxpipe.data.prepared.manifest import SPAN
 from maxpipe.data.prepared.windows import WindowedSequences, spans_of
-from maxpipe.data.prepared.writer import SignedFile
-from maxpipe.data.tokenizer import ByteTokenizer
+from tests.data.large import DOCUMENTS, MEASURED, SHARDS, write_sparse
 
 NUM_DOCUMENTS = 7 * SPAN + 100
 LENGTH = 50
@@ -119,91 +106,12 @@ def test_no_sequence_is_outside() -> None:
     assert not sequences.padding()["loss_mask"].any()
 
 
-SHARDS, DOCUMENTS, TOKENS = 100, 1_000_000, 500
-"""Of 100 GB: 50 billion tokens of two bytes each."""
-
-
 @pytest.fixture(scope="module")
 def hundred_gigabytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared folder of sparse files: every id is 0. All shards share one index."""
+    """The folder of `write_sparse`."""
     folder = tmp_path_factory.mktemp("large")
-    entries: dict[str, Any] = {}
-
-    def written(suffix: str, parts: Any) -> list[int]:
-        file = SignedFile(folder / shard_name(0, suffix))
-        for part in parts:
-            file.write(part)
-        entries[suffix] = file.close()
-        return file.crcs.tolist()
-
-    lengths = np.full(DOCUMENTS, TOKENS)
-    size = DOCUMENTS * TOKENS * 2
-    with open(folder / shard_name(0, BIN), "wb") as file:
-        file.truncate(size)
-    zeros = SignedFile(folder / "zeros")
-    zeros.write(bytes(BLOCK_BYTES + size % BLOCK_BYTES))
-    zeros.close()
-    (folder / "zeros").unlink()
-    blocks = [zeros.crcs[0]] * (size // BLOCK_BYTES) + list(zeros.crcs[1:])
-    entries[BIN] = {"bytes": size, "sha256": "0" * 64}
-    index = written(IDX, index_of(lengths, np.dtype("<u2")))
-    meta = written(META_FILE, [np.zeros(DOCUMENTS, META)])
-    written(CRC_FILE, [np.array([*blocks, *index, *meta], "<u4")])
-    for number in range(1, SHARDS):
-        for suffix in entries:
-            os.link(folder / shard_name(0, suffix), folder / shard_name(number, suffix))
-    spans = SignedFile(folder / SPANS)
-    total = SHARDS * DOCUMENTS
-    spans.write(np.append(np.arange(0, total, SPAN), total).astype("<i8") * TOKENS)
-    shard = {"documents": DOCUMENTS, "tokens": DOCUMENTS * TOKENS, "files": entries}
-    manifest = {
-        "format": 1,
-        "source": {
-            "name": "zeros",
-            "fingerprint": "zeros",
-            "documents": total,
-            "data": {},
-            "seed": 0,
-        },
-        "tokenizer": {
-            "kind": "bytes",
-            "path": "",
-            "fingerprint": ByteTokenizer().fingerprint(),
-            "vocab_size": 259,
-        },
-        "shard_tokens": DOCUMENTS * TOKENS,
-        "dtype": "<u2",
-        "documents": total,
-        "tokens": total * TOKENS,
-        "text_bytes": total,
-        "byte_counts": [total, *[0] * 255],
-        "shards": [shard] * SHARDS,
-        "spans": spans.close(),
-    }
-    (folder / FILE).write_text(signed(manifest))
+    write_sparse(folder)
     return folder
-
-
-MEASURED = """
-import json, resource, sys, time
-import numpy
-begin = time.perf_counter()
-from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.loader import build
-data = DataConfig(source="tokens", path=sys.argv[1])
-found = build(data, TokenizerConfig(), seed=0, batch_size=8, sequence_length=2048)
-opened = time.perf_counter()
-sizes = [found.train.batch(0)["tokens"].shape]
-first = time.perf_counter()
-times = []
-for step in (10, 10_000_000, 10_000_001):
-    start = time.perf_counter()
-    sizes.append(found.train.batch(step)["tokens"].shape)
-    times.append(time.perf_counter() - start)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps({"open": opened - begin, "first": first - opened, "seeks": times, "peak": peak,
-                  "sizes": sizes, "tokens": found.train.sequences.num_tokens}))
-"""
 
 
 def test_a_hundred_gigabytes_open_at_once(hundred_gigabytes: Path) -> None:

@@ -118,9 +118,13 @@ class MegatronDocuments:
             parts.append(np.add.reduceat(lengths, np.arange(0, len(lengths), SPAN)))
         return np.concatenate(parts)
 
-    @functools.cached_property
+    @property
     def lengths(self) -> np.ndarray:
         """int64 [documents]"""
+        return self._lengths
+
+    @functools.cached_property
+    def _lengths(self) -> np.ndarray:
         return self.lengths_between(0, self.num_documents)
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:

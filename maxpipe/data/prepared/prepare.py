@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -236,7 +236,9 @@ def _stops(folder: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _encoded(plan: Plan, source: bytes | None, first: int, total: int) -> Iterator[Piece]:
+def _encoded(
+    plan: Plan, source: bytes | None, first: int, total: int
+) -> Generator[Piece, None, None]:
     """The documents from `first` on, in order, as processes encode them."""
     workers = plan.workers or len(os.sched_getaffinity(0))
     pool = ProcessPoolExecutor(
@@ -313,7 +315,7 @@ def _finish(folder: Path, spec: Spec, done: _Done) -> Manifest:
         action = "Set data.path to documents with text, or data.field to the field that holds it."
         raise ConfigError.one("data.path", spec["source"]["data"].get("path"), rule, action)
     spans = SignedFile(folder / SPANS)
-    spans.write(_span_starts(folder, done).astype("<i8"))
+    spans.write(_span_starts(folder, done).astype("<i8").tobytes())
     manifest: Manifest = {
         **spec,
         "dtype": dtype_for(spec["tokenizer"]["vocab_size"]).str,

@@ -131,9 +131,13 @@ class PreparedDocuments:
             raise damaged(path, "it does not fit the manifest")
         return np.diff(starts)
 
-    @functools.cached_property
+    @property
     def lengths(self) -> np.ndarray:
         """int64 [documents]; reads every index."""
+        return self._lengths
+
+    @functools.cached_property
+    def _lengths(self) -> np.ndarray:
         return self.lengths_between(0, self.num_documents)
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:

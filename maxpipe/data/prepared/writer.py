@@ -68,9 +68,9 @@ class SignedFile:
         self.crcs = array("I")
         """Of each block that is full; `close` adds the last one."""
 
-    def write(self, content: bytes | np.ndarray) -> None:
+    def write(self, content: bytes) -> None:
         """Appends bytes."""
-        view = memoryview(content).cast("B") if len(content) else memoryview(b"")
+        view = memoryview(content)
         self._file.write(view)
         self._sha.update(view)
         at = 0
@@ -118,8 +118,8 @@ class ShardWriter:
         if longest > _LONGEST:
             rule = f"must have at most {_LONGEST} tokens: one has {longest}."
             raise ConfigError.one("data.path: a document", None, rule, "Cut it into several.")
-        self._bin.write(piece.ids)
-        self._meta.write(piece.meta)
+        self._bin.write(piece.ids.tobytes())
+        self._meta.write(piece.meta.tobytes())
         self._lengths.append(piece.lengths)
         self._text_bytes += int(piece.meta["text_bytes"].sum(dtype=np.int64))
         self._byte_counts += piece.byte_counts.sum(axis=0, dtype=np.int64)
@@ -134,7 +134,7 @@ class ShardWriter:
         entries = {suffix: file.close() for suffix, file in files.items()}
         crc = self._open(CRC_FILE)
         for suffix in CHECKED:
-            crc.write(np.array(files[suffix].crcs, "<u4"))
+            crc.write(np.array(files[suffix].crcs, "<u4").tobytes())
         entries[CRC_FILE] = crc.close()
         return {
             "shard": {"documents": len(lengths), "tokens": self.tokens, "files": entries},
