@@ -199,8 +199,8 @@ PREAMBLE = f"""\
 # Documents
 
 `DATASETS=.../bin/python python benchmarks/data.py --write`, on {PROCESSES} CPU cores. Medians; runs
-that are compared alternate, {REPEATS} of each. Both sides of preparing read the same JSON lines, cut
-from the files of Python's library, with the same tokenizer, byte-level BPE of {VOCABULARY} ids.
+that are compared alternate, {REPEATS} of each. Both sides of preparing read the same JSON lines,
+cut from the files of Python's library, with the same tokenizer, byte-level BPE of {VOCABULARY} ids.
 """
 
 if __name__ == "__main__":

@@ -255,6 +255,11 @@ def test_a_journal_that_was_cut(lines: str, tokens: Path, tmp_path: Path) -> Non
     (folder / JOURNAL).write_text(json.dumps(spec) + '\n{"shard": {"docu')
     prepare(plan(lines, folder, workers=2), silent)
     assert digests(folder) == digests(tokens)
+    (folder / FILE).unlink()
+    (folder / JOURNAL).write_text(json.dumps({**spec, "shard_tokens": 17}) + "\n")
+    with pytest.raises(ConfigError, match="shard_tokens: 17 and 4000"):
+        prepare(plan(lines, folder), silent)
+    assert len(journal(folder)) == 1
 
 
 def test_nothing_is_done_twice(

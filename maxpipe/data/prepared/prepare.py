@@ -28,7 +28,7 @@ import numpy as np
 
 from maxpipe.boundary import files
 from maxpipe.boundary.signed import signed
-from maxpipe.boundary.typed import checked
+from maxpipe.boundary.typed import parse as parse_json
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.prepared import encode
 from maxpipe.data.prepared.indexed import HEADER_BYTES, IDX, dtype_for, parse
@@ -174,42 +174,41 @@ def _journal(folder: Path, spec: Spec) -> Iterator[tuple[TextIO, _Done]]:
             rule = "is being prepared by another process."
             action = "Wait for it, or name another folder with --out."
             raise ConfigError.one(_OUT, folder, rule, action) from error
-        lines = list(files.records(path, dict[str, Any]))
-        # A kill or a power failure leaves half a line, or none.
-        journal.truncate(0)
-        done = _Done()
-        if lines:
+        done, end = _Done(), 0
+        for number, line in enumerate(journal.read().splitlines(keepends=True)):
+            # A kill or a power failure leaves half a line, or shards that have lost their end.
             try:
-                _check_same(folder, checked(lines[0], Spec), spec)
-            except ValueError:
-                lines = []
-            except ConfigError:
-                _enter(journal, *lines)
-                raise
-        kept = list(itertools.takewhile(lambda line: _take(folder, line, done), lines[1:]))
-        _enter(journal, spec, *kept)
+                if number:
+                    done.add(_on_disk(folder, parse_json(line, Finished), len(done.shards)))
+                else:
+                    _check_same(folder, parse_json(line, Spec), spec)
+            except (OSError, ValueError):
+                break
+            end += len(line)
+        journal.truncate(end)
+        if not end:
+            _enter(journal, spec)
         yield journal, done
 
 
-def _enter(journal: TextIO, *lines: Any) -> None:
+def _enter(journal: TextIO, line: Spec | Finished) -> None:
     journal.seek(0, os.SEEK_END)
-    journal.writelines(json.dumps(line) + "\n" for line in lines)
+    journal.write(json.dumps(line) + "\n")
     journal.flush()
     os.fsync(journal.fileno())
 
 
-def _take(folder: Path, line: dict[str, Any], done: _Done) -> bool:
-    """Adds a shard of the journal to what is done, if its files are there."""
-    try:
-        finished = checked(line, Finished)
-        for suffix, entry in finished["shard"]["files"].items():
-            path = folder / shard_name(len(done.shards), suffix)
-            if path.stat().st_size != entry["bytes"]:
-                return False
-    except (OSError, ValueError):
-        return False
-    done.add(finished)
-    return True
+def _on_disk(folder: Path, finished: Finished, number: int) -> Finished:
+    """The same, if the files of that shard are there.
+
+    Raises:
+        OSError: one is not.
+        ValueError: one has another size.
+    """
+    for suffix, entry in finished["shard"]["files"].items():
+        if (folder / shard_name(number, suffix)).stat().st_size != entry["bytes"]:
+            raise ValueError("it is cut off")
+    return finished
 
 
 # The work.
