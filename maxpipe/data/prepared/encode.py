@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickle
 import signal
 import threading
 from collections.abc import Iterator
 from multiprocessing import parent_process
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 
@@ -30,17 +30,18 @@ class _Worker:
     tokenizer: Tokenizer
 
 
-def packed(source: Source) -> bytes | None:
-    """The source for other processes, which then need not look through its files; None if it
-    cannot be sent.
+def sendable(source: Source) -> Source | None:
+    """The source, if it can be sent to other processes, which then need not look through its files
+    again.
     """
     try:
-        return pickle.dumps(source)
+        ForkingPickler.dumps(source)
     except Exception:  # objects of libraries raise what they like
         return None
+    return source
 
 
-def start(data: DataConfig, tokenizer: TokenizerConfig, seed: int, source: bytes | None) -> None:
+def start(data: DataConfig, tokenizer: TokenizerConfig, seed: int, source: Source | None) -> None:
     """Sets up a process that was spawned: it ends with the one that started it."""
     # The processes are the parallelism. Read by `tokenizers` when it is imported.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -49,7 +50,7 @@ def start(data: DataConfig, tokenizer: TokenizerConfig, seed: int, source: bytes
         signal.signal(number, signal.SIG_IGN)  # they are for the one that started it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _Worker.tokenizer = open_tokenizer(tokenizer)
-    _Worker.source = open_source(data, seed) if source is None else pickle.loads(source)
+    _Worker.source = open_source(data, seed) if source is None else source
 
 
 def _end_with_parent() -> None:

@@ -46,7 +46,7 @@ from maxpipe.data.prepared.manifest import (
     spec_of,
 )
 from maxpipe.data.prepared.writer import Finished, Piece, ShardWriter, SignedFile
-from maxpipe.data.sources import open_source
+from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.errors import AbsentError, ConfigError, Interrupted, Preempted, StorageError
 from maxpipe.words import counted
@@ -114,7 +114,7 @@ def prepare(plan: Plan, report: Report) -> str:
         with _journal(plan.folder, spec) as (journal, done), _stops(plan.folder):
             start = time.monotonic()
             begun = done.tokens
-            pieces = _encoded(plan, encode.packed(source), done.documents, len(source))
+            pieces = _encoded(plan, encode.sendable(source), done.documents, len(source))
             with contextlib.closing(pieces):
                 _write(plan, len(source), pieces, done, journal, report)
             manifest = _finish(plan.folder, spec, done)
@@ -236,7 +236,7 @@ def _stops(folder: Path) -> Iterator[None]:
 
 
 def _encoded(
-    plan: Plan, source: bytes | None, first: int, total: int
+    plan: Plan, source: Source | None, first: int, total: int
 ) -> Generator[Piece, None, None]:
     """The documents from `first` on, in order, as processes encode them."""
     workers = plan.workers or len(os.sched_getaffinity(0))
