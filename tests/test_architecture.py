@@ -52,7 +52,8 @@ ROWS = (
         *("maxpipe.plan.hlo", "maxpipe.plan.hlo_text", "maxpipe.plan.gpu_target"),
         *("maxpipe.diagnosis.environment", "maxpipe.diagnosis.probe"),
     ),
-    ("maxpipe.optim",),
+    ("maxpipe.data.prepared",),
+    ("maxpipe.data.loader", "maxpipe.optim"),
     (
         *("maxpipe.train", "maxpipe.generate", "maxpipe.exchange"),
         *("maxpipe.plan.sizes", "maxpipe.plan.memory", "maxpipe.plan.advice"),

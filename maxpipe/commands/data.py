@@ -8,7 +8,7 @@ import sys
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import full, scheme
 from maxpipe.commands.data_look import add_look
-from maxpipe.commands.parser import Commands, add_inputs, count, read_config, subcommands
+from maxpipe.commands.parser import Commands, add_inputs, count, read_data_config, subcommands
 from maxpipe.commands.progress import Progress
 from maxpipe.errors import ConfigError, ExitCode
 
@@ -18,7 +18,7 @@ _OUT = "command line: --out"
 def _prepare(options: argparse.Namespace) -> int:
     from maxpipe.data.prepared.prepare import Plan, prepare
 
-    config = read_config(options.inputs).config
+    config = read_data_config(options.inputs).config
     if scheme(options.out):
         rule = "must be a folder on this machine: files are written as documents are read."
         action = "Name a folder here, and copy it to the bucket afterwards, with `gcloud storage "

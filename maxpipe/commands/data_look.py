@@ -239,14 +239,20 @@ def _check_form(path: str) -> None:
 
 def _counted(config: Config) -> Statistics:
     from maxpipe.data import statistics
+    from maxpipe.data.prepared.open import IDS, open_documents
     from maxpipe.data.sources import open_source
     from maxpipe.data.tokenizer import open_tokenizer
 
-    data, progress = config.data, Progress()
+    data, progress, tokens = config.data, Progress(), config.train.sequence_length
     try:
-        source = open_source(data, config.run.seed, lambda: progress.report("opening", 0, 0))
         tokenizer = open_tokenizer(config.tokenizer)
         documents: Iterator[Document | Problem]
+        if data.source in IDS:
+            files = open_documents(data, tokenizer)
+            count = files.num_documents
+            documents = statistics.of_encoded(files.__getitem__, count, tokenizer, data.threads)
+            return statistics.counted(data.source, documents, count, tokens, progress.report)
+        source = open_source(data, config.run.seed, lambda: progress.report("opening", 0, 0))
         if data.chat == "off":
             documents = statistics.of_texts(source, tokenizer)
         else:
@@ -254,9 +260,7 @@ def _counted(config: Config) -> Statistics:
 
             encode = Conversations(source, tokenizer, data).encode
             documents = statistics.of_encoded(encode, len(source), tokenizer, data.threads)
-        return statistics.counted(
-            source.name, documents, len(source), config.train.sequence_length, progress.report
-        )
+        return statistics.counted(source.name, documents, len(source), tokens, progress.report)
     finally:
         progress.close()
 

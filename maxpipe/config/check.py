@@ -437,8 +437,9 @@ def _local_has_folder_and_period(config: Config) -> Iterator[Finding]:
 @rule("data.source", "data.path")
 def _source_has_a_path(config: Config) -> Iterator[Finding]:
     source = config.data.source
-    if source in ("text", "jsonl", "arrayrecord", "tfds") and not config.data.path:
-        example = {"tfds": "c4/en:3.1.0", "text": "data/*.txt"}.get(source, f"data/*.{source}")
+    if source not in ("corpus", "synthetic") and not config.data.path:
+        examples = {"tfds": "c4/en:3.1.0", "text": "data/*.txt", "tokens": "data/tokens"}
+        example = {**examples, "megatron": "data/*.idx"}.get(source, f"data/*.{source}")
         yield Finding(
             "data.path",
             f"must not be empty with data.source={source}.",
@@ -476,7 +477,7 @@ def _conversations_are_records(config: Config) -> Iterator[Finding]:
         )
 
 
-_WITHOUT_FIELDS = ("corpus", "text", "synthetic")
+_WITHOUT_FIELDS = ("corpus", "text", "tokens", "megatron", "synthetic")
 
 
 @rule("data.chat", "data.chat_template")

@@ -11,12 +11,17 @@ from typing import Literal
 class DataConfig:
     """Where text comes from."""
 
-    source: Literal["corpus", "text", "jsonl", "arrayrecord", "tfds", "synthetic"] = "corpus"
+    source: Literal[
+        "corpus", "text", "jsonl", "arrayrecord", "tfds", "tokens", "megatron", "synthetic"
+    ] = "corpus"
     """`corpus`: the source files of Python's standard library, on every machine. `text`: files,
     one document each. `jsonl`: one JSON object per line. `arrayrecord`: files of UTF-8 or JSON
-    records. `tfds`: a dataset prepared as ArrayRecord. `synthetic`: random tokens."""
+    records. `tfds`: a dataset prepared as ArrayRecord. `tokens`: a folder that `maxpipe data
+    prepare` wrote. `megatron`: pairs of `.bin` and `.idx` files of token ids. `synthetic`: random
+    tokens."""
     path: str = ""
-    """File, folder or glob pattern; for `tfds` the name of the dataset, e.g. `c4/en:3.1.0`."""
+    """File, folder or glob pattern; for `tfds` the name of the dataset, e.g. `c4/en:3.1.0`. Of
+    `tokens`, and a pair of `megatron` files, also `gs://BUCKET/PATH`."""
     tfds_dir: str = ""
     """Folder in which `tfds` datasets were prepared. Empty means the tfds default."""
     field: str = "text"

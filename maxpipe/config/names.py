@@ -321,9 +321,11 @@ _VALUES = {
             "It is not supported. Write one JSON object per line, and set data.source=jsonl."
         ),
         "random dummy fake mock": "synthetic",
-        "megatron mmap bin memmap": (
-            "Token files are not read: text is. Write documents as JSON lines, and set "
-            "data.source=jsonl."
+        "prepared tokenized token ids": "tokens",
+        "mmap bin idx indexed_dataset": "megatron",
+        "memmap npy": (
+            "Files of bare ids are not read: where documents end is not in them. Set "
+            "data.source=jsonl with the text, or megatron with .bin and .idx files."
         ),
     },
     "tokenizer.kind": {

@@ -81,9 +81,14 @@ class DocumentIndex:
     @property
     def unigram_entropy(self) -> float:
         """Nats per byte of a model that knows only how frequent each byte is."""
-        counts = self.byte_counts[self.byte_counts > 0]
-        shares = counts / counts.sum()
-        return max(0.0, float(-(shares * np.log(shares)).sum()))  # of one letter it is not -0.0
+        return entropy(self.byte_counts)
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Nats of a draw from a histogram."""
+    counts = counts[counts > 0]
+    shares = counts / counts.sum()
+    return max(0.0, float(-(shares * np.log(shares)).sum()))  # of one letter it is not -0.0
 
 
 def build_index(

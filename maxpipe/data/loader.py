@@ -23,9 +23,13 @@ import numpy as np
 from maxpipe.config.ramp import FACTS, Ramp
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index
-from maxpipe.data.documents import DocumentIndex, Documents, EncodedDocuments, build_index
-from maxpipe.data.packing import PackedSequences, Permutation, split_documents
-from maxpipe.data.sources import Moved, Source, open_source
+from maxpipe.data.documents import Documents, EncodedDocuments, build_index
+from maxpipe.data.packing import PackedSequences, split_documents
+from maxpipe.data.prepared.megatron import MegatronDocuments
+from maxpipe.data.prepared.open import IDS, open_documents
+from maxpipe.data.prepared.reader import PreparedDocuments
+from maxpipe.data.prepared.windows import WindowedSequences, needs_windows, spans_of
+from maxpipe.data.sources import Moved, open_source
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 from maxpipe.words import counted
@@ -39,6 +43,7 @@ Rows = Sequence[int] | slice
 RowsOf = Callable[[int], Rows | np.ndarray]
 """Of the number of a batch's rows those that are wanted."""
 Split = Literal["validation", "train", "all"]
+Sequences = PackedSequences | WindowedSequences
 
 
 class Batches(Iterator[Batch]):
@@ -97,7 +102,7 @@ class Loader:
 
     def __init__(
         self,
-        sequences: PackedSequences,
+        sequences: Sequences,
         *,
         ramp: Ramp,
         repeat: bool,
@@ -148,7 +153,7 @@ class Loader:
         count = len(self.sequences)
         epochs, within = np.divmod(numbers, count)
         for epoch in np.unique(epochs):
-            order = Permutation(count, self._seed, _SEQUENCE_ORDER, int(epoch))
+            order = self.sequences.shuffled(self._seed, _SEQUENCE_ORDER, int(epoch))
             within[epochs == epoch] = order(within[epochs == epoch])
         return within.tolist()
 
@@ -206,12 +211,14 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """What a run reads. `unigram_entropy` is in nats per byte of all documents."""
+    """What a run reads. `unigram_entropy` is in nats per byte of all documents, where it is
+    known: Megatron's files do not say it.
+    """
 
     train: Loader
     validation: Loader | None
     tokenizer: Tokenizer
-    unigram_entropy: float
+    unigram_entropy: float | None
 
     def close(self) -> None:
         self.train.close()
@@ -221,19 +228,23 @@ class Datasets:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """Documents that were indexed, before anything is cut from them."""
+    """Documents whose lengths are known, before anything is cut from them."""
 
     documents: Documents
     tokenizer: Tokenizer
-    index: DocumentIndex
+    unigram_entropy: float | None
     config: DataConfig
     seed: int
     sequence_length: int
     fingerprint: Mapping[str, Any]
 
-    def loader(self, order: np.ndarray, ramp: Ramp, *, repeat: bool) -> Loader:
+    def loader(self, split: Split, ramp: Ramp, *, repeat: bool) -> Loader | None:
+        """Of a split; None if it has no documents."""
+        sequences = self._sequences(split)
+        if sequences is None:
+            return None
         return Loader(
-            PackedSequences(self.documents, order, self.sequence_length),
+            sequences,
             ramp=ramp,
             repeat=repeat,
             seed=self.seed,
@@ -242,10 +253,20 @@ class _Opened:
             fingerprint=self.fingerprint,
         )
 
-    def split(self) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of the training and of the validation documents."""
-        count = len(self.index.lengths)
-        return split_documents(count, self.config.validation_fraction, self.seed)
+    def _sequences(self, split: Split) -> Sequences | None:
+        documents, fraction = self.documents, self.config.validation_fraction
+        prepared = isinstance(documents, PreparedDocuments | MegatronDocuments)
+        if prepared and needs_windows(documents):
+            spans = spans_of(documents, split, fraction, self.seed)
+            seed = None if split == "all" else self.seed
+            windowed = WindowedSequences(documents, spans, self.sequence_length, seed)
+            return windowed if len(spans) else None
+        count = len(documents.lengths)
+        if split == "all":
+            order = np.arange(count)
+        else:
+            order = split_documents(count, fraction, self.seed)[split == "validation"]
+        return PackedSequences(documents, order, self.sequence_length) if len(order) else None
 
 
 def _open(
@@ -259,9 +280,41 @@ def _open(
     moved: Moved | None,
     keep: bool = True,
 ) -> _Opened:
-    source = open_source(data, seed, moved)
     encoder = open_tokenizer(tokenizer)
-    documents, index, facts = _encoded(data, source, encoder, cache_dir, moved, keep=keep)
+    if data.source in IDS:
+        documents = open_documents(data, encoder)
+        unigram_entropy, facts = documents.unigram_entropy, documents.facts()
+        if needs_windows(documents):
+            facts = {**facts, "order": "windows"}
+    else:
+        documents, unigram_entropy, facts = _encoded(data, encoder, seed, cache_dir, moved, keep)
+    fingerprint = {
+        "order_version": _ORDER_VERSION,
+        **facts,
+        "tokenizer": encoder.fingerprint(),
+        "seed": seed,
+        "validation_fraction": data.validation_fraction,
+        **ramp.facts(),
+        "sequence_length": sequence_length,
+    }
+    return _Opened(documents, encoder, unigram_entropy, data, seed, sequence_length, fingerprint)
+
+
+def _encoded(
+    data: DataConfig,
+    encoder: Tokenizer,
+    seed: int,
+    cache_dir: str | None,
+    moved: Moved | None,
+    keep: bool,
+) -> tuple[Documents, float, Mapping[str, Any]]:
+    """Documents of texts or conversations, the entropy of their bytes, and what identifies them."""
+    source = open_source(data, seed, moved)
+    found = None if data.chat == "off" else Conversations(source, encoder, data)
+    if found is None:
+        index = build_index(source, encoder, cache_dir, moved, keep=keep)
+    else:
+        index = build_chat_index(found, cache_dir, moved, threads=data.threads, keep=keep)
     if not index.byte_counts.any():
         raise ConfigError.one(
             "data.path",
@@ -269,38 +322,16 @@ def _open(
             f"must hold text: {counted(len(source), 'document')} with nothing inside.",
             "Set data.path to documents with text, or data.field to the field that holds it.",
         )
-    fingerprint = {
-        "order_version": _ORDER_VERSION,
+    facts = {
         "source": source.name,
         "documents": len(source),
         "tokens": int(index.lengths.sum()),
         "source_digest": source.fingerprint(),
-        "tokenizer": encoder.fingerprint(),
-        "seed": seed,
-        "validation_fraction": data.validation_fraction,
-        **ramp.facts(),
-        "sequence_length": sequence_length,
-        **facts,
     }
-    return _Opened(documents, encoder, index, data, seed, sequence_length, fingerprint)
-
-
-def _encoded(
-    data: DataConfig,
-    source: Source,
-    tokenizer: Tokenizer,
-    cache_dir: str | None,
-    moved: Moved | None,
-    *,
-    keep: bool,
-) -> tuple[Documents, DocumentIndex, Mapping[str, Any]]:
-    """The documents of a source as ids, and what a fingerprint says of them beyond the source."""
-    if data.chat == "off":
-        index = build_index(source, tokenizer, cache_dir, moved, keep=keep)
-        return EncodedDocuments(source, tokenizer, index), index, {}
-    found = Conversations(source, tokenizer, data)
-    index = build_chat_index(found, cache_dir, moved, threads=data.threads, keep=keep)
-    return ChatDocuments(found, index), index, {"chat": found.fingerprint()}
+    if found is None:
+        return EncodedDocuments(source, encoder, index), index.unigram_entropy, facts
+    facts["chat"] = found.fingerprint()
+    return ChatDocuments(found, index), index.unigram_entropy, facts
 
 
 def build(
@@ -334,15 +365,14 @@ def build(
         cache_dir=cache_dir,
         moved=moved,
     )
-    train, validation = found.split()
+    train = found.loader("train", ramp, repeat=True)
+    assert train is not None, "no split leaves training without documents"
     size = eval_batch_size or batch_size
     return Datasets(
-        train=found.loader(train, ramp, repeat=True),
-        validation=found.loader(validation, Ramp((), size), repeat=False)
-        if len(validation)
-        else None,
+        train=train,
+        validation=found.loader("validation", Ramp((), size), repeat=False),
         tokenizer=found.tokenizer,
-        unigram_entropy=found.index.unigram_entropy,
+        unigram_entropy=found.unigram_entropy,
     )
 
 
@@ -376,24 +406,22 @@ def build_once_through(
         moved=moved,
         keep=False,
     )
-    if split == "all":
-        order = np.arange(len(found.index.lengths))
-    else:
-        order = found.split()[split == "validation"]
-    if not len(order):
+    size = eval_batch_size or batch_size
+    loader = found.loader(split, Ramp((), size), repeat=False)
+    if loader is None:
         raise ConfigError.one(
             "data.validation_fraction",
             data.validation_fraction,
             "leaves no documents for validation.",
             "Evaluate on all documents with --split all, or on others with --data FILES.",
         )
-    size = eval_batch_size or batch_size
-    return found.loader(order, Ramp((), size), repeat=False), found.tokenizer
+    return loader, found.tokenizer
 
 
 _WORDS = {
     "documents": "the number of documents",
     "tokens": "the number of tokens",
+    "order": "the order of documents",
     "source_digest": "the digest of names, sizes and content of the files",
     "tokenizer": "the tokenizer",
     "chat": "the chat template, fields or roles",

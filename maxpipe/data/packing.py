@@ -15,8 +15,8 @@ from maxpipe.errors import ConfigError
 
 _FEISTEL_ROUNDS = 8
 _FEISTEL_BLOCK = 1 << 16
-# First word of the keys of a permutation, so that no two uses share an order.
-_DOCUMENT_ORDER = 0
+DOCUMENT_ORDER = 0
+"""First word of the keys of a permutation, so that no two uses share an order."""
 
 
 class Permutation:
@@ -70,7 +70,7 @@ def split_documents(
     Raises:
         ConfigError: a fraction above 0 and fewer than two documents.
     """
-    order = Permutation(num_documents, seed, _DOCUMENT_ORDER)(np.arange(num_documents))
+    order = Permutation(num_documents, seed, DOCUMENT_ORDER)(np.arange(num_documents))
     if validation_fraction <= 0:
         return order, order[:0]
     if num_documents < 2:
@@ -113,6 +113,10 @@ class PackedSequences:
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self._cut(index)
+
+    def shuffled(self, *key: int) -> Permutation:
+        """The order of sequences in an epoch that the key stands for."""
+        return Permutation(len(self), *key)
 
     def padding(self) -> dict[str, np.ndarray]:
         """A sequence without text: it adds nothing to a loss."""

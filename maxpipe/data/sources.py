@@ -57,6 +57,13 @@ def _open_records(config: DataConfig, seed: int, moved: Moved | None) -> Records
             return TfdsExamples(config.path, config.tfds_dir)
         case "synthetic":
             return SyntheticRecords(seed)
+        case "tokens" | "megatron":
+            raise ConfigError.one(
+                "data.source",
+                config.source,
+                "must be a source of text here: it holds ids of tokens.",
+                "Set data.source and data.path to the text that they were made of.",
+            )
 
 
 def source_of(path: str, where: str) -> Literal["text", "jsonl", "arrayrecord"]:

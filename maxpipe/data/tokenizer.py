@@ -74,6 +74,10 @@ class Tokenizer(Protocol):
         """int32 [tokens]. Text that spells a control token stays text."""
         ...
 
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
+        """The same of several texts, faster than one by one."""
+        ...
+
     def encode_chat(self, text: str) -> np.ndarray:
         """The same for text of a chat template: what spells a control token is that token."""
         ...
@@ -155,6 +159,9 @@ class ByteTokenizer(Controlled):
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
+        return [self.encode(text) for text in texts]
 
     def encode_chat(self, text: str) -> np.ndarray:
         return self.encode_chat_offsets(text)[0]

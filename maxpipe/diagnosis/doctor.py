@@ -39,6 +39,7 @@ from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
 from maxpipe.config.training import check_training
+from maxpipe.data.prepared.open import IDS, open_documents
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import check_vocab, open_tokenizer
 from maxpipe.diagnosis import environment
@@ -297,6 +298,9 @@ def _size(count: float) -> str:
 
 def data(config: Config) -> Iterator[Check]:
     """Whether documents can be read and turned into tokens that the model has."""
+    if config.data.source in IDS:
+        yield from _prepared(config)
+        return
     document = "text"
     try:
         source = open_source(config.data, config.run.seed)
@@ -315,6 +319,32 @@ def data(config: Config) -> Iterator[Check]:
     tokens = tokenizer.encode(document)
     text = f"{config.tokenizer.kind}, {tokenizer.vocab_size} ids, {len(tokens)} for {len(document)}"
     yield Check("tokenizer", "ok", f"{text} characters")
+
+
+def _prepared(config: Config) -> Iterator[Check]:
+    """Whether ids of documents can be read, and are those of the tokenizer."""
+    try:
+        tokenizer = open_tokenizer(config.tokenizer)
+        check_vocab(tokenizer, config.model.vocab_size)
+    except ConfigError as error:
+        yield from _explained("tokenizer", error)
+        return
+    yield Check("tokenizer", "ok", f"{config.tokenizer.kind}, {tokenizer.vocab_size} ids")
+    try:
+        documents = open_documents(config.data, tokenizer)
+        first = counted(len(documents[0].ids), "token")
+    except ConfigError as error:
+        yield from _explained("data", error)
+        return
+    except StorageError as error:
+        where, *words = str(error).splitlines()
+        yield Check(
+            "data", "FAILED", " ".join([where, *map(str.strip, words[:-1])]), words[-1].strip()
+        )
+        return
+    text = f"{config.data.source}, {counted(documents.num_documents, 'document')}, "
+    text += f"{counted(documents.num_tokens, 'token')}, the first document has {first}"
+    yield Check("data", "ok", f"{text}; {documents.remark}")
 
 
 # Clocks.

@@ -63,6 +63,9 @@ class SentencePieceTokenizer(Controlled):
         with explained(self._path, "sentencepiece", USED):
             return np.asarray(self._model.encode(text), np.int32)
 
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
+        return [np.asarray(ids, np.int32) for ids in self._ids_of(texts)]
+
     def encode_chat(self, text: str) -> np.ndarray:
         return self.encode_chat_offsets(text)[0]
 
@@ -82,8 +85,11 @@ class SentencePieceTokenizer(Controlled):
         return np.concatenate(ids), np.concatenate(offsets)
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
+        return [len(ids) for ids in self._ids_of(texts)]
+
+    def _ids_of(self, texts: Sequence[str]) -> Sequence[list[int]]:
         with explained(self._path, "sentencepiece", USED):
-            return [len(ids) for ids in self._model.encode(list(texts), num_threads=_THREADS)]
+            return self._model.encode(list(texts), num_threads=_THREADS)
 
     def decode(self, ids: Iterable[int]) -> str:
         kept = [i for i in map(int, ids) if i < self.vocab_size and i not in self.special_ids]

@@ -71,6 +71,9 @@ class TiktokenTokenizer(Controlled):
         with explained(self._path, "tiktoken", USED):
             return np.asarray(self._encoding.encode_ordinary(text), np.int32)
 
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
+        return [np.asarray(ids, np.int32) for ids in self._ids_of(texts)]
+
     def encode_chat(self, text: str) -> np.ndarray:
         with explained(self._path, "tiktoken", USED):
             return np.asarray(self._encoding.encode(text, allowed_special="all"), np.int32)
@@ -80,9 +83,11 @@ class TiktokenTokenizer(Controlled):
         return ids, of_widths(text, self._written[ids])
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
+        return [len(ids) for ids in self._ids_of(texts)]
+
+    def _ids_of(self, texts: Sequence[str]) -> Sequence[list[int]]:
         with explained(self._path, "tiktoken", USED):
-            found = self._encoding.encode_ordinary_batch(list(texts), num_threads=_THREADS)
-        return [len(ids) for ids in found]
+            return self._encoding.encode_ordinary_batch(list(texts), num_threads=_THREADS)
 
     def decode(self, ids: Iterable[int]) -> str:
         # Between the ranks and the control tokens there may be ids that stand for nothing.
