@@ -40,6 +40,9 @@ class Numbers:
     def __getitem__(self, document: int) -> Encoded:
         return Encoded(np.full(self.lengths[document], document))
 
+    def where(self, document: int) -> str:
+        return f"document {document}"
+
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,3 +140,10 @@ def test_a_run_of_windows_does_not_depend_on_the_rows_it_reads(hundred_gigabytes
     assert found.train.fingerprint()["order"] == "windows"
     ids = found.train.ids(10_000_000)
     assert len(ids["sequences"]) == 4 and max(ids["documents"]) < SHARDS * DOCUMENTS
+
+
+def test_places_and_sizes_are_those_of_the_files() -> None:
+    sequences = opened()
+    numbers = sequences.documents(0)
+    assert [sequences.where(each) for each in numbers] == [f"document {i}" for i in numbers]
+    assert [sequences.size(each) for each in numbers] == [1 + i % 5 for i in numbers]
