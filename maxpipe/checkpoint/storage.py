@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
-import logging
 import os
 import secrets
 import tempfile
@@ -20,6 +18,7 @@ from typing import Any, cast
 
 from etils import epath
 
+from maxpipe.boundary.buckets import store as _store
 from maxpipe.boundary.files import Unfit, full, opened, scheme
 from maxpipe.checkpoint.damage import retried
 from maxpipe.config.load import load
@@ -93,19 +92,6 @@ def located(path: epath.PathLike) -> epath.Path:
             "  Run: pip install 'maxpipe[gcs]'"
         ) from error
     return epath.Path(path)
-
-
-@functools.cache
-def _store() -> Any:
-    """Google Cloud Storage as fsspec gives it, to us and to epath."""
-    import fsspec
-    from fsspec.config import conf
-
-    # It logs, with tracebacks, errors that it also raises or handles.
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
-    # Its cache of listings would miss what tensorstore and other hosts write.
-    conf.setdefault("gcs", {})["use_listings_cache"] = False
-    return fsspec.filesystem("gcs")
 
 
 @contextlib.contextmanager

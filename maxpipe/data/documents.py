@@ -15,7 +15,7 @@ import tempfile
 import threading
 import zipfile
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 import numpy as np
@@ -65,6 +65,8 @@ class DocumentIndex:
 
     lengths: np.ndarray
     byte_counts: np.ndarray
+    unreadable: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """int64: the documents that are empty because their records could not be read."""
 
     @property
     def unigram_entropy(self) -> float:
@@ -95,6 +97,8 @@ def build_index(
         path = os.path.join(os.path.expanduser(cache_dir), f"index-{name}.npz")
         cached = _load_index(path, len(source))
         if cached is not None:
+            for document in cached.unreadable.tolist():
+                source[document]  # counted, and refused where that is not allowed any more
             return cached
     index = _read_all(source, tokenizer, moved)
     if path is not None and keep:
@@ -117,14 +121,16 @@ def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> Docu
             lengths[i + 1 - len(texts) : i + 1] = tokenizer.count(texts)
             texts, characters = [], 0
             progress.update(i + 1)
-    return DocumentIndex(lengths + 2, byte_counts)
+    return DocumentIndex(lengths + 2, byte_counts, np.array(source.unreadable, np.int64))
 
 
 def _load_index(path: str, num_documents: int) -> DocumentIndex | None:
     try:
         # Opened here, because numpy leaves a damaged file open.
         with open(opened(path), "rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-            index = DocumentIndex(arrays["lengths"], arrays["byte_counts"])
+            # Those of earlier releases have no unreadable documents.
+            unreadable = [arrays["unreadable"]] if "unreadable" in arrays else []
+            index = DocumentIndex(arrays["lengths"], arrays["byte_counts"], *unreadable)
         if index.lengths.shape != (num_documents,) or index.byte_counts.shape != (256,):
             raise ValueError("arrays of another shape")
         return index
@@ -143,7 +149,7 @@ def _save_index(path: str, index: DocumentIndex) -> None:
         os.makedirs(folder, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as stream:
             temporary = stream.name
-            np.savez(stream, lengths=index.lengths, byte_counts=index.byte_counts)
+            np.savez(stream, **{each.name: getattr(index, each.name) for each in fields(index)})
         os.replace(temporary, path)
     except OSError as error:
         _LOG.warning("%s cannot be written (%s): the next start reads all documents", path, error)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from maxpipe.config.data import paths_of
 from maxpipe.config.ramp import FACTS, Ramp
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.documents import DocumentIndex, Documents, EncodedDocuments, build_index
@@ -179,12 +180,16 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """What a run reads. `unigram_entropy` is in nats per byte of all documents."""
+    """What a run reads. `unigram_entropy` is in nats per byte of all documents.
+
+    `unreadable` counts documents that are empty because their records could not be read.
+    """
 
     train: Loader
     validation: Loader | None
     tokenizer: Tokenizer
     unigram_entropy: float
+    unreadable: int = 0
 
     def close(self) -> None:
         self.train.close()
@@ -232,13 +237,13 @@ def _open(
     moved: Moved | None,
     keep: bool = True,
 ) -> _Opened:
-    source = open_source(data, seed, moved)
+    source = open_source(data, seed, moved, cache_dir=cache_dir, keep=keep)
     encoder = open_tokenizer(tokenizer)
     index = build_index(source, encoder, cache_dir, moved, keep=keep)
     if not index.byte_counts.any():
         raise ConfigError.one(
             "data.path",
-            data.path,
+            ", ".join(paths_of(data)),
             f"must hold text: {counted(len(source), 'document')} with nothing inside.",
             "Set data.path to documents with text, or data.field to the field that holds it.",
         )
@@ -298,6 +303,7 @@ def build(
         else None,
         tokenizer=found.tokenizer,
         unigram_entropy=found.index.unigram_entropy,
+        unreadable=len(found.index.unreadable),
     )
 
 
