@@ -92,7 +92,10 @@ _ENDINGS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet", ".array":
 
 
 def _kind_of(name: str) -> Kind:
-    return next((kind for part, kind in _ENDINGS.items() if part in name), "text")
+    for part, kind in _ENDINGS.items():
+        if part in name:
+            return kind
+    return "text"
 
 
 def source_of(path: str, where: str) -> Kind:
@@ -109,7 +112,7 @@ def source_of(path: str, where: str) -> Kind:
         action = "Name a file, a folder or a pattern that is there."
         problems = [replace(each, where=where, action=action) for each in error.problems]
         raise ConfigError(problems) from None
-    kinds = {_kind_of(name) for name in names}
+    kinds: set[Kind] = {_kind_of(name) for name in names}
     if len(kinds) == 1:
         return kinds.pop()
     rule = f"must hold files of one kind: it has {' and '.join(sorted(kinds))}."
