@@ -27,7 +27,7 @@ test: $(DEV)  ## run all tests
 test-fast: $(DEV)  ## run the tests that take seconds
 	@$(BIN)/python -m pytest -m "not slow and not multihost and not layouts and not matrix and not faults and not wheel and not timing and not oracle" $(PYTEST_ARGS)
 
-test-timing: $(DEV)  ## what compares times; leave the machine alone (a minute)
+test-timing: $(DEV)  ## what compares times; leave the machine alone (three minutes)
 	@$(BIN)/python -m pytest -m timing tests/plan
 
 test-layouts: $(DEV)  ## more meshes, schedules and families than `make test` (ten minutes)

@@ -411,7 +411,9 @@ def _token_shard(sizes: Sizes, shards: int) -> tuple[int, int, int]:
 def _joined_and_split(share: jax.Array, turn: jax.Array) -> jax.Array:
     del turn
     whole = lax.all_gather(share, STAGE, axis=1, tiled=True)
-    return lax.psum_scatter(whole, STAGE, scatter_dimension=1, tiled=True)
+    # As between a layer's matmuls: summed in the order of tokens, and put back in that of rows.
+    part = scatter_sum(jnp.moveaxis(whole, 1, 0), STAGE, 0)
+    return jnp.moveaxis(part, 0, 1)
 
 
 def _scattered(whole: jax.Array, turn: jax.Array) -> jax.Array:
