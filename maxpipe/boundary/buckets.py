@@ -1,4 +1,4 @@
-"""Google Cloud Storage as fsspec gives it."""
+"""Buckets of Google Cloud Storage, `gs://BUCKET/PATH`, as fsspec gives them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @functools.cache
 def store() -> Any:
-    """The file system of `gs://`, for us and for epath.
+    """All buckets as one file system, whose paths may begin with `gs://`.
 
     Raises:
         ImportError: gcsfs is not installed.

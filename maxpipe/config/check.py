@@ -23,6 +23,7 @@ from maxpipe.boundary import redact
 from maxpipe.boundary.files import scheme
 from maxpipe.config import ramp
 from maxpipe.config.copies import meant_copies
+from maxpipe.config.data import data_findings
 from maxpipe.config.keys import FAMILY, KEYS, family_section
 from maxpipe.config.names import list_meant
 from maxpipe.config.phases import EXAMPLE, phases
@@ -434,17 +435,16 @@ def _local_has_folder_and_period(config: Config) -> Iterator[Finding]:
 # Data.
 
 
-@rule("data.source", "data.path")
-def _source_has_a_path(config: Config) -> Iterator[Finding]:
-    source = config.data.source
-    if source not in ("corpus", "synthetic") and not config.data.path:
-        examples = {"tfds": "c4/en:3.1.0", "text": "data/*.txt", "tokens": "data/tokens"}
-        example = {**examples, "megatron": "data/*.idx"}.get(source, f"data/*.{source}")
-        yield Finding(
-            "data.path",
-            f"must not be empty with data.source={source}.",
-            f"Set data.path={example} (your own), or data.source=corpus.",
-        )
+@rule(
+    "data.source",
+    "data.path",
+    "data.paths",
+    "data.template",
+    "data.unreadable",
+    "data.chat",
+)
+def _paths_and_template_can_be_read(config: Config) -> Iterator[Finding]:
+    yield from data_findings(config.data)
 
 
 @rule("data.path")

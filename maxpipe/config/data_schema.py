@@ -12,20 +12,45 @@ class DataConfig:
     """Where text comes from."""
 
     source: Literal[
-        "corpus", "text", "jsonl", "arrayrecord", "tfds", "tokens", "megatron", "synthetic"
+        "corpus",
+        "text",
+        "jsonl",
+        "parquet",
+        "arrayrecord",
+        "huggingface",
+        "tfds",
+        "tokens",
+        "megatron",
+        "synthetic",
     ] = "corpus"
     """`corpus`: the source files of Python's standard library, on every machine. `text`: files,
-    one document each. `jsonl`: one JSON object per line. `arrayrecord`: files of UTF-8 or JSON
-    records. `tfds`: a dataset prepared as ArrayRecord. `tokens`: a folder that `maxpipe data
-    prepare` wrote. `megatron`: pairs of `.bin` and `.idx` files of token ids. `synthetic`: random
-    tokens."""
+    one document each. `jsonl`: one JSON object per line, perhaps compressed. `parquet`: a row each.
+    `arrayrecord`: files of UTF-8 or JSON records. `huggingface`: a folder that `save_to_disk`
+    wrote. `tfds`: a dataset prepared as ArrayRecord. `tokens`: a folder that `maxpipe data prepare`
+    wrote. `megatron`: pairs of `.bin` and `.idx` files of token ids. `synthetic`: random tokens."""
     path: str = ""
-    """File, folder or glob pattern; for `tfds` the name of the dataset, e.g. `c4/en:3.1.0`. Of
-    `tokens`, and a pair of `megatron` files, also `gs://BUCKET/PATH`."""
+    """File, folder or glob pattern, in a file system or `gs://BUCKET/...`; for `huggingface` a
+    folder, for `tfds` the name of the dataset, e.g. `c4/en:3.1.0`."""
+    paths: list[str] = dataclasses.field(default_factory=list, hash=False)  # a list has no hash
+    """Several of them, in the order in which they are read, in place of `data.path`."""
     tfds_dir: str = ""
     """Folder in which `tfds` datasets were prepared. Empty means the tfds default."""
     field: str = "text"
-    """Name of the text field in `jsonl`, JSON `arrayrecord` and `tfds` records."""
+    """Name of the column with the text in records of `jsonl`, `parquet`, JSON `arrayrecord`,
+    `huggingface` and `tfds`; `a.b` is the part `b` of the column `a`."""
+    template: str = ""
+    """Text of several columns in place of `data.field`, such as `'{title}\\n\\n{text}'`: each name
+    in braces is replaced by that column's text or number, `{{` and `}}` by braces, `\\n` and `\\t`
+    by a line break and a tab. Nothing else is special."""
+    unreadable: Literal["stop", "skip"] = "stop"
+    """What a record that is no document does, such as a broken line, other columns or text that is
+    not UTF-8: `stop` the run, or `skip` it, as an empty document. Files that are missing, cut or
+    damaged always stop."""
+    unreadable_limit: int = 100
+    """The most records that `data.unreadable=skip` may skip."""
+    largest_unpacked_bytes: int = 2**36
+    """The most that all compressed files together may hold. They are unpacked once, into
+    `<run.dir>/.index`."""
     chat: Literal["off", "messages", "prompt"] = "off"
     """Whether records are conversations that a chat template makes a text of. `messages`: a list of
     objects with `role` and `content` in `data.messages_field`. `prompt`: `data.prompt_field` and

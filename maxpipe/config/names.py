@@ -275,15 +275,6 @@ _NOT_SAME_KEY = {
 }
 """Names to the reason that there is no such key here, and the action."""
 
-_EXPORT = (
-    "Export it once: python -c \"import pandas; pandas.read_parquet('FILE.parquet')"
-    ".to_json('data.jsonl', orient='records', lines=True)\", then set data.source=jsonl "
-    "data.path=data.jsonl."
-)
-_HUB = (
-    "Export it once: python -c \"import datasets; datasets.load_dataset('NAME', split='train')"
-    ".to_json('data.jsonl')\", then set data.source=jsonl data.path=data.jsonl."
-)
 _ZERO_BUBBLE = (
     "Set pipeline.schedule=zb_h1 (the memory of 1f1b), zb_h2 (twice that, no bubble), or zb_v with "
     "pipeline.repeats=2 (the memory of 1f1b, no bubble)."
@@ -307,8 +298,8 @@ _VALUES = {
         "dualpipe dual_pipe schedule_dual_pipe_v": "dualpipe_v",
     },
     "data.source": {
-        "parquet pq arrow feather": f"Parquet is not read yet. {_EXPORT}",
-        "huggingface hf hub datasets": f"The Hugging Face hub is not read. {_HUB}",
+        "pq pyarrow": "parquet",
+        "hf hub datasets arrow load_from_disk save_to_disk": "huggingface",
         "csv tsv": "CSV is not read. Write one JSON object per line, and set data.source=jsonl.",
         "json jsonlines ndjson json_lines": "jsonl",
         "txt file files folder": "text",
@@ -395,8 +386,8 @@ _VALUES = {
 """Key to names of its values elsewhere: the value here, or an action."""
 
 _LISTS = {
-    "data.path": "Put the files into one folder (links will do) and name it, or write a glob "
-    "pattern such as 'data/*.jsonl' or 'data/**/part-[0-4]*'.",
+    "data.path": "Set data.paths to the list, or write a glob pattern such as 'data/*.jsonl' or "
+    "'data/**/part-[0-4]*'.",
 }
 """Keys that elsewhere may be lists."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from maxpipe.config.check import DEFAULT, where
+from maxpipe.config.data import paths_of
 from maxpipe.config.ranges import BYTES_VOCABULARY
 from maxpipe.config.schema import Config
 from maxpipe.errors import Problem
@@ -27,12 +28,15 @@ def check_training(
 
 def unread_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
     """A path that the source does not read: the run would be on other text than the user's."""
-    source, path = config.data.source, config.data.path
-    if not path or source not in ("corpus", "synthetic"):
+    source, paths = config.data.source, paths_of(config.data)
+    if not paths or source not in ("corpus", "synthetic"):
         return []
     rule = f"is not read with data.source={source}."
-    action = "Set data.source=text, or jsonl, arrayrecord or tfds, or leave data.path out."
-    return [Problem(where("data.path", origins), path, rule, action)]
+    key = "data.path" if config.data.path else "data.paths"
+    action = (
+        f"Set data.source=text, or jsonl, parquet or another that reads it, or leave {key} out."
+    )
+    return [Problem(where(key, origins), ", ".join(paths), rule, action)]
 
 
 def _built_in_for_a_public_model(

@@ -16,7 +16,7 @@ import threading
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 import numpy as np
@@ -72,6 +72,8 @@ class DocumentIndex:
     lengths: np.ndarray
     byte_counts: np.ndarray
     trained: np.ndarray | None = None
+    unreadable: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """int64: the documents that are empty because their records could not be read."""
 
     @property
     def tokens_trained(self) -> int:
@@ -105,13 +107,16 @@ def build_index(
 
     The index does not depend on seed, split or sequence length.
     """
-    return kept_index(
+    index = kept_index(
         [1, source.fingerprint(), tokenizer.fingerprint(), len(source)],
         len(source),
         cache_dir,
         lambda: _read_all(source, tokenizer, moved),
         keep=keep,
     )
+    for document in index.unreadable.tolist():
+        source[document]  # counted, and refused where that is not allowed any more
+    return index
 
 
 def kept_index(
@@ -151,7 +156,8 @@ def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> Docu
             lengths[i + 1 - len(texts) : i + 1] = tokenizer.count(texts)
             texts, characters = [], 0
             progress.update(i + 1)
-    return DocumentIndex(lengths + 2, byte_counts)
+    unreadable = np.array(source.unreadable, np.int64)
+    return DocumentIndex(lengths + 2, byte_counts, unreadable=unreadable)
 
 
 def _load_index(path: str, num_documents: int) -> DocumentIndex | None:
@@ -159,7 +165,9 @@ def _load_index(path: str, num_documents: int) -> DocumentIndex | None:
         # Opened here, because numpy leaves a damaged file open.
         with open(opened(path), "rb") as stream, np.load(stream, allow_pickle=False) as arrays:
             trained = arrays.get("trained")
-            index = DocumentIndex(arrays["lengths"], arrays["byte_counts"], trained)
+            # Those of earlier releases have no unreadable documents.
+            unreadable = arrays.get("unreadable", np.zeros(0, np.int64))
+            index = DocumentIndex(arrays["lengths"], arrays["byte_counts"], trained, unreadable)
         shapes = {each.shape for each in (index.lengths, trained) if each is not None}
         if shapes != {(num_documents,)} or index.byte_counts.shape != (256,):
             raise ValueError("arrays of another shape")
@@ -179,10 +187,8 @@ def _save_index(path: str, index: DocumentIndex) -> None:
         os.makedirs(folder, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as stream:
             temporary = stream.name
-            arrays = {"lengths": index.lengths, "byte_counts": index.byte_counts}
-            if index.trained is not None:
-                arrays["trained"] = index.trained
-            np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]
+            arrays = {each.name: getattr(index, each.name) for each in fields(index)}
+            np.savez(stream, **{name: each for name, each in arrays.items() if each is not None})
         os.replace(temporary, path)
     except OSError as error:
         _LOG.warning("%s cannot be written (%s): the next start reads all documents", path, error)

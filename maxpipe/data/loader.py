@@ -20,10 +20,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from maxpipe.config.data import paths_of
 from maxpipe.config.ramp import FACTS, Ramp
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index
-from maxpipe.data.documents import Documents, EncodedDocuments, build_index
+from maxpipe.data.documents import DocumentIndex, Documents, EncodedDocuments, build_index
 from maxpipe.data.packing import PackedSequences, split_documents
 from maxpipe.data.prepared.megatron import MegatronDocuments
 from maxpipe.data.prepared.open import IDS, open_documents
@@ -212,13 +213,15 @@ class Loader:
 @dataclass(frozen=True, slots=True)
 class Datasets:
     """What a run reads. `unigram_entropy` is in nats per byte of all documents, where it is
-    known: Megatron's files do not say it.
+    known: Megatron's files do not say it. `unreadable` counts documents that are empty because
+    their records could not be read.
     """
 
     train: Loader
     validation: Loader | None
     tokenizer: Tokenizer
     unigram_entropy: float | None
+    unreadable: int = 0
 
     def close(self) -> None:
         self.train.close()
@@ -233,6 +236,7 @@ class _Opened:
     documents: Documents
     tokenizer: Tokenizer
     unigram_entropy: float | None
+    unreadable: int
     config: DataConfig
     seed: int
     sequence_length: int
@@ -283,11 +287,13 @@ def _open(
     encoder = open_tokenizer(tokenizer)
     if data.source in IDS:
         documents = open_documents(data, encoder)
-        unigram_entropy, facts = documents.unigram_entropy, documents.facts()
+        unigram_entropy, unreadable = documents.unigram_entropy, documents.unreadable
+        facts = documents.facts()
         if needs_windows(documents):
             facts = {**facts, "order": "windows"}
     else:
-        documents, unigram_entropy, facts = _encoded(data, encoder, seed, cache_dir, moved, keep)
+        documents, index, facts = _encoded(data, encoder, seed, cache_dir, moved, keep)
+        unigram_entropy, unreadable = index.unigram_entropy, len(index.unreadable)
     fingerprint = {
         "order_version": _ORDER_VERSION,
         **facts,
@@ -297,7 +303,16 @@ def _open(
         **ramp.facts(),
         "sequence_length": sequence_length,
     }
-    return _Opened(documents, encoder, unigram_entropy, data, seed, sequence_length, fingerprint)
+    return _Opened(
+        documents=documents,
+        tokenizer=encoder,
+        unigram_entropy=unigram_entropy,
+        unreadable=unreadable,
+        config=data,
+        seed=seed,
+        sequence_length=sequence_length,
+        fingerprint=fingerprint,
+    )
 
 
 def _encoded(
@@ -307,9 +322,9 @@ def _encoded(
     cache_dir: str | None,
     moved: Moved | None,
     keep: bool,
-) -> tuple[Documents, float, Mapping[str, Any]]:
-    """Documents of texts or conversations, the entropy of their bytes, and what identifies them."""
-    source = open_source(data, seed, moved)
+) -> tuple[Documents, DocumentIndex, Mapping[str, Any]]:
+    """Documents of texts or conversations, their index, and what identifies them."""
+    source = open_source(data, seed, moved, cache_dir=cache_dir, keep=keep)
     found = None if data.chat == "off" else Conversations(source, encoder, data)
     if found is None:
         index = build_index(source, encoder, cache_dir, moved, keep=keep)
@@ -318,7 +333,7 @@ def _encoded(
     if not index.byte_counts.any():
         raise ConfigError.one(
             "data.path",
-            data.path,
+            ", ".join(paths_of(data)),
             f"must hold text: {counted(len(source), 'document')} with nothing inside.",
             "Set data.path to documents with text, or data.field to the field that holds it.",
         )
@@ -329,9 +344,9 @@ def _encoded(
         "source_digest": source.fingerprint(),
     }
     if found is None:
-        return EncodedDocuments(source, encoder, index), index.unigram_entropy, facts
+        return EncodedDocuments(source, encoder, index), index, facts
     facts["chat"] = found.fingerprint()
-    return ChatDocuments(found, index), index.unigram_entropy, facts
+    return ChatDocuments(found, index), index, facts
 
 
 def build(
@@ -373,6 +388,7 @@ def build(
         validation=found.loader("validation", Ramp((), size), repeat=False),
         tokenizer=found.tokenizer,
         unigram_entropy=found.unigram_entropy,
+        unreadable=found.unreadable,
     )
 
 

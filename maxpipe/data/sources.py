@@ -11,10 +11,14 @@ import os
 from dataclasses import replace
 from typing import Literal
 
+from maxpipe.config.data import paths_of
 from maxpipe.config.schema import DataConfig
 from maxpipe.data.formats.array_records import ArrayRecords
+from maxpipe.data.formats.cache import Cache
 from maxpipe.data.formats.files import File, find_files
 from maxpipe.data.formats.json_lines import JsonLines
+from maxpipe.data.formats.parquet import ParquetRows
+from maxpipe.data.formats.saved_dataset import SavedDataset, is_saved_dataset
 from maxpipe.data.formats.source import Moved, Progress, Record, Records, RecordSource, Source
 from maxpipe.data.formats.synthetic import SyntheticRecords
 from maxpipe.data.formats.text import TextFiles, open_corpus
@@ -33,26 +37,51 @@ __all__ = [
     "source_of",
 ]
 
+Kind = Literal["text", "jsonl", "parquet", "arrayrecord", "huggingface"]
+"""Sources whose files tell what they are by their names."""
 
-def open_source(config: DataConfig, seed: int, moved: Moved | None = None) -> Source:
+
+def open_source(
+    config: DataConfig,
+    seed: int,
+    moved: Moved | None = None,
+    *,
+    cache_dir: str | None = None,
+    keep: bool = True,
+) -> Source:
     """The source that `data.source` names. `seed` is read by `synthetic` only.
+
+    Unpacked copies of compressed files, and where lines of large ones start, are looked for in
+    `cache_dir`, and written there with `keep`; else they end with the process.
 
     Raises:
         ConfigError: a path that is missing, empty or not readable as `data.source`.
+        StorageError: there is no room to unpack a file.
     """
-    return RecordSource(_open_records(config, seed, moved), TextOf(config.field))
+    text = TextOf(config.field, config.template)
+    records = _open_records(config, seed, text, Cache(cache_dir, keep=keep), moved)
+    skipped = config.unreadable_limit if config.unreadable == "skip" else 0
+    return RecordSource(records, text, skipped)
 
 
-def _open_records(config: DataConfig, seed: int, moved: Moved | None) -> Records:
+def _open_records(
+    config: DataConfig, seed: int, text: TextOf, cache: Cache, moved: Moved | None
+) -> Records:
+    paths = config.path if config.path or not config.paths else config.paths
     match config.source:
         case "corpus":
             return open_corpus()
         case "text":
-            return TextFiles("text", find_files(config.path, ()))
+            return TextFiles("text", find_files(paths, ()))
         case "jsonl":
-            return JsonLines(find_files(config.path, (".jsonl",)), moved)
+            files = find_files(paths, (".jsonl",))
+            return JsonLines(files, cache, config.largest_unpacked_bytes, moved)
+        case "parquet":
+            return ParquetRows(find_files(paths, (".parquet",)), text.columns, moved)
         case "arrayrecord":
-            return ArrayRecords(find_files(config.path, (".array_record", ".arrayrecord")))
+            return ArrayRecords(find_files(paths, (".array_record", ".arrayrecord")))
+        case "huggingface":
+            return SavedDataset(paths_of(config))
         case "tfds":
             return TfdsExamples(config.path, config.tfds_dir)
         case "synthetic":
@@ -66,25 +95,33 @@ def _open_records(config: DataConfig, seed: int, moved: Moved | None) -> Records
             )
 
 
-def source_of(path: str, where: str) -> Literal["text", "jsonl", "arrayrecord"]:
+_ENDINGS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet", ".array": "arrayrecord"}
+
+
+def _kind_of(name: str) -> Kind:
+    for part, kind in _ENDINGS.items():
+        if part in name:
+            return kind
+    return "text"
+
+
+def source_of(path: str, where: str) -> Kind:
     """The `data.source` of files by their names; `where` names what gave the path.
 
     Raises:
         ConfigError: a path without files, or with files of several kinds.
     """
+    if is_saved_dataset(path):
+        return "huggingface"
     try:
         names = [os.path.basename(file.path) for file in find_files(path, ())]
     except ConfigError as error:
         action = "Name a file, a folder or a pattern that is there."
         problems = [replace(each, where=where, action=action) for each in error.problems]
         raise ConfigError(problems) from None
-    kinds = {
-        "jsonl" if ".jsonl" in name else "arrayrecord" if ".array" in name else "text"
-        for name in names
-    }
+    kinds: set[Kind] = {_kind_of(name) for name in names}
     if len(kinds) == 1:
-        found = kinds.pop()
-        return found  # type: ignore[return-value]
+        return kinds.pop()
     rule = f"must hold files of one kind: it has {' and '.join(sorted(kinds))}."
     action = f"Name them by a pattern such as '{os.path.join(path, '*.jsonl')}'."
     raise ConfigError.one(where, path, rule, action)

@@ -303,7 +303,8 @@ def data(config: Config) -> Iterator[Check]:
         return
     document = "text"
     try:
-        source = open_source(config.data, config.run.seed)
+        kept = str(full(config.run.dir, "run.dir") / ".index")
+        source = open_source(config.data, config.run.seed, cache_dir=kept)
         document = source[0]
         text = f"{source.name}, {counted(len(source), 'document')}, the first of "
         text += counted(len(document), "character")

@@ -15,6 +15,7 @@ from maxpipe.boundary.files import scheme
 from maxpipe.checkpoint import address
 from maxpipe.checkpoint.storage import home, run_folder
 from maxpipe.config.check import where
+from maxpipe.config.data import FILES, paths_of
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.rules import value_of
 from maxpipe.config.schema import Config
@@ -237,7 +238,6 @@ def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
     """Keys and paths of what the run reads. `workdir` is where relative ones begin."""
     data, tokenizer = config.data, config.tokenizer
     named = {
-        "data.path": data.path if data.source in ("text", "jsonl", "arrayrecord") else "",
         "data.tfds_dir": data.tfds_dir if data.source == "tfds" else "",
         "tokenizer.path": tokenizer.path if tokenizer.kind != "bytes" else "",
         "runtime.executable": config.runtime.executable,
@@ -245,7 +245,9 @@ def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
     folder, source = workdir / run_folder(config.run), config.checkpoint.restore_from
     if source and newest_step(folder, config.checkpoint.dir) is None:  # else it is not read
         named["checkpoint.restore_from"] = _run_of(source, config.run.dir, workdir)
-    for key, path in named.items():
+    paths = paths_of(data) if data.source in FILES else []
+    of_data = [("data.path" if data.path else "data.paths", path) for path in paths]
+    for key, path in [*of_data, *named.items()]:
         if path:
             yield key, path if is_remote(path) else str(workdir / os.path.expanduser(path))
 

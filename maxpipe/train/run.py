@@ -469,6 +469,8 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
     sizes.append(f"{ramp.rows * tokens:,}")
     device, processes = mesh.devices.flat[0], counted(jax.process_count(), "process")
     documents = counted(datasets.train.fingerprint()["documents"], "document")
+    if datasets.unreadable:
+        documents += f" of which {datasets.unreadable} cannot be read and are empty"
     model, described = config.model, registry.describe(config.model)
     saved_in = home(run_folder(config.run), config.checkpoint)
     divided = choice.Divided.by(config.mesh, mesh.shape)

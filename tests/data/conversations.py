@@ -124,6 +124,7 @@ class Listed:
     """A source of records in memory."""
 
     name = "listed"
+    unreadable: tuple[int, ...] = ()
 
     def __init__(self, records: Sequence[Any]):
         self.records = list(records)

@@ -57,7 +57,12 @@ def write_sparse(folder: Path) -> None:
     spans = SignedFile(folder / SPANS)
     total = SHARDS * DOCUMENTS
     spans.write((np.append(np.arange(0, total, SPAN), total) * TOKENS).astype("<i8").tobytes())
-    shard = {"documents": DOCUMENTS, "tokens": DOCUMENTS * TOKENS, "files": entries}
+    shard = {
+        "documents": DOCUMENTS,
+        "unreadable": 0,
+        "tokens": DOCUMENTS * TOKENS,
+        "files": entries,
+    }
     manifest = {
         "format": 1,
         "source": {

@@ -296,7 +296,7 @@ def test_process_ends_at_once(how: str, code: int, folder: str) -> None:
 
 def test_reading_tells_that_it_moves(tmp_path: Path) -> None:
     """Else a long first reading looks like one that hangs."""
-    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 4200)
+    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 46_000)
     data = DataConfig(source="jsonl", path=str(tmp_path), validation_fraction=0.2)
     moves: list[None] = []
 
@@ -313,7 +313,7 @@ def test_reading_tells_that_it_moves(tmp_path: Path) -> None:
         ).close()
         return len(moves)
 
-    # Lines are found in two parts, and the documents, which are short, are read in one.
+    # Lines are found in two parts of a MiB, and the documents are read in one.
     assert moves_of_a_build() == 3
     assert moves_of_a_build() == 2  # what was read is kept
 

@@ -249,13 +249,6 @@ def test_bad_line_is_named(line: str, text: str, tmp_path: Path) -> None:
         assert error.value.problems[0].action == "Set data.field=body."
 
 
-def test_compressed_lines(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b")
-    with pytest.raises(ConfigError) as error:
-        open_source(DataConfig(source="jsonl", path=str(tmp_path)), 0)
-    explained(error, "data.path", "a.jsonl.gz", "must not be compressed")
-
-
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"caf\xe9")

@@ -9,6 +9,7 @@ class Texts:
     """A source in memory that counts how often it is read."""
 
     name = "texts"
+    unreadable: tuple[int, ...] = ()
 
     def __init__(self, texts: Sequence[str]):
         self.texts = list(texts)

@@ -8,7 +8,7 @@ import numpy as np
 
 from maxpipe.data.formats.files import File, digest, identities
 from maxpipe.data.formats.source import Record
-from maxpipe.data.formats.text_of import BadRecord, decoded, from_json, shortened
+from maxpipe.data.formats.text_of import BadRecord, check_length, decoded, from_json, shortened
 from maxpipe.errors import ConfigError
 
 
@@ -20,6 +20,14 @@ class ArrayRecords:
     def __init__(self, files: Sequence[File]):
         from array_record.python.array_record_data_source import ArrayRecordDataSource
 
+        for file in files:
+            if file.in_bucket:
+                raise ConfigError.one(
+                    "data.path",
+                    file.path,
+                    "must be in a file system with data.source=arrayrecord.",
+                    "Copy the files to a disk, or mount the bucket as a folder.",
+                )
         self._files = files
         path = files[0].path
         try:
@@ -41,6 +49,7 @@ class ArrayRecords:
 
     def read(self, index: int, columns: list[str] | None = None) -> Record:
         raw = self._records[index]
+        check_length(len(raw))
         if not self._json:
             return decoded(raw)
         try:
@@ -68,6 +77,7 @@ class ArrayRecords:
 
 def _is_json_object(raw: bytes) -> bool:
     try:
-        return isinstance(from_json(raw), dict)
+        from_json(raw)
     except ValueError:
         return False
+    return True

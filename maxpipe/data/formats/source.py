@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from maxpipe.data.formats.text_of import BadRecord, TextOf
-from maxpipe.errors import ConfigError
+from maxpipe.errors import ConfigError, Problem
 
 _LOG = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 5.0
+_NAMED = 10
+"""Records that are skipped and named in the log."""
 
 Record = str | Mapping[str, Any]
 """A document as its format has it: its text, or columns with their values."""
@@ -29,11 +33,16 @@ class Source(Protocol):
     def __getitem__(self, index: int) -> str: ...
 
     def record(self, index: int) -> Record:
-        """The whole record that the document's text is taken from."""
+        """The whole record that the document's text is taken from; empty if it was skipped."""
         ...
 
     def where(self, index: int) -> str:
         """The file of a document and its place in it, for people."""
+        ...
+
+    @property
+    def unreadable(self) -> Sequence[int]:
+        """The numbers of the records that were skipped so far: documents without text."""
         ...
 
     def fingerprint(self) -> str:
@@ -68,11 +77,18 @@ class Records(Protocol):
 
 
 class RecordSource:
-    """The texts of a format's records."""
+    """The texts of a format's records.
 
-    def __init__(self, records: Records, text: TextOf):
+    A record that cannot be read raises ConfigError; with `most_skipped` that many of them are empty
+    documents instead. So documents keep their numbers, and an index says of each what it is.
+    """
+
+    def __init__(self, records: Records, text: TextOf, most_skipped: int = 0):
         self.records = records
         self._text = text
+        self._most_skipped = most_skipped
+        self._skipped: set[int] = set()
+        self._lock = threading.Lock()
 
     @property
     def name(self) -> str:
@@ -85,13 +101,15 @@ class RecordSource:
         try:
             return self._text(self.records.read(index, self._text.columns))
         except BadRecord as error:
-            raise self._named(index, error) from error
+            self._skip(index, error)
+            return ""
 
     def record(self, index: int) -> Record:
         try:
             return self.records.read(index)
         except BadRecord as error:
-            raise self._named(index, error) from error
+            self._skip(index, error)
+            return ""
 
     def where(self, index: int) -> str:
         return self.records.where(index)
@@ -99,8 +117,29 @@ class RecordSource:
     def fingerprint(self) -> str:
         return self.records.fingerprint(self._text.chosen)
 
-    def _named(self, index: int, error: BadRecord) -> ConfigError:
-        return ConfigError.one(self.where(index), error.given, error.rule, error.action)
+    @property
+    def unreadable(self) -> list[int]:
+        with self._lock:
+            return sorted(self._skipped)
+
+    def _skip(self, index: int, error: BadRecord) -> None:
+        """Counts a record that cannot be read. Raises ConfigError for one too many."""
+        with self._lock:
+            if index in self._skipped:
+                return
+            count = len(self._skipped) + 1
+            if count <= self._most_skipped:
+                self._skipped.add(index)
+        problem = Problem(self.where(index), error.given, error.rule, error.action)
+        if count > self._most_skipped:
+            if self._most_skipped:
+                rule = f"{problem.rule} It is one more than data.unreadable_limit skips "
+                problem = replace(problem, rule=f"{rule}({self._most_skipped}).")
+            raise ConfigError([problem]) from error
+        if count <= _NAMED:
+            _LOG.warning("%s Skipped, as an empty document.", problem.line)
+        if count == _NAMED:
+            _LOG.warning("%s: further records that are skipped are counted only", self.name)
 
 
 Moved = Callable[[], object]

@@ -6,8 +6,8 @@ import os
 import sysconfig
 from collections.abc import Sequence
 
-from maxpipe.data.formats.files import File, described, digest, read
-from maxpipe.data.formats.text_of import decoded
+from maxpipe.data.formats.files import File, common_folder, described, digest, read
+from maxpipe.data.formats.text_of import check_length, decoded
 from maxpipe.errors import ConfigError
 from maxpipe.words import counted
 
@@ -32,7 +32,7 @@ class TextFiles:
         if not self._files:
             raise ConfigError.one(
                 "data.path",
-                os.path.commonpath([file.path for file in files]),
+                common_folder(files),
                 f"must hold text: {counted(len(files), 'file')} with nothing inside.",
                 "Set data.path to a folder with text, or data.source=corpus.",
             )
@@ -41,7 +41,9 @@ class TextFiles:
         return len(self._files)
 
     def read(self, index: int, columns: list[str] | None = None) -> str:
-        return decoded(read(self._files[index]), self._errors)
+        file = self._files[index]
+        check_length(file.size_bytes)
+        return decoded(read(file), self._errors)
 
     def where(self, index: int) -> str:
         return self._files[index].path

@@ -86,7 +86,8 @@ def encoded(source: Source, tokenizer: Tokenizer, first: int, stop: int) -> Piec
     dtype = dtype_for(tokenizer.vocab_size)
     # One conversion: `found` may be of any integers.
     joined = np.concatenate(ids).astype(dtype)
-    return Piece(joined, np.array(lengths, np.int64), meta, byte_counts)
+    unreadable = np.isin(np.arange(first, stop), source.unreadable)
+    return Piece(joined, np.array(lengths, np.int64), meta, byte_counts, unreadable)
 
 
 def _batches(source: Source, first: int, stop: int) -> Iterator[list[str]]:

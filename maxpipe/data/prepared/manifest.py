@@ -37,7 +37,15 @@ META = np.dtype([("text_bytes", "<u4"), ("digest", "<u8")])
 FORMAT = 1
 _LARGEST_BYTES = 1 << 28
 # How documents are read, not what they are.
-_UNRELATED = ("validation_fraction", "allow_change", "prefetch_batches", "threads")
+_UNRELATED = (
+    "validation_fraction",
+    "allow_change",
+    "prefetch_batches",
+    "threads",
+    "unreadable",
+    "unreadable_limit",
+    "largest_unpacked_bytes",
+)
 
 
 class FileEntry(TypedDict):
@@ -51,6 +59,8 @@ class ShardEntry(TypedDict):
     """Documents that follow each other, and their files by suffix. Tokens count begin and end."""
 
     documents: int
+    unreadable: int
+    """Of these, empty because their records could not be read."""
     tokens: int
     files: dict[str, FileEntry]
 

@@ -168,6 +168,8 @@ class MegatronDocuments:
         number = int(np.searchsorted(self._starts, document, side="right")) - 1
         return f"{self._pairs[number].ids.path}: document {document - self._starts[number]}"
 
+    unreadable = 0
+
     @property
     def unigram_entropy(self) -> None:
         """The files do not say how frequent bytes of the text are."""

@@ -78,13 +78,14 @@ class _Done:
 
     def __init__(self) -> None:
         self.shards: list[ShardEntry] = []
-        self.documents = self.tokens = self.text_bytes = 0
+        self.documents = self.unreadable = self.tokens = self.text_bytes = 0
         self.byte_counts = np.zeros(256, np.int64)
 
     def add(self, finished: Finished) -> None:
         shard = finished["shard"]
         self.shards.append(shard)
         self.documents += shard["documents"]
+        self.unreadable += shard["unreadable"]
         self.tokens += shard["tokens"]
         self.text_bytes += finished["text_bytes"]
         self.byte_counts += np.array(finished["byte_counts"], np.int64)
@@ -115,6 +116,8 @@ def prepare(plan: Plan, report: Report) -> str:
         if (plan.folder / FILE).exists():
             found = read_manifest(str(plan.folder))
             _check_same(plan.folder, found, spec)
+            skipped = sum(shard["unreadable"] for shard in found["shards"])
+            _check_skipped(plan.data, skipped, found["documents"])
             (plan.folder / JOURNAL).unlink(missing_ok=True)
             return f"{plan.folder} is complete: {_counts(found)}"
         plan.folder.mkdir(parents=True, exist_ok=True)
@@ -137,6 +140,8 @@ def _counts(found: Manifest) -> str:
     size = sum(file["bytes"] for shard in found["shards"] for file in shard["files"].values())
     shards = counted(len(found["shards"]), "shard")
     documents = counted(found["documents"], "document")
+    if unreadable := sum(shard["unreadable"] for shard in found["shards"]):
+        documents += f" of which {unreadable} cannot be read and are empty"
     return f"{documents}, {counted(found['tokens'], 'token')}, {shards} of {size / 1e6:.1f} MB"
 
 
@@ -286,10 +291,14 @@ def _write(
 ) -> None:
     """Writes shards, each up to the document with which it has `shard_tokens`."""
     start, documents, tokens, text_bytes = time.monotonic(), done.documents, 0, 0
+    unreadable = done.unreadable
+    _check_skipped(plan.data, unreadable, documents)
     writer: ShardWriter | None = None
     try:
         for piece in pieces:
             documents += len(piece.lengths)
+            unreadable += int(piece.unreadable.sum())
+            _check_skipped(plan.data, unreadable, documents)
             tokens += len(piece.ids)
             text_bytes += int(piece.meta["text_bytes"].sum(dtype=np.int64))
             while len(piece.lengths):
@@ -312,6 +321,26 @@ def _write(
     finally:
         if writer is not None:
             writer.abandon()
+
+
+def _check_skipped(data: DataConfig, unreadable: int, documents: int) -> None:
+    """Raises ConfigError if the processes have skipped too many records together."""
+    if data.unreadable == "stop" and unreadable:
+        raise ConfigError.one(
+            "data.unreadable",
+            data.unreadable,
+            f"must be skip for this folder: {counted(unreadable, 'record')} could not be read when "
+            "it was prepared.",
+            "Set data.unreadable=skip, or name another folder with --out.",
+        )
+    if unreadable > data.unreadable_limit:
+        raise ConfigError.one(
+            "data.unreadable_limit",
+            data.unreadable_limit,
+            f"must be at least the number of records that cannot be read: {unreadable} of the "
+            f"first {documents}.",
+            "Correct these records, which the log names, or set a larger limit.",
+        )
 
 
 def _finish(folder: Path, spec: Spec, done: _Done) -> Manifest:

@@ -176,6 +176,11 @@ class PreparedDocuments:
         return f"prepared from {self.manifest['source']['name']}"
 
     @property
+    def unreadable(self) -> int:
+        """Documents that are empty because their records could not be read."""
+        return sum(shard["unreadable"] for shard in self.manifest["shards"])
+
+    @property
     def unigram_entropy(self) -> float:
         """Nats per byte of a model that knows only how frequent each byte is."""
         return entropy(np.array(self.manifest["byte_counts"], np.int64))

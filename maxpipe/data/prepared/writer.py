@@ -39,13 +39,15 @@ class Piece(NamedTuple):
     """`META` [documents]"""
     byte_counts: np.ndarray
     """uint32 [documents, 256]: the histograms of the bytes of their texts."""
+    unreadable: np.ndarray
+    """bool [documents]: those that are empty because their records could not be read."""
 
     def part(self, first: int, stop: int) -> Piece:
         """The documents from `first` to before `stop`."""
         ends = np.concatenate([[0], np.cumsum(self.lengths)])
         here = slice(first, stop)
         ids = self.ids[ends[first] : ends[stop]]
-        return Piece(ids, self.lengths[here], self.meta[here], self.byte_counts[here])
+        return Piece(ids, *(each[here] for each in self[1:]))
 
 
 class Finished(TypedDict):
@@ -104,7 +106,7 @@ class ShardWriter:
         self.tokens = 0
         self._folder, self._number, self._dtype = folder, number, dtype
         self._lengths: list[np.ndarray] = []
-        self._text_bytes = 0
+        self._text_bytes = self._unreadable = 0
         self._byte_counts = np.zeros(256, np.int64)
         self._bin = self._open(BIN)
         self._meta = self._open(META_FILE)
@@ -123,6 +125,7 @@ class ShardWriter:
         self._lengths.append(piece.lengths)
         self._text_bytes += int(piece.meta["text_bytes"].sum(dtype=np.int64))
         self._byte_counts += piece.byte_counts.sum(axis=0, dtype=np.int64)
+        self._unreadable += int(piece.unreadable.sum())
         self.tokens += len(piece.ids)
 
     def close(self) -> Finished:
@@ -137,7 +140,12 @@ class ShardWriter:
             crc.write(np.array(files[suffix].crcs, "<u4").tobytes())
         entries[CRC_FILE] = crc.close()
         return {
-            "shard": {"documents": len(lengths), "tokens": self.tokens, "files": entries},
+            "shard": {
+                "documents": len(lengths),
+                "unreadable": self._unreadable,
+                "tokens": self.tokens,
+                "files": entries,
+            },
             "text_bytes": self._text_bytes,
             "byte_counts": self._byte_counts.tolist(),
         }
