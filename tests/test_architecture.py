@@ -21,7 +21,8 @@ ROWS = (
     ("maxpipe", "maxpipe.errors", "maxpipe.words", "maxpipe.nested"),
     ("maxpipe.boundary",),
     (
-        *("maxpipe.schedule", "maxpipe.config.schema", "maxpipe.config.bounds"),
+        *("maxpipe.schedule", "maxpipe.config.schema", "maxpipe.config.data_schema"),
+        "maxpipe.config.bounds",
         "maxpipe.config.shipped",
         *("maxpipe.processes.phases", "maxpipe.processes.secret"),
     ),
@@ -406,7 +407,7 @@ def _section_classes() -> list[ast.ClassDef]:
     declaring = [module for module in MODULES if _within(module, "maxpipe.model.families")]
     return [
         node
-        for module in ("maxpipe.config.schema", *declaring)
+        for module in ("maxpipe.config.schema", "maxpipe.config.data_schema", *declaring)
         for node in tree(module).body
         if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
     ]

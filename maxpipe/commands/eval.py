@@ -117,7 +117,7 @@ def _documents(options: argparse.Namespace) -> list[str]:
             rule = f"says which documents to take, and {each} says it, too."
             raise ConfigError.one(where, path, rule, "Leave one of them out.")
     source = source_of(path, where)
-    return [f"data.source={source}", f"data.path={one_line(path)}"]
+    return ["data.mixture={}", f"data.source={source}", f"data.path={one_line(path)}"]
 
 
 def _say(text: str) -> None:

@@ -15,16 +15,16 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 
+import maxpipe.config.data_rules
 import maxpipe.config.mesh_rules
 import maxpipe.config.model_rules
 import maxpipe.config.pipeline_rules
-import maxpipe.config.tokenizer_rules  # noqa: F401  all four register their rules
+import maxpipe.config.tokenizer_rules  # noqa: F401  all five register their rules
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import scheme
 from maxpipe.config import ramp
 from maxpipe.config.copies import meant_copies
 from maxpipe.config.keys import FAMILY, KEYS, family_section
-from maxpipe.config.names import list_meant
 from maxpipe.config.phases import EXAMPLE, phases
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.ranges import BOUNDS, Bound
@@ -427,40 +427,6 @@ def _local_has_folder_and_period(config: Config) -> Iterator[Finding]:
             "checkpoint.local_dir",
             f"must name a folder with checkpoint.local_every={every}.",
             "Set checkpoint.local_dir to a folder on a fast disk, or checkpoint.local_every=0.",
-        )
-
-
-# Data.
-
-
-@rule("data.source", "data.path")
-def _source_has_a_path(config: Config) -> Iterator[Finding]:
-    source = config.data.source
-    if source in ("text", "jsonl", "arrayrecord", "tfds") and not config.data.path:
-        example = {"tfds": "c4/en:3.1.0", "text": "data/*.txt"}.get(source, f"data/*.{source}")
-        yield Finding(
-            "data.path",
-            f"must not be empty with data.source={source}.",
-            f"Set data.path={example} (your own), or data.source=corpus.",
-        )
-
-
-@rule("data.path")
-def _path_is_no_list(config: Config) -> Iterator[Finding]:
-    path = config.data.path
-    if path.startswith("[") and path.endswith("]") and "," in path:
-        yield Finding("data.path", "must be one path, not a list.", list_meant("data.path"))
-
-
-@rule("data.source", "data.validation_fraction", "eval.batches")
-def _validation_has_documents(config: Config) -> Iterator[Finding]:
-    synthetic = config.data.source == "synthetic"
-    if config.eval.batches and not config.data.validation_fraction and not synthetic:
-        yield Finding(
-            "data.validation_fraction",
-            f"must be more than 0 when eval.batches is {config.eval.batches}: evaluation reads "
-            "documents that training never sees.",
-            "Set data.validation_fraction=0.05, or eval.batches=0.",
         )
 
 

@@ -2,7 +2,8 @@
 
 Each field is followed by a string that documents it: `maxpipe config explain`,
 `docs/config.md`, the JSON schema and error messages are rendered from these
-strings. The classes hold values only; rules live in `check.py`. The keys of one model
+strings. The classes hold values only; rules live in `check.py`. What is read is declared in
+`data_schema.py`. The keys of one model
 family are declared in its file in `maxpipe/model/families`. Nothing here imports jax, so
 that `maxpipe --help` stays fast.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from maxpipe.config.data_schema import DataConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -320,31 +323,6 @@ class OptimConfig:
     (arXiv:1502.02551): up or down by chance, right in the mean, so that small updates are not
     lost. What is drawn follows from seed, step and place in the model: it is the same under every
     layout."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
-    """Where text comes from."""
-
-    source: Literal["corpus", "text", "jsonl", "arrayrecord", "tfds", "synthetic"] = "corpus"
-    """`corpus`: the source files of Python's standard library, on every machine. `text`: files,
-    one document each. `jsonl`: one JSON object per line. `arrayrecord`: files of UTF-8 or JSON
-    records. `tfds`: a dataset prepared as ArrayRecord. `synthetic`: random tokens."""
-    path: str = ""
-    """File, folder or glob pattern; for `tfds` the name of the dataset, e.g. `c4/en:3.1.0`."""
-    tfds_dir: str = ""
-    """Folder in which `tfds` datasets were prepared. Empty means the tfds default."""
-    field: str = "text"
-    """Name of the text field in `jsonl`, JSON `arrayrecord` and `tfds` records."""
-    validation_fraction: float = 0.05
-    """Share of the documents, drawn by the seed, that is only used for evaluation."""
-    allow_change: bool = False
-    """Go on from the run's checkpoint although documents, seed, packing or tokenizer are others
-    than when it was saved. Samples may be repeated or left out then."""
-    prefetch_batches: int = 4
-    """Batches made ready ahead of the step that needs them."""
-    threads: int = 2
-    """Threads that read and pack."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

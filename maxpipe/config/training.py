@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from maxpipe.config.check import DEFAULT, where
+from maxpipe.config.data_rules import named_sources
 from maxpipe.config.ranges import BYTES_VOCABULARY
 from maxpipe.config.schema import Config
 from maxpipe.errors import Problem
@@ -21,18 +22,21 @@ def check_training(
 
     Forecasts and compiled steps need neither text nor tokenizer.
     """
-    unread = [] if "data.source" in skip else unread_path(config, origins)
+    wrong = not {"data.source", "data.mixture"}.isdisjoint(skip)
+    unread = [] if wrong else unread_path(config, origins)
     return unread + _built_in_for_a_public_model(config, origins, skip)
 
 
 def unread_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
     """A path that the source does not read: the run would be on other text than the user's."""
-    source, path = config.data.source, config.data.path
-    if not path or source not in ("corpus", "synthetic"):
-        return []
-    rule = f"is not read with data.source={source}."
-    action = "Set data.source=text, or jsonl, arrayrecord or tfds, or leave data.path out."
-    return [Problem(where("data.path", origins), path, rule, action)]
+    problems = []
+    for section, each in named_sources(config):
+        if each.path and each.source in ("corpus", "synthetic"):
+            key = f"{section}.source"
+            rule = f"is not read with {key}={each.source}."
+            action = f"Set {key}=text, or jsonl, arrayrecord or tfds, or leave {section}.path out."
+            problems.append(Problem(where(f"{section}.path", origins), each.path, rule, action))
+    return problems
 
 
 def _built_in_for_a_public_model(
@@ -42,7 +46,8 @@ def _built_in_for_a_public_model(
     vocabulary = config.model.vocab_size
     if not {"model.vocab_size", "tokenizer.kind", "data.source"}.isdisjoint(skip):
         return []
-    if vocabulary <= LARGEST_FOR_BYTES or config.data.source == "synthetic":
+    synthetic = all(each.source == "synthetic" for _, each in named_sources(config))
+    if vocabulary <= LARGEST_FOR_BYTES or synthetic:
         return []
     problems = []
     if config.tokenizer.kind == "bytes":
@@ -56,7 +61,7 @@ def _built_in_for_a_public_model(
                 f"its folder), or model.vocab_size={BYTES_VOCABULARY} to train on bytes.",
             )
         )
-    if origins.get("data.source", DEFAULT) == DEFAULT:
+    if origins.get("data.source", DEFAULT) == DEFAULT and not config.data.mixture:
         problems.append(
             Problem(
                 where("data.source", origins),

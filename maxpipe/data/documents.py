@@ -11,16 +11,14 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import threading
-import zipfile
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from maxpipe.boundary.files import opened
+from maxpipe.data import kept
 from maxpipe.data.sources import Moved, Progress, Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import StorageError
@@ -69,9 +67,14 @@ class DocumentIndex:
     @property
     def unigram_entropy(self) -> float:
         """Nats per byte of a model that knows only how frequent each byte is."""
-        counts = self.byte_counts[self.byte_counts > 0]
-        shares = counts / counts.sum()
-        return max(0.0, float(-(shares * np.log(shares)).sum()))  # of one letter it is not -0.0
+        return unigram_entropy(self.byte_counts)
+
+
+def unigram_entropy(byte_counts: np.ndarray) -> float:
+    """That of text with these numbers of each byte."""
+    counts = byte_counts[byte_counts > 0]
+    shares = counts / counts.sum()
+    return max(0.0, float(-(shares * np.log(shares)).sum()))  # of one letter it is not -0.0
 
 
 def build_index(
@@ -93,12 +96,12 @@ def build_index(
         key = json.dumps([1, source.fingerprint(), tokenizer.fingerprint(), len(source)])
         name = hashlib.sha256(key.encode()).hexdigest()[:32]
         path = os.path.join(os.path.expanduser(cache_dir), f"index-{name}.npz")
-        cached = _load_index(path, len(source))
-        if cached is not None:
-            return cached
+        shapes = {"lengths": (len(source),), "byte_counts": (256,)}
+        if (cached := kept.load(path, shapes)) is not None:
+            return DocumentIndex(**cached)
     index = _read_all(source, tokenizer, moved)
     if path is not None and keep:
-        _save_index(path, index)
+        kept.save(path, {"lengths": index.lengths, "byte_counts": index.byte_counts})
     return index
 
 
@@ -118,37 +121,6 @@ def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> Docu
             texts, characters = [], 0
             progress.update(i + 1)
     return DocumentIndex(lengths + 2, byte_counts)
-
-
-def _load_index(path: str, num_documents: int) -> DocumentIndex | None:
-    try:
-        # Opened here, because numpy leaves a damaged file open.
-        with open(opened(path), "rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-            index = DocumentIndex(arrays["lengths"], arrays["byte_counts"])
-        if index.lengths.shape != (num_documents,) or index.byte_counts.shape != (256,):
-            raise ValueError("arrays of another shape")
-        return index
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile) as error:
-        _LOG.warning("%s cannot be used (%s): reading all documents again", path, error)
-        return None
-
-
-def _save_index(path: str, index: DocumentIndex) -> None:
-    """Written to a temporary name and renamed, so that no process reads half a file."""
-    folder = os.path.dirname(path)
-    temporary = None
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as stream:
-            temporary = stream.name
-            np.savez(stream, lengths=index.lengths, byte_counts=index.byte_counts)
-        os.replace(temporary, path)
-    except OSError as error:
-        _LOG.warning("%s cannot be written (%s): the next start reads all documents", path, error)
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
 
 
 class EncodedDocuments:

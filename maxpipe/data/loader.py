@@ -1,8 +1,8 @@
 """Batches of a step, by step number.
 
-Owns the order of sequences over epochs and reading ahead. The position of a run is
-one integer, the next step: row r of step s is sequence s * batch_size + r of the
-shuffled and repeated stream, whichever process asks for it. Where batches grow, that is
+Owns reading ahead. The position of a run is
+one integer, the next step: row r of step s is sample s * batch_size + r of the
+stream, whichever process asks for it. Where batches grow, that is
 as many sequences as all batches before it have, and r. So data order depends
 on seed and data, not on mesh, processes or devices, and resuming seeks. It does
 not know how rows are placed on devices.
@@ -16,22 +16,25 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from maxpipe.config.ramp import FACTS, Ramp
+from maxpipe.config import ramp as config_ramp
+from maxpipe.config.ramp import Ramp
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.documents import DocumentIndex, Documents, EncodedDocuments, build_index
-from maxpipe.data.packing import PackedSequences, Permutation, split_documents
-from maxpipe.data.sources import Moved, open_source
-from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
+from maxpipe.data import mixture
+from maxpipe.data.corpus import SOURCES, Corpus, open_corpus
+from maxpipe.data.documents import unigram_entropy
+from maxpipe.data.mixture import Mixture
+from maxpipe.data.packing import PackedSequences
+from maxpipe.data.sources import Moved
+from maxpipe.data.stream import Part, Stream
+from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError
-from maxpipe.words import counted
 
 # Increased whenever the same seed and data give other batches than before.
 _ORDER_VERSION = 1
-_SEQUENCE_ORDER = 1
 
 Batch = dict[str, np.ndarray]
 Rows = Sequence[int] | slice
@@ -76,43 +79,53 @@ class Batches(Iterator[Batch]):
         self.close()
 
 
-class Loader:
-    """Random access to the batches of one split.
+class Row(NamedTuple):
+    """Where a row of a batch comes from."""
 
-    With `repeat` the stream is endless and each epoch has an order of its own.
-    Without it the order is fixed, and rows beyond the last sequence have an all-zero
-    `loss_mask`, so that no sequence counts twice.
+    source: str
+    """Its name in `data.mixture`; empty without one."""
+    sequence: int
+    documents: list[int]
+    """Numbers of the documents of the source that have a token in it."""
+
+
+class Loader:
+    """Random access to the batches of a stream.
+
+    Of one that does not repeat, rows beyond the last sequence have an all-zero `loss_mask`, so that
+    no sequence counts twice.
     """
 
     def __init__(
         self,
-        sequences: PackedSequences,
+        stream: Stream,
         *,
         ramp: Ramp,
-        repeat: bool,
-        seed: int,
         threads: int,
         prefetch_batches: int,
         fingerprint: Mapping[str, Any],
     ):
-        self.sequences = sequences
+        self.stream = stream
         self.ramp = ramp
         self.threads = threads
         self.prefetch_batches = prefetch_batches
-        self._repeat = repeat
-        self._seed = seed
         self._fingerprint = dict(fingerprint)
         self._open: weakref.WeakSet[Batches] = weakref.WeakSet()
 
     @property
+    def sequences(self) -> PackedSequences:
+        """Those of the only source, or of the first one."""
+        return self.stream.parts[0].sequences
+
+    @property
     def steps_per_epoch(self) -> float:
         """Of the full batch. An epoch may end inside a step; the next one fills its other rows."""
-        return len(self.sequences) / self.ramp.rows
+        return len(self.stream) / self.ramp.rows
 
     @property
     def num_batches(self) -> int:
-        """Steps in which every sequence is seen once."""
-        return self.ramp.batches(len(self.sequences))
+        """Steps in which there is a row for each sequence."""
+        return self.ramp.batches(len(self.stream))
 
     def batch(self, step: int, rows: Rows | np.ndarray = slice(None)) -> Batch:
         """The given rows of the global batch of one step.
@@ -121,34 +134,52 @@ class Loader:
         """
         front, count = self.ramp.place(step)
         rows = np.arange(count, dtype=np.int32)[rows]
-        numbers = front + rows.astype(np.int64)
-        if self._repeat:
-            examples = [self.sequences[i] for i in self._shuffled(numbers)]
-        else:
-            count = len(self.sequences)
-            examples = [
-                self.sequences[i] if i < count else self.sequences.padding()
-                for i in numbers.tolist()
-            ]
+        sources, sequences = self.stream.places(front + rows.astype(np.int64))
+        places = zip(sources.tolist(), sequences.tolist(), strict=True)
+        examples = [self.stream.read(*place) for place in places]
         batch = {name: np.stack([example[name] for example in examples]) for name in examples[0]}
         return {**batch, "example_ids": rows}
 
-    def _shuffled(self, numbers: np.ndarray) -> list[int]:
-        count = len(self.sequences)
-        epochs, within = np.divmod(numbers, count)
-        for epoch in np.unique(epochs):
-            order = Permutation(count, self._seed, _SEQUENCE_ORDER, int(epoch))
-            within[epochs == epoch] = order(within[epochs == epoch])
-        return within.tolist()
-
-    def ids(self, step: int) -> dict[str, list[int]]:
-        """The `sequences` of one step's batch, row by row, and the `documents` that are in them."""
+    def rows(self, step: int) -> list[Row]:
+        """Where each row of one step's batch comes from; without those that are padding."""
         front, count = self.ramp.place(step)
-        numbers = front + np.arange(count, dtype=np.int64)
-        found = self._shuffled(numbers) if self._repeat else numbers.tolist()
-        sequences = [number for number in found if number < len(self.sequences)]
-        inside = {name for number in sequences for name in self.sequences.documents(number)}
-        return {"sequences": sequences, "documents": sorted(inside)}
+        sources, sequences = self.stream.places(front + np.arange(count, dtype=np.int64))
+        found = []
+        for source, sequence in zip(sources.tolist(), sequences.tolist(), strict=True):
+            if sequence >= 0:
+                part = self.stream.parts[source]
+                found.append(Row(part.name, sequence, part.sequences.documents(sequence)))
+        return found
+
+    def ids(self, step: int) -> dict[str, Any]:
+        """The `sequences` of one step's batch, row by row, and the `documents` that are in them.
+
+        Of a mixture also the `sources`, row by row, and documents by source.
+        """
+        rows = self.rows(step)
+        inside: dict[str, set[int]] = {}
+        for row in rows:
+            inside.setdefault(row.source, set()).update(row.documents)
+        documents = {name: sorted(numbers) for name, numbers in sorted(inside.items())}
+        sequences = {"sequences": [row.sequence for row in rows]}
+        if len(self.stream.parts) == 1:
+            return {**sequences, "documents": documents.get(self.stream.parts[0].name, [])}
+        return {"sources": [row.source for row in rows], **sequences, "documents": documents}
+
+    def go_on(self, saved: Mapping[str, Any], step: int) -> bool:
+        """Keep what a fingerprint says of the mixture before a step; whether weights change there.
+
+        From there on it is the loader's own. Each source goes on with the sample behind its last.
+        """
+        own, before = self.stream.mixture, saved.get(mixture.FACTS)
+        if own is None or before is None or saved.get(SOURCES) != self._fingerprint[SOURCES]:
+            return False
+        found = Mixture.of_facts(before, own.seed).changed(own, self.ramp.before(step))
+        if found.stages == own.stages:
+            return False
+        self.stream.mixture = found
+        self._fingerprint[mixture.FACTS] = found.facts()
+        return True
 
     def batches(
         self, start_step: int, rows: Rows | RowsOf = slice(None), *, stop_step: int | None = None
@@ -158,7 +189,7 @@ class Loader:
         Ends before `stop_step`; by default never, or after `num_batches` without `repeat`.
         """
         if stop_step is None:
-            stop_step = sys.maxsize if self._repeat else self.num_batches
+            stop_step = sys.maxsize if self.stream.repeat else self.num_batches
         batches = Batches(self, start_step, stop_step, rows if callable(rows) else lambda _: rows)
         self._open.add(batches)
         return batches
@@ -192,70 +223,37 @@ class Datasets:
             self.validation.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """Documents that were indexed, before anything is cut from them."""
-
-    documents: Documents
-    tokenizer: Tokenizer
-    index: DocumentIndex
-    config: DataConfig
-    seed: int
-    sequence_length: int
-    fingerprint: Mapping[str, Any]
-
-    def loader(self, order: np.ndarray, ramp: Ramp, *, repeat: bool) -> Loader:
-        return Loader(
-            PackedSequences(self.documents, order, self.sequence_length),
-            ramp=ramp,
-            repeat=repeat,
-            seed=self.seed,
-            threads=self.config.threads,
-            prefetch_batches=self.config.prefetch_batches,
-            fingerprint=self.fingerprint,
-        )
-
-    def split(self) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of the training and of the validation documents."""
-        count = len(self.index.lengths)
-        return split_documents(count, self.config.validation_fraction, self.seed)
+def _train(corpus: Corpus, ramp: Ramp) -> Loader:
+    """Endless, with the shares that the config gives its sources."""
+    parts, facts, mixed = corpus.train(), _facts(corpus, ramp), None
+    if corpus.data.mixture:
+        sizes = {part.name: len(part.sequences) for part in parts}
+        mixed = mixture.planned(corpus.data, sizes, ramp, corpus.sequence_length, corpus.seed)
+        facts[mixture.FACTS] = mixed.facts()
+    stream = Stream(parts, seed=corpus.seed, repeat=True, mixture=mixed)
+    return _loader(corpus.data, stream, ramp, facts)
 
 
-def _open(
-    data: DataConfig,
-    tokenizer: TokenizerConfig,
-    *,
-    seed: int,
-    ramp: Ramp,
-    sequence_length: int,
-    cache_dir: str | None,
-    moved: Moved | None,
-    keep: bool = True,
-) -> _Opened:
-    source = open_source(data, seed, moved)
-    encoder = open_tokenizer(tokenizer)
-    index = build_index(source, encoder, cache_dir, moved, keep=keep)
-    if not index.byte_counts.any():
-        raise ConfigError.one(
-            "data.path",
-            data.path,
-            f"must hold text: {counted(len(source), 'document')} with nothing inside.",
-            "Set data.path to documents with text, or data.field to the field that holds it.",
-        )
-    fingerprint = {
-        "order_version": _ORDER_VERSION,
-        "source": source.name,
-        "documents": len(source),
-        "tokens": int(index.lengths.sum()),
-        "source_digest": source.fingerprint(),
-        "tokenizer": encoder.fingerprint(),
-        "seed": seed,
-        "validation_fraction": data.validation_fraction,
-        **ramp.facts(),
-        "sequence_length": sequence_length,
-    }
-    documents = EncodedDocuments(source, encoder, index)
-    return _Opened(documents, encoder, index, data, seed, sequence_length, fingerprint)
+def _once(corpus: Corpus, parts: Sequence[Part], rows: int) -> Loader | None:
+    """Each sequence once; None without sequences."""
+    if not parts:
+        return None
+    ramp, stream = Ramp((), rows), Stream(parts, seed=corpus.seed, repeat=False)
+    return _loader(corpus.data, stream, ramp, _facts(corpus, ramp))
+
+
+def _facts(corpus: Corpus, ramp: Ramp) -> dict[str, Any]:
+    return {"order_version": _ORDER_VERSION, **corpus.fingerprint(), **ramp.facts()}
+
+
+def _loader(data: DataConfig, stream: Stream, ramp: Ramp, facts: Mapping[str, Any]) -> Loader:
+    return Loader(
+        stream,
+        ramp=ramp,
+        threads=data.threads,
+        prefetch_batches=data.prefetch_batches,
+        fingerprint=facts,
+    )
 
 
 def build(
@@ -270,7 +268,7 @@ def build(
     cache_dir: str | None = None,
     moved: Moved | None = None,
 ) -> Datasets:
-    """Opens source and tokenizer, indexes the documents and splits them.
+    """Opens sources and tokenizer, indexes the documents and splits them.
 
     The first time it reads every document once; `cache_dir` keeps what it found. Validation
     takes batches of `eval_batch_size`, or of `batch_size` when that is 0. `batch_ramp` says which
@@ -280,24 +278,19 @@ def build(
         ConfigError: anything the user has to change in `data` or `tokenizer`.
     """
     ramp = Ramp((), batch_size) if batch_ramp is None else batch_ramp
-    found = _open(
+    corpus = open_corpus(
         data,
         tokenizer,
         seed=seed,
-        ramp=ramp,
         sequence_length=sequence_length,
         cache_dir=cache_dir,
         moved=moved,
     )
-    train, validation = found.split()
-    size = eval_batch_size or batch_size
     return Datasets(
-        train=found.loader(train, ramp, repeat=True),
-        validation=found.loader(validation, Ramp((), size), repeat=False)
-        if len(validation)
-        else None,
-        tokenizer=found.tokenizer,
-        unigram_entropy=found.index.unigram_entropy,
+        train=_train(corpus, ramp),
+        validation=_once(corpus, corpus.held_out(), eval_batch_size or batch_size),
+        tokenizer=corpus.tokenizer,
+        unigram_entropy=unigram_entropy(corpus.byte_counts),
     )
 
 
@@ -321,29 +314,25 @@ def build_once_through(
         ConfigError: anything the user has to change in `data` or `tokenizer`, or a split without
             documents.
     """
-    found = _open(
+    corpus = open_corpus(
         data,
         tokenizer,
         seed=seed,
-        ramp=Ramp((), batch_size),
         sequence_length=sequence_length,
         cache_dir=cache_dir,
         moved=moved,
         keep=False,
     )
-    if split == "all":
-        order = np.arange(len(found.index.lengths))
-    else:
-        order = found.split()[split == "validation"]
-    if not len(order):
+    parts = {"validation": corpus.held_out, "train": corpus.train, "all": corpus.everything}[split]
+    loader = _once(corpus, parts(), eval_batch_size or batch_size)
+    if loader is None:
         raise ConfigError.one(
             "data.validation_fraction",
             data.validation_fraction,
             "leaves no documents for validation.",
             "Evaluate on all documents with --split all, or on others with --data FILES.",
         )
-    size = eval_batch_size or batch_size
-    return found.loader(order, Ramp((), size), repeat=False), found.tokenizer
+    return loader, corpus.tokenizer
 
 
 _WORDS = {
@@ -372,11 +361,24 @@ def compare(
     """The (name, saved, current) of each entry in which two fingerprints differ, for people.
 
     Sizes of batches do not, if all before `step` were the same: no row is lost or repeated then.
+    Nor do weights of a mixture: see `Loader.go_on`.
     """
     names = [*saved, *(name for name in current if name not in saved)]
     if step is not None and Ramp.of_facts(saved).same_until(Ramp.of_facts(current), step):
-        names = [name for name in names if name not in FACTS]
-    return [
+        names = [name for name in names if name not in config_ramp.FACTS]
+    of_sources = saved.get(SOURCES, {}), current.get(SOURCES, {})
+    if of_sources[0].keys() != of_sources[1].keys():
+        said = [", ".join(each) or None for each in of_sources]
+        return [("the sources of data.mixture", *said)]  # all else follows from them
+    found = []
+    for name in of_sources[0]:
+        inner = compare(*(each[name] for each in of_sources))
+        found += [(f"{name}: {words}", before, now) for words, before, now in inner]
+    if found:
+        # The totals follow from these.
+        names = [name for name in names if name not in ("documents", "tokens", "source_digest")]
+    names = [name for name in names if name not in (SOURCES, mixture.FACTS)]
+    return found + [
         (_WORDS.get(name, name), _short(saved.get(name)), _short(current.get(name)))
         for name in names
         if saved.get(name) != current.get(name)

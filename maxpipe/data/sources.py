@@ -25,9 +25,9 @@ import numpy as np
 
 from maxpipe.boundary.files import opened
 from maxpipe.boundary.typed import parse
+from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.inputs import broken_link
 from maxpipe.config.rules import did_you_mean
-from maxpipe.config.schema import DataConfig
 from maxpipe.errors import ConfigError
 from maxpipe.words import counted
 
@@ -91,7 +91,7 @@ class Progress:
             _LOG.info("%s: %.1f %% of %d", self._task, percent, self._total)
 
 
-def open_source(config: DataConfig, seed: int, moved: Moved | None = None) -> Source:
+def open_source(config: SourceConfig, seed: int, moved: Moved | None = None) -> Source:
     """The source that `data.source` names. `seed` is read by `synthetic` only.
 
     Raises:

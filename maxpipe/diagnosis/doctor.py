@@ -35,11 +35,12 @@ from maxpipe.checkpoint.storage import (
     try_out,
 )
 from maxpipe.config.check import cautions
+from maxpipe.config.data_rules import named_sources
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
 from maxpipe.config.training import check_training
-from maxpipe.data.sources import open_source
+from maxpipe.data.corpus import open_section
 from maxpipe.data.tokenizer import check_vocab, open_tokenizer
 from maxpipe.diagnosis import environment
 from maxpipe.errors import ConfigError, StorageError
@@ -298,14 +299,15 @@ def _size(count: float) -> str:
 def data(config: Config) -> Iterator[Check]:
     """Whether documents can be read and turned into tokens that the model has."""
     document = "text"
-    try:
-        source = open_source(config.data, config.run.seed)
-        document = source[0]
-        text = f"{source.name}, {counted(len(source), 'document')}, the first of "
-        text += counted(len(document), "character")
-        yield Check("data", "ok", text)
-    except ConfigError as error:
-        yield from _explained("data", error)
+    for section, each in named_sources(config):
+        try:
+            source = open_section(section, each, config.run.seed)
+            document = source[0]
+            text = f"{source.name}, {counted(len(source), 'document')}, the first of "
+            text += counted(len(document), "character")
+            yield Check(section, "ok", text)
+        except ConfigError as error:
+            yield from _explained(section, error)
     try:
         tokenizer = open_tokenizer(config.tokenizer)
         check_vocab(tokenizer, config.model.vocab_size)

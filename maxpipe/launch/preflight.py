@@ -15,6 +15,8 @@ from maxpipe.boundary.files import scheme
 from maxpipe.checkpoint import address
 from maxpipe.checkpoint.storage import home, run_folder
 from maxpipe.config.check import where
+from maxpipe.config.data_rules import named_sources
+from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.rules import value_of
 from maxpipe.config.schema import Config
@@ -235,10 +237,13 @@ def _check_parent(folder: Path, found: Preflight) -> None:
 
 def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
     """Keys and paths of what the run reads. `workdir` is where relative ones begin."""
-    data, tokenizer = config.data, config.tokenizer
+    tokenizer = config.tokenizer
     named = {
-        "data.path": data.path if data.source in ("text", "jsonl", "arrayrecord") else "",
-        "data.tfds_dir": data.tfds_dir if data.source == "tfds" else "",
+        **{f"{section}.path": _path_of(each) for section, each in named_sources(config)},
+        **{
+            f"{section}.tfds_dir": each.tfds_dir if each.source == "tfds" else ""
+            for section, each in named_sources(config)
+        },
         "tokenizer.path": tokenizer.path if tokenizer.kind != "bytes" else "",
         "runtime.executable": config.runtime.executable,
     }
@@ -248,6 +253,11 @@ def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
     for key, path in named.items():
         if path:
             yield key, path if is_remote(path) else str(workdir / os.path.expanduser(path))
+
+
+def _path_of(source: SourceConfig) -> str:
+    """The files that a source reads, if it reads any."""
+    return source.path if source.source in ("text", "jsonl", "arrayrecord") else ""
 
 
 def _run_of(source: str, runs: str, workdir: Path) -> str:
