@@ -27,7 +27,7 @@ test: $(DEV)  ## run all tests
 test-fast: $(DEV)  ## run the tests that take seconds
 	@$(BIN)/python -m pytest -m "not slow and not multihost and not layouts and not matrix and not faults and not wheel and not timing and not oracle" $(PYTEST_ARGS)
 
-test-timing: $(DEV)  ## what compares times; leave the machine alone (a minute)
+test-timing: $(DEV)  ## what compares times; leave the machine alone (three minutes)
 	@$(BIN)/python -m pytest -m timing tests/plan
 
 test-layouts: $(DEV)  ## more meshes, schedules and families than `make test` (ten minutes)
@@ -44,7 +44,7 @@ test-wheel: $(DEV)  ## install the wheel on every Python that is here, and train
 
 # Transformers and torch may live in an environment of their own: make ORACLE=.../bin/python ...
 test-oracle: $(DEV)  ## logits of Hugging Face folders against transformers, where it is installed
-	@ORACLE=$(ORACLE) $(BIN)/python -m pytest -m oracle tests/exchange
+	@ORACLE=$(ORACLE) $(BIN)/python -m pytest -m oracle tests/exchange tests/data
 
 check: $(DEV)  ## format, lint, types, and whether generated docs are up to date
 	@$(BIN)/ruff format --check --quiet --output-format concise . || \

@@ -22,6 +22,7 @@ from maxpipe.commands import (
     completion,
     config,
     configs,
+    data,
     doctor,
     eval,
     generate,
@@ -192,6 +193,7 @@ def _parser() -> Parser:
     goodput.add(commands)
     board.add(commands)
     tokenizer.add(commands)
+    data.add(commands)
     doctor.add(commands)
     configs.add(commands)
     completion.add(commands, parser)

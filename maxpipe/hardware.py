@@ -61,11 +61,23 @@ class Hardware:
     names_recomputed: float = 0.02
     """Forwards that a backward recomputes with `pipeline.remat=names`: norms and the like, which
     the TPU compiler joins to the matmuls that read them."""
+    none_recomputed: float = 0.0
+    """Forwards that it takes with `pipeline.remat=none` to write and read what is kept: of measured
+    figures, which have that in `names_recomputed`, too. Else the memory's rate says it."""
+    fastest_mib: float = 0.0
+    """What a forward moves through memory with the microbatch whose tokens take a layer the least
+    time, 0 where one size was measured."""
+    growth_above: float = 0.0
+    """By how much a token takes longer with each doubling of that: caches hold less of it."""
+    growth_below: float = 0.0
+    """The same with each halving: overheads count more."""
     copy_efficiency: float = 0.43
     """Share of the memory's rate at which a buffer's slice is copied, read and written: the TPU
     compiler's estimate."""
     exchange_rate: float = 1.0
     """Rate of an all-to-all beside that of a gather, both by what a device sends over its links."""
+    tokens_rate: float = 1.0
+    """Of gathers and sums of split tokens, beside that of other traffic."""
     latency_us: float = 2.0
     """Of a collective or message inside a slice."""
     network_latency_us: float = 100.0

@@ -34,7 +34,12 @@ ROWS = (
     ("maxpipe.model.families",),
     ("maxpipe.config",),
     (
-        *("maxpipe.parallel", "maxpipe.processes", "maxpipe.data.tokenizers"),
+        *(
+            "maxpipe.parallel",
+            "maxpipe.processes",
+            "maxpipe.data.tokenizers",
+            "maxpipe.data.formats",
+        ),
         *("maxpipe.model.count", "maxpipe.model.choice"),
     ),
     ("maxpipe.model.attention",),
@@ -47,7 +52,8 @@ ROWS = (
         *("maxpipe.plan.hlo", "maxpipe.plan.hlo_text", "maxpipe.plan.gpu_target"),
         *("maxpipe.diagnosis.environment", "maxpipe.diagnosis.probe"),
     ),
-    ("maxpipe.optim",),
+    ("maxpipe.data.prepared",),
+    ("maxpipe.data.corpus", "maxpipe.data.loader", "maxpipe.data.look", "maxpipe.optim"),
     (
         *("maxpipe.train", "maxpipe.generate", "maxpipe.exchange"),
         *("maxpipe.plan.sizes", "maxpipe.plan.memory", "maxpipe.plan.advice"),
@@ -118,6 +124,7 @@ JAX_FREE = (
     "maxpipe.model.families",
     "maxpipe.exchange.named",
     "maxpipe.exchange.source",
+    "maxpipe.train.datasets",
     "maxpipe.optim.kept",
     "maxpipe.generate.text",
     "maxpipe.pipeline.scopes",
@@ -133,6 +140,7 @@ JAX_FREE = (
 ROOT_CONFIG = (
     "maxpipe.config",
     "maxpipe.train.build",
+    "maxpipe.train.datasets",
     "maxpipe.train.loop",
     "maxpipe.train.room",
     "maxpipe.train.run",

@@ -91,7 +91,7 @@ def test_what_needs_no_device_is_fast(args: str, seconds: float):
     "command",
     [
         *("", "train", "launch gke", "config", "config print", "config docs", "schedule"),
-        *("goodput", "checkpoints prune", "doctor", "env", "import", "export"),
+        *("goodput", "checkpoints prune", "doctor", "env", "import", "export", "data prepare"),
     ],
 )
 def test_every_command_has_help(command: str, capsys: Capture):

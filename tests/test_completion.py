@@ -57,6 +57,15 @@ def test_commands_and_options(ask: Ask):
     assert ask("nonsense", "x") == []
 
 
+def test_runs_and_configs_to_look_at(ask: Ask):
+    """A command that takes the config of a run takes both."""
+    assert ask("data", "sh") == ["show "]
+    for command in ("show", "stats", "find"):
+        found = ask("data", command, "quick")
+        assert {"quick ", "quick.yml ", "quickstart "} <= set(found), found
+        assert "quick.txt " not in found
+
+
 def test_keys_and_their_values(ask: Ask):
     assert ask("train", "quick.yml", "pipel") == ["pipeline."]
     assert ask("train", "pipeline.re") == ["pipeline.remat=", "pipeline.repeats="]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
-import logging
 import os
 import secrets
 import tempfile
@@ -20,6 +18,7 @@ from typing import Any, cast
 
 from etils import epath
 
+from maxpipe.boundary.buckets import store
 from maxpipe.boundary.files import Unfit, full, opened, scheme
 from maxpipe.checkpoint.damage import retried
 from maxpipe.config.load import load
@@ -85,7 +84,7 @@ def located(path: epath.PathLike) -> epath.Path:
         rule = "must be a folder, or a path in a bucket of Google Cloud Storage."
         raise ConfigError.one(os.fspath(path), None, rule, "Give gs://BUCKET/PATH or a folder.")
     try:
-        _store()
+        store()
     except ImportError as error:
         raise StorageError(
             f"{path}: cannot be reached\n"
@@ -93,19 +92,6 @@ def located(path: epath.PathLike) -> epath.Path:
             "  Run: pip install 'maxpipe[gcs]'"
         ) from error
     return epath.Path(path)
-
-
-@functools.cache
-def _store() -> Any:
-    """Google Cloud Storage as fsspec gives it, to us and to epath."""
-    import fsspec
-    from fsspec.config import conf
-
-    # It logs, with tracebacks, errors that it also raises or handles.
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
-    # Its cache of listings would miss what tensorstore and other hosts write.
-    conf.setdefault("gcs", {})["use_listings_cache"] = False
-    return fsspec.filesystem("gcs")
 
 
 @contextlib.contextmanager
@@ -149,7 +135,7 @@ def create(path: epath.PathLike, text: str) -> None:
     Raises:
         FileExistsError: it is there.
     """
-    _store().pipe_file(os.fspath(path), text.encode(), mode="create")
+    store().pipe_file(os.fspath(path), text.encode(), mode="create")
 
 
 class Pinned:
@@ -213,7 +199,7 @@ def exists(path: epath.Path) -> bool:
         return retried(lambda: _stat(path)) is not None
     with reading(path):
         try:
-            _store().info(os.fspath(path))
+            store().info(os.fspath(path))
         except FileNotFoundError:
             return False
     return True
@@ -233,7 +219,7 @@ def entries(folder: epath.Path) -> list[epath.Path]:
         return [folder / name for name in sorted(names)]
     with reading(folder):
         try:
-            names = _store().ls(os.fspath(folder), detail=False)
+            names = store().ls(os.fspath(folder), detail=False)
         except FileNotFoundError:
             return []
     return [folder / os.path.basename(name) for name in names]
@@ -269,7 +255,7 @@ def files(folder: epath.Path) -> dict[str, int]:
     if not in_bucket(folder):
         return retried(lambda: dict(_walk(folder)))
     with reading(folder):
-        found = _store().find(os.fspath(folder), detail=True)
+        found = store().find(os.fspath(folder), detail=True)
     begin = len(os.fspath(folder)) - len(_BUCKET) + 1
     return {name[begin:]: info["size"] for name, info in found.items() if name[-1] != "/"}
 

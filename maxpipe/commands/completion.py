@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from maxpipe.commands.parser import CHECKPOINT, RUN, STEP, Commands, Parser
+from maxpipe.commands.parser import CHECKPOINT, OF_RUN, RUN, STEP, Commands, Parser
 from maxpipe.config import shipped
 from maxpipe.errors import ExitCode
 
@@ -150,8 +150,10 @@ def _values(action: argparse.Action, current: str) -> list[str]:
         return _beginning(current, (f"{each} " for each in (*SECTIONS, *KEYS)))
     if shown == "NAME":
         return _beginning(current, _shipped())
-    if shown.endswith("section.key=value"):
-        return [*_assignments(current), *_beginning(current, _shipped()), *_paths(current, _FILES)]
+    if shown == OF_RUN or shown.endswith("section.key=value"):
+        keys = [] if shown == OF_RUN else _assignments(current)
+        runs = _runs(current, with_step=False) if shown.startswith(OF_RUN) else []
+        return [*keys, *runs, *_beginning(current, _shipped()), *_paths(current, _FILES)]
     return _paths(current, ())
 
 
@@ -178,7 +180,7 @@ def _assignments(current: str) -> list[str]:
             folders = _paths(value.removeprefix("hf:"), (), folders=True)
             return [f"{key}=hf:{each}" for each in folders]
         return [f"{key}={each}" for each in _runs(value, with_step=True)]
-    if key.rpartition(".")[2].endswith(("path", "dir", "executable")):
+    if key.rpartition(".")[2].endswith(("path", "dir", "executable", "template")):
         return [f"{key}={each}" for each in _paths(value, ())]
     return []
 

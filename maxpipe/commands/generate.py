@@ -30,7 +30,7 @@ from maxpipe.generate.prompts import (
 
 if TYPE_CHECKING:
     from maxpipe.data.tokenizer import Tokenizer
-    from maxpipe.data.tokenizers.chat import Message
+    from maxpipe.data.tokenizers.chat_process import Message
     from maxpipe.generate.completions import Completion, Prompt
 
 _MAX_PROMPT_BYTES = 1 << 24

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from maxpipe.boundary import redact
 from maxpipe.errors import ConfigError, StorageError
@@ -118,22 +118,45 @@ def add_inputs(parser: argparse.ArgumentParser, first: str = "", about: str = ""
     )
 
 
-def read_config(inputs: Sequence[str], *, to_train: bool = False) -> Loaded:
-    """The config that arguments describe (`load`); its cautions are printed to stderr.
+def read_config(
+    inputs: Sequence[str],
+    *,
+    to_train: bool = False,
+    saved: Mapping[str, Any] | None = None,
+) -> Loaded:
+    """The config that arguments describe (`load`), with `saved` values where they give none; its
+    cautions are printed to stderr.
 
     Raises:
         ConfigError: with every mistake.
     """
     from maxpipe.config.load import load
 
-    loaded = load(inputs, to_train=to_train)
+    loaded = load(inputs, saved, to_train=to_train)
     for each in loaded.cautions:
         print(redact.shown(f"warning: {each.line}"), file=sys.stderr, flush=True)
     return loaded
 
 
+def read_data_config(inputs: Sequence[str]) -> Loaded:
+    """The same for a command that reads documents alone: neither model nor steps must be named.
+
+    Raises:
+        ConfigError: with every mistake.
+    """
+    return read_config(inputs, saved={"model": _STAND_IN, "train": {"steps": 1}})
+
+
+_STAND_IN = {
+    **{"num_layers": 1, "d_model": 128, "num_heads": 1, "num_kv_heads": 1, "head_size": 128},
+    **{"d_mlp": 128, "vocab_size": 512},
+}
+"""A model in place of one that documents do not need."""
+
 RUN, CHECKPOINT, STEP = "RUN", "RUN[@STEP]", "RUN@STEP"
 """Metavar of an argument that `maxpipe.checkpoint.address` parses."""
+OF_RUN = "RUN|FILE"
+"""Metavar of an argument that is a run, for its config, or a config."""
 
 
 def add_address(

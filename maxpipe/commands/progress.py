@@ -23,19 +23,25 @@ class Progress:
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import Progress as Bar
+            from rich.progress import TextColumn
 
-            self._bar = Bar(console=Console(stderr=True), transient=True)
+            columns = (*Bar.get_default_columns(), TextColumn("{task.fields[remark]}"))
+            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
             self._bar.start()
 
-    def report(self, task: str, done: int, total: int) -> None:
-        """What is done of a task; an empty name is the task before, a total of 0 is unknown."""
+    def report(self, task: str, done: int, total: int, remark: str = "") -> None:
+        """What is done of a task; an empty name is the task before, a total of 0 is unknown.
+
+        A remark, such as the rate, follows.
+        """
         if task:
             self._name, self._of = task, f"{done} of {total}{self._unit}, " if total else ""
+            self._of += f"{remark}, " if remark else ""
         if self._bar is not None:
             if task and (self._task is None or task != self._bar.tasks[-1].description):
-                self._task = self._bar.add_task(task, total=total or None)
+                self._task = self._bar.add_task(task, total=total or None, remark="")
             if task:
-                self._bar.update(self._task, completed=done)
+                self._bar.update(self._task, completed=done, remark=remark)
         elif self._name and (now := time.monotonic()) >= self._next:
             self._next = now + _LINE_SECONDS
             line = f"{self._name}: {self._of}{now - self._start:.0f} s"

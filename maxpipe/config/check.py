@@ -263,7 +263,8 @@ def _not_empty(key: str) -> None:
 
 
 _not_empty("run.dir")
-_not_empty("data.field")
+for _key in ("field", "messages_field", "prompt_field", "response_field"):
+    _not_empty(f"data.{_key}")
 
 
 # Model.

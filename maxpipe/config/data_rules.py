@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from maxpipe.config import mixture
+from maxpipe.config.data import COLUMNS, FILES, ONE_PATH, paths_of, template_pieces
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.names import list_meant
+from maxpipe.config.ranges import BOUNDS
 from maxpipe.config.rules import did_you_mean, rule
 from maxpipe.config.schema import Config
 from maxpipe.errors import Finding
 
-_SOURCES = ("data.source", "data.path", "data.mixture")
+_SOURCES = ("data.source", "data.path", "data.paths", "data.mixture")
+_WITHOUT_FIELDS = ("corpus", "text", "tokens", "megatron", "synthetic")
+
+_Find = Callable[[str, SourceConfig], Iterator[Finding]]
 
 
 def named_sources(config: Config) -> Iterator[tuple[str, SourceConfig]]:
@@ -21,36 +27,132 @@ def named_sources(config: Config) -> Iterator[tuple[str, SourceConfig]]:
         yield (f"data.mixture.{name}" if name else "data"), each
 
 
-@rule(*_SOURCES)
-def _source_has_a_path(config: Config) -> Iterator[Finding]:
-    for section, each in named_sources(config):
-        source = each.source
-        if source in ("text", "jsonl", "arrayrecord", "tfds") and not each.path:
-            example = {"tfds": "c4/en:3.1.0", "text": "data/*.txt"}.get(source, f"data/*.{source}")
-            yield Finding(
-                f"{section}.path",
-                f"must not be empty with {section}.source={source}.",
-                f"Set {section}.path={example} (your own), or {section}.source=corpus.",
-            )
+def _of_each(*keys: str) -> Callable[[_Find], None]:
+    """Registers a rule on these keys of each source."""
+
+    def register(find: _Find) -> None:
+        @rule("data.source", "data.mixture", *(f"data.{key}" for key in keys))
+        def _(config: Config) -> Iterator[Finding]:
+            for section, each in named_sources(config):
+                yield from find(section, each)
+
+    return register
 
 
-@rule(*_SOURCES)
-def _path_is_no_list(config: Config) -> Iterator[Finding]:
-    for section, each in named_sources(config):
-        path = each.path
-        if path.startswith("[") and path.endswith("]") and "," in path:
+@_of_each()
+def _numbers(section: str, source: SourceConfig) -> Iterator[Finding]:
+    if section == "data":
+        return  # each has a rule of its own
+    for field in dataclasses.fields(SourceConfig):
+        bound = BOUNDS.get(f"data.{field.name}")
+        if bound is not None and not bound.holds(getattr(source, field.name)):
+            key = f"{section}.{field.name}"
+            yield Finding(key, f"must be {bound}.", f"Set {key}={bound.example}.")
+
+
+@_of_each("path", "paths")
+def _paths(section: str, source: SourceConfig) -> Iterator[Finding]:
+    kind, path = source.source, source.path
+    if kind in (*FILES, *ONE_PATH) and not paths_of(source):
+        examples = {"tfds": "c4/en:3.1.0", "text": "data/*.txt", "huggingface": "saved"}
+        examples |= {"tokens": "data/tokens", "megatron": "data/*.idx"}
+        yield Finding(
+            f"{section}.path",
+            f"must not be empty with {section}.source={kind}.",
+            f"Set {section}.path={examples.get(kind, f'data/*.{kind}')} (your own), or "
+            f"{section}.source=corpus.",
+        )
+    if path.startswith("[") and path.endswith("]") and "," in path:
+        yield Finding(
+            f"{section}.path",
+            "must be one path, not a list.",
+            list_meant("data.path").replace("data.path", f"{section}.path"),
+        )
+    if source.paths and path:
+        yield Finding(
+            f"{section}.paths",
+            f"must be empty when {section}.path ({path}) is set: it takes the place of one path.",
+            f"Add that path to {section}.paths, and leave {section}.path out.",
+        )
+    if source.paths and kind in ONE_PATH:
+        yield Finding(
+            f"{section}.paths",
+            f"is not read with {section}.source={kind}, which has one path.",
+            f"Name it in {section}.path.",
+        )
+
+
+@_of_each("template")
+def _template(section: str, source: SourceConfig) -> Iterator[Finding]:
+    key = f"{section}.template"
+    if not source.template:
+        return
+    if source.source not in COLUMNS:
+        yield Finding(
+            key,
+            f"is not read with {section}.source={source.source}, whose documents have no columns.",
+            f"Leave it out, or set {section}.source to one of {', '.join(COLUMNS)}.",
+        )
+    example = f"Write columns in braces, such as {key}='{{title}}: {{text}}'"
+    try:
+        pieces = template_pieces(source.template)
+    except ValueError as error:
+        yield Finding(key, f"cannot be read: {error}.", f"{example}; {{{{ is a brace.")
+        return
+    if len(pieces) == 1:
+        rule = "names no column: all documents would be the same."
+        yield Finding(key, rule, f"{example}.")
+
+
+@_of_each("chat", "chat_template", "unreadable")
+def _chat(section: str, source: SourceConfig) -> Iterator[Finding]:
+    if source.chat == "off":
+        if source.chat_template:
             yield Finding(
-                f"{section}.path",
-                "must be one path, not a list.",
-                list_meant("data.path").replace("data.path", f"{section}.path"),
+                f"{section}.chat_template",
+                f"is not read with {section}.chat=off.",
+                f"Set {section}.chat=messages or {section}.chat=prompt, or leave "
+                f"{section}.chat_template out.",
             )
+        return
+    if source.source in _WITHOUT_FIELDS:
+        yield Finding(
+            f"{section}.chat",
+            f"must be off with {section}.source={source.source}, whose documents have no fields.",
+            f"Set {section}.source=jsonl and {section}.path to records of conversations, or "
+            f"{section}.chat=off.",
+        )
+    if source.unreadable == "skip":
+        yield Finding(
+            f"{section}.unreadable",
+            f"must be stop with {section}.chat: a conversation without messages is not skipped.",
+            f"Set {section}.unreadable=stop, and correct or remove the records that it names.",
+        )
+
+
+@_of_each("chat_roles", "trained_roles")
+def _roles(section: str, source: SourceConfig) -> Iterator[Finding]:
+    roles, trained = source.chat_roles, source.trained_roles
+    key, known = f"{section}.trained_roles", f"{section}.chat_roles"
+    if not trained:
+        yield Finding(
+            key,
+            "must name a role: without one no token is trained on.",
+            f"Set {key}=[assistant].",
+        )
+    elif others := [role for role in trained if role not in roles]:
+        yield Finding(
+            key,
+            f"must be of {known} ({', '.join(roles) or 'none'}): {others[0]} is not.",
+            f"Set {known}=[{', '.join([*roles, *others])}], or leave {others[0]} out.",
+        )
 
 
 @rule(*_SOURCES)
 def _one_source_or_a_mixture(config: Config) -> Iterator[Finding]:
-    if config.data.mixture and config.data.path:
+    if config.data.mixture and paths_of(config.data):
         yield Finding(
-            "data.path",
+            "data.path" if config.data.path else "data.paths",
             f"is not read with data.mixture, which has {', '.join(sorted(config.data.mixture))}.",
             "Leave it out, or give it a name of its own there: data.mixture.mine.path=...",
         )

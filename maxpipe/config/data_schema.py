@@ -2,24 +2,74 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+from dataclasses import dataclass
 from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceConfig:
-    """Documents for validation, under a name of their own: their loss is `eval/NAME/loss`."""
+    """Documents, and how they become text."""
 
-    source: Literal["corpus", "text", "jsonl", "arrayrecord", "tfds", "synthetic"] = "corpus"
+    source: Literal[
+        "corpus",
+        "text",
+        "jsonl",
+        "parquet",
+        "arrayrecord",
+        "huggingface",
+        "tfds",
+        "tokens",
+        "megatron",
+        "synthetic",
+    ] = "corpus"
     """`corpus`: the source files of Python's standard library, on every machine. `text`: files,
-    one document each. `jsonl`: one JSON object per line. `arrayrecord`: files of UTF-8 or JSON
-    records. `tfds`: a dataset prepared as ArrayRecord. `synthetic`: random tokens."""
+    one document each. `jsonl`: one JSON object per line, perhaps compressed. `parquet`: a row each.
+    `arrayrecord`: files of UTF-8 or JSON records. `huggingface`: a folder that `save_to_disk`
+    wrote. `tfds`: a dataset prepared as ArrayRecord. `tokens`: a folder that `maxpipe data prepare`
+    wrote. `megatron`: pairs of `.bin` and `.idx` files of token ids. `synthetic`: random tokens."""
     path: str = ""
-    """File, folder or glob pattern; for `tfds` the name of the dataset, e.g. `c4/en:3.1.0`."""
+    """File, folder or glob pattern, in a file system or `gs://BUCKET/...`; for `huggingface` a
+    folder, for `tfds` the name of the dataset, e.g. `c4/en:3.1.0`."""
+    paths: list[str] = dataclasses.field(default_factory=list, hash=False)  # a list has no hash
+    """Several of them, in the order in which they are read, in place of `data.path`."""
     tfds_dir: str = ""
     """Folder in which `tfds` datasets were prepared. Empty means the tfds default."""
     field: str = "text"
-    """Name of the text field in `jsonl`, JSON `arrayrecord` and `tfds` records."""
+    """Name of the column with the text in records of `jsonl`, `parquet`, JSON `arrayrecord`,
+    `huggingface` and `tfds`; `a.b` is the part `b` of the column `a`."""
+    template: str = ""
+    """Text of several columns in place of `data.field`, such as `'{title}\\n\\n{text}'`: each name
+    in braces is replaced by that column's text or number, `{{` and `}}` by braces, `\\n` and `\\t`
+    by a line break and a tab. Nothing else is special."""
+    unreadable: Literal["stop", "skip"] = "stop"
+    """What a record that is no document does, such as a broken line, other columns or text that is
+    not UTF-8: `stop` the run, or `skip` it, as an empty document. Files that are missing, cut or
+    damaged always stop."""
+    unreadable_limit: int = 100
+    """The most records that `data.unreadable=skip` may skip."""
+    largest_unpacked_bytes: int = 2**36
+    """The most that all compressed files together may hold. They are unpacked once, into
+    `<run.dir>/.index`."""
+    chat: Literal["off", "messages", "prompt"] = "off"
+    """Whether records are conversations that a chat template makes a text of. `messages`: a list of
+    objects with `role` and `content` in `data.messages_field`. `prompt`: `data.prompt_field` and
+    `data.response_field`, each a text or such a list."""
+    messages_field: str = "messages"
+    """Name of the field of messages, with `data.chat=messages`."""
+    prompt_field: str = "prompt"
+    """Name of the field of what a user says, with `data.chat=prompt`."""
+    response_field: str = "response"
+    """Name of the field of what an assistant answers, with `data.chat=prompt`."""
+    chat_template: str = ""
+    """File of the chat template, in Jinja. Empty means that of the tokenizer's folder."""
+    chat_roles: list[str] = dataclasses.field(
+        default_factory=lambda: ["system", "developer", "user", "assistant", "tool"]
+    )
+    """Roles that messages may have: another one is a mistake in a record."""
+    trained_roles: list[str] = dataclasses.field(default_factory=lambda: ["assistant"])
+    """Roles whose messages are trained on. What others say is read, and no loss is taken of it. Of
+    `[assistant]` a template's own `{% generation %}` blocks say what is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,13 +88,13 @@ class MixedSourceConfig(SourceConfig):
 class DataConfig(SourceConfig):
     """Where text comes from."""
 
-    mixture: dict[str, MixedSourceConfig] = field(default_factory=dict)
+    mixture: dict[str, MixedSourceConfig] = dataclasses.field(default_factory=dict)
     """Several sources in place of `data.source`, by name: `data.mixture.web.path=web/*.txt`. Each
     sequence is of one source. Weights may change when a run goes on; sources may not."""
     mixture_temperature: float = 1.0
     """Weights are raised to the power of 1 / this: more than 1 makes shares more alike, and what
     is near infinity makes them equal."""
-    mixture_stages: list[str] = field(default_factory=list)
+    mixture_stages: list[str] = dataclasses.field(default_factory=list)
     """Other weights for the start of the run, one text for each stage, in their order: `NAME WEIGHT
     NAME WEIGHT ... for N steps`, or `... for N tokens`, such as `web 0.9 code 0.1 for 1000 steps`.
     A source that is not named is not read then. Behind the last stage come the weights of

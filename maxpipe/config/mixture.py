@@ -21,7 +21,7 @@ class Stage(NamedTuple):
 
     weights: dict[str, float]
     """By the name of a source; those that are missing are 0."""
-    count: int
+    length: int
     unit: Literal["steps", "tokens"]
 
 
@@ -66,9 +66,9 @@ def ends(found: Sequence[Stage], ramp: Ramp, sequence_length: int) -> list[int]:
     batch, edges = 0, []
     for stage in found:
         if stage.unit == "steps":
-            batch += stage.count
+            batch += stage.length
         else:
-            batch = ramp.batches(ramp.before(batch) - (-stage.count // sequence_length))
+            batch = ramp.batches(ramp.before(batch) - (-stage.length // sequence_length))
         edges.append(ramp.before(batch))
     return edges
 

@@ -116,6 +116,11 @@ _SAME_KEY = {
     "data.path": "data_path data_dir data_files dataset dataset_name dataset_path train_data "
     "train_file train_files",
     "data.field": "text_field text_column text_key dataset_text_field",
+    "data.messages_field": "messages_column conversation_column conversation_field",
+    "data.prompt_field": "prompt_column instruction_field",
+    "data.response_field": "response_column completion_field completion_column",
+    "data.chat_template": "chat_template_path chat_template_file chat_template_jinja",
+    "data.trained_roles": "roles_to_train train_on_roles",
     "data.validation_fraction": "val_split validation_split val_fraction eval_fraction test_size",
     "data.prefetch_batches": "prefetch prefetch_factor",
     "data.threads": "num_workers workers dataloader_num_workers",
@@ -270,15 +275,6 @@ _NOT_SAME_KEY = {
 }
 """Names to the reason that there is no such key here, and the action."""
 
-_EXPORT = (
-    "Export it once: python -c \"import pandas; pandas.read_parquet('FILE.parquet')"
-    ".to_json('data.jsonl', orient='records', lines=True)\", then set data.source=jsonl "
-    "data.path=data.jsonl."
-)
-_HUB = (
-    "Export it once: python -c \"import datasets; datasets.load_dataset('NAME', split='train')"
-    ".to_json('data.jsonl')\", then set data.source=jsonl data.path=data.jsonl."
-)
 _ZERO_BUBBLE = (
     "Set pipeline.schedule=zb_h1 (the memory of 1f1b), zb_h2 (twice that, no bubble), or zb_v with "
     "pipeline.repeats=2 (the memory of 1f1b, no bubble)."
@@ -302,8 +298,8 @@ _VALUES = {
         "dualpipe dual_pipe schedule_dual_pipe_v": "dualpipe_v",
     },
     "data.source": {
-        "parquet pq arrow feather": f"Parquet is not read yet. {_EXPORT}",
-        "huggingface hf hub datasets": f"The Hugging Face hub is not read. {_HUB}",
+        "pq pyarrow": "parquet",
+        "hf hub datasets arrow load_from_disk save_to_disk": "huggingface",
         "csv tsv": "CSV is not read. Write one JSON object per line, and set data.source=jsonl.",
         "json jsonlines ndjson json_lines": "jsonl",
         "txt file files folder": "text",
@@ -316,9 +312,11 @@ _VALUES = {
             "It is not supported. Write one JSON object per line, and set data.source=jsonl."
         ),
         "random dummy fake mock": "synthetic",
-        "megatron mmap bin memmap": (
-            "Token files are not read: text is. Write documents as JSON lines, and set "
-            "data.source=jsonl."
+        "prepared tokenized token ids": "tokens",
+        "mmap bin idx indexed_dataset": "megatron",
+        "memmap npy": (
+            "Files of bare ids are not read: where documents end is not in them. Set "
+            "data.source=jsonl with the text, or megatron with .bin and .idx files."
         ),
     },
     "tokenizer.kind": {
@@ -388,8 +386,8 @@ _VALUES = {
 """Key to names of its values elsewhere: the value here, or an action."""
 
 _LISTS = {
-    "data.path": "Put the files into one folder (links will do) and name it, or write a glob "
-    "pattern such as 'data/*.jsonl' or 'data/**/part-[0-4]*'.",
+    "data.path": "Set data.paths to the list, or write a glob pattern such as 'data/*.jsonl' or "
+    "'data/**/part-[0-4]*'.",
 }
 """Keys that elsewhere may be lists."""
 

@@ -65,6 +65,8 @@ _RANGES = (
         low_is_inside=False,
     ),
     Bound("data.validation_fraction", 0.05, 0, 0.5),
+    Bound("data.unreadable_limit", 100, 1),
+    Bound("data.largest_unpacked_bytes", 2**36, 1),
     Bound("data.prefetch_batches", 4, 1),
     Bound("data.threads", 2, 1, 1024, "each is a thread of this process"),
     Bound("checkpoint.every", 1000, 0, why="0 saves the last step only"),

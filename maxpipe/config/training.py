@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from maxpipe.config.check import DEFAULT, where
+from maxpipe.config.data import paths_of
 from maxpipe.config.data_rules import named_sources
 from maxpipe.config.ranges import BYTES_VOCABULARY
 from maxpipe.config.schema import Config
@@ -31,11 +32,12 @@ def unread_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
     """A path that the source does not read: the run would be on other text than the user's."""
     problems = []
     for section, each in named_sources(config):
-        if each.path and each.source in ("corpus", "synthetic"):
-            key = f"{section}.source"
-            rule = f"is not read with {key}={each.source}."
-            action = f"Set {key}=text, or jsonl, arrayrecord or tfds, or leave {section}.path out."
-            problems.append(Problem(where(f"{section}.path", origins), each.path, rule, action))
+        if each.source in ("corpus", "synthetic") and (paths := paths_of(each)):
+            key = f"{section}.path" if each.path else f"{section}.paths"
+            rule = f"is not read with {section}.source={each.source}."
+            action = f"Set {section}.source=text, or jsonl, parquet or another that reads it, or "
+            action += f"leave {key} out."
+            problems.append(Problem(where(key, origins), ", ".join(paths), rule, action))
     return problems
 
 

@@ -13,7 +13,8 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 import numpy as np
@@ -52,27 +53,40 @@ class Documents(Protocol):
 
     def __getitem__(self, document: int) -> Encoded: ...
 
+    def where(self, document: int) -> str:
+        """The file of a document and its place in it, for people."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DocumentIndex:
     """The result of one pass over all documents.
 
     `lengths` int64 [documents] counts tokens with begin and end; `byte_counts` int64
-    [256] counts the bytes of the text.
+    [256] counts the bytes of the text. `trained` int64 [documents] counts the tokens that are
+    trained on; None where all are.
     """
 
     lengths: np.ndarray
     byte_counts: np.ndarray
+    trained: np.ndarray | None = None
+    unreadable: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """int64: the documents that are empty because their records could not be read."""
+
+    @property
+    def tokens_trained(self) -> int:
+        """Tokens of all documents that are trained on."""
+        return int((self.lengths if self.trained is None else self.trained).sum())
 
     @property
     def unigram_entropy(self) -> float:
         """Nats per byte of a model that knows only how frequent each byte is."""
-        return unigram_entropy(self.byte_counts)
+        return entropy(self.byte_counts)
 
 
-def unigram_entropy(byte_counts: np.ndarray) -> float:
-    """That of text with these numbers of each byte."""
-    counts = byte_counts[byte_counts > 0]
+def entropy(counts: np.ndarray) -> float:
+    """Nats of a draw from a histogram."""
+    counts = counts[counts > 0]
     shares = counts / counts.sum()
     return max(0.0, float(-(shares * np.log(shares)).sum()))  # of one letter it is not -0.0
 
@@ -91,17 +105,38 @@ def build_index(
 
     The index does not depend on seed, split or sequence length.
     """
+    index = kept_index(
+        [1, source.fingerprint(), tokenizer.fingerprint(), len(source)],
+        len(source),
+        cache_dir,
+        lambda: _read_all(source, tokenizer, moved),
+        keep=keep,
+    )
+    for document in index.unreadable.tolist():
+        source[document]  # counted, and refused where that is not allowed any more
+    return index
+
+
+def kept_index(
+    key: Sequence[object],
+    num_documents: int,
+    cache_dir: str | None,
+    read: Callable[[], DocumentIndex],
+    *,
+    keep: bool,
+) -> DocumentIndex:
+    """What `cache_dir` has for a key of JSON values, or what `read` returns; see `build_index`."""
     path = None
     if cache_dir is not None:
-        key = json.dumps([1, source.fingerprint(), tokenizer.fingerprint(), len(source)])
-        name = hashlib.sha256(key.encode()).hexdigest()[:32]
+        name = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:32]
         path = os.path.join(os.path.expanduser(cache_dir), f"index-{name}.npz")
-        shapes = {"lengths": (len(source),), "byte_counts": (256,)}
-        if (cached := kept.load(path, shapes)) is not None:
-            return DocumentIndex(**cached)
-    index = _read_all(source, tokenizer, moved)
+        cached = kept.load(path, lambda arrays: _index_of(arrays, num_documents))
+        if cached is not None:
+            return cached
+    index = read()
     if path is not None and keep:
-        kept.save(path, {"lengths": index.lengths, "byte_counts": index.byte_counts})
+        arrays = {each.name: getattr(index, each.name) for each in fields(index)}
+        kept.save(path, {name: each for name, each in arrays.items() if each is not None})
     return index
 
 
@@ -120,7 +155,20 @@ def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> Docu
             lengths[i + 1 - len(texts) : i + 1] = tokenizer.count(texts)
             texts, characters = [], 0
             progress.update(i + 1)
-    return DocumentIndex(lengths + 2, byte_counts)
+    unreadable = np.array(source.unreadable, np.int64)
+    return DocumentIndex(lengths + 2, byte_counts, unreadable=unreadable)
+
+
+def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentIndex:
+    """The index that was kept. Raises ValueError for arrays of another shape."""
+    trained = arrays.get("trained")
+    # Those of earlier releases have no unreadable documents.
+    unreadable = arrays.get("unreadable", np.zeros(0, np.int64))
+    index = DocumentIndex(arrays["lengths"], arrays["byte_counts"], trained, unreadable)
+    shapes = {each.shape for each in (index.lengths, trained) if each is not None}
+    if shapes != {(num_documents,)} or index.byte_counts.shape != (256,):
+        raise ValueError("arrays of another shape")
+    return index
 
 
 class EncodedDocuments:
@@ -163,15 +211,21 @@ class EncodedDocuments:
                 self._cached_bytes -= self._cached.popitem(last=False)[1].ids.nbytes
         return found
 
+    def where(self, document: int) -> str:
+        return self._source.where(document)
+
     def _encode(self, document: int) -> Encoded:
-        tokenizer = self.tokenizer
-        ids = tokenizer.encode(self._source[document])
-        if len(ids) + 2 != self.lengths[document]:
+        found = self._read(document)
+        if len(found.ids) != self.lengths[document]:
             raise StorageError(
                 f"data.path: document {document} of {self._source.name}\n"
-                f"  has {len(ids)} tokens; it had {self.lengths[document] - 2} when it was "
+                f"  has {len(found.ids)} tokens; it had {self.lengths[document]} when it was "
                 "indexed, and documents must not change.\n"
                 "  Restore the document, or start a new run with the changed one."
             )
-        whole = np.concatenate([[tokenizer.begin_id], ids, [tokenizer.end_id]])
-        return Encoded(whole.astype(self._dtype))
+        return Encoded(found.ids.astype(self._dtype), found.trained)
+
+    def _read(self, document: int) -> Encoded:
+        tokenizer = self.tokenizer
+        ids = tokenizer.encode(self._source[document])
+        return Encoded(np.concatenate([[tokenizer.begin_id], ids, [tokenizer.end_id]]))

@@ -6,7 +6,8 @@ import logging
 import os
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,16 +15,18 @@ from maxpipe.boundary.files import opened
 
 _LOG = logging.getLogger(__name__)
 
+Made = TypeVar("Made")
 
-def load(path: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray] | None:
-    """The arrays of a file; None, and a warning, unless they are there in these shapes."""
+
+def load(path: str, made_of: Callable[[Mapping[str, np.ndarray]], Made]) -> Made | None:
+    """What is made of a file's arrays; None, and a warning, if they cannot be read or used.
+
+    `made_of` raises ValueError or KeyError for arrays that it cannot use.
+    """
     try:
         # Opened here, because numpy leaves a damaged file open.
         with open(opened(path), "rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-            found = {name: arrays[name] for name in shapes}
-        if any(found[name].shape != shape for name, shape in shapes.items()):
-            raise ValueError("arrays of another shape")
-        return found
+            return made_of(arrays)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile) as error:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,12 +24,11 @@ from maxpipe.config import ramp as config_ramp
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import mixture
-from maxpipe.data.corpus import SOURCES, Corpus, open_corpus
-from maxpipe.data.documents import unigram_entropy
+from maxpipe.data.corpus import SOURCES, Corpus, Split, open_corpus
 from maxpipe.data.mixture import Mixture
-from maxpipe.data.packing import PackedSequences
+from maxpipe.data.packing import Sequences
 from maxpipe.data.sources import Moved
-from maxpipe.data.stream import Part, Stream
+from maxpipe.data.stream import Stream
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError
 
@@ -40,7 +39,6 @@ Batch = dict[str, np.ndarray]
 Rows = Sequence[int] | slice
 RowsOf = Callable[[int], Rows | np.ndarray]
 """Of the number of a batch's rows those that are wanted."""
-Split = Literal["validation", "train", "all"]
 
 
 class Batches(Iterator[Batch]):
@@ -86,7 +84,7 @@ class Row(NamedTuple):
     """Its name in `data.mixture`; empty without one."""
     sequence: int
     documents: list[int]
-    """Numbers of the documents of the source that have a token in it."""
+    """Numbers of the documents of the source that have a token in it, in their order there."""
 
 
 class Loader:
@@ -113,7 +111,7 @@ class Loader:
         self._open: weakref.WeakSet[Batches] = weakref.WeakSet()
 
     @property
-    def sequences(self) -> PackedSequences:
+    def sequences(self) -> Sequences:
         """Those of the only source, or of the first one."""
         return self.stream.parts[0].sequences
 
@@ -150,6 +148,14 @@ class Loader:
                 part = self.stream.parts[source]
                 found.append(Row(part.name, sequence, part.sequences.documents(sequence)))
         return found
+
+    def where(self, source: str, document: int) -> str:
+        """The file of a document of a row's source and its place in it, for people."""
+        return self.stream.part(source).sequences.where(document)
+
+    def size(self, source: str, document: int) -> int:
+        """Tokens of a document of a row's source."""
+        return self.stream.part(source).sequences.size(document)
 
     def ids(self, step: int) -> dict[str, Any]:
         """The `sequences` of one step's batch, row by row, and the `documents` that are in them.
@@ -210,12 +216,16 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """What a run reads. `unigram_entropy` is in nats per byte of all documents."""
+    """What a run reads. `unigram_entropy` is in nats per byte of all documents, where it is
+    known: Megatron's files do not say it. `unreadable` counts documents that are empty because
+    their records could not be read.
+    """
 
     train: Loader
     validation: Loader | None
     tokenizer: Tokenizer
-    unigram_entropy: float
+    unigram_entropy: float | None
+    unreadable: int = 0
 
     def close(self) -> None:
         self.train.close()
@@ -225,7 +235,7 @@ class Datasets:
 
 def _train(corpus: Corpus, ramp: Ramp) -> Loader:
     """Endless, with the shares that the config gives its sources."""
-    parts, facts, mixed = corpus.train(), _facts(corpus, ramp), None
+    parts, facts, mixed = corpus.parts("train"), _facts(corpus, ramp), None
     if corpus.data.mixture:
         sizes = {part.name: len(part.sequences) for part in parts}
         mixed = mixture.planned(corpus.data, sizes, ramp, corpus.sequence_length, corpus.seed)
@@ -234,9 +244,9 @@ def _train(corpus: Corpus, ramp: Ramp) -> Loader:
     return _loader(corpus.data, stream, ramp, facts)
 
 
-def _once(corpus: Corpus, parts: Sequence[Part], rows: int) -> Loader | None:
-    """Each sequence once; None without sequences."""
-    if not parts:
+def _once(corpus: Corpus, split: Split, rows: int) -> Loader | None:
+    """Each sequence of a split once; None without sequences."""
+    if not (parts := corpus.parts(split)):
         return None
     ramp, stream = Ramp((), rows), Stream(parts, seed=corpus.seed, repeat=False)
     return _loader(corpus.data, stream, ramp, _facts(corpus, ramp))
@@ -288,9 +298,10 @@ def build(
     )
     return Datasets(
         train=_train(corpus, ramp),
-        validation=_once(corpus, corpus.held_out(), eval_batch_size or batch_size),
+        validation=_once(corpus, "validation", eval_batch_size or batch_size),
         tokenizer=corpus.tokenizer,
-        unigram_entropy=unigram_entropy(corpus.byte_counts),
+        unigram_entropy=corpus.unigram_entropy,
+        unreadable=corpus.unreadable,
     )
 
 
@@ -323,8 +334,7 @@ def build_once_through(
         moved=moved,
         keep=False,
     )
-    parts = {"validation": corpus.held_out, "train": corpus.train, "all": corpus.everything}[split]
-    loader = _once(corpus, parts(), eval_batch_size or batch_size)
+    loader = _once(corpus, split, eval_batch_size or batch_size)
     if loader is None:
         raise ConfigError.one(
             "data.validation_fraction",
@@ -338,8 +348,10 @@ def build_once_through(
 _WORDS = {
     "documents": "the number of documents",
     "tokens": "the number of tokens",
+    "order": "the order of documents",
     "source_digest": "the digest of names, sizes and content of the files",
     "tokenizer": "the tokenizer",
+    "chat": "the chat template, fields or roles",
     "order_version": "the order of samples",
     "batch_size": "train.batch_size",
     "batch_ramp": "the stages of train.batch_ramp, as rows and steps,",
@@ -368,8 +380,9 @@ def compare(
         names = [name for name in names if name not in config_ramp.FACTS]
     of_sources = saved.get(SOURCES, {}), current.get(SOURCES, {})
     if of_sources[0].keys() != of_sources[1].keys():
-        said = [", ".join(each) or None for each in of_sources]
-        return [("the sources of data.mixture", *said)]  # all else follows from them
+        # All else follows from them.
+        before, now = (", ".join(each) or None for each in of_sources)
+        return [("the sources of data.mixture", before, now)]
     found = []
     for name in of_sources[0]:
         inner = compare(*(each[name] for each in of_sources))

@@ -1,14 +1,14 @@
 """Documents to sequences of fixed length, addressed by number.
 
 Owns the split into training and validation documents, their shuffled order and the
-cutting of the token stream; `fitting.py` has rows of whole documents. Sequence i is made from the
-documents' lengths alone, so no earlier sequence has to be read first. It does not know batches,
-epochs or processes; `stream.py` is the next step.
+cutting of the token stream. Sequence i is made from the documents' lengths alone, so no
+earlier sequence has to be read first. It does not know batches, epochs or processes;
+`stream.py` is the next step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,8 +18,8 @@ from maxpipe.errors import ConfigError
 
 _FEISTEL_ROUNDS = 8
 _FEISTEL_BLOCK = 1 << 16
-# First word of the keys of a permutation, so that no two uses share an order.
-_DOCUMENT_ORDER = 0
+DOCUMENT_ORDER = 0
+"""First word of the keys of a permutation, so that no two uses share an order."""
 
 
 class Permutation:
@@ -73,7 +73,7 @@ def split_documents(
     Raises:
         ConfigError: a fraction above 0 and fewer than two documents.
     """
-    order = Permutation(num_documents, seed, _DOCUMENT_ORDER)(np.arange(num_documents))
+    order = Permutation(num_documents, seed, DOCUMENT_ORDER)(np.arange(num_documents))
     if validation_fraction <= 0:
         return order, order[:0]
     if num_documents < 2:
@@ -122,9 +122,16 @@ class Sequences(Protocol):
         """Numbers of the documents that have a token in this sequence."""
         ...
 
-    @property
-    def efficiency(self) -> float:
-        """The part of all positions that has a target of its document."""
+    def shuffled(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
+        """The order of sequences in an epoch that the key stands for."""
+        ...
+
+    def where(self, document: int) -> str:
+        """The file of a document and its place in it, for people."""
+        ...
+
+    def size(self, document: int) -> int:
+        """Tokens of a document."""
         ...
 
 
@@ -182,6 +189,9 @@ class PackedSequences:
             raise IndexError(index)
         return assembled(self._documents, self._pieces(index), self.sequence_length)
 
+    def shuffled(self, *key: int) -> Permutation:
+        return Permutation(len(self), *key)
+
     def padding(self) -> dict[str, np.ndarray]:
         return assembled(self._documents, (), self.sequence_length)
 
@@ -191,9 +201,11 @@ class PackedSequences:
         begin, end = np.searchsorted(self._starts, [first, last], side="right")
         return self._order[begin - 1 : end].tolist()
 
-    @property
-    def efficiency(self) -> float:
-        return (self.num_tokens - len(self._order)) / (len(self) * self.sequence_length)
+    def where(self, document: int) -> str:
+        return self._documents.where(document)
+
+    def size(self, document: int) -> int:
+        return int(self._documents.lengths[document])
 
     def _pieces(self, index: int) -> Iterator[Piece]:
         at = index * self.sequence_length

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.data.mixture import Mixture
-from maxpipe.data.packing import PackedSequences, Permutation
+from maxpipe.data.packing import Permutation, Sequences
+from maxpipe.data.sections import in_section
 
 _SEQUENCE_ORDER = 1
 _ONCE_ORDER = 3
@@ -25,7 +26,7 @@ class Part(NamedTuple):
 
     name: str
     """Empty for the only source of a run without a mixture."""
-    sequences: PackedSequences
+    sequences: Sequences
     seed: int
 
 
@@ -33,7 +34,8 @@ def seed_of(name: str, seed: int) -> int:
     """The seed of a source: sources of one size have orders of their own."""
     if not name:
         return seed
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8])
+    # Below 2**63: manifests of prepared documents have it as a signed number.
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1
 
 
 class Stream:
@@ -53,6 +55,10 @@ class Stream:
         self.mixture = mixture
         self._ends = np.cumsum([len(part.sequences) for part in parts])
         self._seed = seed
+
+    def part(self, name: str) -> Part:
+        """A source by its name."""
+        return next(each for each in self.parts if each.name == name)
 
     def __len__(self) -> int:
         """Sequences of all sources."""
@@ -90,7 +96,9 @@ class Stream:
         """The arrays of a sequence; of -1 and -1 padding."""
         if sequence < 0:
             return self.parts[0].sequences.padding()
-        return self.parts[source].sequences[sequence]
+        part = self.parts[source]
+        with in_section(part.name):
+            return part.sequences[sequence]
 
     def counts(self, number: int) -> dict[str, int]:
         """Samples of each source with a smaller number, by name."""
@@ -102,6 +110,6 @@ def _shuffled(part: Part, samples: np.ndarray) -> np.ndarray:
     count = len(part.sequences)
     epochs, within = np.divmod(samples, count)
     for epoch in np.unique(epochs):
-        order = Permutation(count, part.seed, _SEQUENCE_ORDER, int(epoch))
+        order = part.sequences.shuffled(part.seed, _SEQUENCE_ORDER, int(epoch))
         within[epochs == epoch] = order(within[epochs == epoch])
     return within

@@ -6,6 +6,7 @@ each token; does not know documents, sequences or the model. Nothing is download
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -17,6 +18,7 @@ from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.data.tokenizers.control import Control, Controlled
 from maxpipe.data.tokenizers.files import locate
 from maxpipe.data.tokenizers.huggingface import HuggingFaceTokenizer
+from maxpipe.data.tokenizers.offsets import of_widths
 from maxpipe.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from maxpipe.data.tokenizers.stream import TextStream
 from maxpipe.data.tokenizers.tiktoken import TiktokenTokenizer
@@ -59,6 +61,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def role_texts(self) -> Mapping[str, str]:
+        """Texts of control tokens by roles such as `bos_token`, as chat templates name them."""
+        ...
+
+    @property
     def chat(self) -> ChatTemplate | None:
         """The template of the model's folder, whose text `encode_chat` takes."""
         ...
@@ -67,8 +74,16 @@ class Tokenizer(Protocol):
         """int32 [tokens]. Text that spells a control token stays text."""
         ...
 
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
+        """The same of several texts, faster than one by one."""
+        ...
+
     def encode_chat(self, text: str) -> np.ndarray:
         """The same for text of a chat template: what spells a control token is that token."""
+        ...
+
+    def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """The same, and begin and end of each token in the text, int64 [tokens, 2] characters."""
         ...
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
@@ -120,6 +135,9 @@ def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
+_BYTES_CONTROL = re.compile("(<begin>|<end>|<pad>)")
+
+
 class ByteTokenizer(Controlled):
     """The 256 bytes of UTF-8 text, then begin, end and padding."""
 
@@ -129,6 +147,7 @@ class ByteTokenizer(Controlled):
         pad_id=258,
         end_ids=(257,),
         special_tokens={"<begin>": 256, "<end>": 257, "<pad>": 258},
+        role_texts={"bos_token": "<begin>", "eos_token": "<end>", "pad_token": "<pad>"},
     )
     vocab_size = 259
 
@@ -141,8 +160,24 @@ class ByteTokenizer(Controlled):
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
     def encode_chat(self, text: str) -> np.ndarray:
-        return self.encode(text)
+        return self.encode_chat_offsets(text)[0]
+
+    def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        parts = _BYTES_CONTROL.split(text)
+        special = self.control.special_tokens
+        found = [
+            np.asarray([special[part]], np.int32) if number % 2 else self.encode(part)
+            for number, part in enumerate(parts)
+        ]
+        ids = np.concatenate(found)
+        widths = np.ones(len(ids), np.int64)
+        for name, i in special.items():
+            widths[ids == i] = len(name)
+        return ids, of_widths(text, widths)
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
         return [len(text.encode()) for text in texts]

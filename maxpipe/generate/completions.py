@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from maxpipe.data.tokenizer import Tokenizer
-from maxpipe.data.tokenizers.chat import Message
+from maxpipe.data.tokenizers.chat_process import Message
 from maxpipe.errors import ConfigError, NumbersError
 from maxpipe.generate.decoding import NewRow, Refill, Size, padded
 from maxpipe.generate.text import Writing

@@ -7,7 +7,7 @@ from typing import Any
 
 from maxpipe.boundary import files
 from maxpipe.boundary.typed import parse
-from maxpipe.data.tokenizers.chat import Message
+from maxpipe.data.tokenizers.chat_process import Message
 from maxpipe.errors import ConfigError
 
 MAX_BYTES = 1 << 28

@@ -15,6 +15,7 @@ from maxpipe.boundary.files import scheme
 from maxpipe.checkpoint import address
 from maxpipe.checkpoint.storage import home, run_folder
 from maxpipe.config.check import where
+from maxpipe.config.data import FILES, paths_of
 from maxpipe.config.data_rules import named_sources
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.load import Loaded, to_dict
@@ -239,25 +240,27 @@ def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
     """Keys and paths of what the run reads. `workdir` is where relative ones begin."""
     tokenizer = config.tokenizer
     named = {
-        **{f"{section}.path": _path_of(each) for section, each in named_sources(config)},
-        **{
-            f"{section}.tfds_dir": each.tfds_dir if each.source == "tfds" else ""
-            for section, each in named_sources(config)
-        },
         "tokenizer.path": tokenizer.path if tokenizer.kind != "bytes" else "",
         "runtime.executable": config.runtime.executable,
     }
     folder, source = workdir / run_folder(config.run), config.checkpoint.restore_from
     if source and newest_step(folder, config.checkpoint.dir) is None:  # else it is not read
         named["checkpoint.restore_from"] = _run_of(source, config.run.dir, workdir)
-    for key, path in named.items():
+    of_data = [
+        given for section, each in named_sources(config) for given in _paths_of(section, each)
+    ]
+    for key, path in [*of_data, *named.items()]:
         if path:
             yield key, path if is_remote(path) else str(workdir / os.path.expanduser(path))
 
 
-def _path_of(source: SourceConfig) -> str:
-    """The files that a source reads, if it reads any."""
-    return source.path if source.source in ("text", "jsonl", "arrayrecord") else ""
+def _paths_of(section: str, source: SourceConfig) -> Iterator[tuple[str, str]]:
+    """Keys and paths of the files that a source reads, if it reads any."""
+    if source.source in FILES:
+        key = f"{section}.path" if source.path else f"{section}.paths"
+        yield from ((key, path) for path in paths_of(source))
+    elif source.source == "tfds":
+        yield f"{section}.tfds_dir", source.tfds_dir
 
 
 def _run_of(source: str, runs: str, workdir: Path) -> str:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -47,8 +48,18 @@ from maxpipe.train.step import Steps, keep_of
 from maxpipe.words import counted
 
 Tree = Any
+PROGRAMS: tuple[tuple[str, Remat], ...] = (
+    ("F", "full"),
+    ("FI", "full"),
+    ("FIW", "full"),
+    ("FIW", "names"),
+    ("FIW", "none"),
+)
+"""Slots that are timed one after another, and what waits between them."""
 LAYERS = 2
 """Layers of the chunk that is timed."""
+SIZES = (0.25, 0.5, 1, 2)
+"""Rows of microbatches that a layer is timed with, beside those of the config."""
 TURNS = (2, 10)
 """Repetitions inside a program: the difference is free of the overhead of a call."""
 FRESH_ROW, FRESH_ROWS = 2**16, (16, 272)
@@ -73,6 +84,11 @@ class Measured:
     """What a backward recomputes with `pipeline.remat=names`."""
     forward_alone: float
     """While the other devices are idle."""
+    none_recomputed: float = 0.0
+    """What a backward takes to write and read all that is kept with `pipeline.remat=none`."""
+    by_size: tuple[tuple[float, float], ...] = ()
+    """Of microbatches of several sizes: bytes that a forward moves through memory, and seconds of
+    a row in a layer's forward and backward."""
     hop: float = 0.0
     """A microbatch's message to the next device."""
     gather: float = 0.0
@@ -81,6 +97,8 @@ class Measured:
     """One layer's gradient, summed to shards."""
     exchange: float = 0.0
     """As much as a message, to each device its part."""
+    tokens: float = 0.0
+    """A message's tokens gathered from shards, or summed to these: half of both together."""
     latency: float = 0.0
     """An almost empty collective."""
     fresh: float = 0.0
@@ -121,13 +139,20 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
     """The figures with which the cost model reproduces the measurements."""
     contention = found.forward / found.forward_alone
     shared_by = num_devices / contention if contention > _CONTENDED else 0.0
+    by_size = _by_size(found.by_size)
+    # All that follows is of a layer at the size that is the fastest.
+    sized = dataclasses.replace(hardware, **by_size)
+    scale = 1 / CostModel(sizes, sized).usual.by_size
+    layer = ("forward", "input_grad", "weight_grad", "names_recomputed", "none_recomputed")
+    times = {name: scale * getattr(found, name) for name in (*layer, "forward_alone")}
+    found = dataclasses.replace(found, **times)
     # Measured, a layer's time has its kernels in it.
     known = dataclasses.replace(hardware, shared_by=shared_by, measured="now")
     memory = _memory_rate(found, sizes, known)
     endless = dataclasses.replace(memory, matmul_efficiency=1e12)
     through_memory = _through_memory(CostModel(sizes, endless))
     matmuls = found.forward_alone - through_memory
-    sums = CostModel(sizes, endless).usual.accumulation / found.forward_alone
+    sums = scale * CostModel(sizes, endless).usual.accumulation / found.forward_alone
     at_peak = dataclasses.replace(memory, matmul_efficiency=1.0, memory_gb_per_second=math.inf)
     figures: dict[str, Any] = {
         "matmul_efficiency": CostModel(sizes, at_peak).usual.matmul_seconds / matmuls,
@@ -135,6 +160,8 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
         "input_grad_cost": found.input_grad / found.forward,
         "weight_grad_cost": found.weight_grad / found.forward - sums,
         "names_recomputed": found.names_recomputed / found.forward,
+        "none_recomputed": found.none_recomputed / found.forward,
+        **by_size,
         "shared_by": shared_by,
         "fresh_gb_per_second": 0.0,
         "measured": f"{datetime.date.today():%Y-%m-%d}, {counted(num_devices, 'device')}, "
@@ -162,7 +189,26 @@ def applied(found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int)
             rate = statistics.harmonic_mean(rates)
             figures["link_gb_per_second"] = rate / hardware.ways / 1e9
             figures["exchange_rate"] = _exchange_rate(found, sizes, hardware, num_devices, rate)
+            figures["tokens_rate"] = _tokens_rate(found, sizes, hardware, num_devices, rate)
     return dataclasses.replace(hardware, **figures)
+
+
+def _by_size(measured: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Figures of how a token's time depends on the microbatch's size; none of a single size."""
+    if len(measured) < 2:
+        return {}
+    fastest, least = min(measured, key=itemgetter(1))
+    slopes = [
+        (size > fastest, (seconds / least - 1) / abs(math.log2(size / fastest)))
+        for size, seconds in measured
+        if size != fastest
+    ]
+    above, below = ([slope for up, slope in slopes if up is side] for side in (True, False))
+    return {
+        "fastest_mib": fastest / 2**20,
+        "growth_above": statistics.mean(above) if above else 0.0,
+        "growth_below": statistics.mean(below) if below else 0.0,
+    }
 
 
 def _exchange_rate(
@@ -173,6 +219,17 @@ def _exchange_rate(
         return hardware.exchange_rate
     sent = BYTES[sizes.config.model.compute_dtype] * sizes.activation * (1 - 1 / num_devices)
     return hardware.hops(num_devices) * sent / (found.exchange - found.latency) / rate
+
+
+def _tokens_rate(
+    found: Measured, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
+) -> float:
+    """The same of split tokens."""
+    if found.tokens <= 1.5 * found.latency:
+        return hardware.tokens_rate
+    share = math.prod(_token_shard(sizes, num_devices))
+    sent = BYTES[sizes.config.model.compute_dtype] * share * (num_devices - 1)
+    return sent / (found.tokens - found.latency) / rate
 
 
 def _memory_rate(found: Measured, sizes: Sizes, hardware: Hardware) -> Hardware:
@@ -205,28 +262,27 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
     """
     config = sizes.config
     together, alone = _ring(config, devices), _ring(config, devices[:1])
-    forward, and_inputs, and_weights, named, named_and_inputs = _layers(
-        sizes,
-        together,
-        (("F", "full"), ("FI", "full"), ("FIW", "full"), ("F", "names"), ("FI", "names")),
-    )
+    forward, and_inputs, and_weights, named, kept = _layers(sizes, together, PROGRAMS)
     input_grad = and_inputs - forward - _share_again(sizes) * forward
     times = {
         "forward": forward,
         "input_grad": input_grad,
         "weight_grad": and_weights - and_inputs,
-        "forward_alone": _layers(sizes, alone, [("F", "full")])[0] if len(devices) > 1 else forward,
+        "forward_alone": _layers(sizes, alone, PROGRAMS[:1])[0] if len(devices) > 1 else forward,
     }
+    plain = forward + input_grad + times["weight_grad"]
     if len(devices) > 1:
         dtype, count = jnp.dtype(config.model.compute_dtype), len(devices)
         message = jnp.zeros((sizes.activation,), dtype)
         whole = sizes.layer_elements(sizes.usual_kind, whole=True)
         weights = jnp.zeros((-(-whole // count) * count,), dtype)
+        split = jnp.zeros(_token_shard(sizes, count), dtype)
         times |= {
             "hop": _moved(together, message, lambda x, _: shift(x, STAGE, 1, count)),
             "gather": _moved(together, weights[: weights.size // count], _gathered),
             "scatter": _moved(together, weights.astype(jnp.float32), _scattered),
             "exchange": _moved(together, message[: message.size // count * count], _exchanged),
+            "tokens": _moved(together, split, _joined_and_split) / 2,
             "latency": _moved(together, message[:8], lambda x, _: shift(x, STAGE, 1, count)),
             "fresh": _fresh(together),
         }
@@ -238,8 +294,23 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measured:
                 f"got a negative time for {name}: times vary too much on this machine now.",
                 "Measure again while nothing else runs.",
             )
-    # A difference of differences: a value near 0 may come out negative.
-    return Measured(names_recomputed=max(0.0, named_and_inputs - named - input_grad), **times)
+    # Differences of differences: a value near 0 may come out negative.
+    more = {"names_recomputed": max(0.0, named - plain), "none_recomputed": max(0.0, kept - plain)}
+    return Measured(**times, **more, by_size=_of_sizes(sizes, together, and_weights))
+
+
+def _of_sizes(sizes: Sizes, mesh: Mesh, taken: float) -> tuple[tuple[float, float], ...]:
+    """`Measured.by_size`; `taken`: seconds with the rows of the config."""
+    found = []
+    for rows in sorted({max(1, int(share * sizes.rows)) for share in SIZES}):
+        scaled = sizes.config.train.batch_size * rows // sizes.rows
+        train = dataclasses.replace(sizes.config.train, batch_size=scaled)
+        other = dataclasses.replace(sizes, config=dataclasses.replace(sizes.config, train=train))
+        layer = CostModel(other, shipped()["cpu"]).usual
+        same = rows == sizes.rows
+        seconds = taken if same else _layers(other, mesh, [PROGRAMS[2]])[0]
+        found.append((layer.moved, seconds / rows))
+    return tuple(found)
 
 
 def _share_again(sizes: Sizes) -> float:
@@ -331,6 +402,20 @@ def _exchanged(x: jax.Array, turn: jax.Array) -> jax.Array:
     return exchange(x, STAGE, 0, 0)
 
 
+def _token_shard(sizes: Sizes, shards: int) -> tuple[int, int, int]:
+    """`[B, T, D]` of a device's share of a microbatch whose tokens are split."""
+    tokens = sizes.config.train.sequence_length
+    return sizes.rows, max(1, tokens // shards), sizes.config.model.d_model
+
+
+def _joined_and_split(share: jax.Array, turn: jax.Array) -> jax.Array:
+    del turn
+    whole = lax.all_gather(share, STAGE, axis=1, tiled=True)
+    # As between a layer's matmuls: summed in the order of tokens, and put back in that of rows.
+    part = scatter_sum(jnp.moveaxis(whole, 1, 0), STAGE, 0)
+    return jnp.moveaxis(part, 0, 1)
+
+
 def _scattered(whole: jax.Array, turn: jax.Array) -> jax.Array:
     part = scatter_sum(whole, STAGE, 0)
     return lax.dynamic_update_slice_in_dim(whole, part, turn, 0)
@@ -411,21 +496,19 @@ def medians(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
 def _tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
     """Seconds of a tick beyond the cost model's prediction.
 
-    Of the same layers and microbatches in few ticks and in many: devices that share cores wait for
-    each other longer than for an empty collective.
+    Of steps of many ticks, one of each kind, it is what the rest of the model does not explain:
+    devices that share cores wait for each other longer than for an empty collective, in a tick's
+    layers and in the loss head that all stages share.
     """
     still = dataclasses.replace(hardware, tick_us=0.0)
-    calls, predicted, ticks = [], [], []
+    calls, predicted, ticks = [], 0.0, 0
     for repeats in (1, LAYERS):
         run = _in_chunks(repeats, config, len(devices))
         schedule = schedule_of(run)
         calls.append(step_of(build_steps(run, devices)))
-        predicted.append(cost(Sizes(run), schedule, still).seconds)
-        ticks.append(schedule.num_ticks)
-    few, many = (
-        taken - known for taken, known in zip(medians(calls, SECONDS), predicted, strict=True)
-    )
-    return max(0.0, many - few) / (ticks[1] - ticks[0])
+        predicted += cost(Sizes(run), schedule, still).seconds
+        ticks += schedule.num_ticks
+    return max(0.0, sum(medians(calls, len(calls) * SECONDS)) - predicted) / ticks
 
 
 def _in_chunks(repeats: int, config: Config, stages: int) -> Config:

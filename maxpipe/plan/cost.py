@@ -114,6 +114,8 @@ class CostModel:
         seconds = sent.num_bytes / (hardware.ways * hardware.link_gb_per_second * 1e9)
         if sent.to_each:
             seconds *= hardware.hops(self.sizes.shards(sent.axes) // dcn) / hardware.exchange_rate
+        if sent.of_tokens:
+            seconds /= hardware.tokens_rate
         if dcn > 1:
             crossing = sent.num_bytes * (dcn - 1) / dcn
             seconds += crossing / (hardware.network_gb_per_second * 1e9)
@@ -255,10 +257,11 @@ class LayerCost:
         Of a branch that ends a layer, nothing of a backward reads the output: a network's last
         projection is not multiplied again, and its sums are not sent.
         """
-        recomputed = self.model.recomputed
-        if self.model.sizes.config.pipeline.remat not in ("full", "chunk"):
-            return recomputed * self.forward
-        return recomputed * self.forward - self._unread
+        remat, recomputed = self.model.sizes.config.pipeline.remat, self.model.recomputed
+        if remat == "none":
+            recomputed = self.model.hardware.none_recomputed
+        unread = self._unread if remat in ("full", "chunk") else 0.0
+        return recomputed * self.forward - unread
 
     @cached_property
     def _unread(self) -> float:
@@ -289,7 +292,8 @@ class LayerCost:
     def score_seconds(self) -> float:
         """Of that, what attention's scores take on their way through memory."""
         pairs = sum(map(self.model.sizes.held_scores, self._kind.parts.values()))
-        return SCORE_TRAFFIC * pairs / (self.model.hardware.memory_gb_per_second * 1e9)
+        rate = self.model.hardware.memory_gb_per_second * 1e9
+        return self.by_size * SCORE_TRAFFIC * pairs / rate
 
     @cached_property
     def matmul_seconds(self) -> float:
@@ -297,8 +301,23 @@ class LayerCost:
         model, sizes, parts = self.model, self.model.sizes, self._kind.parts.values()
         flops = 2.0 * sizes.tokens * sizes.computed_elements(self.name) + self._plain_flops
         flops += 2.0 * sum(map(sizes.products, parts))
-        moved = sum(sizes.held_bytes(part, part.traffic) for part in parts)
-        return model.work(flops, model.size * self._whole + moved)
+        return self.by_size * model.work(flops, model.size * self._whole + self.moved)
+
+    @cached_property
+    def moved(self) -> float:
+        """Bytes of activations that a forward moves through memory."""
+        sizes = self.model.sizes
+        return sum(sizes.held_bytes(part, part.traffic) for part in self._kind.parts.values())
+
+    @cached_property
+    def by_size(self) -> float:
+        """Time of a token beside that in a microbatch of the size that is the fastest."""
+        hardware = self.model.hardware
+        if not hardware.fastest_mib:
+            return 1.0
+        doublings = math.log2(self.moved / (hardware.fastest_mib * 2**20))
+        growth = hardware.growth_above if doublings > 0 else hardware.growth_below
+        return 1.0 + growth * abs(doublings)
 
     @cached_property
     def rescored(self) -> float:
@@ -413,7 +432,9 @@ class LayerCost:
         return sizes.trained.computed_elements(self.name) / computed if computed else 0.0
 
     def _kept(self, action: str) -> float:
-        """Writing or reading what waits between slots."""
+        """Writing or reading what waits between slots; measured costs of a backward have that."""
+        if self.model.hardware.measured:
+            return 0.0
         sizes = self.model.sizes
         by_chunk = sizes.config.pipeline.remat == "chunk"
         stash = 0.0 if by_chunk else sum(sizes.kept_bytes(self.name))

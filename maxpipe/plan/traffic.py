@@ -39,6 +39,8 @@ class Sent(NamedTuple):
     """Whether they are all-reduces, which compilers merge: their number is not known."""
     to_each: bool = False
     """Whether each device gets something else from each other one: all-to-all."""
+    of_tokens: bool = False
+    """Whether they are split tokens, along a dim that is not the first: to gather or to sum."""
 
     def __mul__(self, times: float) -> Sent:  # type: ignore[override]
         return self._replace(num_bytes=times * self.num_bytes)
@@ -228,7 +230,8 @@ def tensor_sums(sizes: Sizes, kind: str) -> Sent:
     whole = BYTES[sizes.config.model.compute_dtype] * sizes.whole_activation
     branches = len(sizes.model.kinds[kind].branches)
     sent, gathers = branches * 2 * sizes.around(axes) * whole, sizes.token_shards > 1
-    return Sent(axes, sent, 2 * branches if gathers else branches, is_sum=not gathers)
+    rounds = 2 * branches if gathers else branches
+    return Sent(axes, sent, rounds, is_sum=not gathers, of_tokens=gathers)
 
 
 def regathered(sizes: Sizes, kind: str, action: str, recomputed: float) -> Sent:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from maxpipe.boundary.files import full
 from maxpipe.config.check import total_steps
-from maxpipe.config.ramp import Ramp
 from maxpipe.config.schema import Config
-from maxpipe.data.loader import Datasets, Loader, build
-from maxpipe.data.tokenizer import check_vocab
+from maxpipe.data.loader import Loader
 from maxpipe.parallel.sharding import AxisRules, local_rows, place_rows
 from maxpipe.train.step import Steps, partition
 
@@ -33,27 +30,6 @@ def steps_of(config: Config, mesh: Mesh, byte_lengths: np.ndarray) -> Steps:
         byte_lengths=byte_lengths,
         guard=config.guard,
     )
-
-
-def datasets_of(config: Config, moved: Callable[[], None]) -> Datasets:
-    """The documents that a config names, and its tokenizer; `moved` is called during reading.
-
-    Raises:
-        ConfigError: they cannot be used, or have ids that the model does not know.
-    """
-    datasets = build(
-        config.data,
-        config.tokenizer,
-        seed=config.run.seed,
-        batch_size=config.train.batch_size,
-        batch_ramp=Ramp.of(config.train),
-        sequence_length=config.train.sequence_length,
-        eval_batch_size=config.eval.batch_size,
-        cache_dir=str(full(config.run.dir, "run.dir") / ".index"),
-        moved=moved,
-    )
-    check_vocab(datasets.tokenizer, config.model.vocab_size)
-    return datasets
 
 
 def batches(

@@ -140,10 +140,9 @@ def _save_and_wait(run: Run, step: int) -> None:
 def _closing_words(run: Run, evaluated: dict[str, float]) -> str:
     lines = [f"done: {counted(run.total_steps, 'step')}, files in {run_folder(run.config.run)}"]
     if evaluated:
-        lines.append(
-            f"final validation loss {evaluated['eval/nats_per_byte']:.4f} nats per byte "
-            f"(unigram byte entropy of the text: {run.datasets.unigram_entropy:.4f})"
-        )
+        lines.append(f"final validation loss {evaluated['eval/nats_per_byte']:.4f} nats per byte")
+        if (entropy := run.datasets.unigram_entropy) is not None:
+            lines[-1] += f" (unigram byte entropy of the text: {entropy:.4f})"
     return "\n".join(lines)
 
 

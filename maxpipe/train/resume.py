@@ -24,6 +24,7 @@ from maxpipe.checkpoint.manager import Checkpoints, Restored
 from maxpipe.checkpoint.selection import chosen, opened
 from maxpipe.checkpoint.storage import FOLDER, home, home_of, in_bucket, run_folder
 from maxpipe.config.check import total_steps, where
+from maxpipe.config.data import paths_of
 from maxpipe.config.keys import (
     FAMILY,
     KEYS,
@@ -55,8 +56,8 @@ from maxpipe.train.step import Steps
 # Settings that may differ between processes.
 OWN_SECTIONS = frozenset({"runtime", "log", "launch"})
 OWN_KEYS = frozenset(
-    {"run.dir", "data.path", "data.tfds_dir", "data.threads", "data.prefetch_batches"}
-    | {"tokenizer.path"}
+    {"run.dir", "data.path", "data.paths", "data.tfds_dir", "data.threads"}
+    | {"data.prefetch_batches", "data.largest_unpacked_bytes", "tokenizer.path"}
 )
 
 
@@ -160,8 +161,9 @@ def restore_or_init(
         if own and facts.step == total_steps(config.train):
             _check_finished(facts, loaded)
         others = compare(data["fingerprint"], datasets.train.fingerprint(), data["step"])
-        if others and (before := _data_path(facts.config)) != config.data.path:
-            others = [("data.path", before or "''", config.data.path or "''"), *others]
+        before, now = _data_path(facts.config), ", ".join(paths_of(config.data))
+        if others and before != now:
+            others = [("data.path", before or "''", now or "''"), *others]
         if others and own and not config.data.allow_change:
             raise _other_data(others, facts.step)
         words = f"when step {facts.step} was saved"
@@ -314,7 +316,8 @@ def restore_other(loaded: Loaded, abstract: Any, accept: Callable[[Facts], None]
 
 
 def _data_path(saved: Mapping[str, Mapping[str, Any]]) -> str:
-    return str(saved.get("data", {}).get("path", ""))
+    data = saved.get("data", {})
+    return str(data.get("path", "")) or ", ".join(map(str, data.get("paths", ())))
 
 
 def _must_be_new(loaded: Loaded, checkpoints: Checkpoints) -> None:

@@ -48,7 +48,8 @@ from maxpipe.telemetry import board
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
 from maxpipe.train import attention_check, pictures
-from maxpipe.train.build import batches, datasets_of, steps_of
+from maxpipe.train.build import batches, steps_of
+from maxpipe.train.datasets import datasets_of
 from maxpipe.train.evaluate import evaluate
 from maxpipe.train.replicas import explain
 from maxpipe.train.resume import Start, may_differ, restore_or_init
@@ -483,6 +484,8 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
     sizes.append(f"{ramp.rows * tokens:,}")
     device, processes = mesh.devices.flat[0], counted(jax.process_count(), "process")
     documents = counted(datasets.train.fingerprint()["documents"], "document")
+    if datasets.unreadable:
+        documents += f" of which {datasets.unreadable} cannot be read and are empty"
     model, described = config.model, registry.describe(config.model)
     saved_in = home(run_folder(config.run), config.checkpoint)
     divided = choice.Divided.by(config.mesh, mesh.shape)

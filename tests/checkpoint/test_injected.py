@@ -18,12 +18,12 @@ import pytest
 from etils import epath
 from orbax.checkpoint._src.serialization import replica_slices
 
+from maxpipe.boundary.signed import signed
 from maxpipe.checkpoint import contents, copies, damage, manager, manifest, storage, writer
 from maxpipe.checkpoint.address import parse
 from maxpipe.checkpoint.folder import Folder
 from maxpipe.checkpoint.inspect import verified
 from maxpipe.checkpoint.manager import FOLDER, Checkpoints
-from maxpipe.checkpoint.signed import signed
 from maxpipe.checkpoint.trees import digest
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import ExitCode, NumbersError, StorageError

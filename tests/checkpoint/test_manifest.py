@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from etils import epath
 
+from maxpipe.boundary.signed import signed
 from maxpipe.checkpoint import contents, manifest
-from maxpipe.checkpoint.signed import signed
 from maxpipe.errors import StorageError
 from tests.checkpoint.cases import files
 

@@ -78,7 +78,7 @@ def test_what_cannot_be_reached_is_reported(monkeypatch: pytest.MonkeyPatch):
     def without_gcsfs() -> None:
         raise ImportError
 
-    monkeypatch.setattr(storage, "_store", without_gcsfs)
+    monkeypatch.setattr(storage, "store", without_gcsfs)
     with pytest.raises(StorageError) as refused:
         located("gs://bucket/run")
     where, rule, action = str(refused.value).splitlines()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.data.tokenizers import chat, render_chat
+from maxpipe.data.tokenizers import chat, chat_process, render_chat
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.errors import ConfigError
 
@@ -93,13 +93,13 @@ def test_no_secrets_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Should a template get out of the sandbox, the process has nothing to tell."""
     monkeypatch.setenv("MY_SECRET", "of the user")
     seen: list[dict[str, str]] = []
-    run = chat.subprocess.run
+    start = chat_process.subprocess.Popen
 
     def watched(*args, **options):
         seen.append(options["env"])
-        return run(*args, **options)
+        return start(*args, **options)
 
-    monkeypatch.setattr(chat.subprocess, "run", watched)
+    monkeypatch.setattr(chat_process.subprocess, "Popen", watched)
     assert render("a") == "a" and [set(each) for each in seen] == [{"PYTHONPATH"}]
 
 

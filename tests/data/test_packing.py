@@ -184,6 +184,9 @@ class Masked:
             return Encoded(np.arange(4), np.array([False, True, False, True]))
         return Encoded(np.arange(5), np.array([False, False, True, True, False]))
 
+    def where(self, document: int) -> str:
+        return f"document {document}"
+
 
 def test_targets_that_are_not_trained_do_not_count() -> None:
     sequences = PackedSequences(Masked(), np.array([0, 1]), 4)

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from maxpipe.config.schema import DataConfig
-from maxpipe.data import sources
-from maxpipe.data.sources import Source, open_source
+from maxpipe.data.formats import source as source_module
+from maxpipe.data.formats import text as text_module
+from maxpipe.data.sources import Progress, Source, open_source
 from maxpipe.errors import ConfigError
 
 TEXTS = ["first", "second é 語", "third\nwith two lines", "4th"]
@@ -147,7 +148,7 @@ def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
 
 def test_corpus_is_the_standard_library() -> None:
     source = open_source(DataConfig(), 0)
-    names = [file.name for file in source._files]  # type: ignore[attr-defined]
+    names = [file.name for file in source.records._files]  # type: ignore[attr-defined]
     assert len(source) > 300
     assert "json/decoder.py" in names
     assert not [name for name in names if "site-packages" in name or name.startswith("test/")]
@@ -248,13 +249,6 @@ def test_bad_line_is_named(line: str, text: str, tmp_path: Path) -> None:
         assert error.value.problems[0].action == "Set data.field=body."
 
 
-def test_compressed_lines(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b")
-    with pytest.raises(ConfigError) as error:
-        open_source(DataConfig(source="jsonl", path=str(tmp_path)), 0)
-    explained(error, "data.path", "a.jsonl.gz", "must not be compressed")
-
-
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"caf\xe9")
@@ -352,7 +346,7 @@ def test_tfds_package_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_corpus_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sources.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(text_module.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(), 0)
     explained(error, "data.source", "corpus", str(tmp_path))
@@ -361,7 +355,7 @@ def test_corpus_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 def test_long_passes_log_progress(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sources, "_PROGRESS_SECONDS", -1.0)
+    monkeypatch.setattr(source_module, "_PROGRESS_SECONDS", -1.0)
     with caplog.at_level("INFO"):
-        sources.Progress("reading", 8).update(2)
+        Progress("reading", 8).update(2)
     assert caplog.messages == ["reading: 25.0 % of 8"]

@@ -10,6 +10,7 @@ class Texts:
     """A source in memory that counts how often it is read."""
 
     name = "texts"
+    unreadable: tuple[int, ...] = ()
 
     def __init__(self, texts: Sequence[str]):
         self.texts = list(texts)
@@ -21,6 +22,12 @@ class Texts:
     def __getitem__(self, index: int) -> str:
         self.reads += 1
         return self.texts[index]
+
+    def record(self, index: int) -> str:
+        return self.texts[index]
+
+    def where(self, index: int) -> str:
+        return f"texts: document {index}"
 
     def fingerprint(self) -> str:
         return str(len(self.texts))

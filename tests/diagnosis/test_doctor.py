@@ -163,7 +163,7 @@ def test_a_place_of_checkpoints_is_looked_at(
     assert "a checkpoint takes" not in folders(tmp_path / "saved")["run folder"].text
     (tmp_path / "saved").write_text("a file in the way")
     explained(folders(tmp_path / "saved")["checkpoint folder"], "Set checkpoint.dir")
-    monkeypatch.setattr(storage, "_store", without_gcsfs)
+    monkeypatch.setattr(storage, "store", without_gcsfs)
     found = folders("gs://bucket/runs")["checkpoint folder"]
     assert found.status == "FAILED" and found.action == "Run: pip install 'maxpipe[gcs]'"
 

@@ -23,6 +23,7 @@ from maxpipe.plan.calibrate import Measured, applied, step_of
 from maxpipe.plan.compile import build_steps
 from maxpipe.plan.cost import CostModel, cost
 from maxpipe.plan.sizes import Sizes, schedule_of
+from maxpipe.plan.traffic import tensor_sums
 
 NUM_DEVICES = 4
 T = TypeVar("T")
@@ -69,6 +70,8 @@ def test_the_cost_model_gives_back_what_was_measured(
         gather=latency + 2 * weights / rate,
         scatter=latency + 4 * weights / rate,
         exchange=latency + 0.5 * 2 * sizes.activation * (1 - 1 / NUM_DEVICES) / rate,
+        # Gathered at half of the rate.
+        tokens=latency + 2 * 2 * sizes.activation * (1 - 1 / NUM_DEVICES) / rate,
         latency=latency,
         fresh=4e-9,
     )
@@ -76,6 +79,7 @@ def test_the_cost_model_gives_back_what_was_measured(
     model = CostModel(sizes, after)
     layer = model.usual
     assert after.exchange_rate == pytest.approx(2.0)
+    assert after.tokens_rate == pytest.approx(0.5)
     assert layer.forward == pytest.approx(found.forward_alone)
     assert model.contention == pytest.approx(contention)
     assert model.hides == (contention == 1)
@@ -92,6 +96,59 @@ def test_the_cost_model_gives_back_what_was_measured(
     assert layer.scatter == pytest.approx(found.scatter + 6 * latency - 4 * norms / rate)
 
 
+def test_the_size_of_microbatches_counts_as_measured() -> None:
+    sizes = Sizes(config_of(tokens=256))  # two rows on each device
+    moved = CostModel(sizes, shipped()["cpu"]).usual.moved
+    seconds = {0.25: 1.2, 0.5: 1.0, 1.0: 1.1, 2.0: 1.3}
+    found = Measured(
+        forward=4e-3,
+        input_grad=6e-3,
+        weight_grad=5e-3,
+        names_recomputed=1e-3,
+        forward_alone=1e-3,
+        none_recomputed=5e-4,
+        by_size=tuple((size * moved, each) for size, each in seconds.items()),
+        fresh=1e-9,
+        hop=1e-3,
+        gather=1e-3,
+        scatter=1e-3,
+        exchange=1e-3,
+        latency=1e-5,
+    )
+    after = applied(found, sizes, shipped()["cpu"], NUM_DEVICES)
+    assert after.fastest_mib * 2**20 == pytest.approx(0.5 * moved)
+    assert after.growth_below == pytest.approx(0.2)
+    assert after.growth_above == pytest.approx((0.1 + 0.3 / 2) / 2)
+    layer = CostModel(sizes, after).usual
+    assert layer.by_size == pytest.approx(1 + after.growth_above)
+    # At the size of the other figures these are what was measured.
+    assert layer.forward == pytest.approx(found.forward_alone)
+    weights = after.weight_grad_cost * layer.seconds + layer.accumulation
+    assert weights == pytest.approx(found.weight_grad / 4)
+    few = dataclasses.replace(sizes.config.train, batch_size=4)
+    half = Sizes(dataclasses.replace(sizes.config, train=few))
+    assert CostModel(half, after).usual.by_size == pytest.approx(1.0)
+    # What is kept is in the measured figures, and is not counted by the memory's rate as well.
+    kept = dataclasses.replace(sizes.config.pipeline, remat="none")
+    none = CostModel(Sizes(dataclasses.replace(sizes.config, pipeline=kept)), after).usual
+    backward = none.slot("B") - weights - after.input_grad_cost * none.forward
+    assert backward == pytest.approx(found.none_recomputed / 4, rel=1e-3)
+
+
+def test_split_tokens_travel_at_their_own_rate() -> None:
+    config = config_of(tokens=32)
+    mesh = dataclasses.replace(config.mesh, ici_data=1, ici_tensor=4, sequence_parallel=True)
+    sizes = Sizes(dataclasses.replace(config, mesh=mesh))
+    before = dataclasses.replace(shipped()["cpu"], latency_us=0.0)
+    slow = dataclasses.replace(before, tokens_rate=0.25)
+    sent = tensor_sums(sizes, sizes.usual_kind)
+    usual, slower = (CostModel(sizes, each).move(sent) for each in (before, slow))
+    assert slower == pytest.approx(4 * usual) and usual > 0
+    whole = dataclasses.replace(mesh, sequence_parallel=False)
+    summed = tensor_sums(Sizes(dataclasses.replace(config, mesh=whole)), sizes.usual_kind)
+    assert CostModel(sizes, before).move(summed) == CostModel(sizes, slow).move(summed)
+
+
 def again(measure: Callable[[], T]) -> T:
     """What the refusal of times that vary too much asks for: other tests run beside this one."""
     for _ in range(4):
@@ -105,15 +162,16 @@ def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(calibrate, "SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
     # Weights' gradients are a difference, and have to be more than what scores vary by.
-    sizes = [Sizes(config_of(tokens=tokens, d_mlp=512)) for tokens in (32, 512)]
+    sizes = [Sizes(config_of(tokens=tokens, d_mlp=512)) for tokens in (32, 256)]
     few, many = (again(partial(calibrate.measure, each, devices)) for each in sizes)
-    # Sixteen times the matmuls and 256 times the scores, and messages sixteen times as long.
-    assert many.forward > 8 * few.forward and many.forward_alone > 8 * few.forward_alone
-    assert many.input_grad > 8 * few.input_grad
-    assert many.weight_grad > 4 * few.weight_grad  # adding it up takes the same for any length
+    # Eight times the matmuls and 64 times the scores, and messages eight times as long.
+    assert many.forward > 4 * few.forward and many.forward_alone > 4 * few.forward_alone
+    assert many.input_grad > 4 * few.input_grad
+    assert many.weight_grad > 2 * few.weight_grad  # adding it up takes the same for any length
     # Virtual devices share cores, and nothing moves in no time.
     assert many.forward > many.forward_alone > 0
-    assert min(many.hop, many.gather, many.scatter, many.exchange, many.latency, many.fresh) > 0
+    moved = (many.hop, many.gather, many.scatter, many.exchange, many.tokens)
+    assert min(*moved, many.latency, many.fresh) > 0
 
 
 @pytest.mark.timing
@@ -132,7 +190,7 @@ def test_a_calibrated_model_predicts_the_step_it_measured(monkeypatch: pytest.Mo
 
 
 def test_times_below_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "_layers", lambda *_: [2e-3, 3e-3, 4e-3, 2e-3, 2e-3])
+    monkeypatch.setattr(calibrate, "_layers", lambda *_: [2e-3, 3e-3, 4e-3, 5e-3, 5e-3])
     with pytest.raises(ConfigError, match="a negative time for input_grad"):
         calibrate.measure(Sizes(config_of()), jax.devices()[:1])
 

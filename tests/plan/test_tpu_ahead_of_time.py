@@ -97,6 +97,28 @@ for size in (8192, 17024, 17152):
 print(json.dumps(found))
 """
 
+STATE = """
+import json, sys
+from maxpipe.config.load import from_dict
+from maxpipe.plan.compile import build_steps, devices, placed, report_of
+from maxpipe.plan.topology import parse
+
+target = parse("v5p:2x2x1")
+sizes = {"num_layers": 8, "d_model": 1024, "d_mlp": 4096, "num_heads": 8, "num_kv_heads": 8}
+given = {
+    "model": sizes | {"head_size": 128, "vocab_size": 1024},
+    "mesh": {"ici_fsdp": 4},
+    "train": {"batch_size": 4, "sequence_length": 256, "steps": 10},
+}
+found = {}
+for name, offload in (("here", False), ("away", True)):
+    config = from_dict(given | {"optim": {"offload_state": offload}})
+    steps = build_steps(config, devices(target))
+    report = report_of(config, target, steps, steps.compile_train())
+    found[name] = [report.argument_bytes, report.peak_bytes, report.host_bytes]
+print(json.dumps(found))
+"""
+
 
 def run(program: str, *arguments: str) -> dict[str, Any]:
     """The JSON that a program prints in a process of its own."""
@@ -171,6 +193,15 @@ def test_what_is_kept_on_the_host_travels_while_layers_compute() -> None:
         ["to host", "forward"]
     ]
     assert all(cycles > 0 for *_, cycles in found)
+
+
+def test_state_on_the_host_is_not_in_the_peak() -> None:
+    found = run(STATE)
+    here, away = found["here"], found["away"]
+    state = away[2]
+    assert here[2] == 0 and state > 20 * 2**20
+    assert here[0] - away[0] == pytest.approx(state, rel=0.05)
+    assert here[1] - away[1] > 0.9 * state
 
 
 @pytest.mark.parametrize("rings", [False, True])

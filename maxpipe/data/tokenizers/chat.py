@@ -7,30 +7,14 @@ much memory: the sandbox alone bounds neither.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
 
-from maxpipe.boundary.typed import parse
-from maxpipe.data.tokenizers import render_chat
+from maxpipe.data.tokenizers.chat_process import ChatProcess, Message, RenderError
 from maxpipe.errors import ConfigError
 
 _CPU_SECONDS = 10
-_START_SECONDS = 60.0
-"""For a machine that is busy; the processor's time is what a template is given."""
-_CONVERSATIONS_PER_SECOND = 200
-
-Message = Mapping[str, Any]
-"""`role` and `content`, and whatever else a template reads."""
-
-
-class _Answer(TypedDict, total=False):
-    texts: list[str]
-    error: str
-    kind: str
+"""For one conversation."""
 
 
 class ChatTemplate:
@@ -39,7 +23,19 @@ class ChatTemplate:
     def __init__(self, template: str, path: str, tokens: Mapping[str, str]):
         self.template = template
         self.path = path
-        self._tokens = dict(tokens)
+        self.tokens = dict(tokens)
+        """Control tokens that it may write, by roles such as `bos_token`."""
+
+    def process(self) -> ChatProcess:
+        """A process that renders conversations.
+
+        Raises:
+            ConfigError: no jinja2, or no template.
+        """
+        try:
+            return ChatProcess(self.template, self.tokens, _CPU_SECONDS)
+        except RenderError as error:
+            raise self._wrong(error) from error
 
     def render(
         self, conversations: Sequence[Sequence[Message]], *, add_generation_prompt: bool = True
@@ -51,49 +47,27 @@ class ChatTemplate:
         Raises:
             ConfigError: no jinja2, a template that fails, refuses the messages, or takes too much.
         """
-        request = {
-            "template": self.template,
-            "tokens": self._tokens,
-            "conversations": [[dict(each) for each in messages] for messages in conversations],
-            "add_generation_prompt": add_generation_prompt,
-            "cpu_seconds": _CPU_SECONDS + len(conversations) // _CONVERSATIONS_PER_SECOND,
-        }
-        answer = self._asked(json.dumps(request), request["cpu_seconds"] + _START_SECONDS)
-        if "texts" in answer and len(answer["texts"]) == len(conversations):
-            return answer["texts"]
-        error = answer.get("error", "it gave no answer")
-        if answer.get("kind") == "package":
+        with contextlib.ExitStack() as stack:
+            process = self.process()
+            stack.callback(process.close)
+            try:
+                return [
+                    process.render(
+                        [dict(each) for each in messages],
+                        add_generation_prompt=add_generation_prompt,
+                    ).text
+                    for messages in conversations
+                ]
+            except RenderError as error:
+                raise self._wrong(error) from error
+
+    def _wrong(self, error: RenderError) -> ConfigError:
+        if error.kind == "package":
             action = "Run: pip install 'maxpipe[tokenizers]'"
-            raise ConfigError.one(self.path, None, f"needs the package jinja2: {error}.", action)
-        raise self._wrong(error)
-
-    def _asked(self, request: str, seconds: float) -> _Answer:
-        # Neither the environment, which may hold secrets, nor this process' files are passed on.
-        paths = os.pathsep.join(path for path in sys.path if path)
-        command = [sys.executable, "-P", render_chat.__file__]
-        try:
-            ran = subprocess.run(
-                command,
-                input=request.encode(),
-                capture_output=True,
-                timeout=seconds,
-                env={"PYTHONPATH": paths},
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise self._wrong("it takes too long") from error
-        try:
-            return parse(ran.stdout, _Answer)
-        except ValueError:
-            ended = ran.returncode < 0
-            raise self._wrong(
-                "it takes too long or too much memory" if ended else "it ends its process"
-            ) from None
-
-    def _wrong(self, error: str) -> ConfigError:
+            return ConfigError.one(self.path, None, f"needs the package jinja2: {error}.", action)
         return ConfigError.one(
             self.path,
             None,
-            f"must be a chat template that takes these messages: {error[:300].rstrip('.')}.",
+            f"must be a chat template that takes these messages: {error}.",
             "Correct the messages or the template, or give the model plain text.",
         )

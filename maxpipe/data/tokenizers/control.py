@@ -51,6 +51,8 @@ class Control:
     end_ids: tuple[int, ...]
     special_tokens: Mapping[str, int]
     special_ids: frozenset[int] = field(init=False)
+    role_texts: Mapping[str, str] = field(default_factory=dict)
+    """Texts of control tokens by roles such as `bos_token`, as chat templates name them."""
     chat: ChatTemplate | None = None
 
     def __post_init__(self) -> None:
@@ -86,6 +88,10 @@ class Controlled:
     @property
     def special_ids(self) -> frozenset[int]:
         return self.control.special_ids
+
+    @property
+    def role_texts(self) -> Mapping[str, str]:
+        return self.control.role_texts
 
     @property
     def chat(self) -> ChatTemplate | None:
@@ -130,6 +136,7 @@ def resolve(
     ends = _generation_ends(os.path.join(folder, _GENERATION), vocab_size)
     ends = ends or [special[name] for name in _TURN_ENDS if name in special]
     template = _template(folder, settings)
+    names = {i: name for name, i in special.items()}
     return Control(
         begin_id=end if begin is None else begin,
         end_id=end,
@@ -137,6 +144,7 @@ def resolve(
         end_ids=tuple(sorted({end, *ends})),
         special_tokens=special
         | {texts[role]: i for role, i in roles.items() if role in texts and i is not None},
+        role_texts=texts or {role: names[i] for role, i in roles.items() if i in names},
         chat=ChatTemplate(*template, texts) if template else None,
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from maxpipe.boundary.typed import parse
+from maxpipe.data.tokenizers.byte_bpe import ByteBpe, byte_bpe
 from maxpipe.data.tokenizers.control import Controlled, resolve
 from maxpipe.data.tokenizers.files import MAX_IDS, USED, explained, missing, read
 
@@ -76,22 +77,48 @@ class HuggingFaceTokenizer(Controlled):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.asarray(ids, np.int32)
 
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
+        fast = self._byte_bpe
+        found = [None if fast is None else fast.encode(text) for text in texts]
+        slow = [number for number, ids in enumerate(found) if ids is None]
+        encodings = self._encodings([texts[number] for number in slow])
+        for number, encoding in zip(slow, encodings, strict=True):
+            found[number] = np.asarray(encoding.ids, np.int32)
+        return [ids for ids in found if ids is not None]
+
+    @functools.cached_property
+    def _byte_bpe(self) -> ByteBpe | None:
+        """Another way to the same ids."""
+        raw = self._tokenizer.to_str()
+        definition = parse(raw, dict[str, Any], most_depth=256)
+        return byte_bpe(definition, _parsed(raw.encode()).model)
+
     def encode_chat(self, text: str) -> np.ndarray:
         with explained(self._path, "huggingface", USED):
             ids = self._with_control.encode(text, add_special_tokens=False).ids
         return np.asarray(ids, np.int32)
 
+    def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        with explained(self._path, "huggingface", USED):
+            found = self._with_control.encode(text, add_special_tokens=False)
+        return np.asarray(found.ids, np.int32), np.asarray(found.offsets, np.int64).reshape(-1, 2)
+
     @functools.cached_property
     def _with_control(self) -> Any:
         """Another one that knows control tokens in text: the switch is no argument of a call."""
-        other = _parsed(self._tokenizer.to_str().encode())
+        settings = parse(self._tokenizer.to_str(), dict[str, Any], most_depth=256)
+        # It adds no tokens here, but may take spaces from the places of those that have them.
+        settings["post_processor"] = None
+        other = _parsed(json.dumps(settings).encode())
         other.encode_special_tokens = False
         return other
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
+        return [len(each) for each in self._encodings(texts)]
+
+    def _encodings(self, texts: Sequence[str]) -> Sequence[Any]:
         with explained(self._path, "huggingface", USED):
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [len(encoding) for encoding in encodings]
+            return self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
 
     def decode(self, ids: Iterable[int]) -> str:
         # Control tokens are those of the settings, too, and not only what the file calls special.

@@ -63,19 +63,33 @@ class SentencePieceTokenizer(Controlled):
         with explained(self._path, "sentencepiece", USED):
             return np.asarray(self._model.encode(text), np.int32)
 
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
+        return [np.asarray(ids, np.int32) for ids in self._ids_of(texts)]
+
     def encode_chat(self, text: str) -> np.ndarray:
+        return self.encode_chat_offsets(text)[0]
+
+    def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         # The library takes no control tokens from text: what is between them is encoded alone.
-        parts = self._control_text.split(text)
-        found = [
-            np.asarray([self._ids[part]], np.int32) if number % 2 else self.encode(part)
-            for number, part in enumerate(parts)
-            if part
-        ]
-        return np.concatenate([np.zeros(0, np.int32), *found])
+        ids, offsets, begin = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int64)], 0
+        for number, part in enumerate(self._control_text.split(text)):
+            if number % 2:
+                ids.append(np.asarray([self._ids[part]], np.int32))
+                offsets.append(np.asarray([[begin, begin + len(part)]]))
+            elif part:
+                with explained(self._path, "sentencepiece", USED):
+                    found = self._model.encode(part, return_type="offset_mapping")
+                ids.append(np.asarray(found["ids"], np.int32))
+                offsets.append(begin + np.asarray(found["offsets"], np.int64).reshape(-1, 2))
+            begin += len(part)
+        return np.concatenate(ids), np.concatenate(offsets)
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
+        return [len(ids) for ids in self._ids_of(texts)]
+
+    def _ids_of(self, texts: Sequence[str]) -> Sequence[list[int]]:
         with explained(self._path, "sentencepiece", USED):
-            return [len(ids) for ids in self._model.encode(list(texts), num_threads=_THREADS)]
+            return self._model.encode(list(texts), num_threads=_THREADS)
 
     def decode(self, ids: Iterable[int]) -> str:
         kept = [i for i in map(int, ids) if i < self.vocab_size and i not in self.special_ids]

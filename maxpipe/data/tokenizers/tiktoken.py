@@ -18,6 +18,7 @@ import numpy as np
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.tokenizers.control import Controlled, resolve
 from maxpipe.data.tokenizers.files import MAX_IDS, PATH, USED, explained, missing, read
+from maxpipe.data.tokenizers.offsets import of_widths
 from maxpipe.data.tokenizers.tiktoken_presets import PRESETS
 from maxpipe.errors import ConfigError
 
@@ -56,6 +57,10 @@ class TiktokenTokenizer(Controlled):
         for token, i in ranks.items():
             self.byte_lengths[i] = len(token)
         self._stands_for_text[list(ranks.values())] = True
+        self._written = self.byte_lengths.copy()
+        """Bytes of each id as it is written, those of control tokens included."""
+        for name, i in special.items():
+            self._written[i] = len(name.encode())
         hidden = list(self.special_ids)
         self._stands_for_text[hidden] = False
         self.byte_lengths[hidden] = 0
@@ -66,14 +71,23 @@ class TiktokenTokenizer(Controlled):
         with explained(self._path, "tiktoken", USED):
             return np.asarray(self._encoding.encode_ordinary(text), np.int32)
 
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
+        return [np.asarray(ids, np.int32) for ids in self._ids_of(texts)]
+
     def encode_chat(self, text: str) -> np.ndarray:
         with explained(self._path, "tiktoken", USED):
             return np.asarray(self._encoding.encode(text, allowed_special="all"), np.int32)
 
+    def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        ids = self.encode_chat(text)
+        return ids, of_widths(text, self._written[ids])
+
     def count(self, texts: Sequence[str]) -> Sequence[int]:
+        return [len(ids) for ids in self._ids_of(texts)]
+
+    def _ids_of(self, texts: Sequence[str]) -> Sequence[list[int]]:
         with explained(self._path, "tiktoken", USED):
-            found = self._encoding.encode_ordinary_batch(list(texts), num_threads=_THREADS)
-        return [len(ids) for ids in found]
+            return self._encoding.encode_ordinary_batch(list(texts), num_threads=_THREADS)
 
     def decode(self, ids: Iterable[int]) -> str:
         # Between the ranks and the control tokens there may be ids that stand for nothing.

@@ -14,7 +14,7 @@ _CL100K = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
-_O200K = "|".join(
+O200K = "|".join(
     (
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
@@ -31,7 +31,7 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = _WORDS + r"\p{N}{1,3}" + _REST
 """Up to three digits are a word."""
-_QWEN = _WORDS + r"\p{N}" + _REST
+QWEN = _WORDS + r"\p{N}" + _REST
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ PRESETS = {
         _numbered(100257, "<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
         | {"<|endofprompt|>": 100276},
     ),
-    "o200k": Preset(199998, _O200K, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
-    "o200k_harmony": Preset(199998, _O200K, _HARMONY),
+    "o200k": Preset(199998, O200K, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
+    "o200k_harmony": Preset(199998, O200K, _HARMONY),
     "llama3": Preset(
         128000,
         LLAMA3,
@@ -87,7 +87,7 @@ PRESETS = {
     ),
     "qwen": Preset(
         151643,
-        _QWEN,
+        QWEN,
         _numbered(151643, "<|endoftext|>", "<|im_start|>", "<|im_end|>")
         | _numbered(151646, *(f"<|extra_{number}|>" for number in range(205))),
     ),

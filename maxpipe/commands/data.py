@@ -1,0 +1,128 @@
+"""`maxpipe data`: documents as token ids, prepared in advance and checked; what a model reads."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from maxpipe.boundary import redact
+from maxpipe.boundary.files import full, scheme
+from maxpipe.commands.data_look import add_look
+from maxpipe.commands.parser import Commands, add_inputs, count, read_data_config, subcommands
+from maxpipe.commands.progress import Progress
+from maxpipe.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from maxpipe.config.data_schema import DataConfig
+
+_OUT = "command line: --out"
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from maxpipe.config.mixture import sources
+    from maxpipe.data.prepared.prepare import Plan, prepare
+    from maxpipe.data.sections import in_section
+    from maxpipe.data.stream import seed_of
+
+    config = read_data_config(options.inputs).config
+    if scheme(options.out):
+        rule = "must be a folder on this machine: files are written as documents are read."
+        action = "Name a folder here, and copy it to the bucket afterwards, with `gcloud storage "
+        raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
+    name = _chosen(config.data, options.source)
+    plan = Plan(
+        data=sources(config.data)[name],
+        tokenizer=config.tokenizer,
+        seed=seed_of(name, config.run.seed),
+        folder=full(options.out, _OUT),
+        workers=options.workers,
+        shard_tokens=options.shard_tokens,
+    )
+    progress = Progress()
+    try:
+        with in_section(name):
+            done = prepare(plan, progress.report)
+    finally:
+        progress.close()
+    print(redact.shown(done))
+    return ExitCode.DONE
+
+
+def _chosen(data: DataConfig, given: str | None) -> str:
+    """The name of the source that is prepared; empty without a mixture."""
+    where, known = "command line: --source", ", ".join(sorted(data.mixture))
+    if given is None and known:
+        rule = f"must name one source of data.mixture, which has {known}: each gets its own folder."
+        raise ConfigError.one(where, given, rule, f"Add --source {min(data.mixture)}.")
+    if given is not None and given not in data.mixture:
+        rule = f"must be a name in data.mixture, which has {known or 'none'}."
+        raise ConfigError.one(where, given, rule, "Give one of them, or leave it out.")
+    return given or ""
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from maxpipe.data.prepared.verify import verify
+
+    progress = Progress(" MiB")
+    try:
+        found = verify(options.folder, progress.report)
+    finally:
+        progress.close()
+    for line in found.damage:
+        print(redact.shown(line), file=sys.stderr)
+    print(redact.shown(found.summary))
+    return ExitCode.STORAGE if found.damage else ExitCode.DONE
+
+
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "data",
+        help="turn documents into token files, check these, and see what a model reads",
+        description="Turn documents into files of token ids and check these; see what a model\n"
+        "reads, and where it comes from.",
+    )
+    actions = subcommands(parser)
+    _add_prepare(actions)
+    _add_verify(actions)
+    add_look(actions)
+    parser.command_names = tuple(actions.choices)
+
+
+def _add_prepare(actions: Commands) -> None:
+    prepare = actions.add_parser(
+        "prepare",
+        help="tokenize all documents once, in parallel processes",
+        description="Tokenize the documents that data.* and tokenizer.* describe, in parallel\n"
+        "processes, into a folder for data.source=tokens. After a stop the same command goes on;\n"
+        "the files are the same, whatever the number of processes.",
+        epilog="example: maxpipe data prepare my-run.yml data.source=jsonl data.path='*.jsonl' "
+        "--out tokens\nthen:    maxpipe train my-run.yml data.source=tokens data.path=tokens",
+    )
+    add_inputs(prepare)
+    prepare.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    prepare.add_argument("--source", metavar="NAME", help="which source of data.mixture to prepare")
+    prepare.add_argument(
+        "--workers", type=count, default=None, metavar="N", help="processes; default one per core"
+    )
+    prepare.add_argument(
+        "--shard-tokens",
+        type=count,
+        default=1 << 27,
+        metavar="N",
+        help="tokens after which a new pair of files begins; default 134217728",
+    )
+    prepare.set_defaults(command=_prepare)
+
+
+def _add_verify(actions: Commands) -> None:
+    verify = actions.add_parser(
+        "verify",
+        help="read every byte of a prepared folder, and compare it with what was written",
+        description="Read every byte of a folder that `maxpipe data prepare` wrote, and compare\n"
+        "it with the digests that were taken then. Ends with 74 if a byte differs.",
+        epilog="example: maxpipe data verify tokens",
+    )
+    verify.add_argument("folder", metavar="DIR", help="the folder, or gs://BUCKET/PATH")
+    verify.set_defaults(command=_verify)

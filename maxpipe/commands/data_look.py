@@ -1,0 +1,359 @@
+"""`maxpipe data show`, `stats` and `find`: what a model reads, and where it comes from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxpipe.boundary import redact
+from maxpipe.commands.parser import (
+    INPUTS_HELP,
+    OF_RUN,
+    Commands,
+    add_inputs,
+    count,
+    integer,
+    read_config,
+    write_file,
+)
+from maxpipe.commands.progress import Progress
+from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.words import counted
+
+if TYPE_CHECKING:
+    from maxpipe.config.data_schema import SourceConfig
+    from maxpipe.config.schema import Config
+    from maxpipe.data.loader import Datasets, Loader
+    from maxpipe.data.look import Piece, Segment, Shown
+    from maxpipe.data.statistics import Document, Statistics
+    from maxpipe.data.tokenizer import Tokenizer
+    from maxpipe.errors import Problem
+
+_GREY, _CONTROL, _HEAD, _PLAIN = "\x1b[90m", "\x1b[36m", "\x1b[1m", "\x1b[0m"
+_RUN = "a run, by its folder or its name below runs/, which means its own config; or "
+
+
+# What is read.
+
+
+def _inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
+    """The inputs with the config of a run in place of its name, and the folder of the run.
+
+    A name that is a config's is that config: a run of the same name is given by its folder.
+    """
+    if not inputs or "=" in inputs[0]:
+        return list(inputs), ""
+    from maxpipe.checkpoint.address import is_run, whole_run
+    from maxpipe.config import shipped
+    from maxpipe.config.paths import CONFIG_FILE
+
+    first = inputs[0]
+    is_file = os.path.isfile(os.path.expanduser(first)) or shipped.meant(first) is not None
+    if is_file or not (is_run(Path(first)) or is_run(Path("runs") / first)):
+        return list(inputs), ""
+    folder = whole_run(first).run_dir
+    return [os.path.join(folder, CONFIG_FILE), *inputs[1:]], folder
+
+
+def _datasets(config: Config) -> Datasets:
+    from maxpipe.train.datasets import datasets_of
+
+    progress = Progress()
+    try:
+        return datasets_of(config, lambda: progress.report("reading documents", 0, 0))
+    finally:
+        progress.close()
+
+
+def _batch(folder: str, step: int) -> int:
+    """The number of the batch that a step takes, by the records of its run if there is one."""
+    if not folder:
+        return step - 1
+    from maxpipe.telemetry.batches import batch_of
+
+    return batch_of(folder, step)
+
+
+# Show.
+
+
+def _show(options: argparse.Namespace) -> int:
+    inputs, folder = _inputs(options.inputs)
+    config = read_config(inputs).config
+    from maxpipe.data.look import shown
+
+    datasets = _datasets(config)
+    try:
+        loader = _split(datasets, options.split)
+        is_train = options.split == "train"
+        batch = _batch(folder, options.step) if is_train else options.step - 1
+        number = options.n or (3 if options.row is None else 1)
+        coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        for at, row in _rows(loader, batch, options.row or 0, number):
+            found = shown(loader, datasets.tokenizer, at, row)
+            print("\n".join(_page(found, options.step + at - batch, coloured)), flush=True)
+    finally:
+        datasets.close()
+    return ExitCode.DONE
+
+
+def _split(datasets: Datasets, name: str) -> Loader:
+    if name == "train":
+        return datasets.train
+    if datasets.validation is None:
+        raise ConfigError.one(
+            "command line: --split",
+            name,
+            "has no documents: data.validation_fraction is 0.",
+            "Add data.validation_fraction=0.05.",
+        )
+    return datasets.validation
+
+
+def _rows(loader: Loader, batch: int, row: int, number: int) -> Iterator[tuple[int, int]]:
+    """(batch, row) of `number` rows from one on; the first must be there, others may end."""
+    for given in range(number):
+        yield batch, row
+        row += 1
+        if row < len(loader.rows(batch)):
+            continue
+        batch, row = batch + 1, 0
+        if given + 1 < number and not loader.rows(batch):
+            return
+
+
+def _page(found: Shown, step: int, coloured: bool) -> Iterator[str]:
+    tokens = sum(each.num_tokens for each in found.segments)
+    trained = sum(each.num_trained for each in found.segments)
+    source = f" of {found.source}" if found.source else ""
+    parts = [
+        f"step {step} row {found.row}: sequence {found.sequence}{source}",
+        counted(len(found.segments), "document"),
+        f"{trained} of {counted(tokens, 'token')} trained",
+    ]
+    parts += [f"{found.num_padding} of padding"] if found.num_padding else []
+    yield _styled(f"=== {', '.join(parts)}", _HEAD, coloured)
+    for each in found.segments:
+        yield _styled(f"--- {_head(each)}", _HEAD, coloured)
+        yield "".join(_marked(piece, coloured) for piece in each.pieces)
+
+
+def _head(segment: Segment) -> str:
+    part = "" if segment.num_tokens >= segment.of_tokens else f" of its {segment.of_tokens}"
+    tokens = f"{segment.num_tokens}{part} tokens, {segment.num_trained} trained"
+    return redact.shown(f"document {segment.document}, {tokens}: {segment.where}")
+
+
+def _marked(piece: Piece, coloured: bool) -> str:
+    """A document's text, safe for a terminal, in a form that says whether it is trained."""
+    text = "".join(
+        each if each in "\n\t" or each.isprintable() else _escape(each) for each in piece.text
+    )
+    if not coloured:
+        return text if piece.is_trained else f"⟦{text}⟧"
+    if piece.is_trained and not piece.is_control:
+        return text
+    return _styled(text, _CONTROL if piece.is_trained else _GREY, coloured)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def _styled(text: str, style: str, coloured: bool) -> str:
+    return f"{style}{text}{_PLAIN}" if coloured else text
+
+
+# Find.
+
+
+def _find(options: argparse.Namespace) -> int:
+    inputs, folder = _inputs([options.config, *options.inputs])
+    config = read_config(inputs).config
+    datasets = _datasets(config)
+    try:
+        batch = _batch(folder, options.step)
+        found = _documents(datasets, batch, options.row)
+    finally:
+        datasets.close()
+    if options.json:
+        print(json.dumps({"step": options.step, **found}, indent=2))
+        return ExitCode.DONE
+    sequence = f"sequence {found['sequence']}" + f" of {found['source']}" * bool(found["source"])
+    print(f"step {options.step} row {options.row}: batch {batch}, {sequence}")
+    for each in found["documents"]:
+        first, last = each["first"], each["first"] + each["tokens"] - 1
+        line = f"document {each['document']}, tokens {first} to {last} of the row: {each['where']}"
+        print(redact.shown(line))
+    return ExitCode.DONE
+
+
+def _documents(datasets: Datasets, batch: int, row: int) -> dict[str, Any]:
+    from maxpipe.data.look import shown
+
+    found = shown(datasets.train, datasets.tokenizer, batch, row)
+    documents = [
+        {
+            "document": each.document,
+            "where": each.where,
+            "first": each.first,
+            "tokens": each.num_tokens,
+            "trained": each.num_trained,
+        }
+        for each in found.segments
+    ]
+    place = {"batch": batch, "row": row, "source": found.source, "sequence": found.sequence}
+    return {**place, "documents": documents}
+
+
+# Statistics.
+
+
+def _stats(options: argparse.Namespace) -> int:
+    if options.out is not None:
+        _check_form(options.out)
+    inputs, _ = _inputs(options.inputs)
+    config = read_config(inputs).config
+    from maxpipe.data import statistics_page
+
+    found = list(_counted(config))
+    if options.out is not None:
+        write_file(options.out, "--out", lambda path: statistics_page.draw(found, path))
+    if options.json:
+        facts: Any = [each.facts() for each in found]
+        if config.data.mixture:
+            facts = {"sources": dict(zip(sorted(config.data.mixture), facts, strict=True))}
+        else:
+            [facts] = facts
+        print(json.dumps(facts, indent=2))
+    else:
+        print(redact.shown("\n\n".join(map(statistics_page.text, found))))
+    return ExitCode.DONE
+
+
+def _check_form(path: str) -> None:
+    from maxpipe.data.statistics_page import FORMS
+
+    if Path(path).suffix not in FORMS:
+        rule = f"must end with {' or '.join(FORMS)}."
+        raise ConfigError.one("command line: --out", path, rule, "Give --out stats.html.")
+
+
+def _counted(config: Config) -> Iterator[Statistics]:
+    """Of each source, in the order of their names."""
+    from maxpipe.config.mixture import sources
+    from maxpipe.data.sections import in_section
+    from maxpipe.data.stream import seed_of
+    from maxpipe.data.tokenizer import open_tokenizer
+
+    progress = Progress()
+    try:
+        tokenizer = open_tokenizer(config.tokenizer)
+        for name, each in sources(config.data).items():
+            with in_section(name):
+                seed = seed_of(name, config.run.seed)
+                found = _of_source(config, each, seed, tokenizer, progress)
+            found.name = f"{name}: {found.name}" if name else found.name
+            yield found
+    finally:
+        progress.close()
+
+
+def _of_source(
+    config: Config, source: SourceConfig, seed: int, tokenizer: Tokenizer, progress: Progress
+) -> Statistics:
+    from maxpipe.data import statistics
+    from maxpipe.data.prepared.open import IDS, open_documents
+    from maxpipe.data.sources import open_source
+
+    threads, tokens = config.data.threads, config.train.sequence_length
+    documents: Iterator[Document | Problem]
+    if source.source in IDS:
+        files = open_documents(source, tokenizer)
+        count = files.num_documents
+        documents = statistics.of_encoded(files.__getitem__, count, tokenizer, threads)
+        return statistics.counted(source.source, documents, count, tokens, progress.report)
+    opened = open_source(source, seed, lambda: progress.report("opening", 0, 0))
+    if source.chat == "off":
+        documents = statistics.of_texts(opened, tokenizer)
+    else:
+        from maxpipe.data.chat import Conversations
+
+        encode = Conversations(opened, tokenizer, source).encode
+        documents = statistics.of_encoded(encode, len(opened), tokenizer, threads)
+    return statistics.counted(opened.name, documents, len(opened), tokens, progress.report)
+
+
+# Arguments.
+
+
+def add_look(actions: Commands) -> None:
+    """Adds the commands."""
+    _add_show(actions)
+    _add_stats(actions)
+    _add_find(actions)
+
+
+def _add_show(actions: Commands) -> None:
+    show = actions.add_parser(
+        "show",
+        help="the text of a batch's rows, and what of it is trained",
+        description="Print rows of a step's batch as text, exactly as training reads them: the\n"
+        "documents in each with their places, control tokens by name, and what the model is\n"
+        "trained to predict. What it is not is grey on a terminal and in ⟦ ⟧ elsewhere.",
+        epilog="examples:\n  maxpipe data show my-run.yml -n 3\n"
+        "  maxpipe data show runs/my-run --step 1200 --row 7",
+    )
+    add_inputs(show, "RUN|", _RUN)
+    show.add_argument("-n", type=count, metavar="N", help="rows; default 3, or 1 with --row")
+    show.add_argument("--step", type=count, default=1, metavar="K", help="counted from 1 (1)")
+    show.add_argument("--row", type=_natural, metavar="R", help="of the step's batch, from 0 (0)")
+    show.add_argument(
+        "--split", choices=("train", "validation"), default="train", help="default train"
+    )
+    show.set_defaults(command=_show)
+
+
+def _add_stats(actions: Commands) -> None:
+    stats = actions.add_parser(
+        "stats",
+        help="lengths, duplicates, bytes per token, and what cannot be read",
+        description="Read every document once and print how many there are, their lengths in\n"
+        "tokens, duplicates, bytes per token, empty ones, those that are not UTF-8 or cannot be\n"
+        "read, and how well they fill sequences.",
+        epilog="example: maxpipe data stats my-run.yml --out stats.html",
+    )
+    add_inputs(stats, "RUN|", _RUN)
+    stats.add_argument("--json", action="store_true", help="print one JSON object")
+    stats.add_argument("--out", metavar="FILE", help="write a picture: FILE.html or FILE.png")
+    stats.set_defaults(command=_stats)
+
+
+def _add_find(actions: Commands) -> None:
+    find = actions.add_parser(
+        "find",
+        help="the documents in a row of a step's batch, with their files",
+        description="Print which documents are in a row of a step's batch, and the file and line\n"
+        "or record of each. Of a run, batches that were left out after bad steps are left out.",
+        epilog="examples:\n  maxpipe data find runs/my-run 1200 7\n"
+        "  maxpipe data find my-run.yml 1200 7 data.path='*.jsonl'",
+    )
+    find.add_argument("config", metavar=OF_RUN, help=f"{_RUN}{INPUTS_HELP}")
+    find.add_argument("step", type=count, metavar="STEP", help="counted from 1, as in the log")
+    find.add_argument("row", type=_natural, metavar="ROW", help="of the step's batch, from 0")
+    add_inputs(find)
+    find.add_argument("--json", action="store_true", help="print one JSON object")
+    find.set_defaults(command=_find)
+
+
+def _natural(text: str) -> int:
+    """The type of an argument that is at least 0."""
+    found = integer(text)
+    if found < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 0")
+    return found

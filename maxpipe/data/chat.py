@@ -1,0 +1,271 @@
+"""Records of conversations as documents: a chat template writes the text, of which some is trained.
+
+The ids are exactly what the template writes, with its own control tokens; none is added. Which
+tokens count in the loss follows from the roles of the messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from maxpipe.boundary import files
+from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.rules import did_you_mean
+from maxpipe.data.documents import DocumentIndex, Encoded, EncodedDocuments, kept_index
+from maxpipe.data.formats.text_of import BadRecord, shortened
+from maxpipe.data.sources import Moved, Progress, Source
+from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.data.tokenizers.chat import ChatTemplate
+from maxpipe.data.tokenizers.chat_process import ChatProcess, RenderError
+from maxpipe.data.tokenizers.offsets import touched
+from maxpipe.errors import ConfigError
+from maxpipe.words import counted
+
+_MOST_TEMPLATE_BYTES = 1 << 24
+_PASS_RECORDS = 256
+
+Message = dict[str, Any]
+
+
+def template_of(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template of `data.chat_template`, or of the tokenizer's folder.
+
+    Raises:
+        ConfigError: it cannot be read, or there is none.
+    """
+    path = config.chat_template
+    if path:
+        try:
+            text = files.read(path, _MOST_TEMPLATE_BYTES).decode()
+        except (OSError, ValueError) as error:
+            rule = f"must be a file of UTF-8 text: {getattr(error, 'strerror', None) or error}."
+            action = "Set data.chat_template to the file of a Jinja template."
+            raise ConfigError.one("data.chat_template", path, rule, action) from error
+        return ChatTemplate(text, path, tokenizer.role_texts)
+    if tokenizer.chat is None:
+        raise ConfigError.one(
+            "data.chat",
+            config.chat,
+            "needs a chat template: the tokenizer's folder has none.",
+            "Set data.chat_template to a Jinja file, or put chat_template.jinja into the folder of "
+            "tokenizer.path.",
+        )
+    return tokenizer.chat
+
+
+def messages_of(record: object, config: SourceConfig) -> list[Message]:
+    """The messages of a record, as `data.chat` says where they are.
+
+    Raises:
+        BadRecord: a field is missing or of another type, or a role is none of `data.chat_roles`.
+    """
+    if not isinstance(record, Mapping):
+        rule = f"must have fields, for data.chat={config.chat}; it is of type "
+        rule += f"{type(record).__name__}."
+        raise BadRecord(shortened(str(record)), rule, "Set data.chat=off if these are texts.")
+    if config.chat == "messages":
+        key = "data.messages_field"
+        found = _listed(_column(record, config.messages_field, key), key)
+    else:
+        asked = (config.prompt_field, "data.prompt_field", "user")
+        answered = (config.response_field, "data.response_field", "assistant")
+        found = []
+        for name, key, role in (asked, answered):
+            value = _column(record, name, key)
+            is_text = isinstance(value, str)
+            found += [{"role": role, "content": value}] if is_text else _listed(value, key)
+    if not found:
+        raise BadRecord("", "must have a message: it has none.", "Remove the record.")
+    for number, message in enumerate(found, 1):
+        _check(message, config, f"message {number}")
+    return found
+
+
+def _column(record: Mapping[str, Any], name: str, key: str) -> Any:
+    if name in record:
+        return record[name]
+    names = [str(each) for each in record]
+    guess = did_you_mean(name, names) or (names[0] if len(names) == 1 else "")
+    raise BadRecord(
+        shortened(f"fields {', '.join(names) or 'none'}"),
+        f"must have the field of {key} ({name}).",
+        f"Set {key}={guess}." if guess else f"Set {key} to the field that has it.",
+    )
+
+
+def _listed(value: object, key: str) -> list[Message]:
+    if isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value):
+        return [dict(each) for each in value]
+    raise BadRecord(
+        shortened(str(value)),
+        f"must have a list of objects in {key}; it is of type {type(value).__name__}.",
+        'Write it as [{"role": "user", "content": "..."}, ...].',
+    )
+
+
+def _check(message: Message, config: SourceConfig, which: str) -> None:
+    role, roles = message.get("role"), config.chat_roles
+    if role not in roles:
+        guess = did_you_mean(role, roles) if isinstance(role, str) else ""
+        raise BadRecord(
+            shortened(f"role {role} of {which}" if "role" in message else f"{which} without role"),
+            f"must have a role of data.chat_roles: {', '.join(roles)}.",
+            f"{f'Write {guess}' if guess else 'Correct it'}, or add the role to data.chat_roles.",
+        )
+    content = message.get("content")
+    # Without content a message may be a call of tools; a list is of texts, images and so on.
+    if "content" not in message or not (content is None or isinstance(content, str | list)):
+        raise BadRecord(
+            which,
+            f"must have a text as content; it is of type {type(content).__name__}."
+            if "content" in message
+            else f"must have content; it has {', '.join(map(str, message))}.",
+            'Write {"role": "user", "content": "..."}.',
+        )
+
+
+class Conversations:
+    """The records of a source, encoded. Safe in threads: each takes a process of its own."""
+
+    def __init__(self, source: Source, tokenizer: Tokenizer, config: SourceConfig):
+        self.source = source
+        self.tokenizer = tokenizer
+        self.template = template_of(config, tokenizer)
+        self._config = config
+        self._idle: list[ChatProcess] = []
+
+    def encode(self, document: int) -> Encoded:
+        """The ids of a record and which of them are trained.
+
+        Raises:
+            ConfigError: naming the record, if it has no messages or the template fails with them.
+        """
+        try:
+            return self._encoded(self.source.record(document))
+        except BadRecord as error:
+            where = self.source.where(document)
+            raise ConfigError.one(where, error.given, error.rule, error.action) from error
+
+    def _encoded(self, record: object) -> Encoded:
+        messages = messages_of(record, self._config)
+        with self._process() as process:
+            try:
+                found = process.render(messages, roles=self._config.trained_roles)
+            except RenderError as error:
+                raise self._refused(error) from error
+            except (TypeError, ValueError) as error:
+                rule = f"must have messages that JSON can hold: {error}."
+                raise BadRecord("", rule, "Leave other values out.") from error
+        ids, offsets = self.tokenizer.encode_chat_offsets(found.text)
+        if not len(ids):
+            rule = f"must give a text: {self.template.path} writes none."
+            raise BadRecord("", rule, "Remove the record, or correct the template.")
+        return Encoded(ids, touched(offsets, found.spans))
+
+    @contextlib.contextmanager
+    def _process(self) -> Iterator[ChatProcess]:
+        try:
+            process = self._idle.pop()  # one operation: no other thread gets the same
+        except IndexError:
+            process = self.template.process()
+        try:
+            yield process
+        finally:
+            if process.is_alive:
+                self._idle.append(process)
+
+    def _refused(self, error: RenderError) -> BadRecord:
+        path = self.template.path
+        if error.kind != "prefix":
+            rule = f"must be messages that {path} takes: {error}."
+            return BadRecord("", rule, "Correct the record or the template.")
+        return BadRecord(
+            "",
+            f"must be rendered message by message, to know what is trained: {path} writes the "
+            f"first messages alone as another text than among all; {error}.",
+            "Mark what is trained by {% generation %} ... {% endgeneration %} in a copy of the "
+            "template, set data.chat_template to it, and data.trained_roles=[assistant].",
+        )
+
+    def fingerprint(self) -> str:
+        """Digest of all that decides ids and mask, beside source and tokenizer."""
+        config, template = self._config, self.template
+        fields = [config.messages_field]
+        if config.chat == "prompt":
+            fields = [config.prompt_field, config.response_field]
+        parts = [1, config.chat, fields, sorted(config.trained_roles)]
+        parts += [template.template, sorted(template.tokens.items())]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+class ChatDocuments(EncodedDocuments):
+    """Token ids of conversations; keeps those read last. Safe in threads."""
+
+    def __init__(self, conversations: Conversations, index: DocumentIndex):
+        super().__init__(conversations.source, conversations.tokenizer, index)
+        self._conversations = conversations
+
+    def _read(self, document: int) -> Encoded:
+        return self._conversations.encode(document)
+
+
+def build_chat_index(
+    conversations: Conversations,
+    cache_dir: str | None,
+    moved: Moved | None = None,
+    *,
+    threads: int = 1,
+    keep: bool = True,
+) -> DocumentIndex:
+    """The index of conversations; see `build_index`. Bytes are those of what is trained.
+
+    Raises:
+        ConfigError: naming a record that cannot be used, or no token is trained.
+    """
+    source, tokenizer = conversations.source, conversations.tokenizer
+    parts = [source.fingerprint(), tokenizer.fingerprint(), conversations.fingerprint()]
+    index = kept_index(
+        ["chat", 1, *parts],
+        len(source),
+        cache_dir,
+        lambda: _read_all(conversations, moved, threads),
+        keep=keep,
+    )
+    if index.trained is not None and not index.trained.any():
+        raise ConfigError.one(
+            conversations.template.path,
+            None,
+            f"must mark what is trained: none of {counted(len(source), 'conversation')} has any.",
+            "Set data.trained_roles to roles that speak there, or correct the template's "
+            "{% generation %} blocks.",
+        )
+    return index
+
+
+def _read_all(conversations: Conversations, moved: Moved | None, threads: int) -> DocumentIndex:
+    source, tokenizer = conversations.source, conversations.tokenizer
+    lengths, trained = np.zeros(len(source), np.int64), np.zeros(len(source), np.int64)
+    byte_counts = np.zeros(256, np.int64)
+    progress = Progress(f"rendering conversations of {source.name}", len(source), moved)
+
+    def read(document: int) -> tuple[int, int, bytes]:
+        found = conversations.encode(document)
+        assert found.trained is not None
+        text = tokenizer.decode(found.ids[found.trained].tolist())
+        return len(found.ids), int(found.trained.sum()), text.encode()
+
+    with ThreadPoolExecutor(max(1, threads), "conversations") as pool:
+        for first in range(0, len(source), _PASS_RECORDS):
+            numbers = range(first, min(first + _PASS_RECORDS, len(source)))
+            for document, found in zip(numbers, pool.map(read, numbers), strict=True):
+                lengths[document], trained[document], raw = found
+                byte_counts += np.bincount(np.frombuffer(raw, np.uint8), minlength=256)
+            progress.update(numbers.stop)
+    return DocumentIndex(lengths, byte_counts, trained)

@@ -1,0 +1,83 @@
+"""ArrayRecord files: records of text, or of JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from maxpipe.data.formats.files import File, digest, identities
+from maxpipe.data.formats.source import Record
+from maxpipe.data.formats.text_of import BadRecord, check_length, decoded, from_json, shortened
+from maxpipe.errors import ConfigError
+
+
+class ArrayRecords:
+    """One document per record: JSON objects if the first record is one, else UTF-8 text."""
+
+    name = "arrayrecord"
+
+    def __init__(self, files: Sequence[File]):
+        from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+        for file in files:
+            if file.in_bucket:
+                raise ConfigError.one(
+                    "data.path",
+                    file.path,
+                    "must be in a file system with data.source=arrayrecord.",
+                    "Copy the files to a disk, or mount the bucket as a folder.",
+                )
+        self._files = files
+        path = files[0].path
+        try:
+            self._records = ArrayRecordDataSource([file.path for file in files])
+            if not len(self._records):
+                raise ValueError("it has no records")
+            first = self._records[0]
+        except Exception as error:  # its reader has another class for each fault
+            raise ConfigError.one(
+                "data.path",
+                path if len(files) == 1 else f"{path} and {len(files) - 1} more",
+                f"must be ArrayRecord files with records: {shortened(str(error))}.",
+                "Set data.source=text or data.source=jsonl if the files are of that kind.",
+            ) from error
+        self._json = _is_json_object(first)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def read(self, index: int, columns: list[str] | None = None) -> Record:
+        raw = self._records[index]
+        check_length(len(raw))
+        if not self._json:
+            return decoded(raw)
+        try:
+            return from_json(raw)
+        except ValueError as error:
+            raise BadRecord(
+                shortened(raw),
+                f"must be a JSON object like record 0: {error}.",
+                "Write all records as JSON objects, or all as text.",
+            ) from error
+
+    def where(self, index: int) -> str:
+        from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+        # Asked for seldom: the reader of all files does not say where each of them ends.
+        counts = [len(ArrayRecordDataSource([file.path])) for file in self._files]
+        ends = np.cumsum(counts)
+        which = int(np.searchsorted(ends, index, side="right"))
+        return f"{self._files[which].path}: record {index - int(ends[which] - counts[which])}"
+
+    def fingerprint(self, chosen: str) -> str:
+        kind = chosen if self._json else ""
+        return digest([kind, len(self), *identities(self._files)])
+
+
+def _is_json_object(raw: bytes) -> bool:
+    try:
+        from_json(raw)
+    except ValueError:
+        return False
+    return True

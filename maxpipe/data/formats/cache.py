@@ -1,0 +1,97 @@
+"""What is made of files once and read many times, each under the digest of its file."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import logging
+import os
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+from maxpipe.boundary.files import opened
+from maxpipe.data.formats.files import File, digest, edges, reaching
+from maxpipe.data.formats.source import Moved
+
+_LOG = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.2
+
+
+class Cache:
+    """Folders made once, by one process of several that ask.
+
+    They stay in `folder` if `keep` says so; without it what is there is used, and what is not is
+    made in a folder that ends with the process.
+    """
+
+    def __init__(self, folder: str | None, *, keep: bool):
+        self._folder = None if folder is None else os.path.expanduser(folder)
+        self._keep = keep
+        self._own: str | None = None
+
+    def made(
+        self, kind: str, file: File, make: Callable[[str], None], moved: Moved | None = None
+    ) -> str:
+        """The folder that `make` fills from a file, if it is not there yet.
+
+        Raises:
+            OSError: neither folder can be written.
+        """
+        name = f"{kind}-{_key(file)}"
+        for root in (self._folder, self._own):
+            if root is not None and os.path.isdir(found := os.path.join(root, name)):
+                return found
+        if self._folder is not None and self._keep:
+            with contextlib.suppress(FileExistsError):
+                os.makedirs(self._folder)
+            if os.access(self._folder, os.W_OK | os.X_OK):
+                return _made(self._folder, name, make, moved)
+            _LOG.warning("%s cannot be written: the next start reads all files", self._folder)
+        if self._own is None:
+            self._own = tempfile.mkdtemp(prefix="maxpipe-")
+            weakref.finalize(self, shutil.rmtree, self._own, True)
+        return _made(self._own, name, make, moved)
+
+
+def _key(file: File) -> str:
+    """Tells contents apart, wherever the file is."""
+    with reaching(file.path):
+        changed = 0 if file.in_bucket else os.stat(file.path).st_mtime_ns
+    return digest([1, file.size_bytes, edges(file), changed])[:32]
+
+
+def _made(root: str, name: str, make: Callable[[str], None], moved: Moved | None) -> str:
+    final = os.path.join(root, name)
+    with _locked(f"{final}.lock", moved):
+        if os.path.isdir(final):
+            return final
+        for left in glob.glob(f"{glob.escape(final)}.partial-*"):  # of a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        partial = tempfile.mkdtemp(prefix=f"{name}.partial-", dir=root)
+        try:
+            make(partial)
+            os.rename(partial, final)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    return final
+
+
+@contextlib.contextmanager
+def _locked(path: str, moved: Moved | None) -> Iterator[None]:
+    """Holds a lock among processes; one that ends in any way lets it go."""
+    with open(opened(path, os.O_RDWR | os.O_CREAT), "r+b") as stream:
+        while True:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_POLL_SECONDS)
+                if moved is not None:
+                    moved()
+        yield

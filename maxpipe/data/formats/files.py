@@ -1,0 +1,259 @@
+"""The files of a source: what paths name, reading parts of them, and what identifies them."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import io
+import json
+import os
+import posixpath
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, cast
+
+from maxpipe.boundary import buckets
+from maxpipe.boundary.files import opened, scheme
+from maxpipe.config.inputs import broken_link
+from maxpipe.errors import ConfigError
+
+_EDGE_BYTES = 1 << 16
+_AHEAD_BYTES = 1 << 23
+"""What is asked of a bucket at once when an object is read from its begin to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of a source. `name` does not depend on where the data folder is."""
+
+    name: str
+    path: str
+    size_bytes: int
+
+    @property
+    def in_bucket(self) -> bool:
+        """Whether it is an object of a bucket."""
+        return scheme(self.path) != ""
+
+
+def find_files(paths: str | Sequence[str], suffixes: tuple[str, ...]) -> list[File]:
+    """The files of one or several files, folders and glob patterns, here or in a bucket.
+
+    They come in the order of the paths, those of one path in the order of their names. `suffixes`
+    narrows a folder, not a pattern.
+
+    Raises:
+        ConfigError: a path without files, or a file that two paths name.
+    """
+    found: list[File] = []
+    for path in [paths] if isinstance(paths, str) else paths:
+        if not path:
+            raise ConfigError.one(
+                "data.path", '""', "must name a file, a folder or a glob pattern.", "Set data.path."
+            )
+        found += _in_bucket(path, suffixes) if scheme(path) else _on_disk(path, suffixes)
+    seen: set[str] = set()
+    for file in found:
+        place = file.path if file.in_bucket else os.path.realpath(file.path)
+        if place in seen and not isinstance(paths, str):
+            raise ConfigError.one(
+                "data.paths",
+                file.path,
+                "must be named once: its documents would be read twice.",
+                "Leave one of the paths that name it out.",
+            )
+        seen.add(place)
+    return found
+
+
+def _on_disk(path: str, suffixes: tuple[str, ...]) -> list[File]:
+    expanded = os.path.expanduser(path)
+    if os.path.isfile(expanded):
+        return described([expanded], os.path.dirname(expanded))
+    if os.path.isdir(expanded):
+        found = [
+            os.path.join(folder, name)
+            for folder, _, names in os.walk(expanded)
+            for name in names
+            if _fits(name, suffixes)
+        ]
+    else:
+        found = [name for name in glob.glob(expanded, recursive=True) if os.path.isfile(name)]
+    if not found:
+        is_folder = os.path.isdir(expanded)
+        other = broken_link(expanded) or (
+            "" if is_folder or not os.path.exists(expanded) else "no regular file"
+        )
+        but = f"it is {other}" if other else f"from {os.getcwd()} it gives 0 files"
+        raise _nothing(path, but, suffixes, is_folder=is_folder)
+    if os.path.isdir(expanded):
+        return described(found, expanded)
+    return described(found, os.path.commonpath([os.path.dirname(name) for name in found]))
+
+
+def _in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
+    if scheme(path) != "gs":
+        raise ConfigError.one(
+            "data.path",
+            path,
+            "must be in a file system, or in a bucket of Google Cloud Storage.",
+            "Give gs://BUCKET/PATH, or copy the files to a folder.",
+        )
+    with reaching(path):
+        objects = _objects(path.removesuffix("/"), suffixes)
+    if not objects:
+        raise _nothing(path, "it gives 0 files", suffixes, is_folder="*" not in path)
+    root = posixpath.commonpath([posixpath.dirname(name) for name in objects])
+    return [
+        File(posixpath.relpath(name, root), f"gs://{name}", int(objects[name]["size"]))
+        for name in sorted(objects)
+    ]
+
+
+def _objects(path: str, suffixes: tuple[str, ...]) -> dict[str, Any]:
+    """The objects of one, a folder or a pattern, by their names with the bucket's in front."""
+    store = buckets.store()
+    if any(letter in path for letter in "*?["):
+        found = store.glob(path, detail=True)
+    else:
+        try:
+            about = store.info(path)
+        except FileNotFoundError:
+            return {}
+        if about["type"] == "file":
+            return {about["name"]: about}
+        found = store.find(path, detail=True)
+        found = {
+            name: about
+            for name, about in found.items()
+            if _fits(posixpath.basename(name), suffixes)
+        }
+    return {name: about for name, about in found.items() if about["type"] == "file"}
+
+
+def _fits(name: str, suffixes: tuple[str, ...]) -> bool:
+    return not name.startswith(".") and (not suffixes or any(each in name for each in suffixes))
+
+
+def _nothing(path: str, but: str, suffixes: tuple[str, ...], *, is_folder: bool) -> ConfigError:
+    what = "a file, a folder or a glob pattern that matches files"
+    if is_folder:
+        what = f"a folder with {' or '.join(suffixes)} files" if suffixes else "a folder with files"
+    return ConfigError.one(
+        "data.path",
+        path,
+        f"must be {what}; {but}.",
+        "Set data.path to a path that exists, or data.source=corpus to run without one.",
+    )
+
+
+def described(paths: Iterable[str], root: str) -> list[File]:
+    """The files at these paths, named from `root` on and in the order of their names."""
+    files = []
+    for path in paths:
+        with reaching(path):
+            size_bytes = os.path.getsize(path)
+        files.append(File(os.path.relpath(path, root or "."), path, size_bytes))
+    return sorted(files, key=lambda file: file.name)
+
+
+@contextlib.contextmanager
+def reaching(path: str) -> Iterator[None]:
+    """Explains any failure to read a file.
+
+    Raises:
+        ConfigError: it cannot be read, or what reads buckets is not installed.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ImportError as error:
+        raise ConfigError.one(
+            "data.path",
+            path,
+            f"needs the package gcsfs: {error}.",
+            "Run: pip install 'maxpipe[gcs]'",
+        ) from error
+    except Exception as error:
+        if not isinstance(error, OSError) and not scheme(path):
+            raise
+        # Of a bucket errors of many kinds come, of HTTP and of its library.
+        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError.one(
+            "data.path",
+            path,
+            f"must be readable: {said or type(error).__name__}.",
+            "Restore the file or its permissions, or set data.path to another one.",
+        ) from error
+
+
+def read(file: File, start: int = 0, stop: int | None = None) -> bytes:
+    """Bytes `start` to `stop` of a file, by default all.
+
+    Raises:
+        ConfigError: it cannot be read, or has another size than before.
+    """
+    stop = file.size_bytes if stop is None else stop
+    if start >= stop:
+        return b""
+    with reaching(file.path):
+        if file.in_bucket:
+            content = buckets.store().cat_file(file.path, start=start, end=stop)
+        else:
+            with open(opened(file.path), "rb") as stream:
+                check_size(file, os.fstat(stream.fileno()).st_size)
+                stream.seek(start)
+                content = stream.read(stop - start)
+    if len(content) != stop - start:
+        check_size(file, start + len(content))
+    return content
+
+
+def check_size(file: File, size_bytes: int) -> None:
+    """Checks that a file is as large as when it was opened.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if size_bytes != file.size_bytes:
+        raise ConfigError.one(
+            "data.path",
+            file.path,
+            f"must not change while it is read: it had {file.size_bytes} bytes, and has "
+            f"{size_bytes} now.",
+            "Restore the file, or start again with the changed one.",
+        )
+
+
+def stream(file: File) -> BinaryIO:
+    """The content from its begin on. What reads it does so inside of `reaching`."""
+    if not file.in_bucket:
+        return open(opened(file.path), "rb")
+    options = {"block_size": _AHEAD_BYTES, "cache_type": "readahead"}
+    return cast(BinaryIO, io.BufferedReader(buckets.store().open(file.path, "rb", **options)))
+
+
+def edges(file: File) -> str:
+    """Digest of a file's first and last bytes, which tells files of one size apart."""
+    head = read(file, 0, min(_EDGE_BYTES, file.size_bytes))
+    tail = read(file, max(len(head), file.size_bytes - _EDGE_BYTES))
+    return hashlib.sha256(head + tail).hexdigest()
+
+
+def identities(files: Sequence[File]) -> list[tuple[str, int, str]]:
+    """What goes into a fingerprint of each file."""
+    return [(file.name, file.size_bytes, edges(file)) for file in files]
+
+
+def digest(parts: Iterable[object]) -> str:
+    """SHA-256 of JSON values."""
+    return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()
+
+
+def common_folder(files: Sequence[File]) -> str:
+    """The folder that holds all of them, or the first one's path where they have none."""
+    if any(file.in_bucket for file in files):
+        return files[0].path
+    return os.path.commonpath([os.path.abspath(file.path) for file in files])

@@ -1,0 +1,206 @@
+"""Where the lines of a file start; of a compressed one in an unpacked copy of it."""
+
+from __future__ import annotations
+
+import codecs
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+
+from maxpipe.data.formats.cache import Cache
+from maxpipe.data.formats.compressed import SUFFIXES, unpacked
+from maxpipe.data.formats.files import File, check_size, reaching, stream
+from maxpipe.data.formats.source import Moved, Progress
+from maxpipe.data.formats.text_of import MOST_RECORD_BYTES
+from maxpipe.errors import ConfigError, StorageError
+
+_PIECE_BYTES = 1 << 20
+_KEPT_FROM_BYTES = 1 << 26
+"""The starts of a smaller file's lines are found again at each start."""
+_STARTS, _CONTENT = "starts.npy", "lines.jsonl"
+_NEWLINE = ord("\n")
+_IS_SOLID = np.ones(256, np.uint8)
+_IS_SOLID[list(b" \t\n\r\v\f")] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """The lines of a file that are not blank.
+
+    `starts` int64 [lines + 1]: the offset of each in `content`, and behind the last one the size.
+    `content` is the file, or an unpacked copy. `skips` says whether there are blank lines.
+    """
+
+    file: File
+    content: File
+    starts: np.ndarray
+    skips: bool
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def number(self, index: int) -> int:
+        """The number of a line in its file, from 1 on."""
+        if not self.skips:
+            return index + 1
+        number, offset = 1, int(self.starts[index])
+        with reaching(self.content.path), stream(self.content) as lines:
+            while offset > 0 and (piece := lines.read(min(_PIECE_BYTES, offset))):
+                number += piece.count(b"\n")
+                offset -= len(piece)
+        return number
+
+
+def is_compressed(file: File) -> bool:
+    """Whether a file is read through an unpacked copy, by its name."""
+    return file.path.endswith(SUFFIXES)
+
+
+def find_lines(file: File, cache: Cache, most_bytes: int, moved: Moved | None) -> tuple[Lines, int]:
+    """The lines of a file, and the size of its unpacked copy, of at most `most_bytes`.
+
+    Raises:
+        ConfigError: it cannot be read, is damaged, or holds more.
+        StorageError: there is no room for the copy.
+    """
+    if not is_compressed(file):
+        if file.size_bytes < _KEPT_FROM_BYTES:
+            return Lines(file, file, *_scanned(_pieces(file), file, moved)), 0
+
+        def find(folder: str) -> None:
+            _save(folder, *_scanned(_pieces(file), file, moved))
+
+        return _loaded(_kept(cache, "lines", file, find, moved), file, file), 0
+
+    def unpack(folder: str) -> None:
+        with open(os.path.join(folder, _CONTENT), "xb") as copy:
+            _save(folder, *_scanned(_copied(file, copy, most_bytes), file, moved))
+
+    folder = _kept(cache, "unpacked", file, unpack, moved)
+    path = os.path.join(folder, _CONTENT)
+    content = File(file.name, path, os.path.getsize(path))
+    if content.size_bytes > most_bytes:
+        raise _too_large(file, most_bytes)
+    return _loaded(folder, file, content), content.size_bytes
+
+
+def _kept(
+    cache: Cache, kind: str, file: File, make: Callable[[str], None], moved: Moved | None
+) -> str:
+    try:
+        return cache.made(kind, file, make, moved)
+    except OSError as error:
+        action = "Free space there, or unpack the file and set data.path to what it holds."
+        raise StorageError.unwritable(error.filename or file.path, error, action) from error
+
+
+def _pieces(file: File) -> Iterator[bytes]:
+    size_bytes = 0
+    with reaching(file.path), stream(file) as content:
+        while piece := content.read(_PIECE_BYTES):
+            size_bytes += len(piece)
+            yield piece
+    check_size(file, size_bytes)
+
+
+def _copied(file: File, copy: BinaryIO, most_bytes: int) -> Iterator[bytes]:
+    """The content of a compressed file, which is written as it passes."""
+    left = most_bytes
+    for piece in _gathered(unpacked(file)):
+        left -= len(piece)
+        if left < 0:
+            raise _too_large(file, most_bytes)
+        copy.write(piece)
+        yield piece
+
+
+def _gathered(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same in pieces that are not small."""
+    kept, size = [], 0
+    for piece in pieces:
+        kept.append(piece)
+        size += len(piece)
+        if size >= _PIECE_BYTES:
+            yield b"".join(kept)
+            kept, size = [], 0
+    if kept:
+        yield b"".join(kept)
+
+
+def _too_large(file: File, most_bytes: int) -> ConfigError:
+    return ConfigError.one(
+        "data.path",
+        file.path,
+        f"must hold no more than {most_bytes} bytes when it is unpacked, which is what "
+        "data.largest_unpacked_bytes leaves for it.",
+        "Set data.largest_unpacked_bytes to more if there is room in <run.dir>/.index, or leave "
+        "the file out.",
+    )
+
+
+def _scanned(pieces: Iterable[bytes], file: File, moved: Moved | None) -> tuple[np.ndarray, bool]:
+    """`starts` and `skips` of `Lines`; a byte-order mark is part of no line.
+
+    Raises:
+        ConfigError: of a compressed file, a line that is longer than any document may be.
+    """
+    progress = Progress(f"finding lines of {file.name} (bytes)", file.size_bytes, moved)
+    found: list[np.ndarray] = []
+    offset = begin = count = 0
+    is_solid = skips = False
+    for piece in pieces:
+        data = np.frombuffer(piece, np.uint8)
+        solid = _IS_SOLID[data]
+        if not offset and piece.startswith(codecs.BOM_UTF8):
+            begin = len(codecs.BOM_UTF8)
+            solid[:begin] = 0
+        # Lines that end in this piece, and the one that goes on behind it.
+        ends = np.flatnonzero(data == _NEWLINE)
+        begins = np.concatenate([[begin], offset + ends + 1])
+        inside = np.concatenate([[0], ends + 1])
+        any_solid = np.zeros(len(inside), bool)
+        full = inside < len(data)
+        any_solid[full] = np.maximum.reduceat(solid, inside[full]) > 0
+        any_solid[0] |= is_solid
+        kept = begins[:-1][any_solid[:-1]]
+        skips |= len(kept) < len(ends)
+        found.append(kept)
+        count += len(kept)
+        begin, is_solid = int(begins[-1]), bool(any_solid[-1])
+        offset += len(data)
+        if is_compressed(file) and offset - begin > MOST_RECORD_BYTES:
+            raise _endless(file, count)
+        progress.update(min(offset, file.size_bytes))
+    last = [begin] if is_solid else []
+    return np.concatenate([*found, last, [offset]]).astype(np.int64), bool(skips)
+
+
+def _endless(file: File, line: int) -> ConfigError:
+    return ConfigError.one(
+        f"{file.path}: record {line}",
+        None,
+        f"must be at most {MOST_RECORD_BYTES} bytes long; its line is longer when it is unpacked.",
+        "Leave the file out of data.path, or cut the document into several.",
+    )
+
+
+def _save(folder: str, starts: np.ndarray, skips: bool) -> None:
+    with open(os.path.join(folder, _STARTS), "xb") as stream:
+        np.save(stream, np.append(starts, int(skips)))
+
+
+def _loaded(folder: str, file: File, content: File) -> Lines:
+    try:
+        kept = np.load(os.path.join(folder, _STARTS), mmap_mode="r", allow_pickle=False)
+        if kept.dtype != np.int64 or kept.ndim != 1 or kept[-2] != content.size_bytes:
+            raise ValueError("it is of another file")
+    except (OSError, ValueError, IndexError, EOFError) as error:
+        raise StorageError(
+            f"{folder}: cannot be used\n"
+            f"  where lines of {file.path} start: {error}.\n"
+            "  Delete this folder: the next start makes it again."
+        ) from error
+    return Lines(file, content, kept[:-1], bool(kept[-1]))

@@ -1,0 +1,170 @@
+"""Parquet files, read by row group."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from maxpipe.data.formats.arrow import import_pyarrow, row_of, wanted
+from maxpipe.data.formats.files import File, check_size, digest, identities, reaching, stream
+from maxpipe.data.formats.source import Moved, Progress, Record
+from maxpipe.data.formats.text_of import shortened
+from maxpipe.errors import ConfigError
+from maxpipe.words import counted
+
+_LOG = logging.getLogger(__name__)
+
+_CACHED_BYTES = 1 << 28
+MOST_GROUP_BYTES = 1 << 30
+"""The largest row group, in the columns that are read."""
+_SLOW_GROUP_BYTES = 1 << 26
+_VALUE_BYTES = 8
+"""A value takes about as much at least, however well its file is compressed."""
+
+
+class ParquetRows:
+    """One document per row. Reads the row groups and columns that are asked for."""
+
+    name = "parquet"
+
+    def __init__(self, files: Sequence[File], columns: list[str], moved: Moved | None = None):
+        import_pyarrow(self.name)
+        self._files = files
+        self._lock = threading.Lock()
+        self._cached: OrderedDict[tuple[int, int, bool], Any] = OrderedDict()
+        counts: list[list[int]] = []
+        largest = 0
+        progress = Progress("finding rows of parquet (files)", len(files), moved)
+        for number, file in enumerate(files):
+            with self._opened(file) as found:
+                about = found.metadata
+                counts.append([about.row_group(i).num_rows for i in range(about.num_row_groups)])
+                some = wanted(columns, found.schema_arrow.names)
+                sizes = [_size(about.row_group(i), some) for i in range(about.num_row_groups)]
+                largest = max([largest, *sizes])
+            progress.update(number + 1)
+        self._group_ends = [np.cumsum(each, dtype=np.int64) for each in counts]
+        self._ends = np.cumsum([sum(each) for each in counts], dtype=np.int64)
+        if not len(self):
+            raise ConfigError.one(
+                "data.path",
+                files[0].path,
+                f"must hold rows: {counted(len(files), 'file')} without one.",
+                "Set data.path to files with rows.",
+            )
+        if largest > _SLOW_GROUP_BYTES:
+            _LOG.warning(
+                "%s has row groups of %d MiB, and each is read whole for one document of it: "
+                "reading in random order is slow unless groups are smaller",
+                files[0].path,
+                largest >> 20,
+            )
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The number of a row's file, and its own in it."""
+        which = int(np.searchsorted(self._ends, index, side="right"))
+        before = int(self._ends[which - 1]) if which else 0
+        return which, index - before
+
+    def read(self, index: int, columns: list[str] | None = None) -> Record:
+        which, row = self._place(index)
+        ends = self._group_ends[which]
+        group = int(np.searchsorted(ends, row, side="right"))
+        table = self._group(which, group, columns)
+        return row_of(table, row - (int(ends[group - 1]) if group else 0))
+
+    def _group(self, which: int, group: int, columns: list[str] | None) -> Any:
+        """The table of a row group; those that were read last are kept."""
+        key = (which, group, columns is None)
+        # One at a time, so that threads which want the same group read it once.
+        with self._lock:
+            if key in self._cached:
+                self._cached.move_to_end(key)
+                return self._cached[key]
+            table = self._cached[key] = self._read_group(self._files[which], group, columns)
+            size = sum(each.nbytes for each in self._cached.values())
+            while size > _CACHED_BYTES and len(self._cached) > 1:
+                size -= self._cached.popitem(last=False)[1].nbytes
+            return table
+
+    def _read_group(self, file: File, group: int, columns: list[str] | None) -> Any:
+        with self._opened(file) as found:
+            about = found.metadata.row_group(group)
+            some = wanted(columns, found.schema_arrow.names)
+            if (size := _size(about, some)) > MOST_GROUP_BYTES:
+                raise ConfigError.one(
+                    f"{file.path}: row group {group}",
+                    f"{about.num_rows} rows",
+                    f"must take at most {MOST_GROUP_BYTES} bytes in memory; it takes {size}.",
+                    "Write the file again with smaller row groups (row_group_size=10000).",
+                )
+            texts = _dictionaries(about, some)
+        with self._opened(file, read_dictionary=texts) as found:
+            return found.read_row_group(group, columns=some)
+
+    @contextmanager
+    def _opened(self, file: File, **options: Any) -> Iterator[Any]:
+        import pyarrow
+        from pyarrow import parquet
+
+        with reaching(file.path):
+            content = stream(file)
+        with content:
+            check_size(file, content.seek(0, 2))
+            try:
+                yield parquet.ParquetFile(content, **options)
+            except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
+                raise ConfigError.one(
+                    "data.path",
+                    file.path,
+                    f"must be a whole Parquet file: {shortened(str(error))}.",
+                    "Copy it again from where it is whole, or leave it out of data.path.",
+                ) from error
+
+    def where(self, index: int) -> str:
+        which, row = self._place(index)
+        return f"{self._files[which].path}: row {row}"
+
+    def fingerprint(self, chosen: str) -> str:
+        return digest([chosen, len(self), *identities(self._files)])
+
+
+def _chunks(group: Any, columns: list[str] | None) -> Iterator[Any]:
+    """The column chunks of a row group that belong to these columns."""
+    for number in range(group.num_columns):
+        chunk = group.column(number)
+        path = chunk.path_in_schema
+        if columns is None or any(path == each or path.startswith(f"{each}.") for each in columns):
+            yield chunk
+
+
+def _size(group: Any, columns: list[str] | None) -> int:
+    """The bytes that a row group takes in memory, about: texts that repeat are held once."""
+    return sum(
+        max(chunk.total_uncompressed_size, chunk.num_values * _VALUE_BYTES)
+        for chunk in _chunks(group, columns)
+    )
+
+
+def _dictionaries(group: Any, columns: list[str] | None) -> list[str]:
+    """Columns of text that the file holds as a dictionary, and so memory does.
+
+    Written out, a few bytes of a file may be one long text for a million rows.
+    """
+    return [
+        chunk.path_in_schema
+        for chunk in _chunks(group, columns)
+        if chunk.physical_type == "BYTE_ARRAY"
+        and "." not in chunk.path_in_schema
+        and any("DICTIONARY" in each for each in chunk.encodings)
+        and not any("DELTA" in each for each in chunk.encodings)
+    ]

@@ -1,0 +1,159 @@
+"""The text of a record: of one column or of a template over several, checked to be text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from maxpipe.boundary.typed import parse
+from maxpipe.config.data import template_pieces
+
+_MAX_DEPTH = 256
+"""Deepest nesting of brackets in a document's JSON."""
+_ANYTHING: Any = Any
+_SHOWN = 120
+MOST_RECORD_BYTES = 1 << 28
+"""The largest record: a document is held as a whole, as text and as tokens."""
+
+
+class BadRecord(Exception):
+    """A record whose content is at fault: the source that reads it says where it is."""
+
+    def __init__(self, given: str, rule: str, action: str):
+        super().__init__(rule)
+        self.given, self.rule, self.action = given, rule, action
+
+
+_MISSING = object()
+
+
+class TextOf:
+    """The text of records: themselves if they are text, else a column's or a template's."""
+
+    def __init__(self, field: str = "text", template: str = ""):
+        self._field = field
+        self._template = template
+        self._pieces = template_pieces(template)
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that are read; a dot leads into one with columns of its own."""
+        return [name for _, name in self._pieces if name] if self._template else [self._field]
+
+    @property
+    def chosen(self) -> str:
+        """Part of a source's fingerprint."""
+        return f"template {self._template}" if self._template else self._field
+
+    def __call__(self, record: str | Mapping[str, Any]) -> str:
+        """The text.
+
+        Raises:
+            BadRecord: it has no such column, or another type there.
+        """
+        if isinstance(record, str):
+            return record
+        if self._template:
+            return "".join(
+                fixed + (_filled(record, name) if name else "") for fixed, name in self._pieces
+            )
+        value = _value(record, self._field)
+        if isinstance(value, (str, bytes)):
+            return _text(value)
+        raise self._no_text(record, value)
+
+    def _no_text(self, record: Mapping[str, Any], value: object) -> BadRecord:
+        texts = [name for name, other in record.items() if isinstance(other, (str, bytes))]
+        found = "is missing" if value is _MISSING else f"is of type {type(value).__name__}"
+        return BadRecord(
+            _fields(record),
+            f"must have text in data.field ({self._field}), which {found}.",
+            f"Set data.field={texts[0]}." if texts else "Add a text field to every record.",
+        )
+
+
+def _value(record: Mapping[str, Any], name: str) -> Any:
+    """A column's value, that of `a.b` in the column `a` if there is none of the whole name."""
+    if name in record:
+        return record[name]
+    first, dot, rest = name.partition(".")
+    inner = record.get(first)
+    return _value(inner, rest) if dot and isinstance(inner, Mapping) else _MISSING
+
+
+def _filled(record: Mapping[str, Any], name: str) -> str:
+    value = _value(record, name)
+    if isinstance(value, (str, bytes)):
+        return _text(value)
+    if isinstance(value, (bool, int, float, np.generic)):
+        return str(value)
+    found = "is missing" if value is _MISSING else f"is of type {type(value).__name__}"
+    raise BadRecord(
+        _fields(record),
+        f"must have text or a number in the column {name} of data.template, which {found}.",
+        "Correct data.template, or add the column to every record.",
+    )
+
+
+def _fields(record: Mapping[str, Any]) -> str:
+    return shortened(f"fields {', '.join(map(str, record)) or 'none'}")
+
+
+def _text(value: str | bytes) -> str:
+    check_length(len(value))
+    if isinstance(value, bytes):
+        return decoded(value)
+    # A JSON string may hold half of a surrogate pair, which no encoder takes.
+    return value.encode("utf-8", "replace").decode()
+
+
+def check_length(size_bytes: int) -> None:
+    """Checks that a record is not larger than documents may be.
+
+    Raises:
+        BadRecord: it is.
+    """
+    if size_bytes > MOST_RECORD_BYTES:
+        raise BadRecord(
+            f"{size_bytes} bytes",
+            f"must be at most {MOST_RECORD_BYTES} bytes long: it is held in memory as a whole.",
+            "Cut the document into several.",
+        )
+
+
+def from_json(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a record.
+
+    Raises:
+        ValueError: it is not JSON, nests too deep, or is no object.
+    """
+    value = parse(raw, _ANYTHING, most_depth=_MAX_DEPTH)
+    if not isinstance(value, dict):
+        raise ValueError(f"it is of type {type(value).__name__}")
+    return value
+
+
+def decoded(raw: bytes, errors: str = "strict") -> str:
+    """UTF-8 as text.
+
+    Raises:
+        BadRecord: it is not UTF-8.
+    """
+    try:
+        return raw.decode("utf-8", errors)
+    except UnicodeDecodeError as error:
+        raise BadRecord(
+            f"byte 0x{raw[error.start]:02x} at offset {error.start}",
+            "must be UTF-8 text.",
+            "Convert it to UTF-8, or leave it out of data.path with a glob pattern.",
+        ) from error
+
+
+def shortened(text: str | bytes, limit: int = _SHOWN) -> str:
+    """In one line of at most `limit` characters."""
+    if isinstance(text, bytes):
+        text = text[: 8 * limit].decode("utf-8", "replace")
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."

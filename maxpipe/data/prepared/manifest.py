@@ -1,0 +1,187 @@
+"""The manifest of a prepared folder: what it was made of, its files and their digests.
+
+A shard is `shard-00000.bin` and `.idx` in Megatron's format, `.meta` with `META` of each document,
+and `.crc` with a CRC of each block of these three. `spans` holds, as int64, the number of tokens
+before each `SPAN`-th document, and after the last one. The manifest is written last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any, TypedDict
+
+import numpy as np
+
+from maxpipe.boundary.signed import opened
+from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.schema import TokenizerConfig
+from maxpipe.data.prepared.indexed import BIN, IDX
+from maxpipe.data.prepared.ranges import damaged, joined, open_ranges
+from maxpipe.data.sources import Source
+from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.errors import ConfigError, StorageError
+
+FILE = "manifest.json"
+JOURNAL = "unfinished.jsonl"
+"""What is done while documents are prepared; removed when the manifest is there."""
+SPANS = "spans"
+META_FILE, CRC_FILE = ".meta", ".crc"
+CHECKED = (BIN, IDX, META_FILE)
+"""Files of a shard with CRCs, in the order of these."""
+
+SPAN = 1024
+"""Consecutive documents whose tokens are counted together."""
+META = np.dtype([("text_bytes", "<u4"), ("digest", "<u8")])
+"""UTF-8 bytes of a document's text, and the first 8 bytes of their BLAKE2b digest."""
+
+FORMAT = 1
+_LARGEST_BYTES = 1 << 28
+# How documents are read, not what they are.
+_UNRELATED = ("unreadable", "unreadable_limit", "largest_unpacked_bytes")
+
+
+class FileEntry(TypedDict):
+    """A file's size and SHA-256."""
+
+    bytes: int
+    sha256: str
+
+
+class ShardEntry(TypedDict):
+    """Documents that follow each other, and their files by suffix. Tokens count begin and end."""
+
+    documents: int
+    unreadable: int
+    """Of these, empty because their records could not be read."""
+    tokens: int
+    files: dict[str, FileEntry]
+
+
+class TokenizerEntry(TypedDict):
+    """What made the ids."""
+
+    kind: str
+    path: str
+    fingerprint: str
+    vocab_size: int
+
+
+class SourceEntry(TypedDict):
+    """The documents, and the keys of `data` that named them."""
+
+    name: str
+    fingerprint: str
+    documents: int
+    data: dict[str, Any]
+    seed: int
+
+
+class Spec(TypedDict):
+    """What decides each byte of a prepared folder."""
+
+    format: int
+    source: SourceEntry
+    tokenizer: TokenizerEntry
+    shard_tokens: int
+
+
+class Manifest(Spec):
+    """The whole. `byte_counts` [256] is the histogram of the text's UTF-8 bytes."""
+
+    dtype: str
+    documents: int
+    tokens: int
+    text_bytes: int
+    byte_counts: list[int]
+    shards: list[ShardEntry]
+    spans: FileEntry
+
+
+def spec_of(
+    data: SourceConfig,
+    seed: int,
+    source: Source,
+    config: TokenizerConfig,
+    tokenizer: Tokenizer,
+    shard_tokens: int,
+) -> Spec:
+    """What `source` and `tokenizer`, opened from their sections, will give."""
+    keys = {each.name: getattr(data, each.name) for each in dataclasses.fields(SourceConfig)}
+    return {
+        "format": FORMAT,
+        "source": {
+            "name": source.name,
+            "fingerprint": source.fingerprint(),
+            "documents": len(source),
+            "data": {key: value for key, value in keys.items() if key not in _UNRELATED},
+            "seed": seed,
+        },
+        "tokenizer": {
+            "kind": config.kind,
+            "path": config.path,
+            "fingerprint": tokenizer.fingerprint(),
+            "vocab_size": tokenizer.vocab_size,
+        },
+        "shard_tokens": shard_tokens,
+    }
+
+
+def differences(one: Any, other: Any, name: str = "") -> list[str]:
+    """`source.seed: 0 and 1` for each value in which two specs differ."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = [*one, *(key for key in other if key not in one)]
+        below = [(key, f"{name}.{key}" if name else key) for key in keys]
+        return [
+            line for key, full in below for line in differences(one.get(key), other.get(key), full)
+        ]
+    return [] if one == other else [f"{name}: {_short(one)} and {_short(other)}"]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def shard_name(number: int, suffix: str) -> str:
+    """The name of a file of a shard."""
+    return f"shard-{number:05}{suffix}"
+
+
+def read_manifest(folder: str) -> Manifest:
+    """The manifest of a folder or `gs://BUCKET/PATH`.
+
+    Raises:
+        ConfigError: there is none, or it is of a later version of maxpipe.
+        StorageError: it is damaged, or cannot be read.
+    """
+    path = joined(folder, FILE)
+    try:
+        file = open_ranges(path)
+    except StorageError as error:
+        if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            raise
+        raise _none(folder) from error
+    if file.size > _LARGEST_BYTES:
+        raise damaged(path, f"it has {file.size} bytes, at most {_LARGEST_BYTES} are read")
+    try:
+        found = opened(file.read(0, file.size), Manifest)
+    except ValueError as error:
+        raise damaged(path, str(error)) from error
+    if found["format"] != FORMAT:
+        raise ConfigError.one(
+            "data.path",
+            folder,
+            f"must be of format {FORMAT}: it was written as format {found['format']}.",
+            "Read it with the maxpipe that wrote it, or prepare the documents again.",
+        )
+    return found
+
+
+def _none(folder: str) -> ConfigError:
+    rule = f"must be a folder that `maxpipe data prepare` wrote: it has no {FILE}."
+    action = "Set data.path to one, or write it with `maxpipe data prepare ... --out DIR`."
+    if os.path.exists(joined(folder, JOURNAL)):
+        rule = "must be prepared to the end, and is not: it has no manifest yet."
+        action = "Run the same `maxpipe data prepare` again: it goes on where it was stopped."
+    return ConfigError.one("data.path", folder, rule, action)

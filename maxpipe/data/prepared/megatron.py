@@ -1,0 +1,278 @@
+"""Token files of Megatron that were made elsewhere, `NAME.bin` and `NAME.idx`.
+
+They have neither digests nor the name of their tokenizer, so that all of an index is looked
+through when it is opened, and the ids of a document when it is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from maxpipe.boundary.files import scheme
+from maxpipe.data.documents import Encoded
+from maxpipe.data.prepared.indexed import BIN, HEADER_BYTES, IDX, Layout, parse
+from maxpipe.data.prepared.manifest import SPAN
+from maxpipe.data.prepared.ranges import Ranges, open_ranges
+from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.errors import ConfigError, StorageError
+from maxpipe.words import counted
+
+_ENTRIES = 1 << 18
+"""Entries of a table that are looked through at a time."""
+_SAMPLE = 64
+_EDGE_BYTES = 1 << 16
+_ACTION = "Make the pair of files again, or leave it out of data.path with a pattern."
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """An index and the ids it is of."""
+
+    index: Ranges
+    ids: Ranges
+    layout: Layout
+    has_bounds: bool
+    """Whether bounds say where documents begin; else each sequence is one."""
+
+    @property
+    def num_documents(self) -> int:
+        return self.layout.num_bounds - 1 if self.has_bounds else self.layout.num_sequences
+
+    def bounds(self, first: int, stop: int) -> np.ndarray:
+        """int64: the sequences at which the documents from `first` to before `stop` begin."""
+        if not self.has_bounds:
+            return np.arange(first, stop)
+        return _table(self.index, self.layout.bounds_at, "<i8", first, stop)
+
+    def offsets(self, sequences: np.ndarray) -> np.ndarray:
+        """int64: the number of ids before each of some ascending sequences."""
+        first, stop = int(sequences[0]), int(sequences[-1])
+        size, layout = self.layout.dtype.itemsize, self.layout
+        past_end = stop == layout.num_sequences
+        pointers = _table(self.index, layout.pointers_at, "<i8", first, stop + (not past_end))
+        if past_end:
+            end = 0
+            if stop:
+                [last] = _table(self.index, layout.pointers_at, "<i8", stop - 1, stop)
+                [length] = _table(self.index, layout.lengths_at, "<i4", stop - 1, stop)
+                end = int(last) + int(length) * size
+            pointers = np.concatenate([pointers, [end]])
+        return pointers[sequences - first] // size
+
+
+def _table(file: Ranges, at: int, kind: str, first: int, stop: int) -> np.ndarray:
+    size = np.dtype(kind).itemsize
+    return np.frombuffer(file.read(at + size * first, at + size * stop), kind)
+
+
+class MegatronDocuments:
+    """Documents of pairs of files. Begin and end ids are added where the files have none."""
+
+    def __init__(self, path: str, tokenizer: Tokenizer):
+        self.pad_id = tokenizer.pad_id
+        self._tokenizer = tokenizer
+        self._pairs = [_open(name) for name in _names(path)]
+        self._starts = np.cumsum([0, *(pair.num_documents for pair in self._pairs)])
+        self.num_documents = int(self._starts[-1])
+        if not self.num_documents:
+            rule = f"must hold documents: {counted(len(self._pairs), 'index')} with none."
+            raise ConfigError.one("data.path", path, rule, "Set data.path to other files.")
+        for pair in self._pairs:
+            _check_sequences(pair)
+        self._added = 0, 0
+        self._added = self._missing()
+        self.span_tokens = self._count()
+        self.num_tokens = int(self.span_tokens.sum())
+
+    def _missing(self) -> tuple[int, int]:
+        """How many ids documents lack in front and behind, by the first ones that are not empty."""
+        found = [self._stored(number) for number in range(min(_SAMPLE, self.num_documents))]
+        begin, end = self._tokenizer.begin_id, self._tokenizer.end_id
+        kept = [ids for ids in found if len(ids)]
+        return (
+            int(not any(ids[0] == begin for ids in kept)),
+            int(not any(ids[-1] == end for ids in kept)),
+        )
+
+    @property
+    def remark(self) -> str:
+        """What is added to the ids."""
+        begin, end = self._added
+        words = [name for name, added in (("begin", begin), ("end", end)) if added]
+        return f"{' and '.join(words)} ids added" if words else "begin and end ids as stored"
+
+    def _count(self) -> np.ndarray:
+        """Tokens of each span: int64 [spans]."""
+        parts = []
+        for first in range(0, self.num_documents, _ENTRIES):
+            lengths = self.lengths_between(first, min(first + _ENTRIES, self.num_documents))
+            parts.append(np.add.reduceat(lengths, np.arange(0, len(lengths), SPAN)))
+        return np.concatenate(parts)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [documents]"""
+        return self._lengths
+
+    @functools.cached_property
+    def _lengths(self) -> np.ndarray:
+        return self.lengths_between(0, self.num_documents)
+
+    def lengths_between(self, first: int, stop: int) -> np.ndarray:
+        """int64 tokens of the documents from `first` to before `stop`."""
+        low, high = np.searchsorted(self._starts, [first, stop - 1], side="right") - 1
+        parts = []
+        for number in range(low, high + 1):
+            start, end = self._starts[number : number + 2].tolist()
+            pair = self._pairs[number]
+            bounds = pair.bounds(max(first, start) - start, min(stop, end) - start + 1)
+            parts.append(np.diff(pair.offsets(bounds)))
+        return np.concatenate(parts) + sum(self._added)
+
+    def __getitem__(self, document: int) -> Encoded:
+        if not 0 <= document < self.num_documents:
+            raise IndexError(document)
+        ids = self._stored(document)
+        front, behind = self._added
+        parts = [[self._tokenizer.begin_id]] * front + [ids] + [[self._tokenizer.end_id]] * behind
+        return Encoded(np.concatenate(parts).astype(np.int32))
+
+    def _stored(self, document: int) -> np.ndarray:
+        number = int(np.searchsorted(self._starts, document, side="right")) - 1
+        pair, inside = self._pairs[number], document - int(self._starts[number])
+        size = pair.layout.dtype.itemsize
+        begin, end = pair.offsets(pair.bounds(inside, inside + 2))[[0, -1]].tolist()
+        ids = np.frombuffer(pair.ids.read(begin * size, end * size), pair.layout.dtype)
+        low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
+        if low < 0 or high >= self._tokenizer.vocab_size:
+            raise ConfigError.one(
+                f"{pair.ids.path}: document {inside}",
+                None,
+                f"must have ids from 0 to {self._tokenizer.vocab_size - 1}, those of the "
+                f"tokenizer: it has {low if low < 0 else high}.",
+                "Set tokenizer.* to the tokenizer that the files were made with.",
+            )
+        return ids
+
+    def where(self, document: int) -> str:
+        """The file that a document is in, and its number there."""
+        number = int(np.searchsorted(self._starts, document, side="right")) - 1
+        return f"{self._pairs[number].ids.path}: document {document - self._starts[number]}"
+
+    unreadable = 0
+
+    byte_counts = None
+    """The files do not say how frequent bytes of the text are."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """What identifies them cheaply: names, sizes and the edges of files."""
+        parts: list[object] = [list(self._added)]
+        for file in (file for pair in self._pairs for file in (pair.index, pair.ids)):
+            edges = file.read(0, min(_EDGE_BYTES, file.size))
+            edges += file.read(max(0, file.size - _EDGE_BYTES), file.size)
+            parts.append(
+                [os.path.basename(file.path), file.size, hashlib.sha256(edges).hexdigest()]
+            )
+        return {
+            "source": "megatron",
+            "documents": self.num_documents,
+            "tokens": self.num_tokens,
+            "source_digest": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
+        }
+
+
+def _names(path: str) -> list[str]:
+    """The pairs of a prefix, a file of a pair, a folder or a pattern, without their suffix."""
+    given = path if scheme(path) else os.path.expanduser(path)
+    if given.endswith((BIN, IDX)) and not glob.has_magic(given):
+        given = given[: -len(IDX)]
+    if scheme(given) or os.path.exists(given + IDX):
+        return [given]
+    pattern = os.path.join(given, f"*{IDX}") if os.path.isdir(given) else given
+    found = {name[: -len(IDX)] for name in glob.glob(pattern) if name.endswith((BIN, IDX))}
+    found |= {name for name in glob.glob(pattern) if os.path.exists(name + IDX)}
+    if not found:
+        rule = f"must be NAME of NAME{BIN} and NAME{IDX}, a folder or a pattern of such files: "
+        rule += f"from {os.getcwd()} it gives none."
+        raise ConfigError.one("data.path", path, rule, "Set data.path to files that exist.")
+    return sorted(found)
+
+
+def _open(name: str) -> _Pair:
+    """A pair whose sizes fit each other."""
+    try:
+        index, ids = open_ranges(name + IDX), open_ranges(name + BIN)
+    except StorageError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        rule = f"must be a pair of files, {name + BIN} and {name + IDX}: one is not there."
+        raise ConfigError.one(
+            "data.path", name, rule, "Set data.path to files that exist."
+        ) from error
+    try:
+        layout = parse(index.read(0, min(index.size, HEADER_BYTES)), index.size)
+    except ValueError as error:
+        raise _wrong(index.path, f"must be Megatron's index of token ids: {error}.") from error
+    # Some that were made without an end of a document have only the first bound.
+    return _Pair(index, ids, layout, layout.num_bounds > 1)
+
+
+def _wrong(where: str, rule: str) -> ConfigError:
+    return ConfigError.one(where, None, rule, _ACTION)
+
+
+def _parts(count: int) -> Iterator[tuple[int, int]]:
+    """Ranges of entries that overlap by one."""
+    for first in range(0, max(count - 1, 1), _ENTRIES):
+        yield first, min(first + _ENTRIES + 1, count)
+
+
+def _check_sequences(pair: _Pair) -> None:
+    """Raises ConfigError for the first entry of an index that cannot be."""
+    layout, path, size = pair.layout, pair.index.path, pair.layout.dtype.itemsize
+    if layout.num_sequences:
+        expected = 0
+        for first in range(0, layout.num_sequences, _ENTRIES):
+            stop = min(first + _ENTRIES, layout.num_sequences)
+            lengths = _table(pair.index, layout.lengths_at, "<i4", first, stop).astype(np.int64)
+            pointers = _table(pair.index, layout.pointers_at, "<i8", first, stop)
+            ends = expected + np.cumsum(lengths) * size
+            if len(bad := np.flatnonzero(lengths < 0)):
+                _refuse(path, first + bad[0], f"has a length of {lengths[bad[0]]}")
+            if len(bad := np.flatnonzero(pointers != ends - lengths * size)):
+                begin = int(ends[bad[0]] - lengths[bad[0]] * size)
+                _refuse(path, first + bad[0], f"begins at byte {pointers[bad[0]]}, not at {begin}")
+            if len(bad := np.flatnonzero(ends > pair.ids.size)):
+                words = f"ends at byte {ends[bad[0]]} of {pair.ids.path}, which has "
+                _refuse(path, first + bad[0], f"{words}{pair.ids.size}")
+            expected = int(ends[-1])
+    if pair.has_bounds:
+        _check_bounds(pair)
+
+
+def _check_bounds(pair: _Pair) -> None:
+    layout, path = pair.layout, pair.index.path
+    for first, stop in _parts(layout.num_bounds):
+        bounds = pair.bounds(first, stop)
+        if len(bad := np.flatnonzero(np.diff(bounds) < 0)):
+            words = f"begins behind the next one, at sequence {bounds[bad[0]]}"
+            _refuse(path, first + bad[0], words, "document")
+        if first == 0 and bounds[0]:
+            _refuse(path, 0, f"begins at sequence {bounds[0]}, not at 0", "document")
+    [last] = pair.bounds(layout.num_bounds - 1, layout.num_bounds)
+    if last != layout.num_sequences:
+        words = f"ends at sequence {last}, and there are {layout.num_sequences}"
+        _refuse(path, layout.num_bounds - 2, words, "document")
+
+
+def _refuse(path: str, number: Any, words: str, what: str = "sequence") -> None:
+    raise _wrong(f"{path}: {what} {number}", f"cannot be: it {words}.")

@@ -1,0 +1,393 @@
+"""`maxpipe data prepare`: documents to files of ids, in parallel processes.
+
+Processes encode pieces of consecutive documents, and one writes them in order: each byte follows
+from the documents, the tokenizer and the size of a shard. A shard that is on the disk is entered in
+a journal; after a stop everything behind the last entry is done again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from maxpipe.boundary import files
+from maxpipe.boundary.signed import signed
+from maxpipe.boundary.typed import parse as parse_json
+from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.schema import TokenizerConfig
+from maxpipe.data.prepared import encode
+from maxpipe.data.prepared.indexed import HEADER_BYTES, IDX, dtype_for, parse
+from maxpipe.data.prepared.manifest import (
+    FILE,
+    JOURNAL,
+    SPAN,
+    SPANS,
+    Manifest,
+    ShardEntry,
+    Spec,
+    differences,
+    read_manifest,
+    shard_name,
+    spec_of,
+)
+from maxpipe.data.prepared.writer import Finished, Piece, ShardWriter, SignedFile
+from maxpipe.data.sources import Source, open_source
+from maxpipe.data.tokenizer import open_tokenizer
+from maxpipe.errors import AbsentError, ConfigError, Interrupted, Preempted, StorageError
+from maxpipe.words import counted
+
+_OUT = "command line: --out"
+_PIECE = 64
+"""Documents that a process encodes at a time."""
+_AHEAD = 3
+"""Pieces for each process that are encoded or wait to be written."""
+
+Report = Callable[[str, int, int, str], object]
+"""Called with a task, what is done of it, its total, and a remark about its rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to prepare, and how. No `workers` are as many as there are cores."""
+
+    data: SourceConfig
+    tokenizer: TokenizerConfig
+    seed: int
+    folder: Path
+    workers: int | None
+    shard_tokens: int
+
+
+class _Done:
+    """The shards that are on the disk, and their sums."""
+
+    def __init__(self) -> None:
+        self.shards: list[ShardEntry] = []
+        self.documents = self.unreadable = self.tokens = self.text_bytes = 0
+        self.byte_counts = np.zeros(256, np.int64)
+
+    def add(self, finished: Finished) -> None:
+        shard = finished["shard"]
+        self.shards.append(shard)
+        self.documents += shard["documents"]
+        self.unreadable += shard["unreadable"]
+        self.tokens += shard["tokens"]
+        self.text_bytes += finished["text_bytes"]
+        self.byte_counts += np.array(finished["byte_counts"], np.int64)
+
+
+def prepare(plan: Plan, report: Report) -> str:
+    """Writes the folder, or what is missing of it. Returns a line that says what was done.
+
+    Raises:
+        ConfigError: a source or a tokenizer that cannot be used, or a folder with something else.
+        StorageError: the folder cannot be written.
+        Preempted: the process was asked to stop.
+        AbsentError: a process that encodes is gone.
+    """
+    if plan.data.chat != "off":
+        raise ConfigError.one(
+            "data.chat",
+            plan.data.chat,
+            "must be off: files of ids do not say which tokens are trained on.",
+            "Train from the records themselves, without `maxpipe data prepare`.",
+        )
+    report("opening the documents", 0, 0, "")
+    source = open_source(plan.data, plan.seed)
+    tokenizer = open_tokenizer(plan.tokenizer)
+    spec = spec_of(plan.data, plan.seed, source, plan.tokenizer, tokenizer, plan.shard_tokens)
+    try:
+        _check_folder(plan.folder)
+        if (plan.folder / FILE).exists():
+            found = read_manifest(str(plan.folder))
+            _check_same(plan.folder, found, spec)
+            skipped = sum(shard["unreadable"] for shard in found["shards"])
+            _check_skipped(plan.data, skipped, found["documents"])
+            (plan.folder / JOURNAL).unlink(missing_ok=True)
+            return f"{plan.folder} is complete: {_counts(found)}"
+        plan.folder.mkdir(parents=True, exist_ok=True)
+        with _journal(plan.folder, spec) as (journal, done), _stops(plan.folder):
+            start = time.monotonic()
+            begun = done.tokens
+            pieces = _encoded(plan, encode.sendable(source), done.documents, len(source))
+            with contextlib.closing(pieces):
+                _write(plan, len(source), pieces, done, journal, report)
+            manifest = _finish(plan.folder, spec, done)
+    except OSError as error:
+        action = "Free space, or name a folder that can be written with --out."
+        raise StorageError.unwritable(plan.folder, error, action) from error
+    seconds = max(time.monotonic() - start, 1e-9)
+    rate = f"{(done.tokens - begun) / seconds / 1e6:.2f} M tokens/s"
+    return f"wrote {plan.folder}: {_counts(manifest)}, in {seconds:.1f} s, {rate}"
+
+
+def _counts(found: Manifest) -> str:
+    size = sum(file["bytes"] for shard in found["shards"] for file in shard["files"].values())
+    shards = counted(len(found["shards"]), "shard")
+    documents = counted(found["documents"], "document")
+    if unreadable := sum(shard["unreadable"] for shard in found["shards"]):
+        documents += f" of which {unreadable} cannot be read and are empty"
+    return f"{documents}, {counted(found['tokens'], 'token')}, {shards} of {size / 1e6:.1f} MB"
+
+
+# The folder.
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises ConfigError if something else is there."""
+    if not os.path.lexists(folder):
+        return
+    action = f"Name another folder, such as --out {folder}-2."
+    if not folder.is_dir():
+        raise ConfigError.one(_OUT, folder, "is there already, and is no folder.", action)
+    names = os.listdir(folder)
+    if names and FILE not in names and JOURNAL not in names:
+        rule = f"must be new or empty, or prepared by this command: it has {sorted(names)[0]}."
+        raise ConfigError.one(_OUT, folder, rule, action)
+
+
+def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
+    """Raises ConfigError if the folder is of other documents, or made otherwise."""
+    # A tokenizer is its content, wherever it is.
+    theirs, ours = ({key: each[key] for key in Spec.__annotations__} for each in (found, spec))
+    theirs["tokenizer"], ours["tokenizer"] = (
+        each["tokenizer"]["fingerprint"] for each in (found, spec)
+    )
+    if lines := differences(theirs, ours):
+        more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
+        rule = f"holds documents that were prepared otherwise: {'; '.join(lines[:4])}{more}."
+        action = f"Name another folder, such as --out {folder}-2, or remove this one."
+        raise ConfigError.one(_OUT, folder, rule, action)
+
+
+@contextlib.contextmanager
+def _journal(folder: Path, spec: Spec) -> Iterator[tuple[TextIO, _Done]]:
+    """The journal, for one process at a time, and what it says is done."""
+    path = folder / JOURNAL
+    with open(files.opened(path, os.O_RDWR | os.O_CREAT), "r+") as journal:
+        try:
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            rule = "is being prepared by another process."
+            action = "Wait for it, or name another folder with --out."
+            raise ConfigError.one(_OUT, folder, rule, action) from error
+        done, end = _Done(), 0
+        for number, line in enumerate(journal.read().splitlines(keepends=True)):
+            # A kill or a power failure leaves half a line, or shards that have lost their end.
+            try:
+                if number:
+                    done.add(_on_disk(folder, parse_json(line, Finished), len(done.shards)))
+                else:
+                    _check_same(folder, parse_json(line, Spec), spec)
+            except (OSError, ValueError):
+                break
+            end += len(line)
+        journal.truncate(end)
+        if not end:
+            _enter(journal, spec)
+        yield journal, done
+
+
+def _enter(journal: TextIO, line: Spec | Finished) -> None:
+    journal.seek(0, os.SEEK_END)
+    journal.write(json.dumps(line) + "\n")
+    journal.flush()
+    os.fsync(journal.fileno())
+
+
+def _on_disk(folder: Path, finished: Finished, number: int) -> Finished:
+    """The same, if the files of that shard are there.
+
+    Raises:
+        OSError: one is not.
+        ValueError: one has another size.
+    """
+    for suffix, entry in finished["shard"]["files"].items():
+        if (folder / shard_name(number, suffix)).stat().st_size != entry["bytes"]:
+            raise ValueError("it is cut off")
+    return finished
+
+
+# The work.
+
+
+@contextlib.contextmanager
+def _stops(folder: Path) -> Iterator[None]:
+    """Turns SIGTERM, SIGHUP and Ctrl-C into errors that say how to go on."""
+    words = f"{folder}: preparing was stopped\n  Shards that are complete are kept.\n"
+    words += "  Run the same command again: it goes on behind them."
+
+    def stop(number: int, frame: object) -> None:
+        raise Preempted(words)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {each: signal.signal(each, stop) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(words) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _encoded(
+    plan: Plan, source: Source | None, first: int, total: int
+) -> Generator[Piece, None, None]:
+    """The documents from `first` on, in order, as processes encode them."""
+    workers = plan.workers or len(os.sched_getaffinity(0))
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=encode.start,
+        initargs=(plan.data, plan.tokenizer, plan.seed, source),
+    )
+    waiting: deque[Future[Any]] = deque()
+    try:
+        starts = iter(range(first, total, _PIECE))
+        while True:
+            for begin in itertools.islice(starts, _AHEAD * workers - len(waiting)):
+                end = min(begin + _PIECE, total)
+                waiting.append(pool.submit(encode.encode, begin, end))
+            if not waiting:
+                return
+            found = waiting.popleft().result()
+            if not isinstance(found, Piece):
+                raise ConfigError(found)
+            yield found
+    except BrokenProcessPool as error:
+        raise AbsentError(
+            f"{plan.folder}: a process that tokenizes is gone\n"
+            "  it was killed, perhaps because memory ran out. Shards that are complete are kept.\n"
+            "  Run the same command again, perhaps with fewer --workers: it goes on behind them."
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _write(
+    plan: Plan,
+    total: int,
+    pieces: Iterator[Piece],
+    done: _Done,
+    journal: TextIO,
+    report: Report,
+) -> None:
+    """Writes shards, each up to the document with which it has `shard_tokens`."""
+    start, documents, tokens, text_bytes = time.monotonic(), done.documents, 0, 0
+    unreadable = done.unreadable
+    _check_skipped(plan.data, unreadable, documents)
+    writer: ShardWriter | None = None
+    try:
+        for piece in pieces:
+            documents += len(piece.lengths)
+            unreadable += int(piece.unreadable.sum())
+            _check_skipped(plan.data, unreadable, documents)
+            tokens += len(piece.ids)
+            text_bytes += int(piece.meta["text_bytes"].sum(dtype=np.int64))
+            while len(piece.lengths):
+                if writer is None:
+                    writer = ShardWriter(plan.folder, len(done.shards), piece.ids.dtype)
+                ends = writer.tokens + np.cumsum(piece.lengths)
+                count = min(int(np.searchsorted(ends, plan.shard_tokens)) + 1, len(ends))
+                writer.add(piece.part(0, count))
+                piece = piece.part(count, len(piece.lengths))
+                if writer.tokens >= plan.shard_tokens or (
+                    documents == total and not len(piece.lengths)
+                ):
+                    finished = writer.close()
+                    writer = None
+                    _enter(journal, finished)
+                    done.add(finished)
+            rate = 1e-6 / max(time.monotonic() - start, 1e-9)
+            words = f"{tokens * rate:.2f} M tokens/s, {text_bytes * rate:.2f} MB/s"
+            report("tokenizing documents", documents, total, words)
+    finally:
+        if writer is not None:
+            writer.abandon()
+
+
+def _check_skipped(data: SourceConfig, unreadable: int, documents: int) -> None:
+    """Raises ConfigError if the processes have skipped too many records together."""
+    if data.unreadable == "stop" and unreadable:
+        raise ConfigError.one(
+            "data.unreadable",
+            data.unreadable,
+            f"must be skip for this folder: {counted(unreadable, 'record')} could not be read when "
+            "it was prepared.",
+            "Set data.unreadable=skip, or name another folder with --out.",
+        )
+    if unreadable > data.unreadable_limit:
+        raise ConfigError.one(
+            "data.unreadable_limit",
+            data.unreadable_limit,
+            f"must be at least the number of records that cannot be read: {unreadable} of the "
+            f"first {documents}.",
+            "Correct these records, which the log names, or set a larger limit.",
+        )
+
+
+def _finish(folder: Path, spec: Spec, done: _Done) -> Manifest:
+    """Writes the sums over spans, and the manifest."""
+    if not done.text_bytes:
+        rule = f"must hold text: {counted(done.documents, 'document')} with nothing inside."
+        action = "Set data.path to documents with text, or data.field to the field that holds it."
+        raise ConfigError.one("data.path", spec["source"]["data"].get("path"), rule, action)
+    spans = SignedFile(folder / SPANS)
+    spans.write(_span_starts(folder, done).astype("<i8").tobytes())
+    manifest: Manifest = {
+        **spec,
+        "dtype": dtype_for(spec["tokenizer"]["vocab_size"]).str,
+        "documents": done.documents,
+        "tokens": done.tokens,
+        "text_bytes": done.text_bytes,
+        "byte_counts": done.byte_counts.tolist(),
+        "shards": done.shards,
+        "spans": spans.close(),
+    }
+    files.write(folder / FILE, signed(manifest))
+    _bring_to_disk(folder)
+    (folder / JOURNAL).unlink()
+    return manifest
+
+
+def _span_starts(folder: Path, done: _Done) -> np.ndarray:
+    """Tokens before each `SPAN`-th document, and all: int64 [spans + 1]."""
+    starts: list[np.ndarray] = []
+    first = tokens = 0
+    for number, shard in enumerate(done.shards):
+        with open(files.opened(folder / shard_name(number, IDX)), "rb") as file:
+            layout = parse(file.read(HEADER_BYTES), shard["files"][IDX]["bytes"])
+            file.seek(layout.pointers_at)
+            raw = file.read(8 * layout.num_sequences)
+        pointers = np.frombuffer(raw, "<i8")
+        starts.append(tokens + pointers[-first % SPAN :: SPAN] // layout.dtype.itemsize)
+        first += shard["documents"]
+        tokens += shard["tokens"]
+    return np.concatenate([*starts, [tokens]])
+
+
+def _bring_to_disk(folder: Path) -> None:
+    """The names of its files."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

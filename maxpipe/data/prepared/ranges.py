@@ -1,0 +1,239 @@
+"""Files read by ranges of bytes, on a disk or in a bucket, and checked where they were signed.
+
+Nothing is mapped into memory: a file that is cut while it is read gives an error, not a signal.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from maxpipe.boundary.buckets import store
+from maxpipe.boundary.files import opened, scheme
+from maxpipe.errors import ConfigError, StorageError
+
+BLOCK_BYTES = 1 << 16
+"""Bytes that share a CRC."""
+
+_PIECE_BYTES = 1 << 20
+"""Bytes of one request to a bucket; holds whole blocks."""
+_KEPT_PIECES = 256
+_ATTEMPTS, _PAUSE_SECONDS = 3, 1.0
+
+
+class Ranges(Protocol):
+    """A file of `size` bytes."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> bytes:
+        """The bytes from `start` to before `stop`.
+
+        Raises:
+            StorageError: they cannot be read, or there are fewer.
+        """
+        ...
+
+
+class DiskFile:
+    """Opened for each read: a folder may hold more files than a process may have open."""
+
+    def __init__(self, path: str):
+        self.path = path
+        try:
+            self.size = os.stat(path).st_size
+        except OSError as error:
+            raise unreadable(path, error) from error
+
+    def read(self, start: int, stop: int) -> bytes:
+        try:
+            with open(opened(self.path), "rb", buffering=0) as file:
+                file.seek(start)
+                parts: list[bytes] = []
+                while start < stop and (part := file.read(stop - start)):
+                    parts.append(part)
+                    start += len(part)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        if start < stop:
+            raise _cut(self.path, start)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class BucketFile:
+    """An object of Google Cloud Storage."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.size = int(_answer(path, lambda: store().info(path))["size"])
+
+    def read(self, start: int, stop: int) -> bytes:
+        if start == stop:
+            return b""
+        found = _answer(self.path, lambda: store().cat_file(self.path, start=start, end=stop))
+        if len(found) != stop - start:
+            raise _cut(self.path, start + len(found))
+        return found
+
+
+def _answer(path: str, call: Callable[[], Any]) -> Any:
+    """What a bucket answers, after a few attempts."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return call()
+        except ImportError as error:
+            raise StorageError(
+                f"{path}: cannot be reached\n"
+                "  buckets need the package gcsfs, which is not installed.\n"
+                "  Run: pip install 'maxpipe[gcs]'"
+            ) from error
+        except Exception as error:  # gcsfs raises many kinds
+            missing = isinstance(error, FileNotFoundError)
+            if missing or attempt == _ATTEMPTS:
+                cause = error if isinstance(error, OSError) else OSError(str(error))
+                raise unreadable(path, cause) from error
+        time.sleep(_PAUSE_SECONDS)
+
+
+def open_ranges(path: str) -> Ranges:
+    """The file at a path, or in a bucket of Google Cloud Storage.
+
+    Raises:
+        ConfigError: it is in a store that nothing here can reach.
+        StorageError: it cannot be read.
+    """
+    if not (found := scheme(path)):
+        return DiskFile(path)
+    if found != "gs":
+        rule = f"must be a folder or gs://BUCKET/PATH: {found}:// is not known."
+        action = "Set data.path=gs://my-bucket/tokens, or to a folder."
+        raise ConfigError.one("data.path", path, rule, action)
+    return BucketFile(path)
+
+
+def joined(folder: str, name: str) -> str:
+    """A name inside a folder or bucket."""
+    if scheme(folder):
+        return f"{folder.rstrip('/')}/{name}"
+    return os.path.join(os.path.expanduser(folder), name)
+
+
+class Checked:
+    """A file whose blocks are compared with their CRC when they are first read.
+
+    Of a bucket they are compared each time, and the pieces that were read last are kept.
+    """
+
+    def __init__(self, file: Ranges, size: int, crcs: np.ndarray, kept: Kept | None):
+        self.path, self.size = file.path, size
+        self._file, self._crcs, self._kept = file, crcs, kept
+        self._seen = np.zeros(len(crcs), bool)
+        if file.size != size:
+            raise damaged(file.path, f"it has {file.size} bytes, and {size} were written")
+
+    def read(self, start: int, stop: int) -> bytes:
+        """As `Ranges.read`.
+
+        Raises:
+            StorageError: as well if a block is not what was written.
+        """
+        if start >= stop:
+            return b""
+        if self._kept is None:
+            return self._read(start, stop)
+        first, last = start // _PIECE_BYTES, -(-stop // _PIECE_BYTES)
+        pieces = [self._piece(number, self._kept) for number in range(first, last)]
+        found = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        begin = first * _PIECE_BYTES
+        return found[start - begin : stop - begin]
+
+    def _piece(self, number: int, kept: Kept) -> bytes:
+        found = kept.get((self.path, number))
+        if found is None:
+            begin = number * _PIECE_BYTES
+            end = min(begin + _PIECE_BYTES, self.size)
+            found = self._checked(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+            kept.put((self.path, number), found)
+        return found
+
+    def _read(self, start: int, stop: int) -> bytes:
+        first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
+        if self._seen[first:last].all():
+            return self._file.read(start, stop)
+        found = self._checked(first, last)
+        self._seen[first:last] = True
+        return found[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
+
+    def _checked(self, first: int, last: int) -> bytes:
+        begin = first * BLOCK_BYTES
+        found = self._file.read(begin, min(last * BLOCK_BYTES, self.size))
+        view = memoryview(found)
+        for number in range(first, last):
+            at = number * BLOCK_BYTES - begin
+            if zlib.crc32(view[at : at + BLOCK_BYTES]) != self._crcs[number]:
+                end = min(begin + at + BLOCK_BYTES, self.size)
+                raise damaged(
+                    self.path, f"bytes {begin + at} to {end} are not those that were written"
+                )
+        return found
+
+
+class Kept:
+    """Pieces of files that were read last. Safe in threads."""
+
+    def __init__(self, most: int = _KEPT_PIECES):
+        self._most = most
+        self._pieces: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[str, int]) -> bytes | None:
+        """The piece, if it is kept."""
+        with self._lock:
+            if key in self._pieces:
+                self._pieces.move_to_end(key)
+            return self._pieces.get(key)
+
+    def put(self, key: tuple[str, int], piece: bytes) -> None:
+        """Keeps it in place of the one that was not asked for longest."""
+        with self._lock:
+            self._pieces[key] = piece
+            while len(self._pieces) > self._most:
+                self._pieces.popitem(last=False)
+
+
+def unreadable(path: str, error: OSError) -> StorageError:
+    """The error for a file that cannot be read."""
+    return StorageError(
+        f"{path}: cannot be read\n"
+        f"  {error.strerror or error}.\n"
+        "  Restore the file or its permissions, or set data.path to another folder."
+    )
+
+
+def damaged(path: str, what: str) -> StorageError:
+    """The error for a prepared file that is not what was written."""
+    return StorageError(
+        f"{path}: is damaged\n"
+        f"  {what}.\n"
+        "  Copy the file again from where it is whole, or prepare the documents again; "
+        "`maxpipe data verify` finds all damage."
+    )
+
+
+def _cut(path: str, at: int) -> StorageError:
+    return StorageError(
+        f"{path}: is cut off\n"
+        f"  it ends after {at} bytes, and more were there.\n"
+        "  Copy the file again from where it is whole."
+    )

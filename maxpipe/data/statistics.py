@@ -1,0 +1,280 @@
+"""What is in a source: lengths, duplicates, bytes, and what cannot be read, in one pass.
+
+Memory does not grow with the content, and of a document only its length is kept; of more documents
+than `Contents` has room for, duplicates are estimated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maxpipe.data.documents import Encoded
+from maxpipe.data.packing import PackedSequences
+from maxpipe.data.sources import Source
+from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.errors import ConfigError, Problem
+
+_PASS_CHARACTERS = 1 << 20
+_PASS_DOCUMENTS = 1024
+_DIGEST_BYTES = 8
+_MOST_CONTENTS = 1 << 23
+QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
+
+Report = Callable[[str, int, int], object]
+"""Called with a task, what is done of it and its total."""
+
+
+class Document(NamedTuple):
+    """What is counted of a document."""
+
+    digest: int
+    """Of its content."""
+    tokens: int
+    trained: int
+    num_bytes: int
+    is_empty: bool
+    is_replaced: bool
+    """Whether it has U+FFFD, which stands for what was not UTF-8."""
+
+
+class Contents:
+    """Digests of contents; when there are too many, of one in 2, 4, 8 ... contents.
+
+    Which are kept follows from the digest, so that duplicates of a kept one are kept, too.
+    """
+
+    def __init__(self, most: int = _MOST_CONTENTS):
+        self.shift = 0
+        """Of 2**shift contents one is kept."""
+        self._most = most
+        self._digests, self._tokens = array("Q"), array("Q")
+
+    def add(self, digest: int, tokens: int) -> None:
+        """A document with this digest and number of tokens."""
+        if digest & ((1 << self.shift) - 1):
+            return
+        self._digests.append(digest)
+        self._tokens.append(tokens)
+        while len(self._digests) > self._most:
+            self.shift += 1
+            digests, tokens_of = self._arrays()
+            kept = digests & np.uint64((1 << self.shift) - 1) == 0
+            self._digests = array("Q", digests[kept].tobytes())
+            self._tokens = array("Q", tokens_of[kept].tobytes())
+
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.array(self._digests, np.uint64), np.array(self._tokens, np.uint64)
+
+    def repeated(self) -> tuple[int, int]:
+        """Documents that have the content of another one before them, and their tokens."""
+        digests, tokens = self._arrays()
+        if not len(digests):
+            return 0, 0
+        _, first, counts = np.unique(digests, return_index=True, return_counts=True)
+        others = counts - 1
+        repeated = int((others * tokens[first].astype(np.int64)).sum())
+        return int(others.sum()) << self.shift, repeated << self.shift
+
+
+@dataclass
+class Statistics:
+    """Of all documents of a source that can be read."""
+
+    name: str
+    lengths: np.ndarray
+    """int64 [documents]: tokens of each."""
+    trained: int = 0
+    num_bytes: int = 0
+    empty: int = 0
+    replaced: int = 0
+    unreadable: int = 0
+    first_unreadable: Problem | None = None
+    repeated: int = 0
+    repeated_tokens: int = 0
+    compared: int = 1
+    """Of this number of contents one was compared."""
+    sequence_length: int = 0
+    num_sequences: int = 0
+    _contents: Contents = field(default_factory=Contents, repr=False)
+
+    @property
+    def tokens(self) -> int:
+        """Of all documents."""
+        return int(self.lengths.sum())
+
+    @property
+    def efficiency(self) -> float:
+        """The part of the sequences' tokens that is of documents, and no padding."""
+        room = self.num_sequences * self.sequence_length
+        return min(1.0, self.tokens / room) if room else 0.0
+
+    def quantiles(self) -> dict[str, int]:
+        """Lengths, by the percentage of documents that are not longer."""
+        if not len(self.lengths):
+            return {}
+        found = np.quantile(self.lengths, QUANTILES, method="inverted_cdf")
+        return {f"{100 * q:g}%": int(each) for q, each in zip(QUANTILES, found, strict=True)}
+
+    def histogram(self) -> list[tuple[int, int, int, int]]:
+        """(shortest, longest, documents, tokens) of lengths that double from one to the next."""
+        if not len(self.lengths):
+            return []
+        bins = np.frexp(self.lengths.astype(np.float64))[1].clip(1) - 1  # exact to 2**53
+        documents = np.bincount(bins)
+        tokens = np.bincount(bins, weights=self.lengths.astype(np.float64))
+        return [
+            (1 << i if i else 0, (2 << i) - 1, int(count), int(of))
+            for i, (count, of) in enumerate(zip(documents, tokens, strict=True))
+        ][int(bins.min()) :]
+
+    def facts(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        count, tokens = len(self.lengths), self.tokens
+        names = ("shortest", "longest", "documents", "tokens")
+        return {
+            "source": self.name,
+            "documents": count,
+            "empty": self.empty,
+            "unreadable": self.unreadable,
+            "first_unreadable": self.first_unreadable and self.first_unreadable.line,
+            "with_replaced_bytes": self.replaced,
+            "tokens": tokens,
+            "tokens_trained": self.trained,
+            "bytes": self.num_bytes,
+            "bytes_per_token": round(self.num_bytes / tokens, 4) if tokens else None,
+            "duplicates": self.repeated,
+            "duplicate_tokens": self.repeated_tokens,
+            "duplicates_compared_one_in": self.compared,
+            "lengths": self.quantiles(),
+            "mean_length": round(tokens / count, 2) if count else None,
+            "histogram": [dict(zip(names, row, strict=True)) for row in self.histogram()],
+            "sequence_length": self.sequence_length,
+            "sequences": self.num_sequences,
+            "packing_efficiency": round(self.efficiency, 6),
+        }
+
+
+def of_texts(source: Source, tokenizer: Tokenizer) -> Iterator[Document | Problem]:
+    """What is counted of each text, or why it cannot be read, in their order."""
+    held: list[str | Problem] = []
+    characters = 0
+    for i in range(len(source)):
+        try:
+            text: str | Problem = source[i]
+        except ConfigError as error:
+            text = error.problems[0]
+        else:
+            characters += len(text)
+        held.append(text)
+        if characters >= _PASS_CHARACTERS or len(held) >= _PASS_DOCUMENTS:
+            yield from _counted(held, tokenizer)
+            held, characters = [], 0
+    yield from _counted(held, tokenizer)
+
+
+def _counted(held: Sequence[str | Problem], tokenizer: Tokenizer) -> Iterator[Document | Problem]:
+    counts = iter(tokenizer.count([each for each in held if isinstance(each, str)]))
+    for text in held:
+        if not isinstance(text, str):
+            yield text
+            continue
+        raw, tokens = text.encode(), next(counts) + 2
+        yield Document(
+            digest=_digest(raw),
+            tokens=tokens,
+            trained=tokens,
+            num_bytes=len(raw),
+            is_empty=not text.strip(),
+            is_replaced="\ufffd" in text,
+        )
+
+
+def of_encoded(
+    encode: Callable[[int], Encoded], num_documents: int, tokenizer: Tokenizer, threads: int
+) -> Iterator[Document | Problem]:
+    """The same of documents that are ids; bytes are those that the tokens stand for."""
+    widths = tokenizer.byte_lengths
+
+    def read(i: int) -> Document | Problem:
+        try:
+            found = encode(i)
+        except ConfigError as error:
+            return error.problems[0]
+        ids, mask = found.ids.astype(np.int64), found.trained
+        text = tokenizer.decode(ids.tolist())
+        return Document(
+            digest=_digest(ids.tobytes()),
+            tokens=len(ids),
+            trained=len(ids) if mask is None else int(mask.sum()),
+            num_bytes=int(widths[ids].sum()),
+            is_empty=not text.strip(),
+            is_replaced="\ufffd" in text,
+        )
+
+    with ThreadPoolExecutor(max(1, threads), "documents") as pool:
+        for first in range(0, num_documents, _PASS_DOCUMENTS):
+            yield from pool.map(read, range(first, min(first + _PASS_DOCUMENTS, num_documents)))
+
+
+def _digest(raw: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=_DIGEST_BYTES).digest())
+
+
+def counted(
+    name: str,
+    documents: Iterable[Document | Problem],
+    num_documents: int,
+    sequence_length: int,
+    report: Report,
+) -> Statistics:
+    """The statistics of a source's documents."""
+    lengths = np.zeros(num_documents, np.int64)
+    found, number = Statistics(name, lengths), 0
+    for done, each in enumerate(documents, 1):
+        report(f"reading {name}", done, num_documents)
+        if isinstance(each, Problem):
+            found.unreadable += 1
+            found.first_unreadable = found.first_unreadable or each
+            continue
+        lengths[number] = each.tokens
+        number += 1
+        found.trained += each.trained
+        found.num_bytes += each.num_bytes
+        found.empty += each.is_empty
+        found.replaced += each.is_replaced
+        found._contents.add(each.digest, each.tokens)
+    found.lengths = lengths[:number]
+    found.repeated, found.repeated_tokens = found._contents.repeated()
+    found.compared = 1 << found._contents.shift
+    found.sequence_length = sequence_length
+    found.num_sequences = _sequences(found.lengths, sequence_length)
+    return found
+
+
+class _Lengths:
+    """Documents of which nothing but the length is known."""
+
+    pad_id = 0
+
+    def __init__(self, lengths: np.ndarray):
+        self.lengths = lengths
+
+    def __getitem__(self, document: int) -> Encoded:
+        raise NotImplementedError(document)
+
+    def where(self, document: int) -> str:
+        return f"document {document}"
+
+
+def _sequences(lengths: np.ndarray, sequence_length: int) -> int:
+    """What training makes of documents of these lengths in one epoch."""
+    if lengths.sum() < 2:
+        return 0
+    return len(PackedSequences(_Lengths(lengths), np.arange(len(lengths)), sequence_length))

@@ -1,0 +1,171 @@
+"""Byte-level BPE of a `tokenizer.json` by tiktoken, several times as fast, where ids are the same.
+
+`tokenizers` applies a list of merges, tiktoken merges neighbours whose joined bytes are a token,
+the lowest rank first. They do the same to every word if each token, as a word, is merged from bytes
+to itself: neighbours x, y inside a word come from the same merges as in the word xy alone, and that
+word passes one state of two tokens only, its last merge. This is tested for every token.
+Words are the same if the pattern is a published one, and both libraries agree which characters are
+letters, numbers and spaces: they are asked about each. Any other text is left to `tokenizers`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from maxpipe.data.tokenizers.tiktoken_presets import LLAMA3, O200K, QWEN
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""The pattern that `ByteLevel` has by itself."""
+_PATTERNS = (LLAMA3, QWEN, O200K, _GPT2)
+_LONGEST = 1 << 18
+"""Characters of a text: tiktoken's patterns give up on runs of a million spaces."""
+_LAST = 0x32000
+"""Characters from here on are no letters of a language. Texts with one are left out."""
+_FOLDED = "\u017f\u212a"
+"""Small and capital letters of ASCII are not the only ones that are s and k in either case."""
+_PLAIN = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+_OTHER_KINDS = ("byte_fallback", "fuse_unk")
+
+
+class ByteBpe:
+    """The fast way to ids, for most texts."""
+
+    def __init__(self, pattern: str, ranks: Mapping[bytes, int], ids: Sequence[int], added: str):
+        import tiktoken
+
+        self._encoding = tiktoken.Encoding(
+            "bytes", pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens={}
+        )
+        self._pattern = pattern
+        self._ids = np.array(ids, np.int32)
+        self._added = re.compile(added) if added else None
+
+    def encode(self, text: str) -> np.ndarray | None:
+        """int32 [tokens]; None for a text whose ids might differ."""
+        if len(text) > _LONGEST or (not text.isascii() and self._unsure.search(text)):
+            return None
+        if self._added is not None and self._added.search(text):
+            return None
+        return self._ids[self._encoding.encode_ordinary(text)]
+
+    @functools.cached_property
+    def _unsure(self) -> re.Pattern[str]:
+        """Finds a character that one library takes for a letter, number or space and one not."""
+        found = set(_FOLDED)
+        for kind in set(re.findall(r"\\p\{\w+\}|\\[swd]", self._pattern)):
+            found |= _of_kind_here(kind) ^ _of_kind_there(kind)
+        characters = "".join(map(re.escape, sorted(found)))
+        return re.compile(f"[{characters}{chr(_LAST)}-\U0010ffff\ud800-\udfff]")
+
+
+def _characters() -> str:
+    return "".join(chr(i) for i in range(1, _LAST) if not 0xD800 <= i < 0xE000)
+
+
+def _of_kind_here(kind: str) -> set[str]:
+    """Characters that tiktoken's pattern matches: it leaves out all others."""
+    import tiktoken
+
+    ranks = {bytes([i]): i for i in range(256)}
+    encoding = tiktoken.Encoding("kind", pat_str=kind, mergeable_ranks=ranks, special_tokens={})
+    return set(bytes(encoding.encode_ordinary(_characters())).decode())
+
+
+def _of_kind_there(kind: str) -> set[str]:
+    """The same of `tokenizers`, which makes each match a word; NUL between them is none."""
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import Split
+
+    text = "\0".join(_characters())
+    words = Split(Regex(kind), "isolated").pre_tokenize_str(text)
+    return {word for word, _ in words if len(word) == 1 and word != "\0"}
+
+
+def byte_bpe(definition: Mapping[str, Any], model: Any) -> ByteBpe | None:
+    """The fast way of a tokenizer.json; None if there is none, or its ids might differ.
+
+    Args:
+        definition: The content of the file.
+        model: The `tokenizers` model that was made of it; its settings are changed.
+    """
+    pattern = _pattern_of(definition)
+    settings = definition["model"]
+    is_plain = settings.get("type") == "BPE" and not any(
+        settings.get(name) for name in (*_PLAIN, *_OTHER_KINDS)
+    )
+    if pattern is None or not is_plain or definition.get("normalizer") is not None:
+        return None
+    try:
+        import tiktoken  # noqa: F401
+    except ImportError:
+        return None
+    found = _ranks_of(settings, model)
+    if found is None:
+        return None
+    added = [
+        each["content"] for each in definition.get("added_tokens") or () if not each["special"]
+    ]
+    return ByteBpe(pattern, *found, "|".join(map(re.escape, added)))
+
+
+def _pattern_of(definition: Mapping[str, Any]) -> str | None:
+    """The published pattern by which text is split into words of bytes."""
+    first = definition.get("pre_tokenizer") or {}
+    steps = first.get("pretokenizers", [first])
+    byte_level = steps[-1]
+    if byte_level.get("type") != "ByteLevel" or byte_level.get("add_prefix_space"):
+        return None
+    if len(steps) == 1:
+        return _GPT2 if byte_level.get("use_regex", True) else None
+    split = steps[0]
+    pattern = (split.get("pattern") or {}).get("Regex")
+    fits = (
+        len(steps) == 2
+        and split.get("type") == "Split"
+        and split.get("behavior") == "Isolated"
+        and not split.get("invert")
+        and not byte_level.get("use_regex", True)
+    )
+    return pattern if fits and pattern in _PATTERNS else None
+
+
+def _ranks_of(settings: Mapping[str, Any], model: Any) -> tuple[dict[bytes, int], list[int]] | None:
+    """Ranks by the bytes of tokens, and the id of each rank; None if some token is not merged."""
+    vocabulary, byte_of = settings["vocab"], _byte_alphabet()
+    if not byte_of.keys() <= vocabulary.keys():
+        return None
+    tokens = sorted(byte_of)
+    merges = [
+        tuple(each.split(" ")) if isinstance(each, str) else each for each in settings["merges"]
+    ]
+    for first, second in merges:
+        joined = first + second
+        if joined != tokens[-1]:  # several ways to one token follow each other
+            tokens.append(joined)
+    if len(set(tokens)) != len(tokens) or not set(tokens) <= vocabulary.keys():
+        return None
+    model.ignore_merges = False  # or it would not merge what is a token already
+    if any(set(token) - byte_of.keys() for token in tokens):
+        return None
+    for token in tokens:
+        if [each.value for each in model.tokenize(token)] != [token]:
+            return None
+    if settings.get("ignore_merges") and len(vocabulary) > len(tokens):
+        return None  # what is never merged may be a whole word
+    ranks = {bytes(byte_of[each] for each in token): i for i, token in enumerate(tokens)}
+    return ranks, [vocabulary[token] for token in tokens]
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """Bytes by the characters that `ByteLevel` writes for them: itself where that is printed."""
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {
+        chr(256 + number): byte for number, byte in enumerate(others)
+    }

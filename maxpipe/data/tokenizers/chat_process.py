@@ -1,0 +1,174 @@
+"""A process of its own for a chat template, asked for one conversation after the other.
+
+It has neither the environment's variables, which may hold secrets, nor this process' files. One
+that takes too long, writes too much or ends is gone, and the conversation that it had is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+from maxpipe.boundary.typed import parse
+from maxpipe.data.tokenizers import render_chat
+
+_START_SECONDS = 60.0
+"""For a machine that is busy; the processor's time is what a template is given."""
+_MOST_REQUEST_BYTES = 1 << 24
+_MOST_ANSWER_BYTES = 1 << 28
+_PART_BYTES = 1 << 16
+
+Message = Mapping[str, Any]
+"""`role` and `content`, and whatever else a template reads."""
+
+
+class Rendered(NamedTuple):
+    """Of a conversation the text, and as spans of characters what is trained on."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class _Answer(TypedDict, total=False):
+    """A line of the process; that to its settings is empty."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    error: str
+    kind: str
+
+
+class RenderError(Exception):
+    """A template, or a conversation, that gives no text.
+
+    `kind` is `package` if there is no jinja2, and `prefix` if messages cannot be told apart.
+    """
+
+    def __init__(self, text: str, kind: str = ""):
+        super().__init__(text[:300].rstrip("."))
+        self.kind = kind
+
+
+class ChatProcess:
+    """One template; not for several threads at a time.
+
+    Raises:
+        RenderError: the template is none, or there is no jinja2.
+    """
+
+    def __init__(self, template: str, tokens: Mapping[str, str], cpu_seconds: int):
+        paths = os.pathsep.join(path for path in sys.path if path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", render_chat.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"PYTHONPATH": paths},
+        )
+        self.close = weakref.finalize(self, _end, self._process)
+        """Ends the process; also when nothing refers to this any more."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._in, False)
+        self._seconds = cpu_seconds + _START_SECONDS
+        settings = {"template": template, "tokens": dict(tokens), "cpu_seconds": cpu_seconds}
+        try:
+            self._ask(settings)
+        except RenderError:
+            self.close()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked again."""
+        return self.close.alive
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        roles: Sequence[str] | None = None,
+    ) -> Rendered:
+        """The text of a conversation; with `roles` also the spans of what they say.
+
+        Raises:
+            RenderError: the template fails, refuses the messages, or takes too much.
+        """
+        answer = self._ask(
+            {
+                "messages": messages,
+                "add_generation_prompt": add_generation_prompt,
+                "roles": None if roles is None else list(roles),
+            }
+        )
+        return Rendered(answer.get("text", ""), answer.get("spans", []))
+
+    def _ask(self, request: Mapping[str, Any]) -> _Answer:
+        raw = json.dumps(request).encode() + b"\n"
+        if len(raw) > _MOST_REQUEST_BYTES:
+            raise RenderError(f"they take {len(raw)} bytes, at most {_MOST_REQUEST_BYTES} are read")
+        try:
+            answer = parse(self._answer(raw), _Answer)
+        except TimeoutError:
+            self.close()
+            raise RenderError("it takes too long") from None
+        except (OSError, ValueError):
+            code = self._process.poll()
+            self.close()
+            ended = code is None or code < 0
+            text = "it takes too long or too much memory" if ended else "it ends its process"
+            raise RenderError(text) from None
+        if "error" in answer:
+            raise RenderError(answer["error"], answer.get("kind", ""))
+        return answer
+
+    def _answer(self, line: bytes) -> bytes:
+        """Writes a line and reads one.
+
+        Raises:
+            TimeoutError: that takes too long.
+            OSError: the process has ended.
+            ValueError: it writes too much.
+        """
+        deadline = time.monotonic() + self._seconds
+        parts, size, left = [], 0, memoryview(line)
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._out, selectors.EVENT_READ)
+            ready.register(self._in, selectors.EVENT_WRITE)
+            while True:
+                events = ready.select(max(0.0, deadline - time.monotonic()))
+                if not events:
+                    raise TimeoutError
+                for key, _ in events:
+                    if key.fd == self._in:
+                        left = left[os.write(self._in, left[:_PART_BYTES]) :]
+                        if not left:
+                            ready.unregister(self._in)
+                        continue
+                    part = os.read(self._out, _PART_BYTES)
+                    size += len(part)
+                    if not part:
+                        raise OSError("it has ended")
+                    if size > _MOST_ANSWER_BYTES:
+                        raise ValueError("it writes too much")
+                    parts.append(part)
+                    if part.endswith(b"\n"):
+                        return b"".join(parts)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+    process.wait()

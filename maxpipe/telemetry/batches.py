@@ -1,0 +1,54 @@
+"""Which batch a step of a run took, from `events.jsonl` alone.
+
+Steps are counted from 1 and batches from 0: a run that never went back takes batch s - 1 at step s.
+Each roll back leaves out batches, and a start returns to what held at the step of its checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NotRequired, TypedDict
+
+from maxpipe.boundary.files import full, records
+from maxpipe.config.paths import EVENTS_FILE
+from maxpipe.errors import StorageError
+
+
+class _Record(TypedDict):
+    event: str
+    step: NotRequired[int]
+    to: NotRequired[int]
+
+
+def batch_of(run_dir: str | Path, step: int) -> int:
+    """The number of the batch that a step took, or will take, by what is known now.
+
+    Raises:
+        StorageError: the records cannot be read.
+    """
+    path = full(run_dir) / EVENTS_FILE
+    try:
+        return step - 1 + offset(records(path, _Record), step)
+    except FileNotFoundError:
+        return step - 1
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be read\n  {error.strerror or error}.\n"
+            "  Give the folder of a run, by default runs/<run.name>, as `maxpipe train` left it."
+        ) from error
+
+
+def offset(events: Iterable[_Record], step: int) -> int:
+    """The batches left out before a step."""
+    # (step, offset of the steps behind it), in the order of steps.
+    found = [(0, 0)]
+    for each in events:
+        at = each.get("step", 0)
+        if each["event"] == "start":
+            found = [(begin, left) for begin, left in found if begin < at] or [(0, 0)]
+        elif each["event"] == "roll_back":
+            to, left = each.get("to", 0), found[-1][1]
+            found = [(begin, left) for begin, left in found if begin < to]
+            found.append((to, left + at - to))
+    return next(left for begin, left in reversed(found) if begin < max(1, step))

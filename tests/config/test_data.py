@@ -1,0 +1,53 @@
+"""Rules of the section `data`: paths and templates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from maxpipe.config.load import load
+from maxpipe.errors import ConfigError
+
+
+def said(*given: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(["tiny", "train.steps=1", *given])
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "words"),
+    [
+        ("data.source=parquet", "data.path", "data/*.parquet"),
+        ("data.source=huggingface", "data.path", "data.path=saved"),
+        ("data.source=text data.path=a data.paths=[b]", "data.paths", "takes the place of one"),
+        ("data.source=tfds data.paths=[a,b]", "data.paths", "has one path"),
+        ("data.template={a}", "data.template", "is not read with data.source=corpus"),
+        ("data.source=jsonl data.path=a data.template={a", "data.template", "no counterpart"),
+        ("data.source=jsonl data.path=a data.template={}", "data.template", "names no column"),
+        ("data.source=jsonl data.path=a data.template=x", "data.template", "names no column"),
+        ("data.unreadable=ignore", "data.unreadable", "stop"),
+        ("data.unreadable_limit=0", "data.unreadable_limit", "1"),
+        ("data.largest_unpacked_bytes=0", "data.largest_unpacked_bytes", "1"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(given: str, key: str, words: str) -> None:
+    message = said(*given.split())
+    assert key in message and words in message
+
+
+@pytest.mark.parametrize("source", ["jsonl", "parquet", "arrayrecord", "huggingface"])
+def test_lists_and_templates_are_read(source: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yml"
+    file.write_text(
+        f'data:\n  source: {source}\n  paths: [a, gs://b/c]\n  template: "{{x}}\\n{{y.z}}"\n'
+    )
+    data = load(["tiny", "train.steps=1", str(file)]).config.data
+    assert data.paths == ["a", "gs://b/c"] and data.template == "{x}\n{y.z}"
+    given = ("data.source=jsonl", "data.path=a", r"data.template={x}\n{y}")
+    assert load(["tiny", "train.steps=1", *given]).config.data.template == r"{x}\n{y}"
+
+
+def test_a_list_as_one_path_names_the_key() -> None:
+    assert "Set data.paths to the list" in said("data.source=jsonl", "data.path=[a,b]")

@@ -1,0 +1,115 @@
+"""A prepared folder of 100 GB that takes 40 MB, and a program that opens it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxpipe.boundary.signed import signed
+from maxpipe.data.prepared.indexed import BIN, IDX, index_of
+from maxpipe.data.prepared.manifest import (
+    CRC_FILE,
+    FILE,
+    META,
+    META_FILE,
+    SPAN,
+    SPANS,
+    shard_name,
+)
+from maxpipe.data.prepared.ranges import BLOCK_BYTES
+from maxpipe.data.prepared.writer import SignedFile
+from maxpipe.data.tokenizer import ByteTokenizer
+
+SHARDS, DOCUMENTS, TOKENS = 100, 1_000_000, 500
+"""Of 100 GB: 50 billion tokens of two bytes each."""
+
+
+def write_sparse(folder: Path) -> None:
+    """Every id is 0, in files without blocks on the disk. All shards share one index."""
+    entries: dict[str, Any] = {}
+
+    def written(suffix: str, parts: Any) -> list[int]:
+        file = SignedFile(folder / shard_name(0, suffix))
+        for part in parts:
+            file.write(part)
+        entries[suffix] = file.close()
+        return file.crcs.tolist()
+
+    lengths = np.full(DOCUMENTS, TOKENS)
+    size = DOCUMENTS * TOKENS * 2
+    with open(folder / shard_name(0, BIN), "wb") as file:
+        file.truncate(size)
+    zeros = SignedFile(folder / "zeros")
+    zeros.write(bytes(BLOCK_BYTES + size % BLOCK_BYTES))
+    zeros.close()
+    (folder / "zeros").unlink()
+    blocks = [zeros.crcs[0]] * (size // BLOCK_BYTES) + list(zeros.crcs[1:])
+    entries[BIN] = {"bytes": size, "sha256": "0" * 64}
+    index = written(IDX, index_of(lengths, np.dtype("<u2")))
+    meta = written(META_FILE, [bytes(DOCUMENTS * META.itemsize)])
+    written(CRC_FILE, [np.array([*blocks, *index, *meta], "<u4").tobytes()])
+    for number in range(1, SHARDS):
+        for suffix in entries:
+            os.link(folder / shard_name(0, suffix), folder / shard_name(number, suffix))
+    spans = SignedFile(folder / SPANS)
+    total = SHARDS * DOCUMENTS
+    spans.write((np.append(np.arange(0, total, SPAN), total) * TOKENS).astype("<i8").tobytes())
+    shard = {
+        "documents": DOCUMENTS,
+        "unreadable": 0,
+        "tokens": DOCUMENTS * TOKENS,
+        "files": entries,
+    }
+    manifest = {
+        "format": 1,
+        "source": {
+            "name": "zeros",
+            "fingerprint": "zeros",
+            "documents": total,
+            "data": {},
+            "seed": 0,
+        },
+        "tokenizer": {
+            "kind": "bytes",
+            "path": "",
+            "fingerprint": ByteTokenizer().fingerprint(),
+            "vocab_size": 259,
+        },
+        "shard_tokens": DOCUMENTS * TOKENS,
+        "dtype": "<u2",
+        "documents": total,
+        "tokens": total * TOKENS,
+        "text_bytes": total,
+        "byte_counts": [total, *[0] * 255],
+        "shards": [shard] * SHARDS,
+        "spans": spans.close(),
+    }
+    (folder / FILE).write_text(signed(manifest))
+
+
+MEASURED = """
+import json, sys, time
+import numpy
+begin = time.perf_counter()
+from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.loader import build
+data = DataConfig(source="tokens", path=sys.argv[1])
+found = build(data, TokenizerConfig(), seed=0, batch_size=8, sequence_length=2048)
+opened = time.perf_counter()
+sizes = [found.train.batch(0)["tokens"].shape]
+first = time.perf_counter()
+times = []
+for step in (10, 10_000_000, 10_000_001):
+    start = time.perf_counter()
+    sizes.append(found.train.batch(step)["tokens"].shape)
+    times.append(time.perf_counter() - start)
+# Not getrusage: that counts the memory of the process that started this one, too.
+[peak] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
+peak = int(peak) * 1024
+print(json.dumps({"open": opened - begin, "first": first - opened, "seeks": times, "peak": peak,
+                  "sizes": sizes, "tokens": found.train.sequences.num_tokens}))
+"""
+"""Prints seconds and bytes of a process that opens the folder and reads batches."""

@@ -1,0 +1,304 @@
+"""Compressed JSON lines: the same documents as a plain loop; what is cut or a bomb is refused."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import gzip
+import json
+import lzma
+import os
+import random
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from maxpipe.config.schema import DataConfig
+from maxpipe.data.formats import cache, lines, text_of
+from maxpipe.data.sources import Source, open_source
+from maxpipe.errors import ConfigError, StorageError
+
+zstandard = pytest.importorskip("zstandard")
+
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": zstandard.ZstdCompressor().compress,
+}
+KINDS = sorted(PACKED)
+
+
+def documents(count: int, seed: int = 0) -> list[str]:
+    draw = random.Random(seed)
+    return ["".join(draw.choices('ab é語\n"\\\0', k=draw.randrange(200))) for _ in range(count)]
+
+
+def json_lines(texts: list[str]) -> bytes:
+    """With blank lines and other ends of lines between them, and none behind the last."""
+    ends = ["\n", "\r\n", "\n\n", "\n \t\n"]
+    found = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    return "".join(line + ends[i % 4] for i, line in enumerate(found)).strip().encode()
+
+
+def source(path: Path, tmp_path: Path | None = None, **keys: object) -> Source:
+    config = DataConfig(source="jsonl", path=str(path), **keys)  # type: ignore[arg-type]
+    return open_source(config, 0, cache_dir=None if tmp_path is None else str(tmp_path / ".index"))
+
+
+def refusal(act: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as error:
+        act()
+    assert error.value.exit_code == 2
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_are_those_of_a_plain_loop(kind: str, tmp_path: Path) -> None:
+    texts = documents(3000)
+    content = json_lines(texts)
+    half = content.index(b"\n", len(content) // 2) - 3  # members are cut anywhere
+    packed = PACKED[kind](content[:half]) + PACKED[kind](content[half:])
+    file = tmp_path / f"a.jsonl.{kind}"
+    file.write_bytes(packed)
+    plain = [json.loads(line)["text"] for line in content.decode().split("\n") if line.strip()]
+    assert plain == texts
+    found = source(file, tmp_path)
+    order = list(range(len(found)))
+    random.Random(1).shuffle(order)
+    assert {i: found[i] for i in order} == dict(enumerate(plain))
+    # Of the line in the file as it is unpacked.
+    numbers = [i for i, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+    assert [found.where(i) for i in (0, 1, 2, 2999)] == [
+        f"{file}:{numbers[i]}" for i in (0, 1, 2, 2999)
+    ]
+    assert found.record(7) == {"text": texts[7]}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 64, 1 << 20])
+def test_pieces_of_any_size_give_the_same_lines(size: int, tmp_path: Path) -> None:
+    content = '\ufeff\n\n{}\n \n{"a": 1}\r\n\n12'.encode()
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(content)
+    pieces = [content[i : i + size] for i in range(0, len(content), size)]
+    file_of = lines.File("a", str(file), len(content))
+    starts, skips = lines._scanned(lines._gathered(pieces), file_of, None)
+    assert starts.tolist() == [5, 10, 21, 23] and skips
+    starts, _ = lines._scanned([content[:5], *pieces[5:]] if size == 1 else pieces, file_of, None)
+    assert size < 3 or starts.tolist() == [5, 10, 21, 23]
+
+
+def test_an_unpacked_copy_is_made_once_and_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(json_lines(["a", "b"])))
+    first = source(file, tmp_path)
+    [folder] = (tmp_path / ".index").glob("unpacked-*[!k]")
+    monkeypatch.setattr(lines, "unpacked", lambda file: pytest.fail("unpacked again"))
+    assert [source(file, tmp_path)[i] for i in range(2)] == [first[0], first[1]] == ["a", "b"]
+    monkeypatch.undo()
+    # Other content under the same name is another copy.
+    file.write_bytes(gzip.compress(json_lines(["c"])))
+    assert source(file, tmp_path)[0] == "c" and first[1] == "b"
+    # What was damaged there is not used.
+    (folder / "lines.jsonl").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="must not change"):
+        first[1]
+
+
+def test_a_damaged_copy_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(json_lines(["a", "b"])))
+    source(file, tmp_path)
+    [folder] = (tmp_path / ".index").glob("unpacked-*[!k]")
+    (folder / "lines.jsonl").write_bytes(b"x")
+    with pytest.raises(StorageError, match="Delete this folder"):
+        source(file, tmp_path)
+    (folder / "starts.npy").write_bytes(b"no array")
+    with pytest.raises(StorageError, match="Delete this folder"):
+        source(file, tmp_path)
+
+
+def test_without_a_cache_the_copy_ends_with_the_source(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(json_lines(["a", "b"])))
+    found = source(file)
+    place = found.records._lines[0].content.path  # type: ignore[attr-defined]
+    assert found[1] == "b" and os.path.exists(place)
+    del found
+    assert not os.path.exists(place)
+    config = DataConfig(source="jsonl", path=str(file))
+    kept = open_source(config, 0, cache_dir=str(tmp_path / ".index"), keep=False)
+    assert kept[0] == "a" and not (tmp_path / ".index").exists()
+
+
+OPEN = """
+import sys
+from maxpipe.config.schema import DataConfig
+from maxpipe.data.sources import open_source
+source = open_source(DataConfig(source="jsonl", path=sys.argv[1]), 0, cache_dir=sys.argv[2])
+print([source[i] for i in range(len(source))])
+"""
+
+
+def test_processes_that_start_together_share_one_copy(tmp_path: Path) -> None:
+    file, folder = tmp_path / "a.jsonl.gz", tmp_path / ".index"
+    file.write_bytes(gzip.compress(json_lines(["a", "b"])))
+    key = cache._key(lines.File("a", str(file), file.stat().st_size))
+    (folder / f"unpacked-{key}.partial-x").mkdir(parents=True)  # of one that was killed
+    command = [sys.executable, "-c", OPEN, str(file), str(folder)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [each.communicate()[0] for each in started] == ["['a', 'b']\n"] * 2
+    found = sorted(path.name for path in folder.iterdir())
+    assert found == [f"unpacked-{key}", f"unpacked-{key}.lock"]
+
+
+def test_a_process_waits_for_the_one_that_unpacks(tmp_path: Path) -> None:
+    folder, moves = str(tmp_path / "made.lock"), []
+
+    def moved() -> None:
+        moves.append(1)
+        first.close()
+
+    first = contextlib.ExitStack()
+    first.enter_context(cache._locked(folder, None))
+    with cache._locked(folder, moved):
+        assert moves == [1]
+
+
+@pytest.mark.fault("F21")
+@pytest.mark.parametrize("kind", KINDS)
+def test_cut_and_changed_archives_are_refused(kind: str, tmp_path: Path) -> None:
+    content = json_lines(documents(500))
+    packed = PACKED[kind](content)
+    file = tmp_path / f"a.jsonl.{kind}"
+    for cut in (0, 1, len(packed) // 2, len(packed) - 1):
+        file.write_bytes(packed[:cut])
+        message = refusal(lambda: source(file, tmp_path))
+        assert str(file) in message and f"must be a whole .{kind} file" in message, cut
+    for garbage in (b"plain text", b"\x80\x04" * 100, packed + b"more"):
+        file.write_bytes(garbage)
+        assert f"must be a whole .{kind} file" in refusal(lambda: source(file, tmp_path))
+    assert not list((tmp_path / ".index").glob("*partial*"))
+    # Padding behind the end is allowed by gzip and xz.
+    file.write_bytes(packed + bytes(8))
+    assert len(source(file, tmp_path)) == 500
+
+
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz"])
+def test_a_flipped_bit_never_gives_other_documents(kind: str, tmp_path: Path) -> None:
+    texts = documents(60)
+    packed = PACKED[kind](json_lines(texts))
+    file = tmp_path / f"a.jsonl.{kind}"
+    draw = random.Random(2)
+    for _ in range(50):
+        place = draw.randrange(len(packed))
+        flipped = bytearray(packed)
+        flipped[place] ^= 1 << draw.randrange(8)
+        file.write_bytes(flipped)
+        try:
+            found = source(file, tmp_path)
+        except ConfigError:
+            continue
+        assert [found[i] for i in range(len(found))] == texts, place  # a bit of the name or time
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bomb_stops_at_its_bound(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "MOST_RECORD_BYTES", 1 << 24)
+    file = tmp_path / f"bomb.jsonl.{kind}"
+    packed = {
+        "gz": lambda data: gzip.compress(data, 9),
+        "bz2": lambda data: bz2.compress(data),
+        "xz": lambda data: lzma.compress(data, preset=1),
+        "zst": lambda data: zstandard.ZstdCompressor(level=9).compress(data),
+    }[kind]
+    block = packed(b" " * (1 << 26))
+    file.write_bytes(packed(b'{"text": "a"}\n{"text": "') + 8 * block)  # 512 MiB in one line
+    assert file.stat().st_size < 1 << 23
+    tracemalloc.start()
+    message = refusal(lambda: source(file, tmp_path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert f"{file}: record 1\n" in message and "at most 16777216 bytes" in message
+    assert peak < 1 << 27
+    file.write_bytes(packed(b'{"text": "a"}\n') + 8 * packed(b"{}\n" * (1 << 22)))
+    few = {"largest_unpacked_bytes": 1 << 24}
+    message = refusal(lambda: source(file, tmp_path, **few))
+    assert str(file) in message and "no more than 16777216 bytes when it is unpacked" in message
+    assert "data.largest_unpacked_bytes" in message
+    assert not list((tmp_path / ".index").glob("unpacked-*[!k]"))
+
+
+def test_the_bound_is_for_all_files_together(tmp_path: Path) -> None:
+    size = len(json_lines(["a", "b"]))
+    for name in ("a", "b"):
+        content = json_lines(["a", name])
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(content))
+    source(tmp_path, tmp_path, largest_unpacked_bytes=2 * size)
+    for _ in range(2):  # with copies that are there, too
+        message = refusal(lambda: source(tmp_path, tmp_path, largest_unpacked_bytes=2 * size - 1))
+        assert "b.jsonl.gz" in message
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(json_lines(["a"])))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", str(tmp_path / "x"))
+
+    monkeypatch.setattr(lines, "_save", full)
+    with pytest.raises(StorageError, match="No space left on device"):
+        source(file, tmp_path)
+    assert not list((tmp_path / ".index").glob("*partial*"))
+
+
+def test_zip_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.zip").write_bytes(b"PK")
+    message = refusal(lambda: source(tmp_path, tmp_path))
+    assert "a.jsonl.zip" in message and "compressed as .gz or .bz2 or .xz or .zst" in message
+
+
+def test_lines_of_a_large_file_are_found_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "_KEPT_FROM_BYTES", 1)
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(json_lines(["a", "b"]))
+    assert source(file, tmp_path)[1] == "b"
+    monkeypatch.setattr(lines, "_scanned", lambda *_: pytest.fail("read again"))
+    assert source(file, tmp_path)[1] == "b"
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    """Where lines start is mapped from the disk; a line is read when it is asked for."""
+    file = tmp_path / "a.jsonl.gz"
+    with gzip.open(file, "wb", 1) as stream:
+        for _ in range(64):
+            stream.write(b'{"text": "%s"}\n' % (b"a" * 1000) * 1000)
+    tracemalloc.start()
+    found = source(file, tmp_path)
+    assert len(found) == 64_000 and len(found[63_999]) == 1000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 24
+
+
+def test_a_record_beyond_the_bound_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_of, "MOST_RECORD_BYTES", 1000)
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(json_lines(["a", "b" * 1000, "c"]))
+    found = source(file)
+    message = refusal(lambda: found[1])
+    assert f"{file}:2 = 1014 bytes\n" in message and "at most 1000 bytes" in message
+    assert found[2] == "c"

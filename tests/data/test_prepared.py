@@ -1,0 +1,470 @@
+"""Prepared documents: the ids of a plain loop, whatever happened meanwhile; no damage unseen."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.loader import build, build_once_through
+from maxpipe.data.prepared import ranges
+from maxpipe.data.prepared.indexed import BIN, IDX
+from maxpipe.data.prepared.manifest import FILE, JOURNAL, read_manifest
+from maxpipe.data.prepared.prepare import Plan, prepare
+from maxpipe.data.prepared.reader import PreparedDocuments
+from maxpipe.data.prepared.verify import verify
+from maxpipe.data.prepared.writer import SignedFile
+from maxpipe.data.sources import open_source
+from maxpipe.data.tokenizer import ByteTokenizer, open_tokenizer
+from maxpipe.errors import ConfigError, ExitCode, StorageError
+from tests.bucket import served, variables
+
+SHARD_TOKENS = 4000
+NUM_DOCUMENTS = 331
+
+
+def silent(*_: object) -> None:
+    """Reports nothing."""
+
+
+def text_of(number: int) -> str:
+    """Of some length, with bytes of several kinds; one in 19 is empty."""
+    return "" if number % 19 == 7 else f"document {number} naïve 語 " * (1 + number * number % 13)
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Documents as JSON lines."""
+    path = tmp_path_factory.mktemp("lines") / "a.jsonl"
+    texts = (json.dumps({"text": text_of(number)}) for number in range(NUM_DOCUMENTS))
+    path.write_text("\n".join(texts) + "\n")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def tokens(lines: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """They prepared, by two processes."""
+    folder = tmp_path_factory.mktemp("prepared") / "tokens"
+    prepare(plan(lines, folder, workers=2), silent)
+    return folder
+
+
+def plan(path: str, folder: Path, workers: int = 1, **changes: Any) -> Plan:
+    """Of JSON lines as bytes."""
+    section = DataConfig(source="jsonl", path=path)
+    found = Plan(
+        data=section,
+        tokenizer=TokenizerConfig(),
+        seed=0,
+        folder=folder,
+        workers=workers,
+        shard_tokens=SHARD_TOKENS,
+    )
+    return dataclasses.replace(found, **changes)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def test_ids_are_those_of_a_plain_loop(lines: str, tokens: Path) -> None:
+    found = PreparedDocuments(str(tokens), ByteTokenizer())
+    expected = [[256, *text_of(number).encode(), 257] for number in range(NUM_DOCUMENTS)]
+    assert [found[number].ids.tolist() for number in range(NUM_DOCUMENTS)] == expected
+    assert found.lengths.tolist() == [len(ids) for ids in expected]
+    assert found.lengths_between(100, 230).tolist() == found.lengths[100:230].tolist()
+    assert found.num_tokens == sum(map(len, expected)) == int(found.span_tokens.sum())
+    shards = found.manifest["shards"]
+    assert len(shards) > 3 and all(s["tokens"] >= SHARD_TOKENS for s in shards[:-1])
+    assert not (tokens / JOURNAL).exists()
+    with pytest.raises(IndexError):
+        found[NUM_DOCUMENTS]
+
+
+def test_metadata_is_that_of_the_texts(tokens: Path) -> None:
+    found = PreparedDocuments(str(tokens), ByteTokenizer())
+    raws = [text_of(number).encode() for number in range(NUM_DOCUMENTS)]
+    meta = found.meta(0, NUM_DOCUMENTS)
+    assert meta["text_bytes"].tolist() == [len(raw) for raw in raws]
+    assert meta["digest"].tolist() == [
+        int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") for raw in raws
+    ]
+    assert found.manifest["text_bytes"] == sum(map(len, raws))
+    counts = np.bincount(np.frombuffer(b"".join(raws), np.uint8), minlength=256)
+    assert found.manifest["byte_counts"] == counts.tolist()
+    assert found.where(3).endswith(f"shard-00000{BIN}: document 3 of jsonl")
+
+
+def test_files_are_those_that_other_trainers_read(tokens: Path) -> None:
+    """Megatron's own way to read an index, written again: bare numpy on the whole file."""
+    raw = (tokens / f"shard-00001{IDX}").read_bytes()
+    assert raw[:9] == b"MMIDIDX\x00\x00" and raw[9:17] == (1).to_bytes(8, "little")
+    assert raw[17] == 8  # uint16
+    count, bounds = np.frombuffer(raw[18:34], "<u8").tolist()
+    lengths = np.frombuffer(raw, "<i4", count, 34)
+    pointers = np.frombuffer(raw, "<i8", count, 34 + 4 * count)
+    assert bounds == count + 1 and len(raw) == 34 + 12 * count + 8 * bounds
+    assert np.frombuffer(raw, "<i8", bounds, 34 + 12 * count).tolist() == list(range(bounds))
+    ids = np.fromfile(tokens / f"shard-00001{BIN}", "<u2")
+    found = PreparedDocuments(str(tokens), ByteTokenizer())
+    first = found.manifest["shards"][0]["documents"]
+    for number in range(count):
+        at = int(pointers[number]) // 2
+        expected = found[first + number].ids.tolist()
+        assert ids[at : at + int(lengths[number])].tolist() == expected
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_batches_are_those_of_the_text(seed: int, lines: str, tokens: Path) -> None:
+    def opened(source: Any, path: str) -> Any:
+        data = DataConfig(source=source, path=path, validation_fraction=0.2)
+        return build(data, TokenizerConfig(), seed=seed, batch_size=4, sequence_length=33)
+
+    text, ids = opened("jsonl", lines), opened("tokens", str(tokens))
+    assert text.train.fingerprint() == ids.train.fingerprint()
+    assert text.unigram_entropy == ids.unigram_entropy
+    for one, other in ((text.train, ids.train), (text.validation, ids.validation)):
+        for step in (0, 1, 10, one.num_batches - 1):
+            pair = one.batch(step), other.batch(step)
+            assert all(np.array_equal(pair[0][name], pair[1][name]) for name in pair[0])
+            assert one.ids(step) == other.ids(step)
+    far = 10_000_000
+    assert np.array_equal(text.train.batch(far)["tokens"], ids.train.batch(far)["tokens"])
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_files_do_not_depend_on_the_number_of_processes(
+    workers: int, lines: str, tokens: Path, tmp_path: Path
+) -> None:
+    prepare(plan(lines, tmp_path / "again", workers), silent)
+    assert digests(tmp_path / "again") == digests(tokens)
+
+
+def test_killed_and_started_again(lines: str, tokens: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-m", "maxpipe", "data", "prepare", "data.source=jsonl"]
+    command += [f"data.path={lines}", "--out", str(folder), "--shard-tokens", str(SHARD_TOKENS)]
+    slowed = tmp_path / "slow"
+    slowed.mkdir()
+    # Each document takes a while, so that the kill comes in the middle.
+    (slowed / "sitecustomize.py").write_text(
+        "import importlib.abc, sys\n"
+        "def slow():\n"
+        "    import time\n"
+        "    from maxpipe.data import sources\n"
+        "    read = sources.JsonLinesSource.__getitem__\n"
+        "    def later(self, index):\n"
+        "        time.sleep(0.004)\n"
+        "        return read(self, index)\n"
+        "    sources.JsonLinesSource.__getitem__ = later\n"
+        "if 'spawn_main' in ' '.join(sys.orig_argv): slow()\n"
+    )
+    path = f"{slowed}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    killed = 0
+    for _ in range(20):
+        running = subprocess.Popen(
+            [*command, "--workers", "2"], env=os.environ | {"PYTHONPATH": path}
+        )
+        workers: set[int] = set()
+        before = len(journal(folder))
+        while running.poll() is None and len(journal(folder)) < before + 2:
+            workers |= children(running.pid)
+            time.sleep(0.01)
+        running.kill()
+        if running.wait() == 0:
+            break
+        killed += 1
+        assert not (folder / FILE).exists()
+        until_gone(workers)
+    assert killed >= 2
+    assert digests(folder) == digests(tokens)
+
+
+def journal(folder: Path) -> list[str]:
+    """The lines of what is done."""
+    path = folder / JOURNAL
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def children(pid: int) -> set[int]:
+    """Processes that a process has started."""
+    try:
+        return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    except OSError:
+        return set()
+
+
+def until_gone(processes: set[int]) -> None:
+    """Waits for processes that have lost their parent."""
+    end = time.monotonic() + 30
+    while any(is_alive(each) for each in processes):
+        assert time.monotonic() < end, "a process outlived the one that started it"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it is there and no zombie, which is collected elsewhere."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_says_how_to_go_on(number: signal.Signals, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "abc " * 2000}) + "\n")
+    with path.open("a") as file:
+        file.writelines(json.dumps({"text": f"{i} " * 2000}) + "\n" for i in range(20_000))
+    command = [sys.executable, "-m", "maxpipe", "data", "prepare", "data.source=jsonl"]
+    command += [f"data.path={path}", "--out", str(tmp_path / "out"), "--workers", "1"]
+    command += ["--shard-tokens", "100000"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
+    while len(journal(tmp_path / "out")) < 2:
+        assert running.poll() is None
+        time.sleep(0.01)
+    running.send_signal(number)
+    _, words = running.communicate(timeout=60)
+    code = ExitCode.PREEMPTED if number == signal.SIGTERM else ExitCode.INTERRUPTED
+    assert running.returncode == code
+    assert "Run the same command again" in words and "Traceback" not in words
+
+
+def test_a_journal_that_was_cut(lines: str, tokens: Path, tmp_path: Path) -> None:
+    """Half a line, or a shard that has lost its end, is done again."""
+    folder = tmp_path / "cut"
+    prepare(plan(lines, folder), silent)
+    manifest = read_manifest(str(folder))
+    (folder / FILE).unlink()
+    spec = {key: manifest[key] for key in ("format", "source", "tokenizer", "shard_tokens")}
+    (folder / JOURNAL).write_text(json.dumps(spec) + '\n{"shard": {"docu')
+    prepare(plan(lines, folder, workers=2), silent)
+    assert digests(folder) == digests(tokens)
+    (folder / FILE).unlink()
+    (folder / JOURNAL).write_text(json.dumps({**spec, "shard_tokens": 17}) + "\n")
+    with pytest.raises(ConfigError, match="shard_tokens: 17 and 4000"):
+        prepare(plan(lines, folder), silent)
+    assert len(journal(folder)) == 1
+
+
+def test_nothing_is_done_twice(
+    lines: str, tokens: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = digests(tokens)
+    assert "is complete: 331 documents" in prepare(plan(lines, tokens), silent)
+    assert digests(tokens) == before
+    inputs = ["data.source=jsonl", f"data.path={lines}", "--shard-tokens", str(SHARD_TOKENS)]
+    assert main(["data", "prepare", *inputs, "--out", str(tokens)]) == 0
+    assert "is complete" in capsys.readouterr().out
+
+
+def test_other_folders_are_refused(lines: str, tokens: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"must be new or empty.*notes\.txt"):
+        prepare(plan(lines, tmp_path), silent)
+    with pytest.raises(ConfigError, match="is no folder"):
+        prepare(plan(lines, tmp_path / "notes.txt"), silent)
+    with pytest.raises(ConfigError, match="shard_tokens: 4000 and 5000"):
+        prepare(plan(lines, tokens, shard_tokens=5000), silent)
+    with pytest.raises(ConfigError, match=r"source\.seed: 0 and 1"):
+        prepare(plan(lines, tokens, seed=1), silent)
+
+
+def test_mistakes_in_documents_are_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "tw\n')
+    inputs = ["data.source=jsonl", f"data.path={path}", "--workers", "1"]
+    assert main(["data", "prepare", *inputs, "--out", str(tmp_path / "out")]) == 2
+    assert f"{path}:2" in capsys.readouterr().err
+    path.write_text('{"text": ""}\n')
+    assert main(["data", "prepare", *inputs, "--out", str(tmp_path / "empty")]) == 2
+    assert "must hold text" in capsys.readouterr().err
+    assert main(["data", "prepare", *inputs, "--out", "gs://bucket/tokens"]) == 2
+    tokens = ["data.source=tokens", "data.path=x", "--out", str(tmp_path / "other")]
+    assert main(["data", "prepare", *tokens]) == 2
+    assert "must be a source of text here" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_is_another_is_refused(tokens: Path, tmp_path: Path) -> None:
+    class Other(ByteTokenizer):
+        def fingerprint(self) -> str:
+            return "other-1"
+
+    with pytest.raises(ConfigError, match=r"ids of another tokenizer.*tokenizer\.kind=bytes"):
+        PreparedDocuments(str(tokens), Other())
+
+
+def test_folders_that_are_not_prepared(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"it has no manifest\.json"):
+        PreparedDocuments(str(tmp_path), ByteTokenizer())
+    (tmp_path / JOURNAL).touch()
+    with pytest.raises(ConfigError, match="must be prepared to the end"):
+        PreparedDocuments(str(tmp_path), ByteTokenizer())
+    (tmp_path / FILE).write_text("{}")
+    with pytest.raises(StorageError, match="is damaged"):
+        PreparedDocuments(str(tmp_path), ByteTokenizer())
+
+
+def all_ids(folder: Path) -> list[list[int]]:
+    """What training would read."""
+    data = DataConfig(source="tokens", path=str(folder))
+    loader, _ = build_once_through(
+        data, TokenizerConfig(), "all", seed=0, batch_size=8, sequence_length=64
+    )
+    batches = [loader.batch(step) for step in range(loader.num_batches)]
+    loader.close()
+    found = [np.concatenate([batch[name] for batch in batches]) for name in ("tokens", "targets")]
+    return np.concatenate(found).tolist()
+
+
+@pytest.mark.fault("F22")
+def test_every_flipped_bit_is_seen(tokens: Path, tmp_path: Path) -> None:
+    """200 flips over all files in turn: none is trained on, and all are found by `verify`."""
+    expected = all_ids(tokens)
+    paths = sorted(tokens.iterdir())
+    draw = np.random.default_rng(5)
+    folder = tmp_path / "flipped"
+    folder.mkdir()
+    for path in paths:
+        (folder / path.name).write_bytes(path.read_bytes())
+    for number in range(200):
+        path = folder / paths[number % len(paths)].name
+        whole = path.read_bytes()
+        raw = bytearray(whole)
+        raw[int(draw.integers(len(raw)))] ^= 1 << int(draw.integers(8))
+        path.write_bytes(raw)
+        try:
+            assert verify(str(folder), silent).damage, path
+        except (StorageError, ConfigError):
+            assert path.name == FILE
+        try:
+            # Training reads no metadata.
+            assert all_ids(folder) == expected and path.suffix == ".meta", path
+        except (StorageError, ConfigError) as error:
+            assert "damaged" in str(error) or "format" in str(error)
+        path.write_bytes(whole)
+    assert not verify(str(folder), silent).damage and all_ids(folder) == expected
+
+
+def test_a_cut_or_missing_file(tokens: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    for path in tokens.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    path = folder / f"shard-00001{BIN}"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    documents = PreparedDocuments(str(folder), ByteTokenizer())
+    first = documents.manifest["shards"][0]["documents"]
+    with pytest.raises(StorageError, match="were written"):
+        documents[first]
+    path.unlink()
+    with pytest.raises(StorageError, match="cannot be read"):
+        documents[first]
+    assert len(verify(str(folder), silent).damage) == 1
+    path.write_bytes(whole)
+    documents[first]
+    path.write_bytes(whole[:10])  # while it is read
+    with pytest.raises(StorageError, match="is cut off"):
+        documents[first + 5]
+
+
+def test_verify_says_what_is_wrong(
+    tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "verify", str(tokens)]) == 0
+    assert "every byte is what was written" in capsys.readouterr().out
+    assert main(["data", "verify", str(tmp_path)]) == 2
+    capsys.readouterr()
+    folder = tmp_path / "flipped"
+    folder.mkdir()
+    for path in tokens.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    raw = bytearray((folder / f"shard-00002{BIN}").read_bytes())
+    raw[17] ^= 4
+    (folder / f"shard-00002{BIN}").write_bytes(raw)
+    assert main(["data", "verify", str(folder)]) == ExitCode.STORAGE
+    out, err = capsys.readouterr()
+    assert f"shard-00002{BIN}: its content is not what was written" in err and "1 of" in out
+
+
+def test_a_bucket_gives_the_same(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served() as bucket:
+        for name, value in variables(bucket).items():
+            monkeypatch.setenv(name, value)
+        for path in tokens.iterdir():
+            bucket.put(f"tokens/{path.name}", path.read_bytes())
+        code = (
+            "import sys\n"
+            "from pathlib import Path\n"
+            "from tests.data.test_prepared import all_ids, silent\n"
+            "from maxpipe.data.prepared.verify import verify\n"
+            "from maxpipe.errors import StorageError\n"
+            "local = all_ids(Path(sys.argv[1]))\n"
+            "assert all_ids('gs://bucket/tokens') == local\n"
+            "assert not verify('gs://bucket/tokens', silent).damage\n"
+            "print('same')\n"
+        )
+        ran = subprocess.run(
+            [sys.executable, "-c", code, str(tokens)], capture_output=True, text=True, timeout=120
+        )
+        assert ran.stdout == "same\n", ran.stderr
+        raw = bytearray(bucket.objects[f"tokens/shard-00000{BIN}"])
+        raw[100] ^= 1
+        bucket.put(f"tokens/shard-00000{BIN}", bytes(raw))
+        code = "from tests.data.test_prepared import all_ids; all_ids('gs://bucket/tokens')"
+        ran = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        )
+        assert "is damaged" in ran.stderr
+
+
+def test_tokenizers_encode_batches_as_one_by_one() -> None:
+    texts = [text_of(number) for number in range(30)]
+    tokenizer = open_tokenizer(TokenizerConfig())
+    expected = [tokenizer.encode(text).tolist() for text in texts]
+    assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == expected
+
+
+def test_crcs_do_not_depend_on_how_a_file_is_written(tmp_path: Path) -> None:
+    raw = np.random.default_rng(3).bytes(3 * ranges.BLOCK_BYTES + 1234)
+    found = []
+    for size in (1 << 10, 70_001, len(raw)):
+        file = SignedFile(tmp_path / "a")
+        for start in range(0, len(raw), size):
+            file.write(raw[start : start + size])
+        entry = file.close()
+        found.append((entry, file.crcs.tolist()))
+    assert found[0] == found[1] == found[2] and len(found[0][1]) == 4
+    assert (tmp_path / "a").read_bytes() == raw
+
+
+def test_the_whole_of_a_source(tmp_path: Path) -> None:
+    """Documents of text files, which a source gives by itself."""
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_text(text_of(number))
+    data = DataConfig(source="text", path=str(tmp_path / "*.txt"))
+    prepare(plan("", tmp_path / "out", data=data), silent)
+    source = open_source(data, 0)
+    found = PreparedDocuments(str(tmp_path / "out"), ByteTokenizer())
+    assert found.num_documents == len(source)
+    for number in range(len(source)):
+        text = bytes(found[number].ids[1:-1].astype(np.uint8).tolist())
+        assert text.decode() == source[number]

@@ -1,0 +1,244 @@
+"""The text of records: columns, templates, and what is done with records that cannot be read."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxpipe.config.data import template_pieces
+from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.documents import build_index
+from maxpipe.data.formats.text_of import BadRecord, TextOf
+from maxpipe.data.loader import build
+from maxpipe.data.prepared.prepare import Plan, prepare
+from maxpipe.data.prepared.reader import PreparedDocuments
+from maxpipe.data.sources import open_source
+from maxpipe.data.tokenizer import ByteTokenizer
+from maxpipe.errors import ConfigError, StorageError
+
+RECORD = {
+    "title": "A {title}",
+    "body": "b\n%s",
+    "n": 3,
+    "share": 0.5,
+    "yes": True,
+    "no": None,
+    "a": {"b": {"c": "deep"}, "b.c": "near"},
+    "a.x": "whole name",
+    "many": ["x"],
+    "raw": b"bytes",
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{title}: {body}", "A {title}: b\n%s"),
+        (r"{n}\n\n{share}\t{yes}\\n", "3\n\n0.5\tTrue\\n"),
+        ("{{{n}}} {{}}", "{3} {}"),
+        ("{a.b.c} {a.x} {raw}", "near whole name bytes"),
+        ("{n}{n}", "33"),
+        (r"\d %s $n {n}", r"\d %s $n 3"),
+    ],
+)
+def test_a_template_is_filled(template: str, text: str) -> None:
+    assert TextOf(template=template)(RECORD) == text
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{nothing}", "column nothing of data.template, which is missing"),
+        ("{no}", "is of type NoneType"),
+        ("{many}", "is of type list"),
+        ("{a}", "is of type dict"),
+        # No format, conversion, index or attribute of str.format.
+        ("{n:>1000000000}", "column n:>1000000000 of"),
+        ("{n!r}", "column n!r of"),
+        ("{many[0]}", "column many[0] of"),
+        ("{title.__class__}", "column title.__class__ of"),
+        ("{a.b.__class__}", "column a.b.__class__ of"),
+        ("{0}", "column 0 of"),
+    ],
+)
+def test_what_no_column_is_is_an_error(template: str, words: str) -> None:
+    with pytest.raises(BadRecord, match="must have text or a number") as error:
+        TextOf(template=template)(RECORD)
+    assert words in error.value.rule
+
+
+@pytest.mark.parametrize("template", ["{", "}", "a } b", "{a} {b", "{{a}", "{}", "{ a}", "{a{b}}"])
+def test_a_template_with_other_braces(template: str) -> None:
+    with pytest.raises(ValueError, match="has no counterpart|names no column"):
+        template_pieces(template)
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [("a.b.c", "near"), ("a.x", "whole name"), ("raw", "bytes"), ("title", "A {title}")],
+)
+def test_a_dot_leads_into_a_column(field: str, text: str) -> None:
+    assert TextOf(field)(RECORD) == text
+
+
+BROKEN = {
+    3: b'{"text": "cut',
+    5: b'{"body": "other"}',
+    8: b'{"text": "caf\xe9"}',
+    9: b"[" * 1000,
+    11: b"\0" * 20,
+    14: b'"text"',
+}
+
+
+def broken_lines(folder: Path) -> Path:
+    lines = [json.dumps({"text": f"document {i}"}).encode() for i in range(20)]
+    file = folder / "a.jsonl"
+    file.write_bytes(b"\n".join(BROKEN.get(i, line) for i, line in enumerate(lines)))
+    return file
+
+
+def config(path: Path, **keys: Any) -> DataConfig:
+    return DataConfig(source="jsonl", path=str(path), **keys)
+
+
+@pytest.mark.parametrize("number", sorted(BROKEN))
+def test_a_record_that_cannot_be_read_stops(number: int, tmp_path: Path) -> None:
+    file = broken_lines(tmp_path)
+    source = open_source(config(file), 0)
+    for _ in range(2):
+        with pytest.raises(ConfigError) as error:
+            source[number]
+        assert error.value.exit_code == 2
+        assert error.value.problems[0].where == f"{file}:{number + 1}"
+    assert source[number + 1 if number + 1 not in BROKEN else number + 2].startswith("document")
+
+
+def test_records_that_cannot_be_read_are_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = broken_lines(tmp_path)
+    skipping = config(file, unreadable="skip", unreadable_limit=6)
+    with caplog.at_level(logging.WARNING):
+        source = open_source(skipping, 0)
+        texts = [source[i] for i in range(20)]
+    assert texts == ["" if i in BROKEN else f"document {i}" for i in range(20)]
+    assert source.unreadable == sorted(BROKEN)
+    assert [texts[i] for i in (19, 8, 3)] == [source[i] for i in (19, 8, 3)]
+    assert source.record(3) == "" and source.record(5) == {"body": "other"}
+    named = [message for message in caplog.messages if "Skipped" in message]
+    assert len(named) == 6 and f"{file}:4" in named[0]
+
+
+def test_one_more_than_the_limit_stops(tmp_path: Path) -> None:
+    file = broken_lines(tmp_path)
+    source = open_source(config(file, unreadable="skip", unreadable_limit=5), 0)
+    for number in sorted(BROKEN)[:5]:
+        assert source[number] == "" == source[number]
+    with pytest.raises(ConfigError) as error:
+        source[14]
+    [problem] = error.value.problems
+    assert problem.where == f"{file}:15"
+    assert "one more than data.unreadable_limit skips (5)" in problem.rule
+    assert source[14 + 1] == "document 15"
+
+
+def test_files_that_cannot_be_read_are_never_skipped(tmp_path: Path) -> None:
+    file = broken_lines(tmp_path)
+    source = open_source(config(file, unreadable="skip"), 0)
+    file.write_bytes(file.read_bytes() + b"\n{}")
+    with pytest.raises(ConfigError, match="must not change while it is read"):
+        source[0]
+    file.unlink()
+    with pytest.raises(ConfigError, match="No such file"):
+        source[0]
+
+
+def test_prepared_documents_skip_and_count(tmp_path: Path) -> None:
+    """Processes count together, and what is skipped is in the manifest."""
+    texts = [json.dumps({"text": f"document {i} " * 9}).encode() for i in range(400)]
+    broken = dict(zip(range(5, 400, 67), BROKEN.values(), strict=True))
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"\n".join(broken.get(i, line) for i, line in enumerate(texts)))
+
+    def run(folder: str, **keys: Any) -> str:
+        out = tmp_path / folder
+        section, tokenizer = config(file, **keys), TokenizerConfig()
+        plan = Plan(
+            data=section, tokenizer=tokenizer, seed=0, folder=out, workers=2, shard_tokens=2000
+        )
+        return prepare(plan, lambda *_: None)
+
+    assert len(broken) == 6
+    for keys in ({}, {"unreadable": "skip", "unreadable_limit": 5}):
+        with pytest.raises(ConfigError):
+            run("tokens", **keys)
+    # What is done is kept, and a limit is not another source.
+    assert "of which 6 cannot be read and are empty" in run("tokens", unreadable="skip")
+    found = PreparedDocuments(str(tmp_path / "tokens"), ByteTokenizer())
+    assert found.unreadable == 6
+    empty = [i for i, length in enumerate(found.lengths.tolist()) if length == 2]
+    assert empty == sorted(broken)
+    assert found.byte_counts.any()
+    with pytest.raises(ConfigError) as error:
+        run("tokens", unreadable="skip", unreadable_limit=5)
+    assert error.value.problems[0].where == "data.unreadable_limit"
+    with pytest.raises(ConfigError) as error:
+        run("tokens")
+    assert error.value.problems[0].where == "data.unreadable"
+
+
+def test_an_index_keeps_what_was_skipped(tmp_path: Path) -> None:
+    file = broken_lines(tmp_path)
+    for _ in range(2):  # read, and from the cache
+        source = open_source(config(file, unreadable="skip"), 0)
+        index = build_index(source, ByteTokenizer(), str(tmp_path / "cache"))
+        assert index.unreadable.tolist() == sorted(BROKEN) == list(source.unreadable)
+        assert index.lengths[sorted(BROKEN)].tolist() == [2] * len(BROKEN)
+    # An index that was made with records skipped does not let them pass where that is refused.
+    for keys in ({}, {"unreadable": "skip", "unreadable_limit": 2}):
+        with pytest.raises(ConfigError, match=f"{file}:"):
+            source = open_source(config(file, **keys), 0)
+            build_index(source, ByteTokenizer(), str(tmp_path / "cache"))
+
+
+def test_skipping_changes_no_other_document(tmp_path: Path) -> None:
+    """Batches are those of a file in which the broken lines are empty documents."""
+    file = broken_lines(tmp_path)
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / "a.jsonl"
+    lines = file.read_bytes().split(b"\n")
+    lines = [b'{"text": ""}' if i in BROKEN else line for i, line in enumerate(lines)]
+    other.write_bytes(b"\n".join(lines))
+
+    def batches(config: DataConfig) -> tuple[list[Any], int]:
+        datasets = build(config, TokenizerConfig(), seed=3, batch_size=2, sequence_length=16)
+        found = [datasets.train.batch(step) for step in range(20)]
+        return [{name: value.tolist() for name, value in each.items()} for each in found], (
+            datasets.unreadable
+        )
+
+    skipped, count = batches(config(file, unreadable="skip"))
+    assert count == len(BROKEN)
+    assert (skipped, 0) == batches(config(other))
+
+
+def test_a_record_that_breaks_later_is_an_error(tmp_path: Path) -> None:
+    """It had text when it was indexed: as an empty document it would change what follows."""
+    file = broken_lines(tmp_path)
+    datasets = build(
+        config(file, unreadable="skip", validation_fraction=0.0),
+        TokenizerConfig(),
+        seed=0,
+        batch_size=1,
+        sequence_length=1000,
+    )
+    file.write_bytes(
+        file.read_bytes().replace(b'{"text": "document 0"}', b'{"text": "document 0"x')
+    )
+    with pytest.raises(StorageError, match="documents must not change"):
+        datasets.train.batch(0)

@@ -1,0 +1,156 @@
+"""`maxpipe data stats`: counts that a plain loop confirms, in bounded memory, and pictures."""
+
+from __future__ import annotations
+
+import collections
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.data import statistics
+from maxpipe.data.statistics import Contents, Statistics, counted, of_texts
+from maxpipe.data.tokenizer import ByteTokenizer
+from tests.data.conversations import CHATML, CONVERSATIONS, write_records
+from tests.data.texts import Texts
+
+QUIET = lambda task, done, total: None  # noqa: E731
+
+
+def of(texts: list[str], sequence_length: int = 16) -> Statistics:
+    source = Texts(texts)
+    return counted("texts", of_texts(source, ByteTokenizer()), len(texts), sequence_length, QUIET)
+
+
+def texts(seed: int, count: int) -> list[str]:
+    draw = random.Random(seed)
+    made = ["".join(draw.choices("abé \n", k=draw.randrange(60))) for _ in range(count)]
+    return [
+        draw.choice(made[: i + 1]) if draw.random() < 0.2 else text for i, text in enumerate(made)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_counts_are_those_of_a_plain_loop(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "_PASS_CHARACTERS", 100)
+    made = texts(seed, 300)
+    found = of(made)
+    lengths = [len(each.encode()) + 2 for each in made]
+    assert found.lengths.tolist() == lengths and found.tokens == found.trained == sum(lengths)
+    assert found.num_bytes == sum(len(each.encode()) for each in made)
+    assert found.empty == sum(not each.strip() for each in made)
+    again = [each for each, n in collections.Counter(made).items() for _ in range(n - 1)]
+    assert found.repeated == len(again) > 30
+    assert found.repeated_tokens == sum(len(each.encode()) + 2 for each in again)
+    assert found.num_sequences == -(-(sum(lengths) - 1) // 16)
+    bins = collections.Counter(length.bit_length() - 1 for length in lengths)
+    assert {(a, b): n for a, b, n, _ in found.histogram() if n} == {
+        (1 << i if i else 0, (2 << i) - 1): n for i, n in bins.items()
+    }
+    assert sum(row[3] for row in found.histogram()) == sum(lengths)
+    assert found.quantiles()["0%"] == min(lengths) and found.quantiles()["100%"] == max(lengths)
+    assert found.quantiles()["50%"] == sorted(lengths)[149]
+
+
+def test_duplicates_are_estimated_in_bounded_memory() -> None:
+    """40,000 contents twice each, of which 1000 digests fit."""
+    contents, draw = Contents(1000), random.Random(1)
+    for digest in [draw.getrandbits(64) for _ in range(40_000)] * 2:
+        contents.add(digest, 7)
+        assert len(contents._digests) <= 1000
+    repeated, tokens = contents.repeated()
+    assert contents.shift == 7 and tokens == 7 * repeated
+    # Of a Poisson number of about 312 contents: four standard deviations.
+    assert abs(repeated / 40_000 - 1) < 4 / np.sqrt(312)
+
+
+def test_nothing_to_count() -> None:
+    found = of([])
+    assert found.tokens == found.num_sequences == found.repeated == 0
+    assert found.facts()["bytes_per_token"] is None and found.histogram() == []
+    assert of([""]).facts()["empty"] == 1
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["data", "stats", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Files of text, one of them no UTF-8 and one with U+FFFD."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number, text in enumerate([b"one two three", b" \n", b"one two three", b"four \x1b[31m"]):
+        (folder / f"{number}.txt").write_bytes(text)
+    (folder / "4.txt").write_bytes(b"cut \xff off")
+    (folder / "5.txt").write_text("a \ufffd b")
+    return ["quickstart", "data.source=text", "data.path=texts", "train.sequence_length=16"]
+
+
+def test_stats_as_json(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found: dict[str, Any] = json.loads(printed(capsys, *run, "--json"))
+    assert found["documents"] == 5 and found["unreadable"] == 1
+    assert "4.txt" in found["first_unreadable"]
+    assert found["empty"] == found["duplicates"] == found["with_replaced_bytes"] == 1
+    assert found["tokens"] == 13 + 2 + 13 + 10 + 7 + 10 and found["bytes"] == 45
+    assert found["sequences"] == 4 and found["packing_efficiency"] == round(55 / 64, 6)
+    assert found["duplicate_tokens"] == 15
+
+
+def test_stats_as_text(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, *run)
+    assert "1 empty" in out and "unreadable  1" in out and "0.82 per token" in out
+    assert "85.94%" in out and "#" in out
+    assert all(each.isprintable() or each == "\n" for each in out)
+
+
+def test_stats_as_a_page(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """One file with nothing from elsewhere, the same each time."""
+    printed(capsys, *run, "--out", "a.html")
+    page = Path("a.html").read_text()
+    assert page.startswith("<!doctype html>") and "<svg" in page and "85.94%" in page
+    assert (
+        "<script" not in page and page.replace("http://www.w3.org/2000/svg", "").count("://") == 0
+    )
+    printed(capsys, *run, "--out", "b.html")
+    assert Path("b.html").read_text() == page
+
+
+def test_stats_as_png(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    from PIL import Image
+
+    printed(capsys, *run, "--out", "a.png")
+    image = Image.open(io.BytesIO(Path("a.png").read_bytes()))
+    assert image.size[0] == 2 * 760 and len(image.convert("RGB").getcolors(1 << 20) or ()) > 4
+
+
+@pytest.mark.parametrize(("out", "code"), [("a.pdf", 2), ("nowhere/a.html", 74)])
+def test_pictures_that_cannot_be_written(
+    out: str, code: int, run: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "stats", *run, "--out", out]) == code
+    assert "--out" in capsys.readouterr().err
+
+
+def test_stats_of_conversations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chat.jinja").write_text(CHATML)
+    records: list[Any] = [{"messages": each} for each in [*CONVERSATIONS, CONVERSATIONS[0]]]
+    write_records(tmp_path / "a.jsonl", [*records, {"messages": []}])
+    inputs = ["quickstart", "data.source=jsonl", "data.path=a.jsonl", "data.chat=messages"]
+    found = json.loads(printed(capsys, *inputs, "data.chat_template=chat.jinja", "--json"))
+    assert found["documents"] == 5 and found["unreadable"] == found["duplicates"] == 1
+    assert "a.jsonl:6" in found["first_unreadable"]
+    assert 0 < found["tokens_trained"] < found["tokens"]

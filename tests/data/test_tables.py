@@ -1,0 +1,344 @@
+"""Parquet and saved Hugging Face datasets: the same rows as a plain loop; hostile files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+import tracemalloc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxpipe.config.schema import DataConfig
+from maxpipe.data.formats import parquet as parquet_format
+from maxpipe.data.sources import Source, open_source
+from maxpipe.errors import ConfigError
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "text": f"document {i} é\0" * (i % 5),
+        "id": i,
+        "meta": {"title": f"title {i}", "score": i / 2},
+        "messages": [{"role": "user", "content": f"hello {i}"}] * (i % 3),
+        "raw": f"bytes {i}".encode(),
+    }
+    for i in range(97)
+]
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]] = ROWS, **options: Any) -> Path:
+    pq.write_table(pa.Table.from_pylist(list(rows)), path, **{"row_group_size": 10} | options)
+    return path
+
+
+def source(path: object, kind: str = "parquet", **keys: Any) -> Source:
+    return open_source(DataConfig(source=kind, path=str(path), **keys), 0)  # type: ignore[arg-type]
+
+
+def refusal(act: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as error:
+        act()
+    assert error.value.exit_code == 2
+    return str(error.value)
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_rows_are_those_of_a_plain_loop(compression: str, dictionary: bool, tmp_path: Path) -> None:
+    options = {"compression": compression, "use_dictionary": dictionary}
+    write(tmp_path / "a.parquet", ROWS[:40], **options)
+    write(tmp_path / "b.parquet", ROWS[40:], **options)
+    (tmp_path / "notes.txt").write_text("not read")
+    found = source(tmp_path)
+    assert len(found) == len(ROWS) and found.name == "parquet"
+    order = [*range(0, 97, 7), *range(96, -1, -1)]
+    assert [found[i] for i in order] == [ROWS[i]["text"] for i in order]
+    assert [found.record(i) for i in order] == [ROWS[i] for i in order]
+    assert found.where(39) == f"{tmp_path}/a.parquet: row 39"
+    assert found.where(40) == f"{tmp_path}/b.parquet: row 0"
+    assert source(tmp_path, field="meta.title")[50] == "title 50"
+    assert source(tmp_path, field="raw")[96] == "bytes 96"
+    template = source(tmp_path, template=r"{meta.title}\n{{{text}}}: {meta.score}")
+    assert template[43] == f"title 43\n{{{ROWS[43]['text']}}}: 21.5"
+    assert source(tmp_path).fingerprint() == found.fingerprint() != template.fingerprint()
+
+
+def test_only_columns_that_are_needed_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "a.parquet")
+    read: list[Any] = []
+    whole = pq.ParquetFile.read_row_group
+
+    def noted(self: Any, group: int, columns: Any = None, **options: Any) -> Any:
+        read.append((group, columns))
+        return whole(self, group, columns=columns, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
+    found = source(tmp_path / "a.parquet", field="meta.title")
+    assert [found[i] for i in (0, 9, 55, 50)] == ["title 0", "title 9", "title 55", "title 50"]
+    assert read == [(0, ["meta"]), (5, ["meta"])]
+    assert found.record(51) == ROWS[51] and read[2:] == [(5, None)]
+
+
+def test_the_cache_of_row_groups_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet_format, "_CACHED_BYTES", 25_000)
+    rows = [{"text": f"{i:04}" * 250} for i in range(100)]
+    found = source(write(tmp_path / "a.parquet", rows, use_dictionary=False))
+    cached = found.records._cached  # type: ignore[attr-defined]
+    for i in [*range(0, 100, 9), 5, 95]:
+        assert found[i] == rows[i]["text"]
+        assert 1 <= len(cached) <= 2
+
+
+def test_threads_read_the_same_rows(tmp_path: Path) -> None:
+    found = source(write(tmp_path / "a.parquet"))
+    seen: list[list[str]] = []
+
+    def read() -> None:
+        seen.append([found[i * 31 % 97] for i in range(97)])
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [[ROWS[i * 31 % 97]["text"] for i in range(97)]] * 4
+
+
+def test_columns_that_are_not_there(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.parquet")
+    message = refusal(lambda: source(file, field="body")[12])
+    assert f"{file}: row 12 = fields text, id, meta, messages, raw\n" in message
+    assert "data.field (body), which is missing" in message and "Set data.field=text." in message
+    assert "which is of type int" in refusal(lambda: source(file, field="id")[0])
+    assert "(meta.no), which is missing" in refusal(lambda: source(file, field="meta.no")[0])
+    message = refusal(lambda: source(file, template="{text}{title}")[3])
+    assert f"{file}: row 3" in message and "column title of data.template" in message
+    assert "of type list" in refusal(lambda: source(file, template="{messages}")[3])
+
+
+@pytest.mark.fault("F21")
+def test_files_that_are_no_parquet_or_cut(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.parquet")
+    content = file.read_bytes()
+    for wrong in (b"", b"plain text", b"PAR1" * 3, content[:-1], content[: len(content) // 2]):
+        file.write_bytes(wrong)
+        message = refusal(lambda: source(file))
+        assert str(file) in message and "must be a whole Parquet file" in message
+    file.write_bytes(content)
+    found = source(file)
+    file.write_bytes(content + b"x")
+    assert "must not change" in refusal(lambda: found[0])
+    os.unlink(file)
+    assert "No such file" in refusal(lambda: found[50])
+    empty = write(tmp_path / "b.parquet", [])
+    assert "must hold rows" in refusal(lambda: source(empty))
+
+
+def test_text_in_a_row_that_is_not_utf8(tmp_path: Path) -> None:
+    raw = pa.array([b"a", b"caf\xe9"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 2, raw.buffers())
+    file = tmp_path / "a.parquet"
+    for use_dictionary in (True, False):
+        pq.write_table(pa.table({"text": text}), file, use_dictionary=use_dictionary)
+        found = source(file)
+        assert found[0] == "a"
+        message = refusal(lambda: found[1])  # noqa: B023
+        assert f"{file}: row 1 = byte 0xe9 at offset 3" in message and "must be UTF-8" in message
+
+
+def test_one_long_text_for_many_rows_does_not_fill_the_memory(tmp_path: Path) -> None:
+    """As text it would take 100 GB, in the file it is there once."""
+    texts = pa.array(["a" * (1 << 20)])
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 100_000, pa.int32()), texts)
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": column}), file, store_schema=False)
+    assert file.stat().st_size < 1 << 20
+    before = pa.total_allocated_bytes()
+    found = source(file)
+    assert len(found) == 100_000 and len(found[99_999]) == 1 << 20
+    assert pa.total_allocated_bytes() - before < 1 << 24
+
+
+def test_row_groups_that_are_too_large_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write(
+        tmp_path / "a.parquet", [{"text": "x" * i, "more": "y" * 10_000} for i in range(50)]
+    )
+    monkeypatch.setattr(parquet_format, "_SLOW_GROUP_BYTES", 500)
+    found = source(file)
+    assert "reading in random order is slow" in caplog.text
+    monkeypatch.setattr(parquet_format, "MOST_GROUP_BYTES", 1000)
+    assert found[0] == ""
+    message = refusal(lambda: found.record(49))
+    assert f"{file}: row group 4 = 10 rows\n" in message and "at most 1000 bytes" in message
+
+
+def test_pyarrow_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for kind in ("parquet", "huggingface"):
+        assert "Run: pip install 'maxpipe[parquet]'" in refusal(lambda: source(file, kind))  # noqa: B023
+
+
+# --- Hugging Face datasets on disk -----------------------------------------------------------
+
+
+def save(folder: Path, parts: Sequence[Sequence[dict[str, Any]]], batch_rows: int = 8) -> Path:
+    """What `Dataset.save_to_disk` writes."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05}-of-{len(parts):05}.arrow" for i in range(len(parts))]
+    for name, rows in zip(names, parts, strict=True):
+        table = pa.Table.from_pylist(list(rows))
+        with pa.ipc.new_stream(str(folder / name), table.schema) as writer:
+            writer.write_table(table, max_chunksize=batch_rows)
+    state = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": "0" * 16,
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def test_rows_of_a_saved_dataset(tmp_path: Path) -> None:
+    folder = save(tmp_path / "saved", [ROWS[:50], ROWS[50:]])
+    found = source(folder, "huggingface")
+    order = [*range(0, 97, 5), *range(96, -1, -1)]
+    assert len(found) == 97
+    assert [found[i] for i in order] == [ROWS[i]["text"] for i in order]
+    assert [found.record(i) for i in order] == [ROWS[i] for i in order]
+    assert found.where(49) == f"{folder}/data-00000-of-00002.arrow: row 49"
+    assert found.where(67) == f"{folder}/data-00001-of-00002.arrow: row 17"
+    assert source(folder, "huggingface", field="meta.title")[9] == "title 9"
+    assert "which is missing" in refusal(lambda: source(folder, "huggingface", field="b")[0])
+    twice = DataConfig(source="huggingface", paths=[str(folder), str(save(tmp_path / "b", [ROWS]))])
+    assert open_source(twice, 0)[100] == ROWS[3]["text"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs datasets")
+def test_what_the_library_itself_saves(tmp_path: Path) -> None:
+    # Fingerprints are given: to make them pickles the table, which not every pyarrow allows.
+    code = (
+        "import json, sys, datasets, pyarrow\n"
+        "rows = [dict(text=f'document {i}', n=i, part=dict(a=str(i))) for i in range(30)]\n"
+        "table = datasets.table.InMemoryTable(pyarrow.Table.from_pylist(rows))\n"
+        "data = datasets.Dataset(table, fingerprint='a' * 16)\n"
+        "data = data.select([*range(29, 0, -2), *range(15)], new_fingerprint='b' * 16)\n"
+        "datasets.DatasetDict(train=data, test=data).save_to_disk("
+        "sys.argv[1], num_shards=dict(train=3, test=1))\n"
+        "print(json.dumps([dict(row) for row in datasets.load_from_disk(sys.argv[1])['train']]))\n"
+    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", code, str(tmp_path / "saved")]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    rows = json.loads(ran.stdout.splitlines()[-1])
+    found = source(tmp_path / "saved", "huggingface")
+    assert [found.record(i) for i in range(30)] == rows
+    assert [found[i] for i in range(30)] == [row["text"] for row in rows]
+
+
+def test_a_dataset_with_splits(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        save(tmp_path / "saved" / name, [[{"text": name}]])
+    about = tmp_path / "saved" / "dataset_dict.json"
+    about.write_text('{"splits": ["train", "test"]}')
+    assert source(tmp_path / "saved", "huggingface")[0] == "train"
+    assert source(tmp_path / "saved" / "test", "huggingface")[0] == "test"
+    about.write_text('{"splits": ["validation", "test"]}')
+    message = refusal(lambda: source(tmp_path / "saved", "huggingface"))
+    assert "a split train (there are validation, test)" in message
+
+
+@pytest.mark.fault("F21")
+def test_folders_that_are_no_saved_dataset(tmp_path: Path) -> None:
+    def refused(*words: str) -> None:
+        message = refusal(lambda: source(tmp_path / "saved", "huggingface"))
+        assert all(word in message for word in words), message
+
+    refused("must be a folder that save_to_disk", "hub is not read")
+    folder = save(tmp_path / "saved", [ROWS])
+    [file] = folder.glob("*.arrow")
+    state, content = (folder / "state.json").read_text(), file.read_bytes()
+    for wrong in ("", "[]", "{}", '{"_data_files": [{}]}', "[" * 10_000):
+        (folder / "state.json").write_text(wrong)
+        refused("state.json", "must be what save_to_disk wrote")
+    for name in ("../saved/x.arrow", "/etc/passwd", "a.py"):
+        (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+        refused("state.json", name, "must name Arrow files in this folder")
+    indices = json.loads(state) | {"_indices_data_files": [{"filename": "i.arrow"}]}
+    (folder / "state.json").write_text(json.dumps(indices))
+    refused("flatten_indices")
+    (folder / "state.json").write_text(state)
+    for wrong in (
+        b"",
+        b"text",
+        content[:-8],
+        content[: len(content) // 2],
+        content[:-9] + b"x" * 9,
+    ):
+        file.write_bytes(wrong)
+        refused(str(file), "must be a whole file of a saved dataset")
+    file.write_bytes(content)
+    found = source(folder, "huggingface")
+    file.write_bytes(content + b"x")
+    assert "must not change" in refusal(lambda: found[0])
+    file.unlink()
+    os.mkfifo(file)
+    refused("is not a regular file")
+
+
+def test_compressed_batches_are_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "saved", [ROWS])
+    [file] = folder.glob("*.arrow")
+    table = pa.table({"text": ["a" * 1000] * 10_000})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(str(file), table.schema, options=options) as writer:
+        writer.write_table(table)
+    message = refusal(lambda: source(folder, "huggingface"))
+    assert str(file) in message and "its batches are compressed" in message
+
+
+def test_offsets_beyond_the_file_are_refused(tmp_path: Path) -> None:
+    """They would be read from other memory."""
+    folder = save(tmp_path / "saved", [[{"text": "abc"}, {"text": "defg"}]])
+    [file] = folder.glob("*.arrow")
+    content = file.read_bytes()
+    offsets = b"".join(each.to_bytes(4, "little") for each in (0, 3, 7))
+    wrong = b"".join(each.to_bytes(4, "little") for each in (0, 3, 1 << 30))
+    assert content.count(offsets) == 1
+    file.write_bytes(content.replace(offsets, wrong))
+    found = source(folder, "huggingface")
+    message = refusal(lambda: found[1])
+    assert f"{file}: row 1" in message
+
+
+def test_a_saved_dataset_takes_no_memory_of_its_own(tmp_path: Path) -> None:
+    rows = [{"text": "a" * 10_000} for _ in range(5000)]
+    folder = save(tmp_path / "saved", [rows], 100)
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    found = source(folder, "huggingface")
+    assert len(found[4999]) == 10_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 23 and pa.total_allocated_bytes() - before < 1 << 20

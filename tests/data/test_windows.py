@@ -1,0 +1,149 @@
+"""Documents that are too many to shuffle as a whole: windows, seeks, and a start without a pass."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.documents import Encoded
+from maxpipe.data.loader import Datasets, build
+from maxpipe.data.prepared import windows
+from maxpipe.data.prepared.manifest import SPAN
+from maxpipe.data.prepared.windows import WindowedSequences, spans_of
+from tests.data.large import DOCUMENTS, MEASURED, SHARDS, write_sparse
+
+NUM_DOCUMENTS = 7 * SPAN + 100
+LENGTH = 50
+
+
+class Numbers:
+    """Documents that hold nothing but their own number, once or several times."""
+
+    pad_id = 0
+    num_documents = NUM_DOCUMENTS
+
+    def __init__(self) -> None:
+        self.lengths = 1 + np.arange(NUM_DOCUMENTS) % 5
+        self.span_tokens = np.add.reduceat(self.lengths, np.arange(0, NUM_DOCUMENTS, SPAN))
+        self.num_tokens = int(self.lengths.sum())
+
+    def lengths_between(self, first: int, stop: int) -> np.ndarray:
+        return self.lengths[first:stop]
+
+    def __getitem__(self, document: int) -> Encoded:
+        return Encoded(np.full(self.lengths[document], document))
+
+    def where(self, document: int) -> str:
+        return f"document {document}"
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two spans a window."""
+    monkeypatch.setattr(windows, "WINDOW_SPANS", 2)
+
+
+def opened(split: Any = "train", fraction: float = 0.3, seed: int | None = 5) -> WindowedSequences:
+    documents = Numbers()
+    spans = spans_of(documents, split, fraction, seed or 0)
+    return WindowedSequences(documents, spans, LENGTH, seed)
+
+
+def trained(sequences: WindowedSequences, order: np.ndarray) -> np.ndarray:
+    """Tokens that sequences have as inputs, in this order."""
+    found = [sequences[i] for i in order.tolist()]
+    return np.concatenate([each["tokens"][each["segment_ids"] > 0] for each in found])
+
+
+def test_splits_hold_every_token_once() -> None:
+    held, kept = opened("validation"), opened("train")
+    tokens = [trained(each, np.arange(len(each))) for each in (held, kept)]
+    documents = Numbers()
+    counts = np.bincount(np.concatenate(tokens), minlength=NUM_DOCUMENTS)
+    # The last token of a window is only ever a target, as the last of all documents is.
+    missing = documents.lengths - counts
+    assert missing.min() >= 0 and missing.sum() <= 2 + 4
+    assert not set(tokens[0]) & set(tokens[1])
+    assert held.num_tokens + kept.num_tokens == documents.num_tokens
+    assert len(set(tokens[0] // SPAN)) == round(0.3 * 8)
+
+
+def test_epochs_see_each_sequence_once_in_orders_of_their_own() -> None:
+    sequences = opened()
+    count = len(sequences)
+    orders = [sequences.shuffled(5, 1, epoch)(np.arange(count)) for epoch in range(3)]
+    assert all(sorted(order.tolist()) == list(range(count)) for order in orders)
+    assert not np.array_equal(orders[0], orders[1]) and not np.array_equal(orders[1], orders[2])
+    for places in (np.array([3, count - 1, 0, 17]), np.array([count // 2])):
+        assert np.array_equal(sequences.shuffled(5, 1, 2)(places), orders[2][places])
+    visited = [np.searchsorted(sequences._starts, order, side="right") for order in orders]
+    assert all(np.count_nonzero(np.diff(each)) == 2 for each in visited)  # three windows
+
+
+def test_documents_are_shuffled_inside_windows() -> None:
+    sequences = opened()
+    window = sequences[0]["tokens"]
+    assert np.count_nonzero(np.diff(window.astype(int)) == 1) < 5
+    names = sequences.documents(0)
+    assert sorted(set(window[:LENGTH].tolist())) == sorted(names)
+    as_they_are = opened("all", seed=None)
+    assert (
+        as_they_are[0]["tokens"].tolist()
+        == Numbers().__getitem__(0).ids.tolist()
+        + [number for i in range(1, 40) for number in [i] * (1 + i % 5)][: LENGTH - 1]
+    )
+
+
+def test_no_sequence_is_outside() -> None:
+    sequences = opened()
+    for index in (-1, len(sequences)):
+        with pytest.raises(IndexError):
+            sequences[index]
+    assert not sequences.padding()["loss_mask"].any()
+
+
+@pytest.fixture(scope="module")
+def hundred_gigabytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `write_sparse`."""
+    folder = tmp_path_factory.mktemp("large")
+    write_sparse(folder)
+    return folder
+
+
+def test_a_hundred_gigabytes_open_at_once(hundred_gigabytes: Path) -> None:
+    """Bars: 5 s and 1 GB. By the clock: processor time would not count a wait for the disk."""
+    ran = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(hundred_gigabytes)], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["tokens"] == pytest.approx(0.95 * 50e9, rel=1e-3)
+    assert found["sizes"] == [[8, 2048]] * 4
+    assert found["open"] < 5 and found["peak"] < 1e9, found
+    # A seek opens another window at most; it does not depend on the step.
+    assert max(found["seeks"]) < 5, found
+
+
+def test_a_run_of_windows_does_not_depend_on_the_rows_it_reads(hundred_gigabytes: Path) -> None:
+    data = DataConfig(source="tokens", path=str(hundred_gigabytes))
+    found: Datasets = build(data, TokenizerConfig(), seed=0, batch_size=4, sequence_length=128)
+    whole = found.train.batch(10_000_000)
+    part = found.train.batch(10_000_000, [3, 1])
+    assert np.array_equal(whole["segment_ids"][[3, 1]], part["segment_ids"])
+    assert found.train.fingerprint()["order"] == "windows"
+    ids = found.train.ids(10_000_000)
+    assert len(ids["sequences"]) == 4 and max(ids["documents"]) < SHARDS * DOCUMENTS
+
+
+def test_places_and_sizes_are_those_of_the_files() -> None:
+    sequences = opened()
+    numbers = sequences.documents(0)
+    assert [sequences.where(each) for each in numbers] == [f"document {i}" for i in numbers]
+    assert [sequences.size(each) for each in numbers] == [1 + i % 5 for i in numbers]
