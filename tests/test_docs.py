@@ -20,6 +20,7 @@ from maxpipe.model.families.registry import summaries
 from maxpipe.model.spec import Ahead
 from maxpipe.plan.advice import TERMS
 from maxpipe.telemetry import metrics
+from maxpipe.train.evaluate import Totals
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -127,6 +128,7 @@ def test_every_metric_that_is_written_is_declared() -> None:
         code = (TESTS.parent / "maxpipe" / name).read_text(encoding="utf-8")
         written |= set(re.findall(r'"((?:train|eval|perf|pipe|memory)/\w+)"', code))
     written |= {f"train/loss_{name}" for name in Ahead(1, 1, 1.0).losses}
+    written |= set(Totals(1.0, 1.0, 1.0).named("NAME"))
     assert written | {tag for tag, *_ in summaries()} == set(declared)
     assert {tag for _, tags in metrics.CHARTS for tag in tags} <= set(declared)
 

@@ -20,7 +20,7 @@ _OUT = "command line: --out"
 
 
 def _prepare(options: argparse.Namespace) -> int:
-    from maxpipe.config.mixture import sources
+    from maxpipe.config.data import all_sources
     from maxpipe.data.prepared.prepare import Plan, prepare
     from maxpipe.data.sections import in_section
     from maxpipe.data.stream import seed_of
@@ -32,7 +32,7 @@ def _prepare(options: argparse.Namespace) -> int:
         raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
     name = _chosen(config.data, options.source)
     plan = Plan(
-        data=sources(config.data)[name],
+        data=all_sources(config.data)[name],
         tokenizer=config.tokenizer,
         seed=seed_of(name, config.run.seed),
         folder=full(options.out, _OUT),
@@ -51,12 +51,15 @@ def _prepare(options: argparse.Namespace) -> int:
 
 def _chosen(data: DataConfig, given: str | None) -> str:
     """The name of the source that is prepared; empty without a mixture."""
-    where, known = "command line: --source", ", ".join(sorted(data.mixture))
-    if given is None and known:
-        rule = f"must name one source of data.mixture, which has {known}: each gets its own folder."
+    from maxpipe.config.data import validation_sets
+
+    names = [*sorted(data.mixture), *validation_sets(data)]
+    where, known = "command line: --source", ", ".join(names)
+    if given is None and data.mixture:
+        rule = f"must name one source of {known}: each gets its own folder."
         raise ConfigError.one(where, given, rule, f"Add --source {min(data.mixture)}.")
-    if given is not None and given not in data.mixture:
-        rule = f"must be a name in data.mixture, which has {known or 'none'}."
+    if given is not None and given not in names:
+        rule = f"must be a name in data.mixture, or validation.NAME; there is {known or 'none'}."
         raise ConfigError.one(where, given, rule, "Give one of them, or leave it out.")
     return given or ""
 
@@ -102,7 +105,11 @@ def _add_prepare(actions: Commands) -> None:
     )
     add_inputs(prepare)
     prepare.add_argument("--out", required=True, metavar="DIR", help="folder to write")
-    prepare.add_argument("--source", metavar="NAME", help="which source of data.mixture to prepare")
+    prepare.add_argument(
+        "--source",
+        metavar="NAME",
+        help="which source of data.mixture to prepare, or validation.NAME",
+    )
     prepare.add_argument(
         "--workers", type=count, default=None, metavar="N", help="processes; default one per core"
     )

@@ -103,8 +103,13 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _split(datasets: Datasets, name: str) -> Loader:
+    from maxpipe.config.data import check_split
+
     if name == "train":
         return datasets.train
+    check_split(name, ("train", "validation", *datasets.sets))
+    if name in datasets.sets:
+        return datasets.sets[name]
     if datasets.validation is None:
         raise ConfigError.one(
             "command line: --split",
@@ -246,7 +251,7 @@ def _check_form(path: str) -> None:
 
 def _counted(config: Config) -> Iterator[Statistics]:
     """Of each source, in the order of their names."""
-    from maxpipe.config.mixture import sources
+    from maxpipe.config.data import all_sources
     from maxpipe.data.sections import in_section
     from maxpipe.data.stream import seed_of
     from maxpipe.data.tokenizer import open_tokenizer
@@ -254,7 +259,7 @@ def _counted(config: Config) -> Iterator[Statistics]:
     progress = Progress()
     try:
         tokenizer = open_tokenizer(config.tokenizer)
-        for name, each in sources(config.data).items():
+        for name, each in all_sources(config.data).items():
             with in_section(name):
                 seed = seed_of(name, config.run.seed)
                 found = _of_source(config, each, seed, tokenizer, progress)
@@ -314,7 +319,10 @@ def _add_show(actions: Commands) -> None:
     show.add_argument("--step", type=count, default=1, metavar="K", help="counted from 1 (1)")
     show.add_argument("--row", type=_natural, metavar="R", help="of the step's batch, from 0 (0)")
     show.add_argument(
-        "--split", choices=("train", "validation"), default="train", help="default train"
+        "--split",
+        metavar="NAME",
+        default="train",
+        help="train, validation or a name in data.validation; default train",
     )
     show.set_defaults(command=_show)
 

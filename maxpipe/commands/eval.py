@@ -128,7 +128,7 @@ def _say(text: str) -> None:
 
 
 def _page(found: Report) -> str:
-    documents = "all documents" if found["split"] == "all" else f"{found['split']} documents"
+    documents = f"{found['split']} documents"
     return "\n".join(
         (
             f"checkpoint  {found['checkpoint']}",
@@ -171,8 +171,9 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--split",
-        choices=("validation", "train", "all"),
-        help="which documents; by default validation, or all when data.* names other documents",
+        metavar="NAME",
+        help="which documents: validation, train, all, or a name in data.validation; by default\n"
+        "validation, or all when data.* names other documents",
     )
     parser.add_argument(
         "--choices",

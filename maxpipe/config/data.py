@@ -1,10 +1,14 @@
-"""What the keys of a source say, in a form that is easier to read: paths and templates."""
+"""What the section `data` says, in a form that is easier to read: its sources, paths, templates."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.data_schema import DataConfig, SourceConfig
+from maxpipe.config.mixture import sources
+from maxpipe.config.rules import did_you_mean
+from maxpipe.errors import ConfigError
 
 COLUMNS = ("jsonl", "parquet", "arrayrecord", "tfds", "huggingface")
 """Sources whose records have columns, or may."""
@@ -14,8 +18,47 @@ FILES = ("text", "jsonl", "parquet", "arrayrecord", "huggingface")
 ONE_PATH = ("tfds", "tokens", "megatron")
 """Sources of one path, or name."""
 
+SPLITS = ("validation", "train", "all")
+"""Parts of the training's own documents, where a part can be named."""
+
+_VALIDATION = "validation."
 _TEMPLATE = re.compile(r"\{\{|\}\}|\{(?P<name>[^{}]*)\}|[{}]|\\[nt\\]")
 _ESCAPES = {"{{": "{", "}}": "}", r"\n": "\n", r"\t": "\t", "\\\\": "\\"}
+
+
+def validation_sets(data: DataConfig) -> dict[str, SourceConfig]:
+    """The sources of `data.validation`, by `validation.NAME`: no name in a mixture has a dot."""
+    return {validation_key(name): data.validation[name] for name in sorted(data.validation)}
+
+
+def validation_key(name: str) -> str:
+    """The name of a set of `data.validation` among all sources."""
+    return f"{_VALIDATION}{name}"
+
+
+def all_sources(data: DataConfig) -> dict[str, SourceConfig]:
+    """What is read for training or for evaluation, by name."""
+    return {**sources(data), **validation_sets(data)}
+
+
+def check_split(name: str, known: Sequence[str]) -> None:
+    """Raises ConfigError if the command line names documents that are not known."""
+    if name not in known:
+        action = f"Give {did_you_mean(name, known) or known[0]}."
+        rule = f"must be one of {', '.join(known)}."
+        raise ConfigError.one("command line: --split", name, rule, action)
+
+
+def is_synthetic(data: DataConfig) -> bool:
+    """Whether no text is trained on."""
+    return all(each.source == "synthetic" for each in sources(data).values())
+
+
+def section_of(name: str) -> str:
+    """The section that has the source of this name."""
+    if not name:
+        return "data"
+    return f"data.{name}" if name.startswith(_VALIDATION) else f"data.mixture.{name}"
 
 
 def paths_of(config: SourceConfig) -> list[str]:

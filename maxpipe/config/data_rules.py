@@ -7,7 +7,17 @@ import math
 from collections.abc import Callable, Iterator
 
 from maxpipe.config import mixture
-from maxpipe.config.data import COLUMNS, FILES, ONE_PATH, paths_of, template_pieces
+from maxpipe.config.data import (
+    COLUMNS,
+    FILES,
+    ONE_PATH,
+    SPLITS,
+    all_sources,
+    is_synthetic,
+    paths_of,
+    section_of,
+    template_pieces,
+)
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.names import list_meant
 from maxpipe.config.ranges import BOUNDS
@@ -16,22 +26,23 @@ from maxpipe.config.schema import Config
 from maxpipe.errors import Finding
 
 _SOURCES = ("data.source", "data.path", "data.paths", "data.mixture")
+_NAMED = ("data.mixture", "data.validation")
 _WITHOUT_FIELDS = ("corpus", "text", "tokens", "megatron", "synthetic")
 
 _Find = Callable[[str, SourceConfig], Iterator[Finding]]
 
 
 def named_sources(config: Config) -> Iterator[tuple[str, SourceConfig]]:
-    """All sources that are read, with the section of each: `data`, or `data.mixture.NAME`."""
-    for name, each in mixture.sources(config.data).items():
-        yield (f"data.mixture.{name}" if name else "data"), each
+    """All sources that are read, with the section of each, such as `data.mixture.NAME`."""
+    for name, each in all_sources(config.data).items():
+        yield section_of(name), each
 
 
 def _of_each(*keys: str) -> Callable[[_Find], None]:
     """Registers a rule on these keys of each source."""
 
     def register(find: _Find) -> None:
-        @rule("data.source", "data.mixture", *(f"data.{key}" for key in keys))
+        @rule("data.source", *_NAMED, *(f"data.{key}" for key in keys))
         def _(config: Config) -> Iterator[Finding]:
             for section, each in named_sources(config):
                 yield from find(section, each)
@@ -208,13 +219,35 @@ def _stages_are_of_the_mixture(config: Config) -> Iterator[Finding]:
             yield Finding(key, f"names {other}, and data.mixture has {known}.", action)
 
 
-@rule(*_SOURCES, "data.validation_fraction", "eval.batches")
+@rule(*_SOURCES, "data.validation", "data.validation_fraction", "eval.batches")
 def _validation_has_documents(config: Config) -> Iterator[Finding]:
-    synthetic = all(each.source == "synthetic" for _, each in named_sources(config))
-    if config.eval.batches and not config.data.validation_fraction and not synthetic:
+    data, batches = config.data, config.eval.batches
+    if data.validation and not batches:
+        yield Finding(
+            "eval.batches",
+            f"must be more than 0 with data.validation, which has {', '.join(data.validation)}: "
+            "nothing is evaluated without batches.",
+            "Set eval.batches=8, or leave data.validation out.",
+        )
+        return
+    has_documents = data.validation_fraction or data.validation or is_synthetic(data)
+    if batches and not has_documents:
         yield Finding(
             "data.validation_fraction",
-            f"must be more than 0 when eval.batches is {config.eval.batches}: evaluation reads "
-            "documents that training never sees.",
-            "Set data.validation_fraction=0.05, or eval.batches=0.",
+            f"must be more than 0 when eval.batches is {batches}: evaluation reads documents that "
+            "training never sees.",
+            "Set data.validation_fraction=0.05, or eval.batches=0, or name documents in "
+            "data.validation.",
         )
+
+
+@rule("data.validation")
+def _sets_have_names_of_their_own(config: Config) -> Iterator[Finding]:
+    for name in SPLITS:
+        if name in config.data.validation:
+            yield Finding(
+                f"data.validation.{name}",
+                f"must have another name: {', '.join(SPLITS)} are parts of the training's own "
+                "documents.",
+                f"Write data.validation.{name}_set, for example.",
+            )

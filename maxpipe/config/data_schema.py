@@ -101,6 +101,13 @@ class DataConfig(SourceConfig):
     `data.mixture`."""
     validation_fraction: float = 0.05
     """Share of the documents, drawn by the seed, that is only used for evaluation."""
+    validation: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
+    """Other documents for evaluation, by name: `data.validation.code.path=code/*.py`. Each set has
+    losses of its own, `eval/code/loss`. `eval/loss` is that of `data.validation_fraction`, and of
+    all sets together where that is 0."""
+    validation_overlap: Literal["warn", "stop", "ignore"] = "warn"
+    """What documents for evaluation do whose text is also among those that are trained on: their
+    loss is not that of unseen text. They are found by a digest of the whole text."""
     allow_change: bool = False
     """Go on from the run's checkpoint although documents, seed, packing or tokenizer are others
     than when it was saved. Samples may be repeated or left out then."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from maxpipe.config.check import DEFAULT, where
-from maxpipe.config.data import paths_of
+from maxpipe.config.data import is_synthetic, paths_of
 from maxpipe.config.data_rules import named_sources
 from maxpipe.config.ranges import BYTES_VOCABULARY
 from maxpipe.config.schema import Config
@@ -23,7 +23,7 @@ def check_training(
 
     Forecasts and compiled steps need neither text nor tokenizer.
     """
-    wrong = not {"data.source", "data.mixture"}.isdisjoint(skip)
+    wrong = not {"data.source", "data.mixture", "data.validation"}.isdisjoint(skip)
     unread = [] if wrong else unread_path(config, origins)
     return unread + _built_in_for_a_public_model(config, origins, skip)
 
@@ -48,8 +48,7 @@ def _built_in_for_a_public_model(
     vocabulary = config.model.vocab_size
     if not {"model.vocab_size", "tokenizer.kind", "data.source"}.isdisjoint(skip):
         return []
-    synthetic = all(each.source == "synthetic" for _, each in named_sources(config))
-    if vocabulary <= LARGEST_FOR_BYTES or synthetic:
+    if vocabulary <= LARGEST_FOR_BYTES or is_synthetic(config.data):
         return []
     problems = []
     if config.tokenizer.kind == "bytes":

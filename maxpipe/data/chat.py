@@ -18,7 +18,13 @@ import numpy as np
 from maxpipe.boundary import files
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.rules import did_you_mean
-from maxpipe.data.documents import DocumentIndex, Encoded, EncodedDocuments, kept_index
+from maxpipe.data.documents import (
+    DocumentIndex,
+    Encoded,
+    EncodedDocuments,
+    digest_of,
+    kept_index,
+)
 from maxpipe.data.formats.text_of import BadRecord, shortened
 from maxpipe.data.sources import Moved, Progress, Source
 from maxpipe.data.tokenizer import Tokenizer
@@ -232,7 +238,7 @@ def build_chat_index(
     source, tokenizer = conversations.source, conversations.tokenizer
     parts = [source.fingerprint(), tokenizer.fingerprint(), conversations.fingerprint()]
     index = kept_index(
-        ["chat", 1, *parts],
+        ["chat", 2, *parts],
         len(source),
         cache_dir,
         lambda: _read_all(conversations, moved, threads),
@@ -252,20 +258,21 @@ def build_chat_index(
 def _read_all(conversations: Conversations, moved: Moved | None, threads: int) -> DocumentIndex:
     source, tokenizer = conversations.source, conversations.tokenizer
     lengths, trained = np.zeros(len(source), np.int64), np.zeros(len(source), np.int64)
-    byte_counts = np.zeros(256, np.int64)
+    byte_counts, digests = np.zeros(256, np.int64), np.zeros(len(source), np.uint64)
     progress = Progress(f"rendering conversations of {source.name}", len(source), moved)
 
-    def read(document: int) -> tuple[int, int, bytes]:
+    def read(document: int) -> tuple[int, int, int, bytes]:
         found = conversations.encode(document)
         assert found.trained is not None
         text = tokenizer.decode(found.ids[found.trained].tolist())
-        return len(found.ids), int(found.trained.sum()), text.encode()
+        digest = digest_of(found.ids.astype("<i8").tobytes())
+        return len(found.ids), int(found.trained.sum()), digest, text.encode()
 
     with ThreadPoolExecutor(max(1, threads), "conversations") as pool:
         for first in range(0, len(source), _PASS_RECORDS):
             numbers = range(first, min(first + _PASS_RECORDS, len(source)))
             for document, found in zip(numbers, pool.map(read, numbers), strict=True):
-                lengths[document], trained[document], raw = found
+                lengths[document], trained[document], digests[document], raw = found
                 byte_counts += np.bincount(np.frombuffer(raw, np.uint8), minlength=256)
             progress.update(numbers.stop)
-    return DocumentIndex(lengths, byte_counts, trained)
+    return DocumentIndex(lengths, byte_counts, trained, digests=digests)

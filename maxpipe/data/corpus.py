@@ -5,21 +5,22 @@ Owns the facts by which a run knows its documents again. Batches are made in `lo
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from maxpipe.config.data import paths_of
+from maxpipe.config.data import paths_of, validation_key, validation_sets
 from maxpipe.config.data_schema import DataConfig, SourceConfig
 from maxpipe.config.mixture import sources
-from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index
 from maxpipe.data.documents import Documents, EncodedDocuments, build_index, entropy
 from maxpipe.data.packing import PackedSequences, Sequences, split_documents
+from maxpipe.data.prepared.manifest import SPAN
 from maxpipe.data.prepared.megatron import MegatronDocuments
 from maxpipe.data.prepared.open import IDS, open_documents
 from maxpipe.data.prepared.reader import PreparedDocuments
@@ -27,7 +28,7 @@ from maxpipe.data.prepared.windows import WindowedSequences, needs_windows, span
 from maxpipe.data.sections import in_section
 from maxpipe.data.sources import Moved, open_source
 from maxpipe.data.stream import Part, seed_of
-from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
+from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError
 from maxpipe.words import counted
 
@@ -35,6 +36,9 @@ SOURCES = "sources"
 """Name of the entry of a fingerprint with the facts of each source of a mixture."""
 
 Split = Literal["validation", "train", "all"]
+
+_PART = 2**20
+"""Documents whose numbers are given at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +53,43 @@ class Indexed:
     """JSON values that say which documents these are."""
     byte_counts: np.ndarray | None
     """int64 [256]: of the text, where it is known."""
+    digests: Callable[[int, int], np.ndarray] | None
+    """uint64: `digest_of` the documents from one to before another; None where it is not known."""
     unreadable: int
     """Documents that are empty because their records could not be read."""
 
     def sequences(self, split: Split, fraction: float, length: int) -> Sequences | None:
         """Of `length` tokens, of a split; None if it has no documents."""
         documents = self.documents
-        prepared = isinstance(documents, PreparedDocuments | MegatronDocuments)
-        if prepared and needs_windows(documents):
-            spans = spans_of(documents, split, fraction, self.seed)
+        if (windowed := _in_windows(documents)) is not None:
+            spans = spans_of(windowed, split, fraction, self.seed)
             seed = None if split == "all" else self.seed
-            windowed = WindowedSequences(documents, spans, length, seed)
-            return windowed if len(spans) else None
-        count = len(documents.lengths)
-        if split == "all":
-            order = np.arange(count)
-        else:
-            with in_section(self.name):
-                order = split_documents(count, fraction, self.seed)[split == "validation"]
+            found = WindowedSequences(windowed, spans, length, seed)
+            return found if len(spans) else None
+        order = self._order(split, fraction)
         return PackedSequences(documents, order, length) if len(order) else None
+
+    def numbers(self, split: Split, fraction: float) -> Iterator[np.ndarray]:
+        """Numbers of the documents of a split, in parts of bounded size."""
+        if (windowed := _in_windows(self.documents)) is None:
+            order = self._order(split, fraction)
+            yield from np.split(order, range(_PART, len(order), _PART))
+            return
+        for span in spans_of(windowed, split, fraction, self.seed).tolist():
+            yield np.arange(span * SPAN, min((span + 1) * SPAN, windowed.num_documents))
+
+    def _order(self, split: Split, fraction: float) -> np.ndarray:
+        count = len(self.documents.lengths)
+        if split == "all":
+            return np.arange(count)
+        with in_section(self.name):
+            return split_documents(count, fraction, self.seed)[split == "validation"]
+
+
+def _in_windows(documents: Documents) -> PreparedDocuments | MegatronDocuments | None:
+    """The documents, if there are too many to shuffle them as a whole."""
+    prepared = isinstance(documents, PreparedDocuments | MegatronDocuments)
+    return documents if prepared and needs_windows(documents) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,30 +147,35 @@ class Corpus:
 
 def open_corpus(
     data: DataConfig,
-    tokenizer: TokenizerConfig,
+    tokenizer: Tokenizer,
     *,
+    name: str | None = None,
     seed: int,
     sequence_length: int,
     cache_dir: str | None,
     moved: Moved | None,
     keep: bool = True,
 ) -> Corpus:
-    """Opens and indexes all sources of a run.
+    """Opens and indexes all sources of the training, or that of `data.validation` with this name.
 
     Raises:
-        ConfigError: anything the user has to change in `data` or `tokenizer`.
+        ConfigError: anything the user has to change in `data`, or such a tokenizer.
     """
-    encoder = open_tokenizer(tokenizer)
+    chosen = sources(data)
+    if name is not None:
+        key = validation_key(name)
+        chosen = {key: validation_sets(data)[key]}
+        data = dataclasses.replace(data, mixture={}, validation_fraction=0.0)
     opening = {"threads": data.threads, "cache_dir": cache_dir, "moved": moved, "keep": keep}
     indexed = []
-    for name, each in sources(data).items():
-        with in_section(name):
-            mine = seed_of(name, seed)
-            if each.source in IDS:
-                indexed.append(_of_ids(name, each, encoder, mine))
+    for each, config in chosen.items():
+        with in_section(each):
+            mine = seed_of(each, seed)
+            if config.source in IDS:
+                indexed.append(_of_ids(each, config, tokenizer, mine))
             else:
-                indexed.append(_of_text(name, each, encoder, mine, **opening))
-    return Corpus(data, indexed, encoder, seed, sequence_length)
+                indexed.append(_of_text(each, config, tokenizer, mine, **opening))
+    return Corpus(data, indexed, tokenizer, seed, sequence_length)
 
 
 def _of_ids(name: str, config: SourceConfig, encoder: Tokenizer, seed: int) -> Indexed:
@@ -156,7 +183,9 @@ def _of_ids(name: str, config: SourceConfig, encoder: Tokenizer, seed: int) -> I
     facts = documents.facts()
     if needs_windows(documents):
         facts = {**facts, "order": "windows"}
-    return Indexed(name, documents, seed, facts, documents.byte_counts, documents.unreadable)
+    counts, unreadable = documents.byte_counts, documents.unreadable
+    digests = documents.digests if isinstance(documents, PreparedDocuments) else None
+    return Indexed(name, documents, seed, facts, counts, digests, unreadable)
 
 
 def _of_text(
@@ -195,4 +224,12 @@ def _of_text(
     else:
         facts["chat"] = found.fingerprint()
         documents = ChatDocuments(found, index)
-    return Indexed(name, documents, seed, facts, index.byte_counts, len(index.unreadable))
+    return Indexed(
+        name,
+        documents,
+        seed,
+        facts,
+        byte_counts=index.byte_counts,
+        digests=lambda first, stop: index.digests[first:stop],
+        unreadable=len(index.unreadable),
+    )

@@ -72,6 +72,8 @@ class DocumentIndex:
     trained: np.ndarray | None = None
     unreadable: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """int64: the documents that are empty because their records could not be read."""
+    digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
+    """uint64 [documents]: `digest_of` each text, or the ids of each conversation."""
 
     @property
     def tokens_trained(self) -> int:
@@ -82,6 +84,11 @@ class DocumentIndex:
     def unigram_entropy(self) -> float:
         """Nats per byte of a model that knows only how frequent each byte is."""
         return entropy(self.byte_counts)
+
+
+def digest_of(raw: bytes) -> int:
+    """8 bytes of BLAKE2b of a document's text in UTF-8."""
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
 def entropy(counts: np.ndarray) -> float:
@@ -106,7 +113,7 @@ def build_index(
     The index does not depend on seed, split or sequence length.
     """
     index = kept_index(
-        [1, source.fingerprint(), tokenizer.fingerprint(), len(source)],
+        [2, source.fingerprint(), tokenizer.fingerprint(), len(source)],
         len(source),
         cache_dir,
         lambda: _read_all(source, tokenizer, moved),
@@ -142,6 +149,7 @@ def kept_index(
 
 def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> DocumentIndex:
     lengths = np.zeros(len(source), np.int64)
+    digests = np.zeros(len(source), np.uint64)
     byte_counts = np.zeros(256, np.int64)
     progress = Progress(f"indexing documents of {source.name}", len(source), moved)
     texts: list[str] = []
@@ -150,22 +158,24 @@ def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> Docu
         text = source[i]
         texts.append(text)
         characters += len(text)
-        byte_counts += np.bincount(np.frombuffer(text.encode(), np.uint8), minlength=256)
+        raw = text.encode()
+        digests[i] = digest_of(raw)
+        byte_counts += np.bincount(np.frombuffer(raw, np.uint8), minlength=256)
         if characters >= _PASS_CHARACTERS or i + 1 == len(source):
             lengths[i + 1 - len(texts) : i + 1] = tokenizer.count(texts)
             texts, characters = [], 0
             progress.update(i + 1)
     unreadable = np.array(source.unreadable, np.int64)
-    return DocumentIndex(lengths + 2, byte_counts, unreadable=unreadable)
+    return DocumentIndex(lengths + 2, byte_counts, unreadable=unreadable, digests=digests)
 
 
 def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentIndex:
     """The index that was kept. Raises ValueError for arrays of another shape."""
     trained = arrays.get("trained")
-    # Those of earlier releases have no unreadable documents.
-    unreadable = arrays.get("unreadable", np.zeros(0, np.int64))
-    index = DocumentIndex(arrays["lengths"], arrays["byte_counts"], trained, unreadable)
-    shapes = {each.shape for each in (index.lengths, trained) if each is not None}
+    unreadable = arrays["unreadable"]
+    digests = arrays["digests"]
+    index = DocumentIndex(arrays["lengths"], arrays["byte_counts"], trained, unreadable, digests)
+    shapes = {each.shape for each in (index.lengths, trained, digests) if each is not None}
     if shapes != {(num_documents,)} or index.byte_counts.shape != (256,):
         raise ValueError("arrays of another shape")
     return index

@@ -14,9 +14,10 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -26,10 +27,11 @@ from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import mixture
 from maxpipe.data.corpus import SOURCES, Corpus, Split, open_corpus
 from maxpipe.data.mixture import Mixture
+from maxpipe.data.overlap import Overlap, overlaps
 from maxpipe.data.packing import Sequences
 from maxpipe.data.sources import Moved
 from maxpipe.data.stream import Stream
-from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 
 # Increased whenever the same seed and data give other batches than before.
@@ -223,14 +225,32 @@ class Datasets:
 
     train: Loader
     validation: Loader | None
+    """Of the documents that are held out."""
     tokenizer: Tokenizer
     unigram_entropy: float | None
     unreadable: int = 0
+    sets: Mapping[str, Loader] = field(default_factory=dict)
+    """Those of `data.validation` by name."""
+    corpora: tuple[Corpus, Mapping[str, Corpus]] | None = None
+    """The documents themselves, of the training and of each set."""
+
+    def evaluated(self) -> dict[str, Loader]:
+        """What is evaluated: under no name what is held out, and each set."""
+        held_out = {} if self.validation is None else {"": self.validation}
+        return {**held_out, **self.sets}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """JSON values by which processes know whether all have the same documents."""
+        sets = {name: each.fingerprint() for name, each in self.sets.items()}
+        return {**self.train.fingerprint(), "validation": sets}
+
+    def overlaps(self) -> list[Overlap]:
+        """Documents for evaluation that are also trained on."""
+        return [] if self.corpora is None else overlaps(*self.corpora)
 
     def close(self) -> None:
-        self.train.close()
-        if self.validation is not None:
-            self.validation.close()
+        for each in (self.train, *self.evaluated().values()):
+            each.close()
 
 
 def _train(corpus: Corpus, ramp: Ramp) -> Loader:
@@ -245,7 +265,9 @@ def _train(corpus: Corpus, ramp: Ramp) -> Loader:
 
 
 def _once(corpus: Corpus, split: Split, rows: int) -> Loader | None:
-    """Each sequence of a split once; None without sequences."""
+    """Each sequence of a split once; None without sequences. Of a set, which holds nothing out,
+    `train` is all of it in a shuffled order, so that its first batches are a sample of the rest.
+    """
     if not (parts := corpus.parts(split)):
         return None
     ramp, stream = Ramp((), rows), Stream(parts, seed=corpus.seed, repeat=False)
@@ -287,28 +309,33 @@ def build(
     Raises:
         ConfigError: anything the user has to change in `data` or `tokenizer`.
     """
-    ramp = Ramp((), batch_size) if batch_ramp is None else batch_ramp
-    corpus = open_corpus(
+    ramp, rows = batch_ramp or Ramp((), batch_size), eval_batch_size or batch_size
+    opened = partial(
+        open_corpus,
         data,
-        tokenizer,
+        open_tokenizer(tokenizer),
         seed=seed,
         sequence_length=sequence_length,
         cache_dir=cache_dir,
         moved=moved,
     )
+    corpus, sets = opened(), {name: opened(name=name) for name in sorted(data.validation)}
+    loaders = {name: _once(each, "train", rows) for name, each in sets.items()}
     return Datasets(
         train=_train(corpus, ramp),
-        validation=_once(corpus, "validation", eval_batch_size or batch_size),
+        validation=_once(corpus, "validation", rows),
         tokenizer=corpus.tokenizer,
         unigram_entropy=corpus.unigram_entropy,
         unreadable=corpus.unreadable,
+        sets={name: each for name, each in loaders.items() if each is not None},
+        corpora=(corpus, sets),
     )
 
 
 def build_once_through(
     data: DataConfig,
     tokenizer: TokenizerConfig,
-    split: Split,
+    split: str,
     *,
     seed: int,
     batch_size: int,
@@ -319,22 +346,27 @@ def build_once_through(
 ) -> tuple[Loader, Tokenizer]:
     """Every sequence of a split once, in a fixed order, in batches as `build` makes for validation.
 
+    A split is `train`, `validation`, `all`, or a set of `data.validation` by its name.
+
     What is in `cache_dir` is used, and nothing is written there.
 
     Raises:
         ConfigError: anything the user has to change in `data` or `tokenizer`, or a split without
             documents.
     """
+    is_set = split in data.validation
     corpus = open_corpus(
         data,
-        tokenizer,
+        open_tokenizer(tokenizer),
+        name=split if is_set else None,
         seed=seed,
         sequence_length=sequence_length,
         cache_dir=cache_dir,
         moved=moved,
         keep=False,
     )
-    loader = _once(corpus, split, eval_batch_size or batch_size)
+    rows = eval_batch_size or batch_size
+    loader = _once(corpus, "train" if is_set else cast(Split, split), rows)
     if loader is None:
         raise ConfigError.one(
             "data.validation_fraction",

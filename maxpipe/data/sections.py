@@ -1,7 +1,7 @@
 """Sections of the config that sources come from, in messages about them.
 
 A source knows its keys as those of `data`; of a source of a mixture they are those of
-`data.mixture.NAME`.
+`data.mixture.NAME`, and of one for evaluation those of `data.validation.NAME`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import astuple, fields
 
+from maxpipe.config.data import section_of
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.errors import ConfigError, Problem, StorageError
 
 _KEYS = re.compile(rf"\bdata\.({'|'.join(each.name for each in fields(SourceConfig))})\b")
-
-
-def section_of(name: str) -> str:
-    """The section that has a source, by its name in `data.mixture`; empty without one."""
-    return f"data.mixture.{name}" if name else "data"
 
 
 @contextlib.contextmanager

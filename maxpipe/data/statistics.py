@@ -6,7 +6,6 @@ than `Contents` has room for, duplicates are estimated.
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxpipe.data.documents import Encoded
+from maxpipe.data.documents import Encoded, digest_of
 from maxpipe.data.packing import PackedSequences
 from maxpipe.data.sources import Source
 from maxpipe.data.tokenizer import Tokenizer
@@ -23,7 +22,6 @@ from maxpipe.errors import ConfigError, Problem
 
 _PASS_CHARACTERS = 1 << 20
 _PASS_DOCUMENTS = 1024
-_DIGEST_BYTES = 8
 _MOST_CONTENTS = 1 << 23
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
@@ -187,7 +185,7 @@ def _counted(held: Sequence[str | Problem], tokenizer: Tokenizer) -> Iterator[Do
             continue
         raw, tokens = text.encode(), next(counts) + 2
         yield Document(
-            digest=_digest(raw),
+            digest=digest_of(raw),
             tokens=tokens,
             trained=tokens,
             num_bytes=len(raw),
@@ -210,7 +208,7 @@ def of_encoded(
         ids, mask = found.ids.astype(np.int64), found.trained
         text = tokenizer.decode(ids.tolist())
         return Document(
-            digest=_digest(ids.tobytes()),
+            digest=digest_of(ids.tobytes()),
             tokens=len(ids),
             trained=len(ids) if mask is None else int(mask.sum()),
             num_bytes=int(widths[ids].sum()),
@@ -221,10 +219,6 @@ def of_encoded(
     with ThreadPoolExecutor(max(1, threads), "documents") as pool:
         for first in range(0, num_documents, _PASS_DOCUMENTS):
             yield from pool.map(read, range(first, min(first + _PASS_DOCUMENTS, num_documents)))
-
-
-def _digest(raw: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=_DIGEST_BYTES).digest())
 
 
 def counted(

@@ -35,15 +35,15 @@ from maxpipe.checkpoint.storage import (
     try_out,
 )
 from maxpipe.config.check import cautions
+from maxpipe.config.data import all_sources, section_of
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.load import Loaded, load, to_dict
-from maxpipe.config.mixture import sources
 from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
 from maxpipe.config.training import check_training
 from maxpipe.data.chat import Conversations
 from maxpipe.data.prepared.open import IDS, open_documents
-from maxpipe.data.sections import in_section, section_of
+from maxpipe.data.sections import in_section
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import Tokenizer, check_vocab, open_tokenizer
 from maxpipe.diagnosis import environment
@@ -302,7 +302,7 @@ def _size(count: float) -> str:
 
 def data(config: Config) -> Iterator[Check]:
     """Whether documents can be read and turned into tokens that the model has."""
-    document, found = "text", sources(config.data)
+    document, found = "text", all_sources(config.data)
     kept = str(full(config.run.dir, "run.dir") / ".index")
     for name, each in found.items():
         if each.source in IDS or each.chat != "off":

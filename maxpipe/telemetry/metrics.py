@@ -62,6 +62,19 @@ METRICS = (
         _EVALUATED,
     ),
     Metric(
+        "eval/NAME/loss",
+        "nats per token",
+        "Cross-entropy of a set of documents that has this name in `data.validation`. If nothing "
+        "is held out of the training's own documents, `eval/loss` is that of all sets together.",
+        "after an evaluation, with `data.validation`",
+    ),
+    Metric(
+        "eval/NAME/nats_per_byte",
+        "nats per byte",
+        "The same per byte of text.",
+        "after an evaluation, with `data.validation`",
+    ),
+    Metric(
         "perf/step_s",
         "seconds",
         "Mean time of a step since the record before, without evaluations and saves.",

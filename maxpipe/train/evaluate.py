@@ -25,6 +25,16 @@ class Totals:
             "eval/nats_per_byte": self.loss / max(self.bytes, 1.0),
         }
 
+    def named(self, name: str) -> dict[str, float]:
+        """The same of a set of documents that has a name, or none: `eval/NAME/loss`."""
+        inner = f"eval/{name}/" if name else "eval/"
+        return {tag.replace("eval/", inner): value for tag, value in self.metrics.items()}
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(
+            self.loss + other.loss, self.targets + other.targets, self.bytes + other.bytes
+        )
+
 
 def evaluate(
     step: Callable[[Any, Any], Mapping[str, jax.Array]],

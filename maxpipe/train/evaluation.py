@@ -20,10 +20,11 @@ from maxpipe.boundary.files import full
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.storage import run_folder
 from maxpipe.config.check import check
+from maxpipe.config.data import SPLITS, check_split
 from maxpipe.config.rules import batch_shards
 from maxpipe.config.schema import Config, MeshConfig, PipelineConfig, TrainConfig
 from maxpipe.config.training import unread_path
-from maxpipe.data.loader import Loader, Split, build_once_through, compare
+from maxpipe.data.loader import Loader, build_once_through, compare
 from maxpipe.data.tokenizer import Tokenizer, check_vocab
 from maxpipe.errors import ConfigError, NumbersError, Preempted
 from maxpipe.parallel.mesh import build_mesh, describe
@@ -54,7 +55,7 @@ class Report(TypedDict):
     checkpoint: str
     step: int | None
     source: str
-    split: Split
+    split: str
     batches: int
     all_batches: int
     tokens: int
@@ -68,7 +69,7 @@ class Report(TypedDict):
 
 
 def evaluate_model(
-    named: Address | Path, inputs: Sequence[str], split: Split | None, say: Say
+    named: Address | Path, inputs: Sequence[str], split: str | None, say: Say
 ) -> Report | None:
     """Loss of a model, by default of its run's own evaluation; None in all processes but one.
 
@@ -253,7 +254,8 @@ def _on_one_axis(config: Config, axis: str, count: int) -> Config:
     return dataclasses.replace(config, mesh=mesh, pipeline=pipeline)
 
 
-def _documents(config: Config, split: Split, phases: Phases) -> tuple[Loader, Tokenizer]:
+def _documents(config: Config, split: str, phases: Phases) -> tuple[Loader, Tokenizer]:
+    check_split(split, (*SPLITS, *config.data.validation))
     return build_once_through(
         config.data,
         config.tokenizer,
@@ -289,7 +291,7 @@ def _reported(source: Iterator[Any], count: int, phases: Phases, say: Say) -> It
 
 
 def _report(
-    chosen: Chosen, totals: Totals, loader: Loader, split: Split, count: int, mesh: str
+    chosen: Chosen, totals: Totals, loader: Loader, split: str, count: int, mesh: str
 ) -> Report:
     metrics = totals.metrics
     loss = metrics["eval/loss"]

@@ -49,8 +49,8 @@ from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
 from maxpipe.train import attention_check, pictures
 from maxpipe.train.build import batches, steps_of
-from maxpipe.train.datasets import datasets_of
-from maxpipe.train.evaluate import evaluate
+from maxpipe.train.datasets import check_overlap, datasets_of
+from maxpipe.train.evaluate import Totals, evaluate
 from maxpipe.train.replicas import explain
 from maxpipe.train.resume import Start, may_differ, restore_or_init
 from maxpipe.train.room import check_forecast, check_program
@@ -129,21 +129,30 @@ class Run:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Validation metrics after `step`; empty when evaluation is off."""
-        loader, count = self.datasets.validation, self.config.eval.batches
-        if loader is None or count == 0:
+        found: dict[str, Totals] = {}
+        loaders = self.datasets.evaluated() if self.config.eval.batches else {}
+        for name, loader in loaders.items():
+            count = min(self.config.eval.batches, loader.num_batches)
+            with self.batches(loader, 0, count) as batches:
+                stops = self.link.stops_here
+                totals = evaluate(self.eval_step, self.state.params, batches, stops)
+            if totals is None:
+                return {}
+            found[name] = totals
+        if not found:
             return {}
-        with self.batches(loader, 0, min(count, loader.num_batches)) as batches:
-            stops = self.link.stops_here
-            totals = evaluate(self.eval_step, self.state.params, batches, stops)
-        if totals is None:
-            return {}
-        metrics = totals.metrics
+        # Without documents that are held out, the whole is that of all sets.
+        found = {"": sum(found.values(), start=Totals(0.0, 0.0, 0.0)), **found}
+        metrics = {tag: value for name in found for tag, value in found[name].named(name).items()}
         self.evaluated = (step, metrics)
         self.writer.write(step, metrics)
-        self.console.note(
-            f"validation after step {step}: {metrics['eval/loss']:.4f} nats per token, "
-            f"{metrics['eval/nats_per_byte']:.4f} nats per byte"
-        )
+        for name in found:
+            of = f" on {name}" if name else ""
+            loss, per_byte = found[name].metrics.values()
+            self.console.note(
+                f"validation{of} after step {step}: {loss:.4f} nats per token, "
+                f"{per_byte:.4f} nats per byte"
+            )
         return metrics
 
     def sample(self, step: int) -> None:
@@ -222,6 +231,7 @@ def set_up(
     if process == 0:
         for each in (*loaded.cautions, *cautions(config)):
             console.warn(each.line)
+        check_overlap(config, datasets, console.warn)
     _check_same_data(link, datasets)
     samples = _samples(config, steps, datasets)
     restore = partial(restore_or_init, loaded, steps, checkpoints, datasets, console)
@@ -332,7 +342,7 @@ def _programs(
             with console.stage(f"compiling train step{words}"):
                 train_steps[rows] = steps.of_rows(rows).compile_train()
             check_program(config, train_steps[rows], console.warn)
-    if config.eval.batches and datasets.validation is not None:
+    if config.eval.batches and datasets.evaluated():
         with console.stage("compiling eval step"):
             eval_step = steps.compile_eval(config.eval.batch_size)
     return train_steps, eval_step
@@ -378,7 +388,7 @@ def shared_facts(config: Config) -> dict[str, str]:
 
 def _check_same_data(link: Link, datasets: Datasets) -> None:
     """Checks that all processes have the same documents."""
-    fingerprint = json.dumps(datasets.train.fingerprint(), sort_keys=True)
+    fingerprint = json.dumps(datasets.fingerprint(), sort_keys=True)
     seen = link.same("data", hashlib.sha256(fingerprint.encode()).hexdigest())
     if len(seen) > 1:
         groups = " and ".join(f"processes {', '.join(map(str, each))}" for each in seen.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import threading
@@ -14,6 +13,7 @@ import numpy as np
 
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import TokenizerConfig
+from maxpipe.data.documents import digest_of
 from maxpipe.data.prepared.indexed import dtype_for
 from maxpipe.data.prepared.manifest import META
 from maxpipe.data.prepared.writer import Piece
@@ -79,8 +79,7 @@ def encoded(source: Source, tokenizer: Tokenizer, first: int, stop: int) -> Piec
     for batch in _batches(source, first, stop):
         for text, found in zip(batch, tokenizer.encode_batch(batch), strict=True):
             raw = text.encode()
-            digest = hashlib.blake2b(raw, digest_size=8).digest()
-            meta[len(lengths)] = len(raw), int.from_bytes(digest, "little")
+            meta[len(lengths)] = len(raw), digest_of(raw)
             byte_counts[len(lengths)] = np.bincount(np.frombuffer(raw, np.uint8), minlength=256)
             ids += begin, found, end
             lengths.append(len(found) + 2)

@@ -148,6 +148,10 @@ class PreparedDocuments:
         """`META` of the documents from `first` to before `stop`."""
         return self._between(first, stop, lambda shard, a, b: shard.meta(a, b))
 
+    def digests(self, first: int, stop: int) -> np.ndarray:
+        """uint64: digests of the texts of the documents from `first` to before `stop`."""
+        return self.meta(first, stop)["digest"]
+
     def _between(self, first: int, stop: int, read: Any) -> np.ndarray:
         low, high = np.searchsorted(self._starts, [first, stop - 1], side="right") - 1
         parts = []
