@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import full, scheme
@@ -12,32 +13,52 @@ from maxpipe.commands.parser import Commands, add_inputs, count, read_data_confi
 from maxpipe.commands.progress import Progress
 from maxpipe.errors import ConfigError, ExitCode
 
+if TYPE_CHECKING:
+    from maxpipe.config.data_schema import DataConfig
+
 _OUT = "command line: --out"
 
 
 def _prepare(options: argparse.Namespace) -> int:
+    from maxpipe.config.mixture import sources
     from maxpipe.data.prepared.prepare import Plan, prepare
+    from maxpipe.data.sections import in_section
+    from maxpipe.data.stream import seed_of
 
     config = read_data_config(options.inputs).config
     if scheme(options.out):
         rule = "must be a folder on this machine: files are written as documents are read."
         action = "Name a folder here, and copy it to the bucket afterwards, with `gcloud storage "
         raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
+    name = _chosen(config.data, options.source)
     plan = Plan(
-        data=config.data,
+        data=sources(config.data)[name],
         tokenizer=config.tokenizer,
-        seed=config.run.seed,
+        seed=seed_of(name, config.run.seed),
         folder=full(options.out, _OUT),
         workers=options.workers,
         shard_tokens=options.shard_tokens,
     )
     progress = Progress()
     try:
-        done = prepare(plan, progress.report)
+        with in_section(name):
+            done = prepare(plan, progress.report)
     finally:
         progress.close()
     print(redact.shown(done))
     return ExitCode.DONE
+
+
+def _chosen(data: DataConfig, given: str | None) -> str:
+    """The name of the source that is prepared; empty without a mixture."""
+    where, known = "command line: --source", ", ".join(sorted(data.mixture))
+    if given is None and known:
+        rule = f"must name one source of data.mixture, which has {known}: each gets its own folder."
+        raise ConfigError.one(where, given, rule, f"Add --source {min(data.mixture)}.")
+    if given is not None and given not in data.mixture:
+        rule = f"must be a name in data.mixture, which has {known or 'none'}."
+        raise ConfigError.one(where, given, rule, "Give one of them, or leave it out.")
+    return given or ""
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -81,6 +102,7 @@ def _add_prepare(actions: Commands) -> None:
     )
     add_inputs(prepare)
     prepare.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    prepare.add_argument("--source", metavar="NAME", help="which source of data.mixture to prepare")
     prepare.add_argument(
         "--workers", type=count, default=None, metavar="N", help="processes; default one per core"
     )

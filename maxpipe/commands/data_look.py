@@ -26,10 +26,12 @@ from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.words import counted
 
 if TYPE_CHECKING:
+    from maxpipe.config.data_schema import SourceConfig
     from maxpipe.config.schema import Config
     from maxpipe.data.loader import Datasets, Loader
     from maxpipe.data.look import Piece, Segment, Shown
     from maxpipe.data.statistics import Document, Statistics
+    from maxpipe.data.tokenizer import Tokenizer
     from maxpipe.errors import Problem
 
 _GREY, _CONTROL, _HEAD, _PLAIN = "\x1b[90m", "\x1b[36m", "\x1b[1m", "\x1b[0m"
@@ -219,13 +221,18 @@ def _stats(options: argparse.Namespace) -> int:
     config = read_config(inputs).config
     from maxpipe.data import statistics_page
 
-    found = _counted(config)
+    found = list(_counted(config))
     if options.out is not None:
-        write_file(options.out, "--out", lambda path: statistics_page.draw([found], path))
+        write_file(options.out, "--out", lambda path: statistics_page.draw(found, path))
     if options.json:
-        print(json.dumps(found.facts(), indent=2))
+        facts: Any = [each.facts() for each in found]
+        if config.data.mixture:
+            facts = {"sources": dict(zip(sorted(config.data.mixture), facts, strict=True))}
+        else:
+            [facts] = facts
+        print(json.dumps(facts, indent=2))
     else:
-        print(redact.shown(statistics_page.text(found)))
+        print(redact.shown("\n\n".join(map(statistics_page.text, found))))
     return ExitCode.DONE
 
 
@@ -237,32 +244,49 @@ def _check_form(path: str) -> None:
         raise ConfigError.one("command line: --out", path, rule, "Give --out stats.html.")
 
 
-def _counted(config: Config) -> Statistics:
+def _counted(config: Config) -> Iterator[Statistics]:
+    """Of each source, in the order of their names."""
+    from maxpipe.config.mixture import sources
+    from maxpipe.data.sections import in_section
+    from maxpipe.data.stream import seed_of
+    from maxpipe.data.tokenizer import open_tokenizer
+
+    progress = Progress()
+    try:
+        tokenizer = open_tokenizer(config.tokenizer)
+        for name, each in sources(config.data).items():
+            with in_section(name):
+                seed = seed_of(name, config.run.seed)
+                found = _of_source(config, each, seed, tokenizer, progress)
+            found.name = f"{name}: {found.name}" if name else found.name
+            yield found
+    finally:
+        progress.close()
+
+
+def _of_source(
+    config: Config, source: SourceConfig, seed: int, tokenizer: Tokenizer, progress: Progress
+) -> Statistics:
     from maxpipe.data import statistics
     from maxpipe.data.prepared.open import IDS, open_documents
     from maxpipe.data.sources import open_source
-    from maxpipe.data.tokenizer import open_tokenizer
 
-    data, progress, tokens = config.data, Progress(), config.train.sequence_length
-    try:
-        tokenizer = open_tokenizer(config.tokenizer)
-        documents: Iterator[Document | Problem]
-        if data.source in IDS:
-            files = open_documents(data, tokenizer)
-            count = files.num_documents
-            documents = statistics.of_encoded(files.__getitem__, count, tokenizer, data.threads)
-            return statistics.counted(data.source, documents, count, tokens, progress.report)
-        source = open_source(data, config.run.seed, lambda: progress.report("opening", 0, 0))
-        if data.chat == "off":
-            documents = statistics.of_texts(source, tokenizer)
-        else:
-            from maxpipe.data.chat import Conversations
+    threads, tokens = config.data.threads, config.train.sequence_length
+    documents: Iterator[Document | Problem]
+    if source.source in IDS:
+        files = open_documents(source, tokenizer)
+        count = files.num_documents
+        documents = statistics.of_encoded(files.__getitem__, count, tokenizer, threads)
+        return statistics.counted(source.source, documents, count, tokens, progress.report)
+    opened = open_source(source, seed, lambda: progress.report("opening", 0, 0))
+    if source.chat == "off":
+        documents = statistics.of_texts(opened, tokenizer)
+    else:
+        from maxpipe.data.chat import Conversations
 
-            encode = Conversations(source, tokenizer, data).encode
-            documents = statistics.of_encoded(encode, len(source), tokenizer, data.threads)
-        return statistics.counted(source.name, documents, len(source), tokens, progress.report)
-    finally:
-        progress.close()
+        encode = Conversations(opened, tokenizer, source).encode
+        documents = statistics.of_encoded(encode, len(opened), tokenizer, threads)
+    return statistics.counted(opened.name, documents, len(opened), tokens, progress.report)
 
 
 # Arguments.

@@ -119,6 +119,7 @@ def _documents(options: argparse.Namespace) -> list[str]:
             raise ConfigError.one(where, path, rule, "Leave one of them out.")
     source = source_of(path, where)
     found = [f"data.source={source}", f"data.path={one_line(path)}", "data.paths=[]"]
+    found += ["data.mixture={}", "data.mixture_stages=[]", "data.mixture_temperature=1"]
     return found if source in COLUMNS else [*found, "data.template="]
 
 

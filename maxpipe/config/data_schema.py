@@ -8,8 +8,8 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
-    """Where text comes from."""
+class SourceConfig:
+    """Documents, and how they become text."""
 
     source: Literal[
         "corpus",
@@ -70,6 +70,35 @@ class DataConfig:
     trained_roles: list[str] = dataclasses.field(default_factory=lambda: ["assistant"])
     """Roles whose messages are trained on. What others say is read, and no loss is taken of it. Of
     `[assistant]` a template's own `{% generation %}` blocks say what is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixedSourceConfig(SourceConfig):
+    """A source of `data.mixture`: its documents, and how much of each batch comes from them."""
+
+    weight: float = 0.0
+    """Its share of the sequences is its weight divided by the sum of all. Where no source has a
+    weight or epochs, each is read in proportion to its size."""
+    epochs: float = 0.0
+    """In place of weights, for all sources or none: how often it is read while the others are read
+    as often as theirs say."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig(SourceConfig):
+    """Where text comes from."""
+
+    mixture: dict[str, MixedSourceConfig] = dataclasses.field(default_factory=dict)
+    """Several sources in place of `data.source`, by name: `data.mixture.web.path=web/*.txt`. Each
+    sequence is of one source. Weights may change when a run goes on; sources may not."""
+    mixture_temperature: float = 1.0
+    """Weights are raised to the power of 1 / this: more than 1 makes shares more alike, and what
+    is near infinity makes them equal."""
+    mixture_stages: list[str] = dataclasses.field(default_factory=list)
+    """Other weights for the start of the run, one text for each stage, in their order: `NAME WEIGHT
+    NAME WEIGHT ... for N steps`, or `... for N tokens`, such as `web 0.9 code 0.1 for 1000 steps`.
+    A source that is not named is not read then. Behind the last stage come the weights of
+    `data.mixture`."""
     validation_fraction: float = 0.05
     """Share of the documents, drawn by the seed, that is only used for evaluation."""
     allow_change: bool = False

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from maxpipe.boundary import files
+from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.rules import did_you_mean
-from maxpipe.config.schema import DataConfig
 from maxpipe.data.documents import DocumentIndex, Encoded, EncodedDocuments, kept_index
 from maxpipe.data.formats.text_of import BadRecord, shortened
 from maxpipe.data.sources import Moved, Progress, Source
@@ -34,7 +34,7 @@ _PASS_RECORDS = 256
 Message = dict[str, Any]
 
 
-def template_of(config: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
+def template_of(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
     """The template of `data.chat_template`, or of the tokenizer's folder.
 
     Raises:
@@ -60,7 +60,7 @@ def template_of(config: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
     return tokenizer.chat
 
 
-def messages_of(record: object, config: DataConfig) -> list[Message]:
+def messages_of(record: object, config: SourceConfig) -> list[Message]:
     """The messages of a record, as `data.chat` says where they are.
 
     Raises:
@@ -110,7 +110,7 @@ def _listed(value: object, key: str) -> list[Message]:
     )
 
 
-def _check(message: Message, config: DataConfig, which: str) -> None:
+def _check(message: Message, config: SourceConfig, which: str) -> None:
     role, roles = message.get("role"), config.chat_roles
     if role not in roles:
         guess = did_you_mean(role, roles) if isinstance(role, str) else ""
@@ -134,7 +134,7 @@ def _check(message: Message, config: DataConfig, which: str) -> None:
 class Conversations:
     """The records of a source, encoded. Safe in threads: each takes a process of its own."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, config: DataConfig):
+    def __init__(self, source: Source, tokenizer: Tokenizer, config: SourceConfig):
         self.source = source
         self.tokenizer = tokenizer
         self.template = template_of(config, tokenizer)

@@ -11,17 +11,15 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import threading
-import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 import numpy as np
 
-from maxpipe.boundary.files import opened
+from maxpipe.data import kept
 from maxpipe.data.sources import Moved, Progress, Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import StorageError
@@ -132,12 +130,13 @@ def kept_index(
     if cache_dir is not None:
         name = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:32]
         path = os.path.join(os.path.expanduser(cache_dir), f"index-{name}.npz")
-        cached = _load_index(path, num_documents)
+        cached = kept.load(path, lambda arrays: _index_of(arrays, num_documents))
         if cached is not None:
             return cached
     index = read()
     if path is not None and keep:
-        _save_index(path, index)
+        arrays = {each.name: getattr(index, each.name) for each in fields(index)}
+        kept.save(path, {name: each for name, each in arrays.items() if each is not None})
     return index
 
 
@@ -160,40 +159,16 @@ def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> Docu
     return DocumentIndex(lengths + 2, byte_counts, unreadable=unreadable)
 
 
-def _load_index(path: str, num_documents: int) -> DocumentIndex | None:
-    try:
-        # Opened here, because numpy leaves a damaged file open.
-        with open(opened(path), "rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-            trained = arrays.get("trained")
-            # Those of earlier releases have no unreadable documents.
-            unreadable = arrays.get("unreadable", np.zeros(0, np.int64))
-            index = DocumentIndex(arrays["lengths"], arrays["byte_counts"], trained, unreadable)
-        shapes = {each.shape for each in (index.lengths, trained) if each is not None}
-        if shapes != {(num_documents,)} or index.byte_counts.shape != (256,):
-            raise ValueError("arrays of another shape")
-        return index
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile) as error:
-        _LOG.warning("%s cannot be used (%s): reading all documents again", path, error)
-        return None
-
-
-def _save_index(path: str, index: DocumentIndex) -> None:
-    """Written to a temporary name and renamed, so that no process reads half a file."""
-    folder = os.path.dirname(path)
-    temporary = None
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as stream:
-            temporary = stream.name
-            arrays = {each.name: getattr(index, each.name) for each in fields(index)}
-            np.savez(stream, **{name: each for name, each in arrays.items() if each is not None})
-        os.replace(temporary, path)
-    except OSError as error:
-        _LOG.warning("%s cannot be written (%s): the next start reads all documents", path, error)
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
+def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentIndex:
+    """The index that was kept. Raises ValueError for arrays of another shape."""
+    trained = arrays.get("trained")
+    # Those of earlier releases have no unreadable documents.
+    unreadable = arrays.get("unreadable", np.zeros(0, np.int64))
+    index = DocumentIndex(arrays["lengths"], arrays["byte_counts"], trained, unreadable)
+    shapes = {each.shape for each in (index.lengths, trained) if each is not None}
+    if shapes != {(num_documents,)} or index.byte_counts.shape != (256,):
+        raise ValueError("arrays of another shape")
+    return index
 
 
 class EncodedDocuments:

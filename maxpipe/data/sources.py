@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 from maxpipe.config.data import paths_of
-from maxpipe.config.schema import DataConfig
+from maxpipe.config.data_schema import SourceConfig
 from maxpipe.data.formats.array_records import ArrayRecords
 from maxpipe.data.formats.cache import Cache
 from maxpipe.data.formats.files import File, find_files
@@ -42,7 +42,7 @@ Kind = Literal["text", "jsonl", "parquet", "arrayrecord", "huggingface"]
 
 
 def open_source(
-    config: DataConfig,
+    config: SourceConfig,
     seed: int,
     moved: Moved | None = None,
     *,
@@ -65,7 +65,7 @@ def open_source(
 
 
 def _open_records(
-    config: DataConfig, seed: int, text: TextOf, cache: Cache, moved: Moved | None
+    config: SourceConfig, seed: int, text: TextOf, cache: Cache, moved: Moved | None
 ) -> Records:
     paths = config.path if config.path or not config.paths else config.paths
     match config.source:

@@ -13,7 +13,7 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ from maxpipe.train.build import batches, steps_of
 from maxpipe.train.datasets import datasets_of
 from maxpipe.train.evaluate import evaluate
 from maxpipe.train.replicas import explain
-from maxpipe.train.resume import OWN_KEYS, OWN_SECTIONS, Start, restore_or_init
+from maxpipe.train.resume import Start, may_differ, restore_or_init
 from maxpipe.train.room import check_forecast, check_program
 from maxpipe.train.samples import Samples
 from maxpipe.train.state import TrainState
@@ -371,9 +371,9 @@ def shared_facts(config: Config) -> dict[str, str]:
     """Values that must be the same in all processes, by name."""
     facts = {"maxpipe": maxpipe.__version__, "jax": jax.__version__}
     for key, value in flat(to_dict(redact.within(config))).items():
-        if key.partition(".")[0] not in OWN_SECTIONS:
+        if not may_differ(key):
             facts[key] = json.dumps(value)
-    return {name: value for name, value in facts.items() if name not in OWN_KEYS}
+    return facts
 
 
 def _check_same_data(link: Link, datasets: Datasets) -> None:
@@ -461,6 +461,21 @@ def _write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
         raise StorageError.unwritable(path, error) from error
 
 
+def _mixed(train: Loader, length: int) -> Iterator[str]:
+    """Of each source of a mixture its share of the run, and how often it is read."""
+    if train.stream.mixture is None:
+        return
+    rows = train.ramp.before(length)
+    counts = train.stream.counts(rows)
+    width = max(map(len, counts))
+    for part in train.stream.parts:
+        count, size = counts[part.name], len(part.sequences)
+        share, epochs = 100 * count / max(rows, 1), count / size
+        yield (
+            f"{part.name:{width}}  {share:.1f}%, {epochs:.2f} epochs of {counted(size, 'sequence')}"
+        )
+
+
 def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> list[tuple[str, str]]:
     mesh, schedule = steps.partition.mesh, steps.train_schedule
     tokens = config.train.sequence_length
@@ -499,9 +514,10 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
         ),
         (
             "data",
-            f"{config.data.source}, {documents}, "
+            f"{datasets.train.fingerprint()['source']}, {documents}, "
             f"{datasets.train.steps_per_epoch:.1f} steps per epoch",
         ),
+        *(("", line) for line in _mixed(datasets.train, length)),
         (
             "training",
             f"{counted(length, 'step')} of {', '.join(sizes)} tokens, "

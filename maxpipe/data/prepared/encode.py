@@ -12,7 +12,8 @@ from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.prepared.indexed import dtype_for
 from maxpipe.data.prepared.manifest import META
 from maxpipe.data.prepared.writer import Piece
@@ -41,7 +42,7 @@ def sendable(source: Source) -> Source | None:
     return source
 
 
-def start(data: DataConfig, tokenizer: TokenizerConfig, seed: int, source: Source | None) -> None:
+def start(data: SourceConfig, tokenizer: TokenizerConfig, seed: int, source: Source | None) -> None:
     """Sets up a process that was spawned: it ends with the one that started it."""
     # The processes are the parallelism. Read by `tokenizers` when it is imported.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -14,7 +14,8 @@ from typing import Any, TypedDict
 import numpy as np
 
 from maxpipe.boundary.signed import opened
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.prepared.indexed import BIN, IDX
 from maxpipe.data.prepared.ranges import damaged, joined, open_ranges
 from maxpipe.data.sources import Source
@@ -37,15 +38,7 @@ META = np.dtype([("text_bytes", "<u4"), ("digest", "<u8")])
 FORMAT = 1
 _LARGEST_BYTES = 1 << 28
 # How documents are read, not what they are.
-_UNRELATED = (
-    "validation_fraction",
-    "allow_change",
-    "prefetch_batches",
-    "threads",
-    "unreadable",
-    "unreadable_limit",
-    "largest_unpacked_bytes",
-)
+_UNRELATED = ("unreadable", "unreadable_limit", "largest_unpacked_bytes")
 
 
 class FileEntry(TypedDict):
@@ -106,7 +99,7 @@ class Manifest(Spec):
 
 
 def spec_of(
-    data: DataConfig,
+    data: SourceConfig,
     seed: int,
     source: Source,
     config: TokenizerConfig,
@@ -114,7 +107,7 @@ def spec_of(
     shard_tokens: int,
 ) -> Spec:
     """What `source` and `tokenizer`, opened from their sections, will give."""
-    keys = dataclasses.asdict(data)
+    keys = {each.name: getattr(data, each.name) for each in dataclasses.fields(SourceConfig)}
     return {
         "format": FORMAT,
         "source": {

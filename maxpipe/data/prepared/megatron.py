@@ -170,9 +170,8 @@ class MegatronDocuments:
 
     unreadable = 0
 
-    @property
-    def unigram_entropy(self) -> None:
-        """The files do not say how frequent bytes of the text are."""
+    byte_counts = None
+    """The files do not say how frequent bytes of the text are."""
 
     def facts(self) -> Mapping[str, Any]:
         """What identifies them cheaply: names, sizes and the edges of files."""

@@ -29,7 +29,8 @@ import numpy as np
 from maxpipe.boundary import files
 from maxpipe.boundary.signed import signed
 from maxpipe.boundary.typed import parse as parse_json
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.prepared import encode
 from maxpipe.data.prepared.indexed import HEADER_BYTES, IDX, dtype_for, parse
 from maxpipe.data.prepared.manifest import (
@@ -65,7 +66,7 @@ Report = Callable[[str, int, int, str], object]
 class Plan:
     """What to prepare, and how. No `workers` are as many as there are cores."""
 
-    data: DataConfig
+    data: SourceConfig
     tokenizer: TokenizerConfig
     seed: int
     folder: Path
@@ -323,7 +324,7 @@ def _write(
             writer.abandon()
 
 
-def _check_skipped(data: DataConfig, unreadable: int, documents: int) -> None:
+def _check_skipped(data: SourceConfig, unreadable: int, documents: int) -> None:
     """Raises ConfigError if the processes have skipped too many records together."""
     if data.unreadable == "stop" and unreadable:
         raise ConfigError.one(

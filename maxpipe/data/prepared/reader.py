@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from maxpipe.boundary.files import scheme
-from maxpipe.data.documents import Encoded, entropy
+from maxpipe.data.documents import Encoded
 from maxpipe.data.prepared.indexed import BIN, HEADER_BYTES, IDX, parse
 from maxpipe.data.prepared.manifest import (
     CHECKED,
@@ -181,9 +181,9 @@ class PreparedDocuments:
         return sum(shard["unreadable"] for shard in self.manifest["shards"])
 
     @property
-    def unigram_entropy(self) -> float:
-        """Nats per byte of a model that knows only how frequent each byte is."""
-        return entropy(np.array(self.manifest["byte_counts"], np.int64))
+    def byte_counts(self) -> np.ndarray:
+        """int64 [256]: of the text that was encoded."""
+        return np.array(self.manifest["byte_counts"], np.int64)
 
     def facts(self) -> Mapping[str, Any]:
         """What the source gives of the same documents: a run may go on from text with its ids."""

@@ -1,0 +1,198 @@
+"""What a run reads: its sources opened and indexed, split and cut into sequences.
+
+Owns the facts by which a run knows its documents again. Batches are made in `loader.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from maxpipe.config.data import paths_of
+from maxpipe.config.data_schema import DataConfig, SourceConfig
+from maxpipe.config.mixture import sources
+from maxpipe.config.schema import TokenizerConfig
+from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index
+from maxpipe.data.documents import Documents, EncodedDocuments, build_index, entropy
+from maxpipe.data.packing import PackedSequences, Sequences, split_documents
+from maxpipe.data.prepared.megatron import MegatronDocuments
+from maxpipe.data.prepared.open import IDS, open_documents
+from maxpipe.data.prepared.reader import PreparedDocuments
+from maxpipe.data.prepared.windows import WindowedSequences, needs_windows, spans_of
+from maxpipe.data.sections import in_section
+from maxpipe.data.sources import Moved, open_source
+from maxpipe.data.stream import Part, seed_of
+from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
+from maxpipe.errors import ConfigError
+from maxpipe.words import counted
+
+SOURCES = "sources"
+"""Name of the entry of a fingerprint with the facts of each source of a mixture."""
+
+Split = Literal["validation", "train", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Indexed:
+    """Documents of a source whose lengths are known, before anything is cut from them."""
+
+    name: str
+    """In `data.mixture`; empty without one."""
+    documents: Documents
+    seed: int
+    facts: Mapping[str, Any]
+    """JSON values that say which documents these are."""
+    byte_counts: np.ndarray | None
+    """int64 [256]: of the text, where it is known."""
+    unreadable: int
+    """Documents that are empty because their records could not be read."""
+
+    def sequences(self, split: Split, fraction: float, length: int) -> Sequences | None:
+        """Of `length` tokens, of a split; None if it has no documents."""
+        documents = self.documents
+        prepared = isinstance(documents, PreparedDocuments | MegatronDocuments)
+        if prepared and needs_windows(documents):
+            spans = spans_of(documents, split, fraction, self.seed)
+            seed = None if split == "all" else self.seed
+            windowed = WindowedSequences(documents, spans, length, seed)
+            return windowed if len(spans) else None
+        count = len(documents.lengths)
+        if split == "all":
+            order = np.arange(count)
+        else:
+            with in_section(self.name):
+                order = split_documents(count, fraction, self.seed)[split == "validation"]
+        return PackedSequences(documents, order, length) if len(order) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """All sources of a run, and how they are cut."""
+
+    data: DataConfig
+    indexed: Sequence[Indexed]
+    tokenizer: Tokenizer
+    seed: int
+    sequence_length: int
+
+    @property
+    def unigram_entropy(self) -> float | None:
+        """Nats per byte of a model that knows only how frequent each byte of all texts is."""
+        counts = [each.byte_counts for each in self.indexed]
+        known = [each for each in counts if each is not None]
+        return entropy(np.sum(known, axis=0)) if len(known) == len(counts) else None
+
+    @property
+    def unreadable(self) -> int:
+        """Documents that are empty because their records could not be read."""
+        return sum(each.unreadable for each in self.indexed)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """JSON values that decide which sequences there are."""
+        facts, more = self.indexed[0].facts, {}
+        if self.data.mixture:
+            all_facts = {each.name: each.facts for each in self.indexed}
+            digest = hashlib.sha256(json.dumps(all_facts, sort_keys=True).encode()).hexdigest()
+            totals = {
+                key: sum(each[key] for each in all_facts.values())
+                for key in ("documents", "tokens")
+            }
+            facts = {"source": "mixture", **totals, "source_digest": digest}
+            more = {SOURCES: all_facts}
+        return {
+            **facts,
+            "tokenizer": self.tokenizer.fingerprint(),
+            "seed": self.seed,
+            "validation_fraction": self.data.validation_fraction,
+            "sequence_length": self.sequence_length,
+            **more,
+        }
+
+    def parts(self, split: Split) -> list[Part]:
+        """Sequences of each source; none of one that has no documents in the split."""
+        fraction, length = self.data.validation_fraction, self.sequence_length
+        return [
+            Part(each.name, sequences, each.seed)
+            for each in self.indexed
+            if (sequences := each.sequences(split, fraction, length)) is not None
+        ]
+
+
+def open_corpus(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    *,
+    seed: int,
+    sequence_length: int,
+    cache_dir: str | None,
+    moved: Moved | None,
+    keep: bool = True,
+) -> Corpus:
+    """Opens and indexes all sources of a run.
+
+    Raises:
+        ConfigError: anything the user has to change in `data` or `tokenizer`.
+    """
+    encoder = open_tokenizer(tokenizer)
+    opening = {"threads": data.threads, "cache_dir": cache_dir, "moved": moved, "keep": keep}
+    indexed = []
+    for name, each in sources(data).items():
+        with in_section(name):
+            mine = seed_of(name, seed)
+            if each.source in IDS:
+                indexed.append(_of_ids(name, each, encoder, mine))
+            else:
+                indexed.append(_of_text(name, each, encoder, mine, **opening))
+    return Corpus(data, indexed, encoder, seed, sequence_length)
+
+
+def _of_ids(name: str, config: SourceConfig, encoder: Tokenizer, seed: int) -> Indexed:
+    documents = open_documents(config, encoder)
+    facts = documents.facts()
+    if needs_windows(documents):
+        facts = {**facts, "order": "windows"}
+    return Indexed(name, documents, seed, facts, documents.byte_counts, documents.unreadable)
+
+
+def _of_text(
+    name: str,
+    config: SourceConfig,
+    encoder: Tokenizer,
+    seed: int,
+    *,
+    threads: int,
+    cache_dir: str | None,
+    moved: Moved | None,
+    keep: bool,
+) -> Indexed:
+    """Documents of texts or conversations."""
+    source = open_source(config, seed, moved, cache_dir=cache_dir, keep=keep)
+    found = None if config.chat == "off" else Conversations(source, encoder, config)
+    if found is None:
+        index = build_index(source, encoder, cache_dir, moved, keep=keep)
+    else:
+        index = build_chat_index(found, cache_dir, moved, threads=threads, keep=keep)
+    if not index.byte_counts.any():
+        raise ConfigError.one(
+            "data.path",
+            ", ".join(paths_of(config)),
+            f"must hold text: {counted(len(source), 'document')} with nothing inside.",
+            "Set data.path to documents with text, or data.field to the field that holds it.",
+        )
+    facts = {
+        "source": source.name,
+        "documents": len(source),
+        "tokens": int(index.lengths.sum()),
+        "source_digest": source.fingerprint(),
+    }
+    if found is None:
+        documents = EncodedDocuments(source, encoder, index)
+    else:
+        facts["chat"] = found.fingerprint()
+        documents = ChatDocuments(found, index)
+    return Indexed(name, documents, seed, facts, index.byte_counts, len(index.unreadable))
