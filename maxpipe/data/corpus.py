@@ -1,4 +1,4 @@
-"""What a run reads: its sources opened and indexed, split and cut into sequences.
+"""What a run reads: its sources opened and indexed, split and packed into sequences.
 
 Owns the facts by which a run knows its documents again. Batches are made in `loader.py`.
 """
@@ -14,17 +14,18 @@ from typing import Any, Literal
 import numpy as np
 
 from maxpipe.config.data import paths_of
-from maxpipe.config.data_schema import DataConfig, SourceConfig
+from maxpipe.config.data_schema import DataConfig, Packing, SourceConfig
 from maxpipe.config.mixture import sources
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index
 from maxpipe.data.documents import Documents, EncodedDocuments, build_index, entropy
-from maxpipe.data.packing import PackedSequences, Sequences, split_documents
+from maxpipe.data.packing import Sequences, split_documents
 from maxpipe.data.prepared.megatron import MegatronDocuments
 from maxpipe.data.prepared.open import IDS, open_documents
 from maxpipe.data.prepared.reader import PreparedDocuments
 from maxpipe.data.prepared.windows import WindowedSequences, needs_windows, spans_of
 from maxpipe.data.sections import in_section
+from maxpipe.data.sequences import Packer
 from maxpipe.data.sources import Moved, open_source
 from maxpipe.data.stream import Part, seed_of
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
@@ -39,7 +40,7 @@ Split = Literal["validation", "train", "all"]
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
-    """Documents of a source whose lengths are known, before anything is cut from them."""
+    """Documents of a source whose lengths are known, before they are packed."""
 
     name: str
     """In `data.mixture`; empty without one."""
@@ -51,34 +52,53 @@ class Indexed:
     """int64 [256]: of the text, where it is known."""
     unreadable: int
     """Documents that are empty because their records could not be read."""
+    packing: Packing
 
-    def sequences(self, split: Split, fraction: float, length: int) -> Sequences | None:
-        """Of `length` tokens, of a split; None if it has no documents."""
+    def sequences(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
+        """Of a split; None if it has no documents.
+
+        Raises:
+            ConfigError: none of its documents has a target.
+        """
+        with in_section(self.name):
+            found = self._packed(split, fraction, packer)
+            if found is not None and not len(found):
+                raise ConfigError.one(
+                    "data.path",
+                    None,
+                    f"must hold documents to train on: of those for {split} none has two tokens.",
+                    "Set data.path to documents with text.",
+                )
+        return found
+
+    def _packed(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
         documents = self.documents
         prepared = isinstance(documents, PreparedDocuments | MegatronDocuments)
         if prepared and needs_windows(documents):
             spans = spans_of(documents, split, fraction, self.seed)
             seed = None if split == "all" else self.seed
-            windowed = WindowedSequences(documents, spans, length, seed)
-            return windowed if len(spans) else None
+            return WindowedSequences(documents, spans, packer, seed) if len(spans) else None
         count = len(documents.lengths)
         if split == "all":
             order = np.arange(count)
         else:
-            with in_section(self.name):
-                order = split_documents(count, fraction, self.seed)[split == "validation"]
-        return PackedSequences(documents, order, length) if len(order) else None
+            order = split_documents(count, fraction, self.seed)[split == "validation"]
+        return packer(documents, order) if len(order) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """All sources of a run, and how they are cut."""
+    """All sources of a run."""
 
     data: DataConfig
     indexed: Sequence[Indexed]
     tokenizer: Tokenizer
     seed: int
     sequence_length: int
+    cache_dir: str | None
+    moved: Moved | None
+    keep: bool
+    """Whether plans of sequences are written to `cache_dir`."""
 
     @property
     def unigram_entropy(self) -> float | None:
@@ -115,12 +135,22 @@ class Corpus:
 
     def parts(self, split: Split) -> list[Part]:
         """Sequences of each source; none of one that has no documents in the split."""
-        fraction, length = self.data.validation_fraction, self.sequence_length
+        fraction = self.data.validation_fraction
         return [
             Part(each.name, sequences, each.seed)
             for each in self.indexed
-            if (sequences := each.sequences(split, fraction, length)) is not None
+            if (sequences := each.sequences(split, fraction, self._packer(each))) is not None
         ]
+
+    def _packer(self, of: Indexed) -> Packer:
+        return Packer(
+            of.packing,
+            self.sequence_length,
+            cache_dir=self.cache_dir,
+            keep=self.keep,
+            key=json.dumps([of.facts, self.tokenizer.fingerprint()]),
+            moved=self.moved,
+        )
 
 
 def open_corpus(
@@ -148,15 +178,28 @@ def open_corpus(
                 indexed.append(_of_ids(name, each, encoder, mine))
             else:
                 indexed.append(_of_text(name, each, encoder, mine, **opening))
-    return Corpus(data, indexed, encoder, seed, sequence_length)
+    return Corpus(data, indexed, encoder, seed, sequence_length, cache_dir, moved, keep)
 
 
 def _of_ids(name: str, config: SourceConfig, encoder: Tokenizer, seed: int) -> Indexed:
     documents = open_documents(config, encoder)
-    facts = documents.facts()
+    facts = {**documents.facts(), **_packing_facts(config)}
     if needs_windows(documents):
-        facts = {**facts, "order": "windows"}
-    return Indexed(name, documents, seed, facts, documents.byte_counts, documents.unreadable)
+        facts["order"] = "windows"
+    return Indexed(
+        name,
+        documents,
+        seed,
+        facts,
+        documents.byte_counts,
+        documents.unreadable,
+        config.packing,
+    )
+
+
+def _packing_facts(config: SourceConfig) -> dict[str, str]:
+    """None of what earlier releases did, who said nothing of it."""
+    return {} if config.packing == "cut" else {"packing": config.packing}
 
 
 def _of_text(
@@ -189,10 +232,12 @@ def _of_text(
         "documents": len(source),
         "tokens": int(index.lengths.sum()),
         "source_digest": source.fingerprint(),
+        **_packing_facts(config),
     }
     if found is None:
         documents = EncodedDocuments(source, encoder, index)
     else:
         facts["chat"] = found.fingerprint()
         documents = ChatDocuments(found, index)
-    return Indexed(name, documents, seed, facts, index.byte_counts, len(index.unreadable))
+    unreadable = len(index.unreadable)
+    return Indexed(name, documents, seed, facts, index.byte_counts, unreadable, config.packing)
