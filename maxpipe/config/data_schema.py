@@ -74,10 +74,10 @@ class SourceConfig:
     `[assistant]` a template's own `{% generation %}` blocks say what is."""
     packing: Packing = "cut"
     """What is in a sequence. `cut`: the stream of all documents, end to end, cut where a sequence
-    is full. Others keep documents whole and pad what stays empty; of one that is longer than a
-    sequence only the rest behind full sequences is such a document. `best_fit`: the longest first,
-    each where it leaves least room: fewest sequences. `first_fit`: in shuffled order, each into the
-    first sequence with room. `pad`: one in each sequence."""
+    is full. The others keep documents whole and pad what stays empty; one that is longer than a
+    sequence fills as many as it can, and what remains of it is placed as a document is. `best_fit`:
+    the longest first, each where it leaves least room, which takes fewest sequences. `first_fit`:
+    in shuffled order, each into the first sequence with room. `pad`: one in each sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
