@@ -59,7 +59,7 @@ def _chosen(data: DataConfig, given: str | None) -> str:
         rule = f"must name one source of {known}: each gets its own folder."
         raise ConfigError.one(where, given, rule, f"Add --source {min(data.mixture)}.")
     if given is not None and given not in names:
-        rule = f"must be a name in data.mixture, or validation.NAME; there is {known or 'none'}."
+        rule = f"must be one of {known}." if known else "has no effect without data.mixture."
         raise ConfigError.one(where, given, rule, "Give one of them, or leave it out.")
     return given or ""
 

@@ -274,15 +274,16 @@ def _of_source(
 ) -> Statistics:
     from maxpipe.data import statistics
     from maxpipe.data.prepared.open import IDS, open_documents
+    from maxpipe.data.sequences import Packer
     from maxpipe.data.sources import open_source
 
-    threads, tokens = config.data.threads, config.train.sequence_length
+    threads, packer = config.data.threads, Packer(source.packing, config.train.sequence_length)
     documents: Iterator[Document | Problem]
     if source.source in IDS:
         files = open_documents(source, tokenizer)
         count = files.num_documents
         documents = statistics.of_encoded(files.__getitem__, count, tokenizer, threads)
-        return statistics.counted(source.source, documents, count, tokens, progress.report)
+        return statistics.counted(source.source, documents, count, packer, progress.report)
     opened = open_source(source, seed, lambda: progress.report("opening", 0, 0))
     if source.chat == "off":
         documents = statistics.of_texts(opened, tokenizer)
@@ -291,7 +292,7 @@ def _of_source(
 
         encode = Conversations(opened, tokenizer, source).encode
         documents = statistics.of_encoded(encode, len(opened), tokenizer, threads)
-    return statistics.counted(opened.name, documents, len(opened), tokens, progress.report)
+    return statistics.counted(opened.name, documents, len(opened), packer, progress.report)
 
 
 # Arguments.

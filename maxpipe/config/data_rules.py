@@ -169,6 +169,18 @@ def _one_source_or_a_mixture(config: Config) -> Iterator[Finding]:
         )
 
 
+@rule("data.packing", "data.mixture")
+def _packing_is_of_a_source(config: Config) -> Iterator[Finding]:
+    data = config.data
+    if data.mixture and data.packing != "cut":
+        name = sorted(data.mixture)[0]
+        yield Finding(
+            "data.packing",
+            "is not read with data.mixture, of which each source has its own.",
+            f"Set data.mixture.{name}.packing={data.packing}, and so on.",
+        )
+
+
 @rule("data.mixture", is_first=True)
 def _weights_or_epochs(config: Config) -> Iterator[Finding]:
     found = config.data.mixture

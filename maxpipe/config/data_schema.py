@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+Packing = Literal["cut", "first_fit", "best_fit", "pad"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceConfig:
@@ -70,6 +72,12 @@ class SourceConfig:
     trained_roles: list[str] = dataclasses.field(default_factory=lambda: ["assistant"])
     """Roles whose messages are trained on. What others say is read, and no loss is taken of it. Of
     `[assistant]` a template's own `{% generation %}` blocks say what is."""
+    packing: Packing = "cut"
+    """What is in a sequence. `cut`: the stream of all documents, end to end, cut where a sequence
+    is full. The others keep documents whole and pad what stays empty; one that is longer than a
+    sequence fills as many as it can, and what remains of it is placed as a document is. `best_fit`:
+    the longest first, each where it leaves least room, which takes fewest sequences. `first_fit`:
+    in shuffled order, each into the first sequence with room. `pad`: one in each sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

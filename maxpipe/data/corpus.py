@@ -1,4 +1,4 @@
-"""What a run reads: its sources opened and indexed, split and cut into sequences.
+"""What a run reads: its sources opened and indexed, split and packed into sequences.
 
 Owns the facts by which a run knows its documents again. Batches are made in `loader.py`.
 """
@@ -15,17 +15,18 @@ from typing import Any, Literal
 import numpy as np
 
 from maxpipe.config.data import paths_of, validation_key, validation_sets
-from maxpipe.config.data_schema import DataConfig, SourceConfig
+from maxpipe.config.data_schema import DataConfig, Packing, SourceConfig
 from maxpipe.config.mixture import sources
 from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index
 from maxpipe.data.documents import Documents, EncodedDocuments, build_index, entropy
-from maxpipe.data.packing import PackedSequences, Sequences, split_documents
+from maxpipe.data.packing import Sequences, split_documents
 from maxpipe.data.prepared.manifest import SPAN
 from maxpipe.data.prepared.megatron import MegatronDocuments
 from maxpipe.data.prepared.open import IDS, open_documents
 from maxpipe.data.prepared.reader import PreparedDocuments
 from maxpipe.data.prepared.windows import WindowedSequences, needs_windows, spans_of
 from maxpipe.data.sections import in_section
+from maxpipe.data.sequences import Packer
 from maxpipe.data.sources import Moved, open_source
 from maxpipe.data.stream import Part, seed_of
 from maxpipe.data.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ _PART = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
-    """Documents of a source whose lengths are known, before anything is cut from them."""
+    """Documents of a source whose lengths are known, before they are packed."""
 
     name: str
     """In `data.mixture`; empty without one."""
@@ -57,17 +58,33 @@ class Indexed:
     """uint64: `digest_of` the documents from one to before another; None where it is not known."""
     unreadable: int
     """Documents that are empty because their records could not be read."""
+    packing: Packing
 
-    def sequences(self, split: Split, fraction: float, length: int) -> Sequences | None:
-        """Of `length` tokens, of a split; None if it has no documents."""
+    def sequences(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
+        """Of a split; None if it has no documents.
+
+        Raises:
+            ConfigError: none of its documents has a target.
+        """
+        with in_section(self.name):
+            found = self._packed(split, fraction, packer)
+            if found is not None and not len(found):
+                raise ConfigError.one(
+                    "data.path",
+                    None,
+                    f"must hold documents to train on: of those for {split} none has two tokens.",
+                    "Set data.path to documents with text.",
+                )
+        return found
+
+    def _packed(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
         documents = self.documents
         if (windowed := _in_windows(documents)) is not None:
             spans = spans_of(windowed, split, fraction, self.seed)
             seed = None if split == "all" else self.seed
-            found = WindowedSequences(windowed, spans, length, seed)
-            return found if len(spans) else None
+            return WindowedSequences(windowed, spans, packer, seed) if len(spans) else None
         order = self._order(split, fraction)
-        return PackedSequences(documents, order, length) if len(order) else None
+        return packer(documents, order) if len(order) else None
 
     def numbers(self, split: Split, fraction: float) -> Iterator[np.ndarray]:
         """Numbers of the documents of a split, in parts of bounded size."""
@@ -94,13 +111,17 @@ def _in_windows(documents: Documents) -> PreparedDocuments | MegatronDocuments |
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """All sources of a run, and how they are cut."""
+    """All sources of a run."""
 
     data: DataConfig
     indexed: Sequence[Indexed]
     tokenizer: Tokenizer
     seed: int
     sequence_length: int
+    cache_dir: str | None
+    moved: Moved | None
+    keep: bool
+    """Whether plans of sequences are written to `cache_dir`."""
 
     @property
     def unigram_entropy(self) -> float | None:
@@ -137,12 +158,22 @@ class Corpus:
 
     def parts(self, split: Split) -> list[Part]:
         """Sequences of each source; none of one that has no documents in the split."""
-        fraction, length = self.data.validation_fraction, self.sequence_length
+        fraction = self.data.validation_fraction
         return [
             Part(each.name, sequences, each.seed)
             for each in self.indexed
-            if (sequences := each.sequences(split, fraction, length)) is not None
+            if (sequences := each.sequences(split, fraction, self._packer(each))) is not None
         ]
+
+    def _packer(self, of: Indexed) -> Packer:
+        return Packer(
+            of.packing,
+            self.sequence_length,
+            cache_dir=self.cache_dir,
+            keep=self.keep,
+            key=json.dumps([of.facts, self.tokenizer.fingerprint()]),
+            moved=self.moved,
+        )
 
 
 def open_corpus(
@@ -175,17 +206,22 @@ def open_corpus(
                 indexed.append(_of_ids(each, config, tokenizer, mine))
             else:
                 indexed.append(_of_text(each, config, tokenizer, mine, **opening))
-    return Corpus(data, indexed, tokenizer, seed, sequence_length)
+    return Corpus(data, indexed, tokenizer, seed, sequence_length, cache_dir, moved, keep)
 
 
 def _of_ids(name: str, config: SourceConfig, encoder: Tokenizer, seed: int) -> Indexed:
     documents = open_documents(config, encoder)
-    facts = documents.facts()
+    facts = {**documents.facts(), **_packing_facts(config)}
     if needs_windows(documents):
-        facts = {**facts, "order": "windows"}
+        facts["order"] = "windows"
     counts, unreadable = documents.byte_counts, documents.unreadable
     digests = documents.digests if isinstance(documents, PreparedDocuments) else None
-    return Indexed(name, documents, seed, facts, counts, digests, unreadable)
+    return Indexed(name, documents, seed, facts, counts, digests, unreadable, config.packing)
+
+
+def _packing_facts(config: SourceConfig) -> dict[str, str]:
+    """None of what earlier releases did, who said nothing of it."""
+    return {} if config.packing == "cut" else {"packing": config.packing}
 
 
 def _of_text(
@@ -218,6 +254,7 @@ def _of_text(
         "documents": len(source),
         "tokens": int(index.lengths.sum()),
         "source_digest": source.fingerprint(),
+        **_packing_facts(config),
     }
     if found is None:
         documents = EncodedDocuments(source, encoder, index)
@@ -232,4 +269,5 @@ def _of_text(
         byte_counts=index.byte_counts,
         digests=lambda first, stop: index.digests[first:stop],
         unreadable=len(index.unreadable),
+        packing=config.packing,
     )

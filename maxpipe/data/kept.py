@@ -18,7 +18,11 @@ _LOG = logging.getLogger(__name__)
 Made = TypeVar("Made")
 
 
-def load(path: str, made_of: Callable[[Mapping[str, np.ndarray]], Made]) -> Made | None:
+def load(
+    path: str,
+    made_of: Callable[[Mapping[str, np.ndarray]], Made],
+    otherwise: str = "reading all documents again",
+) -> Made | None:
     """What is made of a file's arrays; None, and a warning, if they cannot be read or used.
 
     `made_of` raises ValueError or KeyError for arrays that it cannot use.
@@ -30,11 +34,15 @@ def load(path: str, made_of: Callable[[Mapping[str, np.ndarray]], Made]) -> Made
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile) as error:
-        _LOG.warning("%s cannot be used (%s): reading all documents again", path, error)
+        _LOG.warning("%s cannot be used (%s): %s", path, error, otherwise)
         return None
 
 
-def save(path: str, arrays: Mapping[str, np.ndarray]) -> None:
+def save(
+    path: str,
+    arrays: Mapping[str, np.ndarray],
+    otherwise: str = "the next start reads all documents",
+) -> None:
     """Written to a temporary name and renamed, so that no process reads half a file."""
     folder = os.path.dirname(path)
     temporary = None
@@ -45,6 +53,6 @@ def save(path: str, arrays: Mapping[str, np.ndarray]) -> None:
             np.savez(stream, **arrays)  # type: ignore[arg-type]
         os.replace(temporary, path)
     except OSError as error:
-        _LOG.warning("%s cannot be written (%s): the next start reads all documents", path, error)
+        _LOG.warning("%s cannot be written (%s): %s", path, error, otherwise)
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)

@@ -384,10 +384,15 @@ _WORDS = {
     "source_digest": "the digest of names, sizes and content of the files",
     "tokenizer": "the tokenizer",
     "chat": "the chat template, fields or roles",
+    "packing": "the packing",
     "order_version": "the order of samples",
     "batch_size": "train.batch_size",
     "batch_ramp": "the stages of train.batch_ramp, as rows and steps,",
 }
+
+
+_UNSAID = {"packing": "cut"}
+"""What a fingerprint means that does not have this entry."""
 
 
 def _short(value: Any) -> Any:
@@ -424,7 +429,8 @@ def compare(
         names = [name for name in names if name not in ("documents", "tokens", "source_digest")]
     names = [name for name in names if name not in (SOURCES, mixture.FACTS)]
     return found + [
-        (_WORDS.get(name, name), _short(saved.get(name)), _short(current.get(name)))
+        (_WORDS.get(name, name), _short(before), _short(now))
         for name in names
-        if saved.get(name) != current.get(name)
+        if (before := saved.get(name, _UNSAID.get(name)))
+        != (now := current.get(name, _UNSAID.get(name)))
     ]

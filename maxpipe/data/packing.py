@@ -102,6 +102,8 @@ class Sequences(Protocol):
     sequence_length: int
     num_tokens: int
     """Of all documents, begin and end included."""
+    num_targets: int
+    """Positions of all rows at which the next token is of the same document."""
 
     def __len__(self) -> int: ...
 
@@ -133,6 +135,16 @@ class Sequences(Protocol):
     def size(self, document: int) -> int:
         """Tokens of a document."""
         ...
+
+
+def efficiency_of(sequences: Sequences) -> float:
+    """The part of all positions that has a target of its document."""
+    return sequences.num_targets / (len(sequences) * sequences.sequence_length)
+
+
+def targets_of(lengths: np.ndarray) -> int:
+    """Tokens that follow another one of their document, of documents of these lengths."""
+    return int(lengths.sum() - np.count_nonzero(lengths))
 
 
 def assembled(
@@ -177,8 +189,10 @@ class PackedSequences:
         self.sequence_length = sequence_length
         self._documents = documents
         self._order = order
-        self._starts = np.concatenate([[0], np.cumsum(documents.lengths[order])])
+        lengths = documents.lengths[order]
+        self._starts = np.concatenate([[0], np.cumsum(lengths)])
         self.num_tokens = int(self._starts[-1])
+        self.num_targets = targets_of(lengths)
 
     def __len__(self) -> int:
         # The last token of the stream is only ever a target: it starts no sequence.

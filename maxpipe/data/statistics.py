@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxpipe.data.documents import Encoded, digest_of
-from maxpipe.data.packing import PackedSequences
+from maxpipe.data.packing import targets_of
+from maxpipe.data.sequences import Packer
 from maxpipe.data.sources import Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, Problem
@@ -98,6 +99,7 @@ class Statistics:
     repeated_tokens: int = 0
     compared: int = 1
     """Of this number of contents one was compared."""
+    packing: str = "cut"
     sequence_length: int = 0
     num_sequences: int = 0
     _contents: Contents = field(default_factory=Contents, repr=False)
@@ -109,9 +111,14 @@ class Statistics:
 
     @property
     def efficiency(self) -> float:
-        """The part of the sequences' tokens that is of documents, and no padding."""
+        """The part of the sequences' positions that has a target of its document."""
         room = self.num_sequences * self.sequence_length
-        return min(1.0, self.tokens / room) if room else 0.0
+        return targets_of(self.lengths) / room if room else 0.0
+
+    @property
+    def too_long(self) -> int:
+        """Documents that no sequence holds whole."""
+        return int((self.lengths > self.sequence_length + 1).sum())
 
     def quantiles(self) -> dict[str, int]:
         """Lengths, by the percentage of documents that are not longer."""
@@ -154,6 +161,8 @@ class Statistics:
             "mean_length": round(tokens / count, 2) if count else None,
             "histogram": [dict(zip(names, row, strict=True)) for row in self.histogram()],
             "sequence_length": self.sequence_length,
+            "longer_than_a_sequence": self.too_long,
+            "packing": self.packing,
             "sequences": self.num_sequences,
             "packing_efficiency": round(self.efficiency, 6),
         }
@@ -225,10 +234,10 @@ def counted(
     name: str,
     documents: Iterable[Document | Problem],
     num_documents: int,
-    sequence_length: int,
+    packer: Packer,
     report: Report,
 ) -> Statistics:
-    """The statistics of a source's documents."""
+    """The statistics of a source's documents, and of the sequences made of them."""
     lengths = np.zeros(num_documents, np.int64)
     found, number = Statistics(name, lengths), 0
     for done, each in enumerate(documents, 1):
@@ -247,8 +256,8 @@ def counted(
     found.lengths = lengths[:number]
     found.repeated, found.repeated_tokens = found._contents.repeated()
     found.compared = 1 << found._contents.shift
-    found.sequence_length = sequence_length
-    found.num_sequences = _sequences(found.lengths, sequence_length)
+    found.packing, found.sequence_length = packer.packing, packer.sequence_length
+    found.num_sequences = _sequences(found.lengths, packer)
     return found
 
 
@@ -267,8 +276,6 @@ class _Lengths:
         return f"document {document}"
 
 
-def _sequences(lengths: np.ndarray, sequence_length: int) -> int:
+def _sequences(lengths: np.ndarray, packer: Packer) -> int:
     """What training makes of documents of these lengths in one epoch."""
-    if lengths.sum() < 2:
-        return 0
-    return len(PackedSequences(_Lengths(lengths), np.arange(len(lengths)), sequence_length))
+    return len(packer(_Lengths(lengths), np.arange(len(lengths)))) if lengths.sum() > 1 else 0

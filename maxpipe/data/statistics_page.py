@@ -45,8 +45,10 @@ def rows(found: Statistics) -> list[tuple[str, str]]:
     shown.append(("duplicates", _with(repeated, [part, about])))
     quantiles = ", ".join(f"{name} {each:,}" for name, each in found.quantiles().items())
     shown.append(("lengths", f"in tokens: {quantiles}" if quantiles else "none"))
-    sequences = f"{found.num_sequences:,} sequences of {found.sequence_length:,}"
-    shown.append(("packing", f"{sequences}, {found.efficiency:.2%} of their tokens of documents"))
+    sequences = f"{found.packing}, {found.num_sequences:,} sequences of {found.sequence_length:,}"
+    shown.append(("packing", f"{sequences}, {found.efficiency:.2%} of positions with a target"))
+    if found.too_long:
+        shown.append(("too long", f"{counted(found.too_long, 'document')} for one sequence"))
     return shown
 
 

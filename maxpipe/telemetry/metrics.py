@@ -45,7 +45,7 @@ METRICS = (
         "Norm of the whole gradient over all stages, before clipping by `optim.clip_norm`.",
     ),
     Metric("train/lr", "", "Learning rate of the step."),
-    Metric("train/tokens", "tokens", "Tokens in all steps up to this one."),
+    Metric("train/tokens", "tokens", "Tokens in all steps up to this one, padding included."),
     Metric("train/batch_size", "rows", "Rows of the step's batch.", "with `train.batch_ramp`"),
     Metric("train/skipped", "steps", "Updates left out so far, see `guard.bad_steps`."),
     Metric(

@@ -30,9 +30,12 @@ from maxpipe.checkpoint.storage import home, run_folder
 from maxpipe.config.check import cautions, check, total_steps, where
 from maxpipe.config.keys import flat
 from maxpipe.config.load import Loaded, to_dict, to_yaml
+from maxpipe.config.mixture import sources
 from maxpipe.config.paths import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, SAMPLES_FILE
-from maxpipe.config.schema import Config
+from maxpipe.config.schema import Config, DataConfig
 from maxpipe.data.loader import Datasets, Loader
+from maxpipe.data.packing import efficiency_of
+from maxpipe.data.stream import Part
 from maxpipe.errors import ConfigError, ExitCode, Preempted, ReplicaError, StorageError
 from maxpipe.model import choice
 from maxpipe.model.count import active_params, num_params, num_trained
@@ -229,9 +232,7 @@ def set_up(
     steps = steps_of(config, build_mesh(config.mesh), datasets.tokenizer.byte_lengths)
     console.banner(_facts(config, steps, datasets, length))
     if process == 0:
-        for each in (*loaded.cautions, *cautions(config)):
-            console.warn(each.line)
-        check_overlap(config, datasets, console.warn)
+        _warn(loaded, datasets, console)
     _check_same_data(link, datasets)
     samples = _samples(config, steps, datasets)
     restore = partial(restore_or_init, loaded, steps, checkpoints, datasets, console)
@@ -283,6 +284,12 @@ def set_up(
     )
     stack.callback(lambda: run.writer.close())  # a roll back opens another one
     return run
+
+
+def _warn(loaded: Loaded, datasets: Datasets, console: Console) -> None:
+    for each in (*loaded.cautions, *cautions(loaded.config)):
+        console.warn(each.line)
+    check_overlap(loaded.config, datasets, console.warn)
 
 
 def _samples(config: Config, steps: Steps, datasets: Datasets) -> Samples | None:
@@ -471,9 +478,10 @@ def _write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
         raise StorageError.unwritable(path, error) from error
 
 
-def _mixed(train: Loader, length: int) -> Iterator[str]:
-    """Of each source of a mixture its share of the run, and how often it is read."""
+def _sources(data: DataConfig, train: Loader, length: int) -> Iterator[tuple[str, str]]:
+    """How each source fills its sequences; of a mixture its share of the run, too."""
     if train.stream.mixture is None:
+        yield "packing", _packed(data, train.stream.parts[0])
         return
     rows = train.ramp.before(length)
     counts = train.stream.counts(rows)
@@ -482,8 +490,15 @@ def _mixed(train: Loader, length: int) -> Iterator[str]:
         count, size = counts[part.name], len(part.sequences)
         share, epochs = 100 * count / max(rows, 1), count / size
         yield (
-            f"{part.name:{width}}  {share:.1f}%, {epochs:.2f} epochs of {counted(size, 'sequence')}"
+            "",
+            f"{part.name:{width}}  {share:.1f}%, {epochs:.2f} epochs of "
+            f"{counted(size, 'sequence')}, {_packed(data, part)}",
         )
+
+
+def _packed(data: DataConfig, part: Part) -> str:
+    packing = sources(data)[part.name].packing
+    return f"{packing}, {efficiency_of(part.sequences):.2%} of positions with a target"
 
 
 def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> list[tuple[str, str]]:
@@ -527,7 +542,7 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
             f"{datasets.train.fingerprint()['source']}, {documents}, "
             f"{datasets.train.steps_per_epoch:.1f} steps per epoch",
         ),
-        *(("", line) for line in _mixed(datasets.train, length)),
+        *_sources(config.data, datasets.train, length),
         (
             "training",
             f"{counted(length, 'step')} of {', '.join(sizes)} tokens, "

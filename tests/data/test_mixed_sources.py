@@ -134,7 +134,7 @@ def test_prepare_wants_the_name_of_a_source(
     command = ["data", "prepare", *overrides(here), "--out", str(tmp_path / "out")]
     assert "Add --source files." in printed(capsys, *command, code=2)
     said = printed(capsys, *command, "--source", "file", code=2)
-    assert "must be a name in data.mixture, which has files, lines, made, talks" in said
+    assert "must be one of files, lines, made, talks." in said
     said = printed(capsys, *command, "--source", "talks", code=2)
     assert "data.mixture.talks.chat = prompt" in said
 

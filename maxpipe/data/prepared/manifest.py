@@ -38,7 +38,7 @@ META = np.dtype([("text_bytes", "<u4"), ("digest", "<u8")])
 FORMAT = 1
 _LARGEST_BYTES = 1 << 28
 # How documents are read, not what they are.
-_UNRELATED = ("unreadable", "unreadable_limit", "largest_unpacked_bytes")
+_UNRELATED = ("unreadable", "unreadable_limit", "largest_unpacked_bytes", "packing")
 
 
 class FileEntry(TypedDict):
