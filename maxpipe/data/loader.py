@@ -116,6 +116,11 @@ class Loader:
         return self.stream.parts[0].sequences
 
     @property
+    def sources(self) -> list[str]:
+        """Names of the sources of a mixture; none without one."""
+        return [part.name for part in self.stream.parts if part.name]
+
+    @property
     def steps_per_epoch(self) -> float:
         """Of the full batch. An epoch may end inside a step; the next one fills its other rows."""
         return len(self.stream) / self.ramp.rows
@@ -128,7 +133,8 @@ class Loader:
     def batch(self, step: int, rows: Rows | np.ndarray = slice(None)) -> Batch:
         """The given rows of the global batch of one step.
 
-        Arrays of a sequence, each [rows, T], and `example_ids` int32 [rows]: the rows.
+        Arrays of a sequence, each [rows, T], and `example_ids` int32 [rows]: the rows. Of a mixture
+        also `source_ids` int32 [rows]: numbers in `sources`, -1 for padding.
         """
         front, count = self.ramp.place(step)
         rows = np.arange(count, dtype=np.int32)[rows]
@@ -136,6 +142,8 @@ class Loader:
         places = zip(sources.tolist(), sequences.tolist(), strict=True)
         examples = [self.stream.read(*place) for place in places]
         batch = {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+        if self.sources:
+            batch["source_ids"] = sources.astype(np.int32)
         return {**batch, "example_ids": rows}
 
     def rows(self, step: int) -> list[Row]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
+
+from maxpipe.telemetry.metrics import of_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +19,21 @@ class Totals:
     loss: float
     targets: float
     bytes: float
+    of_sources: Mapping[str, Totals] = field(default_factory=dict)
+    """Those of each source of a mixture, by name."""
 
     @property
     def metrics(self) -> dict[str, float]:
         """`eval/loss` in nats per target token and `eval/nats_per_byte` of the text."""
-        return {
+        found = {
             "eval/loss": self.loss / max(self.targets, 1.0),
             "eval/nats_per_byte": self.loss / max(self.bytes, 1.0),
         }
+        for name, each in self.of_sources.items():
+            if each.targets:
+                found[of_source(name, "eval_loss")] = each.loss / each.targets
+                found[of_source(name, "eval_nats_per_byte")] = each.loss / max(each.bytes, 1.0)
+        return found
 
 
 def evaluate(
@@ -31,16 +41,20 @@ def evaluate(
     params: Any,
     batches: Iterable[Any],
     stops: Callable[[], bool] = lambda: False,
+    sources: Sequence[str] = (),
 ) -> Totals | None:
     """Sums over the batches. Nothing if `stops`, which is asked after each batch, says so.
 
+    `sources` are those of a mixture, of which the step has sums for each.
+
     No device computes when it is over: Python that ends meanwhile may crash.
     """
-    total = dict.fromkeys(("loss", "targets", "bytes"), 0.0)
+    shape = (len(sources),) if sources else ()
+    total = {name: np.zeros(shape) for name in ("loss", "targets", "bytes")}
 
     def add(sums: Mapping[str, jax.Array]) -> None:
         for name in total:
-            total[name] += float(sums[name])
+            total[name] = total[name] + np.asarray(sums[name], np.float64)
 
     # Added one batch late: at most two are on the devices.
     before: Mapping[str, jax.Array] | None = None
@@ -55,4 +69,9 @@ def evaluate(
             add(before)
     finally:
         jax.block_until_ready(before)
-    return Totals(**total)
+    of_sources = {
+        name: Totals(**{key: float(each[number]) for key, each in total.items()})
+        for number, name in enumerate(sources)
+    }
+    loss, targets, num_bytes = (float(each.sum()) for each in total.values())
+    return Totals(loss, targets, num_bytes, of_sources)

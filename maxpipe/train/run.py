@@ -137,7 +137,7 @@ class Run:
             return {}
         with self.batches(loader, 0, min(count, loader.num_batches)) as batches:
             stops = self.link.stops_here
-            totals = evaluate(self.eval_step, self.state.params, batches, stops)
+            totals = evaluate(self.eval_step, self.state.params, batches, stops, loader.sources)
         if totals is None:
             return {}
         metrics = totals.metrics
