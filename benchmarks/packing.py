@@ -23,7 +23,7 @@ PAGE = Path(__file__).with_suffix(".md")
 PACKINGS = ("cut", "first_fit", "best_fit", "pad")
 DOCUMENTS = 10_000_000
 SECONDS = 60
-"""The most that a plan of many documents may take."""
+"""The most that a plan of all of them may take."""
 
 MEASURED = """
 import json, resource, sys, time

@@ -140,6 +140,7 @@ def _page(found: Report) -> str:
             f"            {found['nats_per_byte']:.6f} nats per byte",
             f"            {found['bits_per_byte']:.6f} bits per byte",
             f"perplexity  {found['perplexity']:.6g}",
+            *(f"of {name}  {loss:.6f} nats per token" for name, loss in found["sources"].items()),
         )
     )
 

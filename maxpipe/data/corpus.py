@@ -114,6 +114,8 @@ class Corpus:
     """All sources of a run."""
 
     data: DataConfig
+    mixed: Sequence[str]
+    """Names of the sources of the run's mixture, whether these are them or not."""
     indexed: Sequence[Indexed]
     tokenizer: Tokenizer
     seed: int
@@ -192,7 +194,7 @@ def open_corpus(
     Raises:
         ConfigError: anything the user has to change in `data`, or such a tokenizer.
     """
-    chosen = sources(data)
+    chosen, mixed = sources(data), tuple(sorted(data.mixture))
     if name is not None:
         key = validation_key(name)
         chosen = {key: validation_sets(data)[key]}
@@ -206,7 +208,7 @@ def open_corpus(
                 indexed.append(_of_ids(each, config, tokenizer, mine))
             else:
                 indexed.append(_of_text(each, config, tokenizer, mine, **opening))
-    return Corpus(data, indexed, tokenizer, seed, sequence_length, cache_dir, moved, keep)
+    return Corpus(data, mixed, indexed, tokenizer, seed, sequence_length, cache_dir, moved, keep)
 
 
 def _of_ids(name: str, config: SourceConfig, encoder: Tokenizer, seed: int) -> Indexed:

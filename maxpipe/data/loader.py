@@ -104,18 +104,29 @@ class Loader:
         threads: int,
         prefetch_batches: int,
         fingerprint: Mapping[str, Any],
+        mixed: Sequence[str] = (),
     ):
+        """`mixed` are the names of all sources of the run's mixture."""
         self.stream = stream
         self.ramp = ramp
         self.threads = threads
         self.prefetch_batches = prefetch_batches
         self._fingerprint = dict(fingerprint)
+        self._mixed = mixed
+        ids = [mixed.index(part.name) if part.name in mixed else 0 for part in stream.parts]
+        self._source_ids = np.array([*ids, -1], np.int32)  # -1 is the number of no source
         self._open: weakref.WeakSet[Batches] = weakref.WeakSet()
 
     @property
     def sequences(self) -> Sequences:
         """Those of the only source, or of the first one."""
         return self.stream.parts[0].sequences
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """Names of the sources of a mixture; none without one, and of documents beside it."""
+        named = {part.name for part in self.stream.parts}
+        return self._mixed if named & set(self._mixed) else ()
 
     @property
     def steps_per_epoch(self) -> float:
@@ -130,7 +141,8 @@ class Loader:
     def batch(self, step: int, rows: Rows | np.ndarray = slice(None)) -> Batch:
         """The given rows of the global batch of one step.
 
-        Arrays of a sequence, each [rows, T], and `example_ids` int32 [rows]: the rows.
+        Arrays of a sequence, each [rows, T], and `example_ids` int32 [rows]: the rows. With a
+        mixture also `source_ids` int32 [rows]: numbers in `sources`, or 0; -1 for padding.
         """
         front, count = self.ramp.place(step)
         rows = np.arange(count, dtype=np.int32)[rows]
@@ -138,6 +150,8 @@ class Loader:
         places = zip(sources.tolist(), sequences.tolist(), strict=True)
         examples = [self.stream.read(*place) for place in places]
         batch = {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+        if self._mixed:
+            batch["source_ids"] = self._source_ids[sources]
         return {**batch, "example_ids": rows}
 
     def rows(self, step: int) -> list[Row]:
@@ -261,7 +275,7 @@ def _train(corpus: Corpus, ramp: Ramp) -> Loader:
         mixed = mixture.planned(corpus.data, sizes, ramp, corpus.sequence_length, corpus.seed)
         facts[mixture.FACTS] = mixed.facts()
     stream = Stream(parts, seed=corpus.seed, repeat=True, mixture=mixed)
-    return _loader(corpus.data, stream, ramp, facts)
+    return _loader(corpus, stream, ramp, facts)
 
 
 def _once(corpus: Corpus, split: Split, rows: int) -> Loader | None:
@@ -271,20 +285,21 @@ def _once(corpus: Corpus, split: Split, rows: int) -> Loader | None:
     if not (parts := corpus.parts(split)):
         return None
     ramp, stream = Ramp((), rows), Stream(parts, seed=corpus.seed, repeat=False)
-    return _loader(corpus.data, stream, ramp, _facts(corpus, ramp))
+    return _loader(corpus, stream, ramp, _facts(corpus, ramp))
 
 
 def _facts(corpus: Corpus, ramp: Ramp) -> dict[str, Any]:
     return {"order_version": _ORDER_VERSION, **corpus.fingerprint(), **ramp.facts()}
 
 
-def _loader(data: DataConfig, stream: Stream, ramp: Ramp, facts: Mapping[str, Any]) -> Loader:
+def _loader(corpus: Corpus, stream: Stream, ramp: Ramp, facts: Mapping[str, Any]) -> Loader:
     return Loader(
         stream,
         ramp=ramp,
-        threads=data.threads,
-        prefetch_batches=data.prefetch_batches,
+        threads=corpus.data.threads,
+        prefetch_batches=corpus.data.prefetch_batches,
         fingerprint=facts,
+        mixed=corpus.mixed,
     )
 
 

@@ -64,6 +64,8 @@ class Report(TypedDict):
     nats_per_byte: float
     bits_per_byte: float
     perplexity: float
+    sources: dict[str, float]
+    """Nats per token of each source of a mixture that was read."""
     sequence_length: int
     mesh: str
 
@@ -115,7 +117,7 @@ def evaluate_model(
             ready = batches(steps.batch_sharding, loader, 0, count)
             with phases.enter(EVAL), ready as source, _in_batches(config, stops) as stops:
                 reported = _reported(source, count, phases, say)
-                totals = evaluate(step, params, reported, stops)
+                totals = evaluate(step, params, reported, stops, loader.sources)
     if totals is None:
         raise _stopped(chosen)
     mesh = describe(steps.partition.mesh)
@@ -321,6 +323,11 @@ def _report(
         "nats_per_byte": metrics["eval/nats_per_byte"],
         "bits_per_byte": metrics["eval/nats_per_byte"] / math.log(2),
         "perplexity": math.exp(min(loss, 700.0)),
+        "sources": {
+            name: each.loss / each.targets
+            for name, each in totals.of_sources.items()
+            if each.targets
+        },
         "sequence_length": loader.sequences.sequence_length,
         "mesh": mesh,
     }

@@ -138,7 +138,7 @@ class Run:
             count = min(self.config.eval.batches, loader.num_batches)
             with self.batches(loader, 0, count) as batches:
                 stops = self.link.stops_here
-                totals = evaluate(self.eval_step, self.state.params, batches, stops)
+                totals = evaluate(self.eval_step, self.state.params, batches, stops, loader.sources)
             if totals is None:
                 return {}
             found[name] = totals
@@ -149,12 +149,11 @@ class Run:
         metrics = {tag: value for name in found for tag, value in found[name].named(name).items()}
         self.evaluated = (step, metrics)
         self.writer.write(step, metrics)
-        for name in found:
-            of = f" on {name}" if name else ""
-            loss, per_byte = found[name].metrics.values()
+        for name, totals in found.items():
+            of, sums = f" on {name}" if name else "", totals.metrics
             self.console.note(
-                f"validation{of} after step {step}: {loss:.4f} nats per token, "
-                f"{per_byte:.4f} nats per byte"
+                f"validation{of} after step {step}: {sums['eval/loss']:.4f} nats per token, "
+                f"{sums['eval/nats_per_byte']:.4f} nats per byte"
             )
         return metrics
 

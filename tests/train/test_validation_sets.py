@@ -79,6 +79,27 @@ def test_without_documents_held_out_the_whole_is_all_sets(
     assert tags["eval/loss"] == pytest.approx(nats / tokens, rel=1e-6)
 
 
+def test_sets_beside_a_mixture(tiny: Path, sets: list[str], run: Run, tmp_path: Path) -> None:
+    """The same numbers as without one: steps sum losses of sources, and a set is none of them."""
+    text = next(line for line in tiny.read_text().splitlines() if "path:" in line)
+    folder = text.partition("path: ")[2].partition(",")[0]
+    mixed = []
+    for name, first in (("a", 1), ("b", 2)):
+        mixed += [f"data.mixture.{name}.source=text"]
+        mixed += [f"data.mixture.{name}.path={folder}/{first}*.txt"]
+    keys = [*sets, *mixed, "data.path=", "eval.batches=100", "train.steps=12"]
+    run("train", tiny, f"run.dir={tmp_path}", *keys)
+    tags = evaluations(tmp_path / "run")[12]
+    for name in ("digits", "words"):
+        files = [each.split("=")[1] for each in sets if f".{name}.path" in each]
+        for way in (["--split", name], ["--data", *files]):
+            output = run("eval", f"{tmp_path}/run", *way, "--json")
+            scored = json.loads(output[output.index("{") :])
+            assert scored["sources"] == {}
+            loss = pytest.approx(tags[f"eval/{name}/loss"], rel=1e-6)
+            assert scored["nats_per_token"] == loss
+
+
 def test_copies_of_trained_documents_are_told(
     tiny: Path, sets: list[str], run: Run, tmp_path: Path
 ) -> None:
