@@ -69,9 +69,13 @@ def evaluate(
             add(before)
     finally:
         jax.block_until_ready(before)
-    of_sources = {
-        name: Totals(**{key: float(each[number]) for key, each in total.items()})
-        for number, name in enumerate(sources)
-    }
+    of_sources = (
+        {}
+        if not sources
+        else {
+            name: Totals(float(loss), float(targets), float(num_bytes))
+            for name, loss, targets, num_bytes in zip(sources, *total.values(), strict=True)
+        }
+    )
     loss, targets, num_bytes = (float(each.sum()) for each in total.values())
     return Totals(loss, targets, num_bytes, of_sources)
