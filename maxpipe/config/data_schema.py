@@ -107,6 +107,11 @@ class DataConfig(SourceConfig):
     NAME WEIGHT ... for N steps`, or `... for N tokens`, such as `web 0.9 code 0.1 for 1000 steps`.
     A source that is not named is not read then. Behind the last stage come the weights of
     `data.mixture`."""
+    end: Literal["repeat", "stop", "fail"] = "repeat"
+    """What happens where the documents end before the run does. `repeat`: they are read again, in
+    another order, as often as it takes. `stop`: the run ends there, evaluated and saved. `fail`:
+    such a run is not started. A source of a mixture ends when it was read as often as its `epochs`
+    say, else once; with `stop` the others share what was its, until all have ended."""
     validation_fraction: float = 0.05
     """Share of the documents, drawn by the seed, that is only used for evaluation."""
     validation: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)

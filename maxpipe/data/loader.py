@@ -10,6 +10,7 @@ not know how rows are placed on devices.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import weakref
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -89,6 +90,16 @@ class Row(NamedTuple):
     """Numbers of the documents of the source that have a token in it, in their order there."""
 
 
+class Ending(NamedTuple):
+    """What is read of a stream that repeats before it has ended, and what happens then."""
+
+    policy: Literal["repeat", "stop", "fail"]
+    limits: dict[str, int]
+    """Samples of each source, by name."""
+    planned: Mixture | None
+    """Shares as the config has them, of a run that does not end."""
+
+
 class Loader:
     """Random access to the batches of a stream.
 
@@ -105,9 +116,13 @@ class Loader:
         prefetch_batches: int,
         fingerprint: Mapping[str, Any],
         mixed: Sequence[str] = (),
+        ending: Ending | None = None,
     ):
-        """`mixed` are the names of all sources of the run's mixture."""
+        """`mixed` are the names of all sources of the run's mixture; `ending` says how what a
+        stream repeats ends.
+        """
         self.stream = stream
+        self.ending = ending
         self.ramp = ramp
         self.threads = threads
         self.prefetch_batches = prefetch_batches
@@ -135,8 +150,25 @@ class Loader:
 
     @property
     def num_batches(self) -> int:
-        """Steps in which there is a row for each sequence."""
-        return self.ramp.batches(len(self.stream))
+        """Steps in which there is a row for each sample, of a stream that repeats for each sequence
+        once.
+        """
+        return self.ramp.batches(len(self.stream) if self.stream.end is None else self.stream.end)
+
+    @property
+    def last_batch(self) -> float:
+        """Batches that there are: infinity of a stream that does not end."""
+        return math.inf if self.stream.end is None else self.num_batches
+
+    def first_again(self) -> tuple[int, str]:
+        """The number of the first sample that no source has any more, and the source's name."""
+        assert self.ending is not None
+        found = []
+        for number, (name, limit) in enumerate(self.ending.limits.items()):
+            mixed = self.stream.mixture
+            after = limit + 1 if mixed is None else mixed.reaches(number, limit + 1)
+            found += [(after - 1, name)] if after is not None else []
+        return min(found)
 
     def batch(self, step: int, rows: Rows | np.ndarray = slice(None)) -> Batch:
         """The given rows of the global batch of one step.
@@ -193,25 +225,36 @@ class Loader:
 
         From there on it is the loader's own. Each source goes on with the sample behind its last.
         """
-        own, before = self.stream.mixture, saved.get(mixture.FACTS)
-        if own is None or before is None or saved.get(SOURCES) != self._fingerprint[SOURCES]:
+        planned, before = self.ending and self.ending.planned, saved.get(mixture.FACTS)
+        if planned is None or before is None or saved.get(SOURCES) != self._fingerprint[SOURCES]:
             return False
-        found = Mixture.of_facts(before, own.seed).changed(own, self.ramp.before(step))
-        if found.stages == own.stages:
-            return False
-        self.stream.mixture = found
+        was, position = Mixture.of_facts(before, planned.seed), self.ramp.before(step)
+        self.follow(was.changed(planned, position), position)
+        return self._fingerprint[mixture.FACTS] != was.facts()
+
+    def follow(self, found: Mixture, since: int = 0) -> None:
+        """Deal samples out so; sources end, if they do, from sample `since` on."""
+        assert self.ending is not None
+        if self.ending.policy == "stop":
+            found = found.ended(list(self.ending.limits.values()), since)
+        self.stream.mixture, self.stream.end = found, found.end
         self._fingerprint[mixture.FACTS] = found.facts()
-        return True
+
+    def mixed(self) -> dict[str, Any]:
+        """JSON values that say how samples are dealt out to the sources of a mixture, if any."""
+        if self.stream.mixture is None:
+            return {}
+        return {"sources": self.sources, mixture.FACTS: self.stream.mixture.facts()}
 
     def batches(
         self, start_step: int, rows: Rows | RowsOf = slice(None), *, stop_step: int | None = None
     ) -> Batches:
         """Batches of steps `start_step`, `start_step` + 1, ... made ready ahead of time.
 
-        Ends before `stop_step`; by default never, or after `num_batches` without `repeat`.
+        Ends before `stop_step`; by default where the stream ends, if it does.
         """
         if stop_step is None:
-            stop_step = sys.maxsize if self.stream.repeat else self.num_batches
+            stop_step = sys.maxsize if self.stream.end is None else self.num_batches
         batches = Batches(self, start_step, stop_step, rows if callable(rows) else lambda _: rows)
         self._open.add(batches)
         return batches
@@ -268,14 +311,19 @@ class Datasets:
 
 
 def _train(corpus: Corpus, ramp: Ramp) -> Loader:
-    """Endless, with the shares that the config gives its sources."""
-    parts, facts, mixed = corpus.parts("train"), _facts(corpus, ramp), None
-    if corpus.data.mixture:
-        sizes = {part.name: len(part.sequences) for part in parts}
-        mixed = mixture.planned(corpus.data, sizes, ramp, corpus.sequence_length, corpus.seed)
-        facts[mixture.FACTS] = mixed.facts()
-    stream = Stream(parts, seed=corpus.seed, repeat=True, mixture=mixed)
-    return _loader(corpus, stream, ramp, facts)
+    """With the shares that the config gives its sources, up to the end that it gives them."""
+    data, parts, mixed = corpus.data, corpus.parts("train"), None
+    sizes = {part.name: len(part.sequences) for part in parts}
+    ends = sizes
+    if data.mixture:
+        mixed = mixture.planned(data, sizes, ramp, corpus.sequence_length, corpus.seed)
+        ends = mixture.limits(data.mixture, sizes)
+    end = ends[""] if data.end == "stop" and mixed is None else None
+    stream = Stream(parts, seed=corpus.seed, repeat=True, mixture=mixed, end=end)
+    loader = _loader(corpus, stream, ramp, _facts(corpus, ramp), Ending(data.end, ends, mixed))
+    if mixed is not None:
+        loader.follow(mixed)
+    return loader
 
 
 def _once(corpus: Corpus, split: Split, rows: int) -> Loader | None:
@@ -292,7 +340,13 @@ def _facts(corpus: Corpus, ramp: Ramp) -> dict[str, Any]:
     return {"order_version": _ORDER_VERSION, **corpus.fingerprint(), **ramp.facts()}
 
 
-def _loader(corpus: Corpus, stream: Stream, ramp: Ramp, facts: Mapping[str, Any]) -> Loader:
+def _loader(
+    corpus: Corpus,
+    stream: Stream,
+    ramp: Ramp,
+    facts: Mapping[str, Any],
+    ending: Ending | None = None,
+) -> Loader:
     return Loader(
         stream,
         ramp=ramp,
@@ -300,6 +354,7 @@ def _loader(corpus: Corpus, stream: Stream, ramp: Ramp, facts: Mapping[str, Any]
         prefetch_batches=corpus.data.prefetch_batches,
         fingerprint=facts,
         mixed=corpus.mixed,
+        ending=ending,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,30 +36,39 @@ class Stage(NamedTuple):
     first: int
     """Number of the first one."""
     quotas: tuple[int, ...]
-    """Samples of each source in a block."""
+    """Samples of each source in a block. All 0: there are none, of any."""
 
 
 class Mixture:
     """Sources of samples by stages; the first one begins with sample 0."""
 
     def __init__(self, stages: Sequence[Stage], seed: int):
-        assert stages[0].first == 0 and all(sum(stage.quotas) == BLOCK for stage in stages)
+        assert stages[0].first == 0 and all(sum(each.quotas) in (0, BLOCK) for each in stages)
         self.stages = tuple(stages)
         self.seed = seed
         self._firsts = np.array([stage.first for stage in stages], np.int64)
         self._quotas = np.array([stage.quotas for stage in stages], np.int64)
-        self._block = functools.lru_cache(_CACHED_BLOCKS)(self._deal)
         self._before = np.zeros_like(self._quotas)
         for number, (one, other) in enumerate(itertools.pairwise(stages), 1):
             more = self._within(number - 1, other.first - one.first)
             self._before[number] = self._before[number - 1] + more
 
+    @property
+    def end(self) -> int | None:
+        """The number of samples, if there is an end."""
+        return None if any(self.stages[-1].quotas) else self.stages[-1].first
+
     def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, number among the source's own samples) of each, int64 [numbers]."""
+        """(source, number among the source's own samples) of each, int64 [numbers].
+
+        Both are -1 where there is none.
+        """
         stages = np.searchsorted(self._firsts, numbers, side="right") - 1
         blocks, inside = np.divmod(numbers - self._firsts[stages], BLOCK)
-        sources, samples = np.empty_like(stages), np.empty_like(stages)
+        sources, samples = np.full_like(stages, -1), np.full_like(stages, -1)
         for stage, block in sorted(set(zip(stages.tolist(), blocks.tolist(), strict=True))):
+            if not any(self.stages[stage].quotas):
+                continue
             mine = (stages == stage) & (blocks == block)
             dealt, ranks = self._block(stage, block)
             source = dealt[inside[mine]].astype(np.int64)
@@ -71,6 +81,50 @@ class Mixture:
         """int64 [sources]: samples of each with a smaller number."""
         stage = int(np.searchsorted(self._firsts, number, side="right")) - 1
         return self._before[stage] + self._within(stage, number - int(self._firsts[stage]))
+
+    def reaches(self, source: int, count: int) -> int | None:
+        """The fewest samples with this count of a source among them; None if there never are."""
+        last = len(self.stages) - 1
+        number = next((n for n in range(last) if self._before[n + 1][source] >= count), last)
+        need, quota = count - int(self._before[number][source]), int(self._quotas[number][source])
+        if need <= 0:
+            return self.stages[number].first
+        if not quota:
+            return None
+        block, rank = divmod(need - 1, quota)
+        dealt, _ = self._block(number, block)
+        place = int(np.flatnonzero(dealt == source)[rank])
+        return self.stages[number].first + block * BLOCK + place + 1
+
+    def ended(self, limits: Sequence[int], since: int) -> Mixture:
+        """The same up to `since`; from there on a source ends with its limit of samples.
+
+        What was its goes to the others, by their shares. A stage of which all sources have ended is
+        over, and behind the last one there is nothing.
+        """
+        at = [stage for stage in self.stages if stage.first <= since][-1]
+        coming = [at._replace(first=since), *(s for s in self.stages if s.first > since)]
+        found = [stage for stage in self.stages if stage.first < since]
+        here = since
+        for number, stage in enumerate(coming):
+            stop = coming[number + 1].first if number + 1 < len(coming) else sys.maxsize
+            while here < stop:
+                read = Mixture(found, self.seed).counts(here) if found else [0] * len(limits)
+                left = [
+                    quota if count < limit else 0
+                    for quota, count, limit in zip(stage.quotas, read, limits, strict=True)
+                ]
+                if not any(left):
+                    break
+                shares = [quota / sum(left) for quota in left]
+                if not found or found[-1].quotas != quotas(shares):
+                    found.append(Stage(here, quotas(shares)))
+                now = Mixture(found, self.seed)
+                ends = [now.reaches(n, limits[n]) for n, quota in enumerate(left) if quota]
+                here = min(stop, *(end for end in ends if end is not None))
+        if not found or any(found[-1].quotas):
+            found.append(Stage(here, (0,) * len(limits)))
+        return Mixture(found, self.seed)
 
     def changed(self, to: Mixture, number: int) -> Mixture:
         """This mixture up to a number, and the stages of the other one from there on."""
@@ -93,23 +147,26 @@ class Mixture:
         """Samples of each source among the first ones of a stage."""
         blocks, rest = divmod(count, BLOCK)
         found = blocks * self._quotas[stage]
-        if rest:
+        if rest and any(self.stages[stage].quotas):
             dealt, _ = self._block(stage, blocks)
             found = found + np.bincount(dealt[:rest], minlength=len(found))
         return found
 
-    def _deal(self, stage: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of a block's samples their sources, uint16, and ranks among its source's, int32."""
-        keys = self.seed, _MIXTURE_ORDER, self.stages[stage].first, block
-        order = Permutation(BLOCK, *keys)(np.arange(BLOCK))
-        ends = np.cumsum(self._quotas[stage])
-        dealt = np.searchsorted(ends, order, side="right").astype(np.uint16)
-        ranks = np.empty(BLOCK, np.int32)
-        by_source = np.argsort(dealt, kind="stable")
-        ranks[by_source] = np.arange(BLOCK) - np.repeat(
-            ends - self._quotas[stage], self._quotas[stage]
-        )
-        return dealt, ranks
+    def _block(self, stage: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+        return _dealt(self.seed, self.stages[stage], block)
+
+
+@functools.lru_cache(_CACHED_BLOCKS)
+def _dealt(seed: int, stage: Stage, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of a block's samples their sources, uint16, and ranks among its source's, int32."""
+    order = Permutation(BLOCK, seed, _MIXTURE_ORDER, stage.first, block)(np.arange(BLOCK))
+    counts = np.array(stage.quotas)
+    ends = np.cumsum(counts)
+    dealt = np.searchsorted(ends, order, side="right").astype(np.uint16)
+    ranks = np.empty(BLOCK, np.int32)
+    by_source = np.argsort(dealt, kind="stable")
+    ranks[by_source] = np.arange(BLOCK) - np.repeat(ends - counts, counts)
+    return dealt, ranks
 
 
 def quotas(shares: Sequence[float]) -> tuple[int, ...]:
@@ -130,6 +187,15 @@ def last_weights(
     if any(each.weight for each in mixture.values()):
         return {name: mixture[name].weight for name in sizes}
     return {name: float(size) for name, size in sizes.items()}
+
+
+def limits(mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Samples with which sources of these sizes end: as often as their `epochs` say, else once."""
+    with_epochs = any(each.epochs for each in mixture.values())
+    return {
+        name: max(1, round(mixture[name].epochs * size)) if with_epochs else size
+        for name, size in sizes.items()
+    }
 
 
 def planned(

@@ -41,18 +41,26 @@ def seed_of(name: str, seed: int) -> int:
 class Stream:
     """Sequences by sample number, the same in any thread and process.
 
-    With `repeat` it is endless, and each epoch of a source has an order of its own; a `mixture`
-    says whose turn it is. Without it every sequence comes once: those of one source as they are,
-    those of several in a fixed shuffled order.
+    With `repeat` each epoch of a source has an order of its own; a `mixture` says whose turn it is,
+    and nothing follows behind `end` samples. Without it every sequence comes once: those of one
+    source as they are, those of several in a fixed shuffled order.
     """
 
     def __init__(
-        self, parts: Sequence[Part], *, seed: int, repeat: bool, mixture: Mixture | None = None
+        self,
+        parts: Sequence[Part],
+        *,
+        seed: int,
+        repeat: bool,
+        mixture: Mixture | None = None,
+        end: int | None = None,
     ):
         assert (len(parts) > 1) <= (not repeat or mixture is not None)
         self.parts = tuple(parts)
         self.repeat = repeat
         self.mixture = mixture
+        self.end = end if repeat else sum(len(part.sequences) for part in parts)
+        """Samples that there are; None if there is no end."""
         self._ends = np.cumsum([len(part.sequences) for part in parts])
         self._seed = seed
 
@@ -69,28 +77,30 @@ class Stream:
 
         Both are -1 behind the last sequence.
         """
-        if not self.repeat:
-            return self._once(numbers)
+        sources, sequences = np.full_like(numbers, -1), np.full_like(numbers, -1)
+        there = numbers < (np.inf if self.end is None else self.end)
+        found = self._repeated if self.repeat else self._once
+        sources[there], sequences[there] = found(numbers[there])
+        return sources, sequences
+
+    def _repeated(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if self.mixture is None:
             sources, samples = np.zeros_like(numbers), numbers
         else:
             sources, samples = self.mixture.places(numbers)
         sequences = np.empty_like(samples)
-        for source in np.unique(sources):
+        for source in np.unique(sources[sources >= 0]):
             mine = sources == source
             sequences[mine] = _shuffled(self.parts[source], samples[mine])
         return sources, sequences
 
     def _once(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        there = numbers < len(self)
-        order = numbers[there]
+        order = numbers
         if len(self.parts) > 1:
             order = Permutation(len(self), self._seed, _ONCE_ORDER)(order)
-        sources, sequences = np.full_like(numbers, -1), np.full_like(numbers, -1)
-        sources[there] = np.searchsorted(self._ends, order, side="right")
+        sources = np.searchsorted(self._ends, order, side="right")
         starts = np.concatenate([[0], self._ends])
-        sequences[there] = order - starts[sources[there]]
-        return sources, sequences
+        return sources, order - starts[sources]
 
     def read(self, source: int, sequence: int) -> Mapping[str, np.ndarray]:
         """The arrays of a sequence; of -1 and -1 padding."""
@@ -102,6 +112,7 @@ class Stream:
 
     def counts(self, number: int) -> dict[str, int]:
         """Samples of each source with a smaller number, by name."""
+        number = number if self.end is None else min(number, self.end)
         found = [number] if self.mixture is None else self.mixture.counts(number).tolist()
         return {part.name: count for part, count in zip(self.parts, found, strict=True)}
 

@@ -142,6 +142,8 @@ def _save_and_wait(run: Run, step: int) -> None:
 
 def _closing_words(run: Run, evaluated: dict[str, float]) -> str:
     lines = [f"done: {counted(run.total_steps, 'step')}, files in {run_folder(run.config.run)}"]
+    if run.total_steps < run.length:
+        lines.append(f"all documents were read: the run has ended before step {run.length}")
     if evaluated:
         lines.append(f"final validation loss {evaluated['eval/nats_per_byte']:.4f} nats per byte")
         if (entropy := run.datasets.unigram_entropy) is not None:

@@ -27,7 +27,7 @@ from maxpipe.boundary.files import check_writable, full
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, local_folder
 from maxpipe.checkpoint.storage import home, run_folder
-from maxpipe.config.check import cautions, check, total_steps, where
+from maxpipe.config.check import cautions, check, total_steps
 from maxpipe.config.keys import flat
 from maxpipe.config.load import Loaded, to_dict, to_yaml
 from maxpipe.config.mixture import sources
@@ -50,7 +50,7 @@ from maxpipe.schedule.table import Schedule
 from maxpipe.telemetry import board
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
-from maxpipe.train import attention_check, pictures
+from maxpipe.train import attention_check, data_end, pictures
 from maxpipe.train.build import batches, steps_of
 from maxpipe.train.datasets import check_overlap, datasets_of
 from maxpipe.train.evaluate import Totals, evaluate
@@ -76,7 +76,8 @@ class Run:
     """The objects of the loop."""
 
     config: Config
-    total_steps: int
+    length: int
+    """Steps that the config wants."""
     console: Console
     link: Link
     phases: Phases
@@ -98,6 +99,12 @@ class Run:
     """The last step after which replicas were compared."""
     evaluated: tuple[int, dict[str, float]] = (0, {})
     """Step and metrics of the newest evaluation."""
+
+    @property
+    def total_steps(self) -> int:
+        """The last step: where the data ends if that comes first."""
+        train, offset = self.datasets.train, self.watch.offset
+        return data_end.last_step(train, self.length, offset, self.first)
 
     @property
     def first(self) -> int:
@@ -187,6 +194,7 @@ class Run:
             start = self.restore()
         self.state, first = start.state, int(start.state.step)
         self.watch.went_back(bad_step, first, start.offset, start.facts)
+        data_end.must_suffice(self.datasets.train, self.length, self.watch.offset)
         self.compared = -1
         self.writer.close()
         self.writer = self.open_writer(resume_step=first)
@@ -240,13 +248,13 @@ def set_up(
     # All leaves: on CPUs, waiting for one array of a state that failed to allocate never ends.
     jax.block_until_ready(begin.state)
     phases.progress(first := int(begin.state.step))
-    _must_not_be_over(loaded, first, length)
+    last = data_end.checked(loaded, datasets.train, begin.offset, first, console)
     console.note(begin.words)
-    if first < length:
+    if first < last:
         attention_check.check(run_dir, steps, link, console, events)
     with phases.enter(COMPILE):
-        train_steps, eval_step = _programs(config, steps, datasets, console, begin)
-    events.write("start", step=first, devices=jax.device_count(), seconds=phases.take())
+        train_steps, eval_step = _programs(config, steps, datasets, console, begin, last)
+    events.write("start", step=first, **_begun(datasets, phases))
     open_writer = partial(
         MetricWriter, run_dir, config.log.tensorboard, process_index=process, ours=ours
     )
@@ -256,7 +264,7 @@ def set_up(
         _write_config(run_dir / CONFIG_FILE, config, locks)
     run = Run(
         config=config,
-        total_steps=length,
+        length=length,
         console=console,
         link=link,
         phases=phases,
@@ -291,25 +299,17 @@ def _warn(loaded: Loaded, datasets: Datasets, console: Console) -> None:
     check_overlap(loaded.config, datasets, console.warn)
 
 
+def _begun(datasets: Datasets, phases: Phases) -> dict[str, Any]:
+    """What the event of a start says; of a mixture also how samples are dealt out."""
+    return {"devices": jax.device_count(), "seconds": phases.take(), **datasets.train.mixed()}
+
+
 def _samples(config: Config, steps: Steps, datasets: Datasets) -> Samples | None:
     """What samples are taken with, if any are."""
     if not config.eval.sample_every:
         return None
     room, seed = config.train.sequence_length, config.run.seed
     return Samples(config.eval, steps.partition, datasets.tokenizer, room=room, seed=seed)
-
-
-def _must_not_be_over(loaded: Loaded, first: int, length: int) -> None:
-    """The run's length in steps is at least the step that it starts from."""
-    config = loaded.config
-    if first > length:
-        raise ConfigError.one(
-            where("train.steps" if config.train.steps else "train.tokens", loaded.origins),
-            config.train.steps or config.train.tokens,
-            f"is {counted(length, 'step')}; must be at least {first}, the step that this "
-            "run starts from.",
-            f"Set train.steps={first} or more, or run.name to a new name.",
-        )
 
 
 def _locks(config: Config, stack: contextlib.ExitStack) -> list[RunLock]:
@@ -327,7 +327,7 @@ def _locks(config: Config, stack: contextlib.ExitStack) -> list[RunLock]:
 
 
 def _programs(
-    config: Config, steps: Steps, datasets: Datasets, console: Console, begin: Start
+    config: Config, steps: Steps, datasets: Datasets, console: Console, begin: Start, last: int
 ) -> tuple[dict[int, Any], Any]:
     """The compiled train steps by rows, and the eval step; none that the run does not need.
 
@@ -335,8 +335,8 @@ def _programs(
     """
     train_steps, eval_step = {}, None
     first = int(begin.state.step)
-    if first == total_steps(config.train):
-        console.note(f"all {total_steps(config.train)} steps are done: nothing is left to train")
+    if first >= last:
+        console.note(f"all {last} steps are done: nothing is left to train")
     elif config.runtime.executable:
         folder = full(config.runtime.executable, "runtime.executable")
         with console.stage(f"loading train step from {folder}"):

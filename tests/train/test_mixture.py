@@ -12,7 +12,7 @@ import pytest
 from maxpipe.train.by_source import SourceSums
 from maxpipe.train.evaluate import evaluate
 from maxpipe.train.step import BY_SOURCE
-from tests.train.runs import SAME, Run, records
+from tests.train.runs import SAME, Run, is_explained, ledger, records, saved_steps
 
 NAMES = ("code", "rare", "web")
 WEIGHTS = {"code": 3, "rare": 1, "web": 12}
@@ -111,6 +111,44 @@ def test_eval_has_them_of_a_checkpoint(whole: Path, run: Run) -> None:
     record = records(whole)[24]
     for name in NAMES:
         assert f"of {name}  {record[f'source/{name}/eval_loss']:.6f}" in output
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_its_data(whole: Path, mixed: list[str], run: Run, tmp_path: Path) -> None:
+    """Evaluated and saved; the same command has nothing to do then, and more epochs go on."""
+    given = [*mixed, "train.steps=1000", "eval.every=0", f"run.dir={tmp_path}", "data.end=stop"]
+    output = " ".join(run("train", *given).split())
+    folder = tmp_path / "run"
+    [last] = [each["step"] for each in ledger(folder, "done")]
+    assert 24 < last < 1000 and saved_steps(folder)[-1] == last
+    assert f"ends with step {last} of 1000, and the run with it (data.end=stop)" in output
+    assert f"done: {last} steps" in output and "all documents were read" in output
+    record = records(folder)[last]
+    assert "eval/loss" in record
+    for name in NAMES:
+        assert record[f"source/{name}/epochs"] == 1
+    again = run("train", *given)
+    assert f"all {last} steps are done" in again and saved_steps(folder)[-1] == last
+    refused = run("train", *given[:-1], "data.end=fail", "run.name=other", code=2)
+    assert "data.end" in refused and "has documents for" in refused
+    is_explained(refused)
+    more = [f"data.mixture.{name}.epochs=1.5" for name in NAMES]
+    more += [f"data.mixture.{name}.weight=0" for name in NAMES]
+    run("train", *given, *more)
+    [*_, end] = records(folder).items()
+    assert all(1.4 < end[1][f"source/{name}/epochs"] < 1.6 for name in NAMES) and end[0] > last
+
+
+@pytest.mark.slow
+def test_one_source_is_read_again_or_ends(tiny: Path, run: Run, tmp_path: Path) -> None:
+    given = ["train", tiny, "train.steps=200", f"run.dir={tmp_path}", "log.every=1"]
+    run(*given, "data.end=stop", "checkpoint.every=0")
+    folder = tmp_path / "run"
+    [last] = [each["step"] for each in ledger(folder, "done")]
+    epochs = {step: record["train/epochs"] for step, record in records(folder).items()}
+    assert list(epochs) == list(range(1, last + 1)) and epochs[last] == 1 and last < 200
+    run(*given, "data.end=repeat", f"train.steps={last + 9}", "run.name=again")
+    assert records(tmp_path / "again")[last + 9]["train/epochs"] > 1
 
 
 def test_sums_between_records() -> None:
