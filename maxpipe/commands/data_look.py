@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.boundary import redact
+from maxpipe.boundary.files import full
 from maxpipe.commands.parser import (
     INPUTS_HELP,
     OF_RUN,
@@ -251,8 +253,14 @@ def _counted(config: Config) -> Statistics:
             files = open_documents(data, tokenizer)
             count = files.num_documents
             documents = statistics.of_encoded(files.__getitem__, count, tokenizer, data.threads)
-            return statistics.counted(data.source, documents, count, tokens, progress.report)
-        source = open_source(data, config.run.seed, lambda: progress.report("opening", 0, 0))
+            found = statistics.counted(data.source, documents, count, tokens, progress.report)
+            return dataclasses.replace(found, unreadable=files.unreadable)
+        source = open_source(
+            dataclasses.replace(data, unreadable="stop"),  # each is counted, however many
+            config.run.seed,
+            lambda: progress.report("opening", 0, 0),
+            cache_dir=str(full(config.run.dir, "run.dir") / ".index"),
+        )
         if data.chat == "off":
             documents = statistics.of_texts(source, tokenizer)
         else:

@@ -19,7 +19,15 @@ from maxpipe.data.formats.files import File, find_files
 from maxpipe.data.formats.json_lines import JsonLines
 from maxpipe.data.formats.parquet import ParquetRows
 from maxpipe.data.formats.saved_dataset import SavedDataset, is_saved_dataset
-from maxpipe.data.formats.source import Moved, Progress, Record, Records, RecordSource, Source
+from maxpipe.data.formats.source import (
+    Moved,
+    Progress,
+    Record,
+    Records,
+    RecordSource,
+    Source,
+    UnreadableRecord,
+)
 from maxpipe.data.formats.synthetic import SyntheticRecords
 from maxpipe.data.formats.text import TextFiles, open_corpus
 from maxpipe.data.formats.text_of import TextOf
@@ -32,6 +40,7 @@ __all__ = [
     "Progress",
     "Record",
     "Source",
+    "UnreadableRecord",
     "find_files",
     "open_source",
     "source_of",

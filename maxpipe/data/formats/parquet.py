@@ -66,6 +66,13 @@ class ParquetRows:
                 largest >> 20,
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes: without row groups."""
+        return {**self.__dict__, "_lock": None, "_cached": OrderedDict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "_lock": threading.Lock()})
+
     def __len__(self) -> int:
         return int(self._ends[-1])
 

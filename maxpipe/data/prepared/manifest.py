@@ -22,8 +22,9 @@ from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, StorageError
 
 FILE = "manifest.json"
-JOURNAL = "unfinished.jsonl"
-"""What is done while documents are prepared; removed when the manifest is there."""
+JOURNAL = "unfinished"
+"""What is done while documents are prepared, a signed JSON value a line; removed when the manifest
+is there. By its name no source takes it for documents."""
 SPANS = "spans"
 META_FILE, CRC_FILE = ".meta", ".crc"
 CHECKED = (BIN, IDX, META_FILE)
