@@ -84,8 +84,8 @@ class Records(Protocol):
 class RecordSource:
     """The texts of a format's records.
 
-    A record that cannot be read raises UnreadableRecord; with `most_skipped` that many of them are empty
-    documents instead. So documents keep their numbers, and an index says of each what it is.
+    A record that cannot be read raises UnreadableRecord; with `most_skipped` that many of them are
+    empty documents instead. So documents keep their numbers, and an index says of each what it is.
     """
 
     def __init__(self, records: Records, text: TextOf, most_skipped: int = 0):
