@@ -243,10 +243,21 @@ class _Opened:
     fingerprint: Mapping[str, Any]
 
     def loader(self, split: Split, ramp: Ramp, *, repeat: bool) -> Loader | None:
-        """Of a split; None if it has no documents."""
+        """Of a split; None if it has no documents.
+
+        Raises:
+            ConfigError: it has documents, and no tokens in them.
+        """
         sequences = self._sequences(split)
         if sequences is None:
             return None
+        if not len(sequences):
+            raise ConfigError.one(
+                "data.validation_fraction",
+                self.config.validation_fraction,
+                f"leaves documents without tokens for {split}: others of data.path are empty, too.",
+                "Leave empty documents out, or draw others with another run.seed.",
+            )
         return Loader(
             sequences,
             ramp=ramp,

@@ -311,6 +311,8 @@ def data(config: Config) -> Iterator[Check]:
         yield Check("data", "ok", text)
     except ConfigError as error:
         yield from _explained("data", error)
+    except StorageError as error:  # there is no room to unpack a file, say
+        yield _stored("data", error)
     try:
         tokenizer = open_tokenizer(config.tokenizer)
         check_vocab(tokenizer, config.model.vocab_size)
@@ -320,6 +322,12 @@ def data(config: Config) -> Iterator[Check]:
     tokens = tokenizer.encode(document)
     text = f"{config.tokenizer.kind}, {tokenizer.vocab_size} ids, {len(tokens)} for {len(document)}"
     yield Check("tokenizer", "ok", f"{text} characters")
+
+
+def _stored(name: str, error: StorageError) -> Check:
+    where, *words = str(error).splitlines()
+    text = " ".join([where, *map(str.strip, words[:-1])])
+    return Check(name, "FAILED", text, words[-1].strip())
 
 
 def _prepared(config: Config) -> Iterator[Check]:
@@ -338,10 +346,7 @@ def _prepared(config: Config) -> Iterator[Check]:
         yield from _explained("data", error)
         return
     except StorageError as error:
-        where, *words = str(error).splitlines()
-        yield Check(
-            "data", "FAILED", " ".join([where, *map(str.strip, words[:-1])]), words[-1].strip()
-        )
+        yield _stored("data", error)
         return
     text = f"{config.data.source}, {counted(documents.num_documents, 'document')}, "
     text += f"{counted(documents.num_tokens, 'token')}, the first document has {first}"

@@ -99,8 +99,8 @@ def _kept(
     try:
         return cache.made(kind, file, make, moved)
     except OSError as error:
-        action = "Free space there, or unpack the file and set data.path to what it holds."
-        raise StorageError.unwritable(error.filename or file.path, error, action) from error
+        action = f"Free space there, or unpack {file.path} and set data.path to what it holds."
+        raise StorageError.unwritable(error.filename or cache.place, error, action) from error
 
 
 def _pieces(file: File) -> Iterator[bytes]:

@@ -127,7 +127,8 @@ def prepare(plan: Plan, report: Report) -> str:
             return _complete(plan, spec) or _prepared(plan, source, spec, report)
         except OSError as error:
             action = "Free space, or name a folder that can be written with --out."
-            raise StorageError.unwritable(plan.folder, error, action) from error
+            where = error.filename or plan.folder
+            raise StorageError.unwritable(where, error, action) from error
 
 
 def _complete(plan: Plan, spec: Spec) -> str:
@@ -177,13 +178,18 @@ def _check_folder(folder: Path) -> None:
     """Raises ConfigError if something else is there."""
     if not os.path.lexists(folder):
         return
-    action = f"Name another folder, such as --out {folder}-2."
+    action = f"Name another folder, such as --out {_other(folder)}."
     if not folder.is_dir():
         raise ConfigError.one(_OUT, folder, "is there already, and is no folder.", action)
     names = os.listdir(folder)
     if names and FILE not in names and JOURNAL not in names:
         rule = f"must be new or empty, or prepared by this command: it has {sorted(names)[0]}."
         raise ConfigError.one(_OUT, folder, rule, action)
+
+
+def _other(folder: Path) -> str:
+    """The name of another folder, for advice."""
+    return f"{folder}-2" if folder.name not in ("", "..") else "tokens"
 
 
 def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
@@ -202,7 +208,7 @@ def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
         lines += differences(found["source"]["data"], spec["source"]["data"], "data")
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
         rule = f"holds documents that were prepared otherwise: {'; '.join(lines[:4])}{more}."
-        action = f"Name another folder, such as --out {folder}-2, or remove this one."
+        action = f"Name another folder, such as --out {_other(folder)}, or remove this one."
         raise ConfigError.one(_OUT, folder, rule, action)
 
 
