@@ -146,7 +146,12 @@ def _page(found: Shown, step: int, coloured: bool) -> Iterator[str]:
 def _head(segment: Segment) -> str:
     part = "" if segment.num_tokens >= segment.of_tokens else f" of its {segment.of_tokens}"
     tokens = f"{segment.num_tokens}{part} tokens, {segment.num_trained} trained"
-    return redact.shown(f"document {segment.document}, {tokens}: {segment.where}")
+    return _in_one(f"document {segment.document}, {tokens}: {segment.where}")
+
+
+def _in_one(line: str) -> str:
+    """A line, also where the name of a file would make it several."""
+    return redact.shown(line).replace("\n", "\\n")
 
 
 def _marked(piece: Piece, coloured: bool) -> str:
@@ -189,7 +194,7 @@ def _find(options: argparse.Namespace) -> int:
     for each in found["documents"]:
         first, last = each["first"], each["first"] + each["tokens"] - 1
         line = f"document {each['document']}, tokens {first} to {last} of the row: {each['where']}"
-        print(redact.shown(line))
+        print(_in_one(line))
     return ExitCode.DONE
 
 

@@ -119,7 +119,11 @@ def _documents(options: argparse.Namespace) -> list[str]:
             raise ConfigError.one(where, path, rule, "Leave one of them out.")
     source = source_of(path, where)
     found = [f"data.source={source}", f"data.path={one_line(path)}", "data.paths=[]"]
-    return found if source in COLUMNS else [*found, "data.template="]
+    return (
+        found
+        if source in COLUMNS
+        else [*found, "data.template=", "data.chat=off", "data.chat_template="]
+    )
 
 
 def _say(text: str) -> None:

@@ -46,7 +46,7 @@ __all__ = [
     "source_of",
 ]
 
-Kind = Literal["text", "jsonl", "parquet", "arrayrecord", "huggingface"]
+Kind = Literal["text", "jsonl", "parquet", "arrayrecord", "huggingface", "tokens", "megatron"]
 """Sources whose files tell what they are by their names."""
 
 
@@ -122,6 +122,10 @@ def source_of(path: str, where: str) -> Kind:
     """
     if is_saved_dataset(path):
         return "huggingface"
+    if os.path.isfile(os.path.join(os.path.expanduser(path), "manifest.json")):
+        return "tokens"
+    if path.endswith((".idx", ".bin")) and os.path.isfile(os.path.expanduser(path[:-4]) + ".idx"):
+        return "megatron"
     try:
         names = [os.path.basename(file.path) for file in find_files(path, ())]
     except ConfigError as error:

@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 
 # Settings of the run that do not change the loss of its parameters.
 _LEFT_OUT = ("checkpoint", "guard", "launch", "log")
-_SOURCE = ("data.source", "data.path", "data.tfds_dir", "data.field", "data.template")
+_SOURCE = ("data.source", "data.path", "data.paths", "data.tfds_dir", "data.field", "data.template")
 _ORDER = ("order_version", "source", "documents", "source_digest", "seed", "validation_fraction")
 """Entries of a fingerprint that decide which documents are for validation."""
 _REPORT_SECONDS = 10.0

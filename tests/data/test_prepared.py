@@ -566,3 +566,24 @@ def test_an_index_that_points_elsewhere(pointer: int, tokens: Path, tmp_path: Pa
     documents[3]
     with pytest.raises(StorageError, match="document 5 is at bytes"):
         documents[5]
+
+
+def test_a_bucket_that_does_not_answer_is_not_asked_again_for_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its library has tried for a while itself."""
+    now = [0.0]
+    monkeypatch.setattr(ranges.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ranges.time, "sleep", lambda seconds: None)
+    calls = []
+
+    def answer(seconds: float) -> None:
+        calls.append(seconds)
+        now[0] += seconds
+        raise OSError("no answer")
+
+    for seconds, count in ((0.1, 3), (50.0, 1)):
+        calls.clear()
+        with pytest.raises(StorageError, match="cannot be read"):
+            ranges._answer("gs://bucket/a", lambda seconds=seconds: answer(seconds))
+        assert len(calls) == count
