@@ -36,6 +36,7 @@ def _prepare(options: argparse.Namespace) -> int:
         tokenizer=config.tokenizer,
         seed=seed_of(name, config.run.seed),
         folder=full(options.out, _OUT),
+        cache_dir=str(full(config.run.dir, "run.dir") / ".index"),
         workers=options.workers,
         shard_tokens=options.shard_tokens,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.boundary import redact
+from maxpipe.boundary.files import full
 from maxpipe.commands.parser import (
     INPUTS_HELP,
     OF_RUN,
@@ -151,7 +153,12 @@ def _page(found: Shown, step: int, coloured: bool) -> Iterator[str]:
 def _head(segment: Segment) -> str:
     part = "" if segment.num_tokens >= segment.of_tokens else f" of its {segment.of_tokens}"
     tokens = f"{segment.num_tokens}{part} tokens, {segment.num_trained} trained"
-    return redact.shown(f"document {segment.document}, {tokens}: {segment.where}")
+    return _in_one(f"document {segment.document}, {tokens}: {segment.where}")
+
+
+def _in_one(line: str) -> str:
+    """A line, also where the name of a file would make it several."""
+    return redact.shown(line).replace("\n", "\\n")
 
 
 def _marked(piece: Piece, coloured: bool) -> str:
@@ -194,7 +201,7 @@ def _find(options: argparse.Namespace) -> int:
     for each in found["documents"]:
         first, last = each["first"], each["first"] + each["tokens"] - 1
         line = f"document {each['document']}, tokens {first} to {last} of the row: {each['where']}"
-        print(redact.shown(line))
+        print(_in_one(line))
     return ExitCode.DONE
 
 
@@ -283,8 +290,14 @@ def _of_source(
         files = open_documents(source, tokenizer)
         count = files.num_documents
         documents = statistics.of_encoded(files.__getitem__, count, tokenizer, threads)
-        return statistics.counted(source.source, documents, count, packer, progress.report)
-    opened = open_source(source, seed, lambda: progress.report("opening", 0, 0))
+        found = statistics.counted(source.source, documents, count, packer, progress.report)
+        return dataclasses.replace(found, unreadable=files.unreadable)
+    opened = open_source(
+        dataclasses.replace(source, unreadable="stop"),  # each is counted, however many
+        seed,
+        lambda: progress.report("opening", 0, 0),
+        cache_dir=str(full(config.run.dir, "run.dir") / ".index"),
+    )
     if source.chat == "off":
         documents = statistics.of_texts(opened, tokenizer)
     else:

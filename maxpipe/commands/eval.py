@@ -120,7 +120,8 @@ def _documents(options: argparse.Namespace) -> list[str]:
     source = source_of(path, where)
     found = [f"data.source={source}", f"data.path={one_line(path)}", "data.paths=[]"]
     found += ["data.mixture={}", "data.mixture_stages=[]", "data.mixture_temperature=1"]
-    return found if source in COLUMNS else [*found, "data.template="]
+    without = ["data.template=", "data.chat=off", "data.chat_template="]
+    return found if source in COLUMNS else [*found, *without]
 
 
 def _say(text: str) -> None:

@@ -26,12 +26,12 @@ from maxpipe.data.documents import (
     kept_index,
 )
 from maxpipe.data.formats.text_of import BadRecord, shortened
-from maxpipe.data.sources import Moved, Progress, Source
+from maxpipe.data.sources import Moved, Progress, Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.data.tokenizers.chat_process import ChatProcess, RenderError
 from maxpipe.data.tokenizers.offsets import touched
-from maxpipe.errors import ConfigError
+from maxpipe.errors import ConfigError, Problem
 from maxpipe.words import counted
 
 _MOST_TEMPLATE_BYTES = 1 << 24
@@ -151,13 +151,14 @@ class Conversations:
         """The ids of a record and which of them are trained.
 
         Raises:
-            ConfigError: naming the record, if it has no messages or the template fails with them.
+            UnreadableRecord: it has no messages or the template fails with them.
         """
         try:
             return self._encoded(self.source.record(document))
         except BadRecord as error:
             where = self.source.where(document)
-            raise ConfigError.one(where, error.given, error.rule, error.action) from error
+            problem = Problem(where, error.given, error.rule, error.action)
+            raise UnreadableRecord([problem]) from error
 
     def _encoded(self, record: object) -> Encoded:
         messages = messages_of(record, self._config)

@@ -19,7 +19,15 @@ from maxpipe.data.formats.files import File, find_files
 from maxpipe.data.formats.json_lines import JsonLines
 from maxpipe.data.formats.parquet import ParquetRows
 from maxpipe.data.formats.saved_dataset import SavedDataset, is_saved_dataset
-from maxpipe.data.formats.source import Moved, Progress, Record, Records, RecordSource, Source
+from maxpipe.data.formats.source import (
+    Moved,
+    Progress,
+    Record,
+    Records,
+    RecordSource,
+    Source,
+    UnreadableRecord,
+)
 from maxpipe.data.formats.synthetic import SyntheticRecords
 from maxpipe.data.formats.text import TextFiles, open_corpus
 from maxpipe.data.formats.text_of import TextOf
@@ -32,12 +40,13 @@ __all__ = [
     "Progress",
     "Record",
     "Source",
+    "UnreadableRecord",
     "find_files",
     "open_source",
     "source_of",
 ]
 
-Kind = Literal["text", "jsonl", "parquet", "arrayrecord", "huggingface"]
+Kind = Literal["text", "jsonl", "parquet", "arrayrecord", "huggingface", "tokens", "megatron"]
 """Sources whose files tell what they are by their names."""
 
 
@@ -113,6 +122,10 @@ def source_of(path: str, where: str) -> Kind:
     """
     if is_saved_dataset(path):
         return "huggingface"
+    if os.path.isfile(os.path.join(os.path.expanduser(path), "manifest.json")):
+        return "tokens"
+    if path.endswith((".idx", ".bin")) and os.path.isfile(os.path.expanduser(path[:-4]) + ".idx"):
+        return "megatron"
     try:
         names = [os.path.basename(file.path) for file in find_files(path, ())]
     except ConfigError as error:

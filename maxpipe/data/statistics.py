@@ -17,9 +17,9 @@ import numpy as np
 from maxpipe.data.documents import Encoded, digest_of
 from maxpipe.data.packing import targets_of
 from maxpipe.data.sequences import Packer
-from maxpipe.data.sources import Source
+from maxpipe.data.sources import Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
-from maxpipe.errors import ConfigError, Problem
+from maxpipe.errors import Problem
 
 _PASS_CHARACTERS = 1 << 20
 _PASS_DOCUMENTS = 1024
@@ -94,6 +94,7 @@ class Statistics:
     empty: int = 0
     replaced: int = 0
     unreadable: int = 0
+    """Of prepared documents those that are empty for it; others are in no other number."""
     first_unreadable: Problem | None = None
     repeated: int = 0
     repeated_tokens: int = 0
@@ -175,7 +176,7 @@ def of_texts(source: Source, tokenizer: Tokenizer) -> Iterator[Document | Proble
     for i in range(len(source)):
         try:
             text: str | Problem = source[i]
-        except ConfigError as error:
+        except UnreadableRecord as error:
             text = error.problems[0]
         else:
             characters += len(text)
@@ -212,7 +213,7 @@ def of_encoded(
     def read(i: int) -> Document | Problem:
         try:
             found = encode(i)
-        except ConfigError as error:
+        except UnreadableRecord as error:
             return error.problems[0]
         ids, mask = found.ids.astype(np.int64), found.trained
         text = tokenizer.decode(ids.tolist())

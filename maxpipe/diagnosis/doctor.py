@@ -314,6 +314,9 @@ def data(config: Config) -> Iterator[Check]:
         except ConfigError as error:
             yield from _explained(section_of(name), error)
             continue
+        except StorageError as error:  # there is no room to unpack a file, say
+            yield _stored(section_of(name), error)
+            continue
         text = f"{source.name}, {counted(len(source), 'document')}, the first of "
         text += counted(len(document), "character")
         yield Check(section_of(name), "ok", text)
@@ -331,6 +334,12 @@ def data(config: Config) -> Iterator[Check]:
             yield from _prepared(name, each, tokenizer)
         elif each.chat != "off":
             yield from _conversations(name, each, tokenizer, kept)
+
+
+def _stored(name: str, error: StorageError) -> Check:
+    where, *words = str(error).splitlines()
+    text = " ".join([where, *map(str.strip, words[:-1])])
+    return Check(name, "FAILED", text, words[-1].strip())
 
 
 def _conversations(
@@ -362,10 +371,7 @@ def _prepared(name: str, config: SourceConfig, tokenizer: Tokenizer) -> Iterator
         yield from _explained(section, error)
         return
     except StorageError as error:
-        where, *words = str(error).splitlines()
-        yield Check(
-            section, "FAILED", " ".join([where, *map(str.strip, words[:-1])]), words[-1].strip()
-        )
+        yield _stored(section, error)
         return
     text = f"{config.source}, {counted(documents.num_documents, 'document')}, "
     text += f"{counted(documents.num_tokens, 'token')}, the first document has {first}"

@@ -14,10 +14,13 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config.data_schema import Packing
+from maxpipe.config.schema import DataConfig
 from maxpipe.data import statistics
 from maxpipe.data.sequences import Packer
+from maxpipe.data.sources import open_source
 from maxpipe.data.statistics import Contents, Statistics, counted, of_texts
 from maxpipe.data.tokenizer import ByteTokenizer
+from maxpipe.errors import ConfigError
 from tests.data.conversations import CHATML, CONVERSATIONS, write_records
 from tests.data.texts import Texts
 
@@ -117,6 +120,30 @@ def test_stats_as_json(run: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert found["tokens"] == 13 + 2 + 13 + 10 + 7 + 10 and found["bytes"] == 45
     assert found["sequences"] == 4 and found["packing_efficiency"] == round(50 / 64, 6)
     assert found["duplicate_tokens"] == 15
+
+
+def test_records_are_unreadable_whatever_happens_to_them(
+    run: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With `skip` training takes them for empty documents, and a prepared folder has these."""
+    found: dict[str, Any] = json.loads(printed(capsys, *run, "--json"))
+    skip = [*run, "data.unreadable=skip"]
+    assert json.loads(printed(capsys, *skip, "--json")) == found
+    assert main(["data", "prepare", *skip, "--out", "tokens", "--workers", "1"]) == 0
+    capsys.readouterr()
+    tokens = [*run, "data.source=tokens", "data.path=tokens"]
+    prepared = json.loads(printed(capsys, *tokens, "--json"))
+    assert prepared["unreadable"] == 1 and prepared["documents"] == 6
+    assert "unreadable  1, empty since they were prepared" in printed(capsys, *tokens)
+
+
+def test_a_file_that_changes_is_no_unreadable_record(
+    run: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = open_source(DataConfig(source="text", path="texts"), 0)
+    Path("texts/3.txt").unlink()
+    with pytest.raises(ConfigError, match=r"3\.txt\n  must be readable"):
+        list(of_texts(source, ByteTokenizer()))
 
 
 def test_stats_as_text(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
