@@ -17,7 +17,7 @@ TEXTS = [f"document {number} " * (1 + number * number % 40) for number in range(
 UNCHECKED = ("text", "jsonl", "huggingface")
 
 
-@pytest.mark.fault("F22")
+@pytest.mark.fault("F21")
 @pytest.mark.parametrize("kind", FORMATS)
 def test_flipped_bits(kind: str, tmp_path: Path) -> None:
     data = formatted(kind, TEXTS, tmp_path)

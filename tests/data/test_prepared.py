@@ -542,7 +542,7 @@ def test_shards_in_another_order(tokens: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pointer", [-2, 3, 1 << 20, 1 << 62, -(1 << 63)])
 def test_an_index_that_points_elsewhere(pointer: int, tokens: Path, tmp_path: Path) -> None:
-    """Written by whoever also wrote the CRCs and digests."""
+    """Of a folder whose CRCs and digests fit what is wrong."""
     shutil.copytree(tokens, tmp_path, dirs_exist_ok=True)
     manifest = json.loads((tokens / FILE).read_text())
     del manifest["sha256"]
