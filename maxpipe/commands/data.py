@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import full, scheme
 from maxpipe.commands.data_look import add_look
+from maxpipe.commands.data_mixture import add_mixture
 from maxpipe.commands.parser import Commands, add_inputs, count, read_data_config, subcommands
 from maxpipe.commands.progress import Progress
 from maxpipe.errors import ConfigError, ExitCode
@@ -91,6 +92,7 @@ def add(commands: Commands) -> None:
     _add_prepare(actions)
     _add_verify(actions)
     add_look(actions)
+    add_mixture(actions)
     parser.command_names = tuple(actions.choices)
 
 

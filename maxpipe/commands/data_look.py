@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from maxpipe.errors import Problem
 
 _GREY, _CONTROL, _HEAD, _PLAIN = "\x1b[90m", "\x1b[36m", "\x1b[1m", "\x1b[0m"
-_RUN = "a run, by its folder or its name below runs/, which means its own config; or "
+RUN_HELP = "a run, by its folder or its name below runs/, which means its own config; or "
 
 
 # What is read.
 
 
-def _inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
+def named_inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
     """The inputs with the config of a run in place of its name, and the folder of the run.
 
     A name that is a config's is that config: a run of the same name is given by its folder.
@@ -62,17 +62,24 @@ def _inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
     return [os.path.join(folder, CONFIG_FILE), *inputs[1:]], folder
 
 
-def _datasets(config: Config) -> Datasets:
+def opened(config: Config, folder: str) -> Datasets:
+    """What a config reads; of a run, by its folder, with the shares that it had at each step."""
+    from maxpipe.data.mixture import Mixture
+    from maxpipe.telemetry.batches import mixture_of
     from maxpipe.train.datasets import datasets_of
 
     progress = Progress()
     try:
-        return datasets_of(config, lambda: progress.report("reading documents", 0, 0))
+        found = datasets_of(config, lambda: progress.report("reading documents", 0, 0))
     finally:
         progress.close()
+    dealt = mixture_of(folder) if folder and config.data.mixture else None
+    if dealt is not None and dealt[0] == found.train.sources:
+        found.train.use(Mixture.of_facts(dealt[1], config.run.seed))
+    return found
 
 
-def _batch(folder: str, step: int) -> int:
+def batch_of_step(folder: str, step: int) -> int:
     """The number of the batch that a step takes, by the records of its run if there is one."""
     if not folder:
         return step - 1
@@ -85,15 +92,15 @@ def _batch(folder: str, step: int) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    inputs, folder = _inputs(options.inputs)
+    inputs, folder = named_inputs(options.inputs)
     config = read_config(inputs).config
     from maxpipe.data.look import shown
 
-    datasets = _datasets(config)
+    datasets = opened(config, folder)
     try:
         loader = _split(datasets, options.split)
         is_train = options.split == "train"
-        batch = _batch(folder, options.step) if is_train else options.step - 1
+        batch = batch_of_step(folder, options.step) if is_train else options.step - 1
         number = options.n or (3 if options.row is None else 1)
         coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         for at, row in _rows(loader, batch, options.row or 0, number):
@@ -185,11 +192,11 @@ def _styled(text: str, style: str, coloured: bool) -> str:
 
 
 def _find(options: argparse.Namespace) -> int:
-    inputs, folder = _inputs([options.config, *options.inputs])
+    inputs, folder = named_inputs([options.config, *options.inputs])
     config = read_config(inputs).config
-    datasets = _datasets(config)
+    datasets = opened(config, folder)
     try:
-        batch = _batch(folder, options.step)
+        batch = batch_of_step(folder, options.step)
         found = _documents(datasets, batch, options.row)
     finally:
         datasets.close()
@@ -229,7 +236,7 @@ def _documents(datasets: Datasets, batch: int, row: int) -> dict[str, Any]:
 def _stats(options: argparse.Namespace) -> int:
     if options.out is not None:
         _check_form(options.out)
-    inputs, _ = _inputs(options.inputs)
+    inputs, _ = named_inputs(options.inputs)
     config = read_config(inputs).config
     from maxpipe.data import statistics_page
 
@@ -328,15 +335,15 @@ def _add_show(actions: Commands) -> None:
         epilog="examples:\n  maxpipe data show my-run.yml -n 3\n"
         "  maxpipe data show runs/my-run --step 1200 --row 7",
     )
-    add_inputs(show, "RUN|", _RUN)
+    add_inputs(show, "RUN|", RUN_HELP)
     show.add_argument("-n", type=count, metavar="N", help="rows; default 3, or 1 with --row")
     show.add_argument("--step", type=count, default=1, metavar="K", help="counted from 1 (1)")
     show.add_argument("--row", type=_natural, metavar="R", help="of the step's batch, from 0 (0)")
     show.add_argument(
         "--split",
-        metavar="NAME",
+        metavar="train|validation|NAME",
         default="train",
-        help="train, validation or a name in data.validation; default train",
+        help="which documents; NAME is one in data.validation (train)",
     )
     show.set_defaults(command=_show)
 
@@ -350,7 +357,7 @@ def _add_stats(actions: Commands) -> None:
         "read, and how well they fill sequences.",
         epilog="example: maxpipe data stats my-run.yml --out stats.html",
     )
-    add_inputs(stats, "RUN|", _RUN)
+    add_inputs(stats, "RUN|", RUN_HELP)
     stats.add_argument("--json", action="store_true", help="print one JSON object")
     stats.add_argument("--out", metavar="FILE", help="write a picture: FILE.html or FILE.png")
     stats.set_defaults(command=_stats)
@@ -365,7 +372,7 @@ def _add_find(actions: Commands) -> None:
         epilog="examples:\n  maxpipe data find runs/my-run 1200 7\n"
         "  maxpipe data find my-run.yml 1200 7 data.path='*.jsonl'",
     )
-    find.add_argument("config", metavar=OF_RUN, help=f"{_RUN}{INPUTS_HELP}")
+    find.add_argument("config", metavar=OF_RUN, help=f"{RUN_HELP}{INPUTS_HELP}")
     find.add_argument("step", type=count, metavar="STEP", help="counted from 1, as in the log")
     find.add_argument("row", type=_natural, metavar="ROW", help="of the step's batch, from 0")
     add_inputs(find)

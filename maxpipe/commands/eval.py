@@ -173,9 +173,9 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--split",
-        metavar="NAME",
-        help="which documents: validation, train, all, or a name in data.validation; by default\n"
-        "validation, or all when data.* names other documents",
+        metavar="validation|train|all|NAME",
+        help="which documents; NAME is one in data.validation. By default validation, or all\n"
+        "when data.* names other documents",
     )
     parser.add_argument(
         "--choices",

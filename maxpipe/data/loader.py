@@ -237,6 +237,10 @@ class Loader:
         assert self.ending is not None
         if self.ending.policy == "stop":
             found = found.ended(list(self.ending.limits.values()), since)
+        self.use(found)
+
+    def use(self, found: Mixture) -> None:
+        """Deal samples out exactly so."""
         self.stream.mixture, self.stream.end = found, found.end
         self._fingerprint[mixture.FACTS] = found.facts()
 

@@ -8,6 +8,7 @@ numbers, whatever the weights were: where weights change, no sample is lost or r
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import sys
@@ -104,27 +105,44 @@ class Mixture:
         """
         at = [stage for stage in self.stages if stage.first <= since][-1]
         coming = [at._replace(first=since), *(s for s in self.stages if s.first > since)]
-        found = [stage for stage in self.stages if stage.first < since]
+        kept = [stage for stage in self.stages if stage.first < since]
+        found = Mixture(kept, self.seed) if kept else None
         here = since
         for number, stage in enumerate(coming):
             stop = coming[number + 1].first if number + 1 < len(coming) else sys.maxsize
             while here < stop:
-                read = Mixture(found, self.seed).counts(here) if found else [0] * len(limits)
+                read = found.counts(here).tolist() if found else [0] * len(limits)
                 left = [
                     quota if count < limit else 0
                     for quota, count, limit in zip(stage.quotas, read, limits, strict=True)
                 ]
                 if not any(left):
                     break
-                shares = [quota / sum(left) for quota in left]
-                if not found or found[-1].quotas != quotas(shares):
-                    found.append(Stage(here, quotas(shares)))
-                now = Mixture(found, self.seed)
-                ends = [now.reaches(n, limits[n]) for n, quota in enumerate(left) if quota]
-                here = min(stop, *(end for end in ends if end is not None))
-        if not found or any(found[-1].quotas):
-            found.append(Stage(here, (0,) * len(limits)))
-        return Mixture(found, self.seed)
+                found = self._then(found, Stage(here, quotas([each / sum(left) for each in left])))
+                here = min(stop, found._next_end(limits))
+        return self._then(found, Stage(here, (0,) * len(limits)))
+
+    def _then(self, found: Mixture | None, stage: Stage) -> Mixture:
+        """A mixture with one more stage, unless that is as the one before."""
+        if found is None:
+            return Mixture([stage], self.seed)
+        if found.stages[-1].quotas == stage.quotas:
+            return found
+        longer = copy.copy(found)
+        longer.stages = (*found.stages, stage)
+        longer._firsts = np.append(found._firsts, stage.first)
+        longer._quotas = np.vstack([found._quotas, stage.quotas])
+        longer._before = np.vstack([found._before, found.counts(stage.first)])
+        return longer
+
+    def _next_end(self, limits: Sequence[int]) -> int:
+        """The samples in front of which the first source of the last stage has ended."""
+        need, quota = np.array(limits) - self._before[-1], self._quotas[-1]
+        # Only in the nearest block has to be looked where in it that is.
+        blocks = np.where(quota > 0, (need - 1) // np.maximum(quota, 1), sys.maxsize)
+        nearest = np.flatnonzero(blocks == blocks.min()).tolist()
+        ends = [self.reaches(source, limits[source]) for source in nearest]
+        return min(end for end in ends if end is not None)
 
     def changed(self, to: Mixture, number: int) -> Mixture:
         """This mixture up to a number, and the stages of the other one from there on."""

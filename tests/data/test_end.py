@@ -115,7 +115,7 @@ def test_going_on_is_the_same_as_never_to_have_stopped(
 def test_more_epochs_behind_the_end(
     mixture: Mixture, other: Mixture, limits: list[int], data: st.DataObject
 ) -> None:
-    """The rows that the last batch had no samples for are of nobody: none is lost."""
+    """The rows that the last batch had no samples for are of no source: none is lost."""
     found = mixture.ended(limits, 0)
     assert found.end is not None
     position = found.end + data.draw(st.integers(0, 7))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.loader import Datasets, build
 from maxpipe.data.stream import seed_of
 from maxpipe.errors import ConfigError
+from maxpipe.train.datasets import datasets_of
 from tests.data.conversations import write_records
 from tests.data.texts import write_texts
 
@@ -231,3 +233,26 @@ def test_a_mixed_source_has_every_key_of_a_source() -> None:
     names = set(SourceConfig.__slots__)
     assert names <= set(DataConfig.__dataclass_fields__)
     assert names <= set(MixedSourceConfig.__dataclass_fields__)
+
+
+def test_the_mixture_of_any_step_is_listed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inputs = [*overrides(here), "data.mixture_stages=['files 3 lines 1 for 4 steps']"]
+    command = ["data", "mixture", *inputs, "--step"]
+    train = datasets_of(load(inputs).config, lambda: None).train
+    for step in (1, 3, 5, 1_000_000):
+        found = json.loads(printed(capsys, *command, str(step), "--json"))
+        rows = [(row["source"], row["sequence"]) for row in found["step"]["rows"]]
+        assert rows == [(row.source, row.sequence) for row in train.rows(step - 1)]
+    first, last = found["stages"]
+    assert first["shares"] == {"files": 0.75, "lines": 0.25, "made": 0, "talks": 0}
+    assert (first["first_step"], last["first_step"]) == (1, 5)
+    text = printed(capsys, *command, "3")
+    assert "from step 1: files 75.00%, lines 25.00%" in text and "\nfrom step 5: " in text
+    sources = Counter(row.source for row in train.rows(2))
+    assert f"rows by source: files {sources['files']}, lines {sources['lines']}\n" in text
+    said = printed(capsys, "data", "mixture", "quickstart", code=2)
+    assert "without a mixture all rows are of data.source" in said
+    stopped = [*inputs, "data.end=stop", "train.steps=100000", "data.mixture.made.source=text"]
+    stopped.append(f"data.mixture.made.path={here / 'files'}")
+    text = printed(capsys, "data", "mixture", *stopped)
+    assert "nothing, all sources have ended" in text and text.count(", 1.00 epochs") == 4

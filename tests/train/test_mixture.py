@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from maxpipe.commands.data_look import opened
+from maxpipe.config.load import load
 from maxpipe.train.by_source import SourceSums
 from maxpipe.train.evaluate import evaluate
 from maxpipe.train.step import BY_SOURCE
-from tests.train.runs import SAME, Run, is_explained, ledger, records, saved_steps
+from tests.train.runs import (
+    SAME,
+    Run,
+    Start,
+    ends,
+    forget_after,
+    is_explained,
+    ledger,
+    pair,
+    records,
+    saved_steps,
+)
 
 NAMES = ("code", "rare", "web")
 WEIGHTS = {"code": 3, "rare": 1, "web": 12}
@@ -149,6 +165,63 @@ def test_one_source_is_read_again_or_ends(tiny: Path, run: Run, tmp_path: Path) 
     assert list(epochs) == list(range(1, last + 1)) and epochs[last] == 1 and last < 200
     run(*given, "data.end=repeat", f"train.steps={last + 9}", "run.name=again")
     assert records(tmp_path / "again")[last + 9]["train/epochs"] > 1
+
+
+@pytest.mark.slow
+def test_a_run_goes_on(whole: Path, mixed: list[str], run: Run, tmp_path: Path) -> None:
+    """With the same weights as if it had not stopped; with others no sample is lost or repeated."""
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    forget_after(folder, 12)
+    given = ["train", *mixed, f"run.dir={tmp_path}"]
+    assert "weights of the mixture change" not in run(*given)
+    of_losses = ("source/", "train/loss", "eval/")
+    found, wanted = records(folder), records(whole)
+    for step, record in wanted.items():
+        for tag, value in record.items():
+            if tag.startswith(of_losses):
+                assert found[step][tag] == value, (step, tag)
+    forget_after(folder, 12)
+    assert "weights of the mixture change with step 13" in run(
+        *given, "data.mixture.rare.weight=20"
+    )
+
+    def rows(step: int, of: Path) -> list[tuple[str, int]]:
+        told = json.loads(run("data", "mixture", of, "--step", step, "--json"))
+        return [(row["source"], row["sequence"]) for row in told["step"]["rows"]]
+
+    assert rows(12, folder) == rows(12, whole) and rows(13, folder) != rows(13, whole)
+    told = json.loads(run("data", "mixture", folder, "--json"))
+    assert [stage["first_step"] for stage in told["stages"]] == [1, 13]
+    assert told["stages"][1]["shares"]["rare"] == pytest.approx(20 / 35, abs=1e-4)
+    last = records(folder)[24]
+    for each in told["sources"]:
+        assert each["samples"] * 16 == last[f"source/{each['source']}/tokens"]
+    read = Counter(place for step in range(1, 25) for place in rows_of(folder, step))
+    for each in told["sources"]:
+        mine = [read[each["source"], number] for number in range(each["sequences"])]
+        assert sum(mine) == each["samples"] and max(mine) - min(mine) <= 1
+
+
+def rows_of(folder: Path, step: int) -> list[tuple[str, int]]:
+    """The rows of a step of a run, as `maxpipe data` knows them."""
+    datasets = opened(load([str(folder / "config.yml")]).config, str(folder))
+    return [(row.source, row.sequence) for row in datasets.train.rows(step - 1)]
+
+
+@pytest.mark.slow
+def test_two_processes_read_the_same(
+    whole: Path, mixed: list[str], start: Start, tmp_path: Path
+) -> None:
+    given = (*mixed, "mesh.cpu_devices=2", f"run.dir={tmp_path}")
+    with pair(start, *given) as processes:
+        outputs = ends(processes)
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    found, wanted = records(tmp_path / "run"), records(whole)
+    for step, record in wanted.items():
+        for name in NAMES:
+            assert found[step][f"source/{name}/tokens"] == record[f"source/{name}/tokens"]
+            tag = f"source/{name}/loss"
+            assert found[step].get(tag, -1) == pytest.approx(record.get(tag, -1), rel=SAME)
 
 
 def test_sums_between_records() -> None:
