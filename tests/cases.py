@@ -93,6 +93,8 @@ class Case:
     """`model.matmul_parts`."""
     loss_block: int = -1
     """Tokens whose logits are in memory at once."""
+    sources: int = 0
+    """Sources of a mixture; one of them has no row, and one row has no source."""
     by_three: bool = False
     """Sizes that 3 divides and 2 does not, but for the heads."""
 
@@ -227,6 +229,7 @@ def steps_of(case: Case, rows: int, total_steps: int = 10, optim: OptimConfig = 
         rules=AxisRules.from_config(mesh),
         seed=0,
         byte_lengths=np.ones(config.vocab_size, np.int32),
+        num_sources=case.sources,
     )
 
 
@@ -254,13 +257,19 @@ def batch_of(rows: int, step: int = 0, case: Case = _ORDINARY) -> dict[str, np.n
     ids = random.integers(0, case.model.vocab_size, (rows, tokens + 1), np.int32)
     cut = random.integers(1, tokens, (rows, 1))
     place = np.arange(tokens, dtype=np.int32)
+    mask, of_sources = (place != cut - 1).astype(np.float32), {}
+    if case.sources:
+        sources = random.integers(0, case.sources - 1, rows, np.int32)
+        sources[0], mask[0] = -1, 0  # padding
+        of_sources = {"source_ids": sources}
     return {
         "tokens": ids[:, :-1],
         "targets": ids[:, 1:],
         "segment_ids": (1 + (place >= cut)).astype(np.int32),
         "positions": np.where(place >= cut, place - cut, place).astype(np.int32),
-        "loss_mask": (place != cut - 1).astype(np.float32),
+        "loss_mask": mask,
         "example_ids": np.arange(rows, dtype=np.int32),
+        **of_sources,
     }
 
 

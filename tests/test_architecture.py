@@ -53,7 +53,10 @@ ROWS = (
         *("maxpipe.diagnosis.environment", "maxpipe.diagnosis.probe"),
     ),
     ("maxpipe.data.prepared",),
-    ("maxpipe.data.loader", "maxpipe.data.look", "maxpipe.optim"),
+    (
+        *("maxpipe.data.corpus", "maxpipe.data.overlap", "maxpipe.data.loader"),
+        *("maxpipe.data.look", "maxpipe.optim"),
+    ),
     (
         *("maxpipe.train", "maxpipe.generate", "maxpipe.exchange"),
         *("maxpipe.plan.sizes", "maxpipe.plan.memory", "maxpipe.plan.advice"),

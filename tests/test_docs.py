@@ -20,6 +20,8 @@ from maxpipe.model.families.registry import summaries
 from maxpipe.model.spec import Ahead
 from maxpipe.plan.advice import TERMS
 from maxpipe.telemetry import metrics
+from maxpipe.train.evaluate import Totals
+from maxpipe.train.step import BY_SOURCE
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -119,14 +121,18 @@ def test_every_metric_is_explained(update_golden: bool) -> None:
 
 
 def test_every_metric_that_is_written_is_declared() -> None:
-    """By the tags in the code: `train/`, `eval/`, `perf/`, `pipe/` and `memory/`."""
+    """By the tags in the code: `train/`, `eval/`, `perf/`, `pipe/`, `memory/` and `source/`."""
     declared = [metric.tag for metric in metrics.METRICS]
     assert len(declared) == len(set(declared))
     written: set[str] = set()
-    for name in ("train/step.py", "train/loop.py", "train/evaluate.py"):
+    for name in ("train/step.py", "train/loop.py", "train/evaluate.py", "train/by_source.py"):
         code = (TESTS.parent / "maxpipe" / name).read_text(encoding="utf-8")
         written |= set(re.findall(r'"((?:train|eval|perf|pipe|memory)/\w+)"', code))
+        of_sources = re.findall(r'of_source\(name, "(\w+)"\)', code)
+        written |= {f"source/NAME/{each}" for each in of_sources}
+    written -= set(BY_SOURCE)  # of which losses are made
     written |= {f"train/loss_{name}" for name in Ahead(1, 1, 1.0).losses}
+    written |= set(Totals(1.0, 1.0, 1.0).named("NAME"))
     assert written | {tag for tag, *_ in summaries()} == set(declared)
     assert {tag for _, tags in metrics.CHARTS for tag in tags} <= set(declared)
 

@@ -12,9 +12,9 @@ from maxpipe.boundary.typed import parse
 T = TypeVar("T")
 
 
-def signed(content: Mapping[str, Any]) -> str:
-    """As JSON with a digest of itself."""
-    return json.dumps({**content, "sha256": _own_digest(content)}, indent=1)
+def signed(content: Mapping[str, Any], *, indent: int | None = 1) -> str:
+    """As JSON with a digest of itself; in one line without `indent`."""
+    return json.dumps({**content, "sha256": _own_digest(content)}, indent=indent)
 
 
 def opened(text: str | bytes, kind: type[T]) -> T:

@@ -80,8 +80,8 @@ def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
         return _beginning(current, (f"{name} " for name in choices))
     option = _option(command, arguments[-1]) if arguments else None
     if option is not None and option.nargs != 0:
-        if option.choices:
-            return _beginning(current, (f"{each} " for each in option.choices))
+        if known := option.choices or _named(option):
+            return _beginning(current, (f"{each} " for each in known))
         return _paths(current, ())
     if current.startswith("-"):
         names = (name for each in command._actions for name in each.option_strings)
@@ -115,6 +115,12 @@ def _choices(parser: argparse.ArgumentParser) -> dict[str, Parser]:
 
 def _option(parser: argparse.ArgumentParser, word: str) -> argparse.Action | None:
     return parser._option_string_actions.get(word)
+
+
+def _named(option: argparse.Action) -> list[str]:
+    """The words that help shows in place of a value, `one|two|NAME`, but for names."""
+    words = str(option.metavar or "").split("|")
+    return [each for each in words if each.islower()] if len(words) > 1 else []
 
 
 def _expected(

@@ -4,40 +4,66 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import full, scheme
 from maxpipe.commands.data_look import add_look
+from maxpipe.commands.data_mixture import add_mixture
 from maxpipe.commands.parser import Commands, add_inputs, count, read_data_config, subcommands
 from maxpipe.commands.progress import Progress
 from maxpipe.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from maxpipe.config.data_schema import DataConfig
 
 _OUT = "command line: --out"
 
 
 def _prepare(options: argparse.Namespace) -> int:
+    from maxpipe.config.data import all_sources
     from maxpipe.data.prepared.prepare import Plan, prepare
+    from maxpipe.data.sections import in_section
+    from maxpipe.data.stream import seed_of
 
     config = read_data_config(options.inputs).config
     if scheme(options.out):
         rule = "must be a folder on this machine: files are written as documents are read."
         action = "Name a folder here, and copy it to the bucket afterwards, with `gcloud storage "
         raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
+    name = _chosen(config.data, options.source)
     plan = Plan(
-        data=config.data,
+        data=all_sources(config.data)[name],
         tokenizer=config.tokenizer,
-        seed=config.run.seed,
+        seed=seed_of(name, config.run.seed),
         folder=full(options.out, _OUT),
+        cache_dir=str(full(config.run.dir, "run.dir") / ".index"),
         workers=options.workers,
         shard_tokens=options.shard_tokens,
     )
     progress = Progress()
     try:
-        done = prepare(plan, progress.report)
+        with in_section(name):
+            done = prepare(plan, progress.report)
     finally:
         progress.close()
     print(redact.shown(done))
     return ExitCode.DONE
+
+
+def _chosen(data: DataConfig, given: str | None) -> str:
+    """The name of the source that is prepared; empty without a mixture."""
+    from maxpipe.config.data import validation_sets
+
+    names = [*sorted(data.mixture), *validation_sets(data)]
+    where, known = "command line: --source", ", ".join(names)
+    if given is None and data.mixture:
+        rule = f"must name one source of {known}: each gets its own folder."
+        raise ConfigError.one(where, given, rule, f"Add --source {min(data.mixture)}.")
+    if given is not None and given not in names:
+        rule = f"must be one of {known}." if known else "has no effect without data.mixture."
+        raise ConfigError.one(where, given, rule, "Give one of them, or leave it out.")
+    return given or ""
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -66,6 +92,7 @@ def add(commands: Commands) -> None:
     _add_prepare(actions)
     _add_verify(actions)
     add_look(actions)
+    add_mixture(actions)
     parser.command_names = tuple(actions.choices)
 
 
@@ -81,6 +108,11 @@ def _add_prepare(actions: Commands) -> None:
     )
     add_inputs(prepare)
     prepare.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    prepare.add_argument(
+        "--source",
+        metavar="NAME",
+        help="which source of data.mixture to prepare, or validation.NAME",
+    )
     prepare.add_argument(
         "--workers", type=count, default=None, metavar="N", help="processes; default one per core"
     )

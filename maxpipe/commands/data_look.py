@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.boundary import redact
+from maxpipe.boundary.files import full
 from maxpipe.commands.parser import (
     INPUTS_HELP,
     OF_RUN,
@@ -26,20 +28,22 @@ from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.words import counted
 
 if TYPE_CHECKING:
+    from maxpipe.config.data_schema import SourceConfig
     from maxpipe.config.schema import Config
     from maxpipe.data.loader import Datasets, Loader
     from maxpipe.data.look import Piece, Segment, Shown
     from maxpipe.data.statistics import Document, Statistics
+    from maxpipe.data.tokenizer import Tokenizer
     from maxpipe.errors import Problem
 
 _GREY, _CONTROL, _HEAD, _PLAIN = "\x1b[90m", "\x1b[36m", "\x1b[1m", "\x1b[0m"
-_RUN = "a run, by its folder or its name below runs/, which means its own config; or "
+RUN_HELP = "a run, by its folder or its name below runs/, which means its own config; or "
 
 
 # What is read.
 
 
-def _inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
+def named_inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
     """The inputs with the config of a run in place of its name, and the folder of the run.
 
     A name that is a config's is that config: a run of the same name is given by its folder.
@@ -58,17 +62,24 @@ def _inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
     return [os.path.join(folder, CONFIG_FILE), *inputs[1:]], folder
 
 
-def _datasets(config: Config) -> Datasets:
+def opened(config: Config, folder: str) -> Datasets:
+    """What a config reads; of a run, by its folder, with the shares that it had at each step."""
+    from maxpipe.data.mixture import Mixture
+    from maxpipe.telemetry.batches import mixture_of
     from maxpipe.train.datasets import datasets_of
 
     progress = Progress()
     try:
-        return datasets_of(config, lambda: progress.report("reading documents", 0, 0))
+        found = datasets_of(config, lambda: progress.report("reading documents", 0, 0))
     finally:
         progress.close()
+    dealt = mixture_of(folder) if folder and config.data.mixture else None
+    if dealt is not None and dealt[0] == found.train.sources:
+        found.train.use(Mixture.of_facts(dealt[1], config.run.seed))
+    return found
 
 
-def _batch(folder: str, step: int) -> int:
+def batch_of_step(folder: str, step: int) -> int:
     """The number of the batch that a step takes, by the records of its run if there is one."""
     if not folder:
         return step - 1
@@ -81,15 +92,15 @@ def _batch(folder: str, step: int) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    inputs, folder = _inputs(options.inputs)
+    inputs, folder = named_inputs(options.inputs)
     config = read_config(inputs).config
     from maxpipe.data.look import shown
 
-    datasets = _datasets(config)
+    datasets = opened(config, folder)
     try:
         loader = _split(datasets, options.split)
         is_train = options.split == "train"
-        batch = _batch(folder, options.step) if is_train else options.step - 1
+        batch = batch_of_step(folder, options.step) if is_train else options.step - 1
         number = options.n or (3 if options.row is None else 1)
         coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         for at, row in _rows(loader, batch, options.row or 0, number):
@@ -101,8 +112,13 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _split(datasets: Datasets, name: str) -> Loader:
+    from maxpipe.config.data import check_split
+
     if name == "train":
         return datasets.train
+    check_split(name, ("train", "validation", *datasets.sets))
+    if name in datasets.sets:
+        return datasets.sets[name]
     if datasets.validation is None:
         raise ConfigError.one(
             "command line: --split",
@@ -144,7 +160,12 @@ def _page(found: Shown, step: int, coloured: bool) -> Iterator[str]:
 def _head(segment: Segment) -> str:
     part = "" if segment.num_tokens >= segment.of_tokens else f" of its {segment.of_tokens}"
     tokens = f"{segment.num_tokens}{part} tokens, {segment.num_trained} trained"
-    return redact.shown(f"document {segment.document}, {tokens}: {segment.where}")
+    return _in_one(f"document {segment.document}, {tokens}: {segment.where}")
+
+
+def _in_one(line: str) -> str:
+    """A line, also where the name of a file would make it several."""
+    return redact.shown(line).replace("\n", "\\n")
 
 
 def _marked(piece: Piece, coloured: bool) -> str:
@@ -171,11 +192,11 @@ def _styled(text: str, style: str, coloured: bool) -> str:
 
 
 def _find(options: argparse.Namespace) -> int:
-    inputs, folder = _inputs([options.config, *options.inputs])
+    inputs, folder = named_inputs([options.config, *options.inputs])
     config = read_config(inputs).config
-    datasets = _datasets(config)
+    datasets = opened(config, folder)
     try:
-        batch = _batch(folder, options.step)
+        batch = batch_of_step(folder, options.step)
         found = _documents(datasets, batch, options.row)
     finally:
         datasets.close()
@@ -187,7 +208,7 @@ def _find(options: argparse.Namespace) -> int:
     for each in found["documents"]:
         first, last = each["first"], each["first"] + each["tokens"] - 1
         line = f"document {each['document']}, tokens {first} to {last} of the row: {each['where']}"
-        print(redact.shown(line))
+        print(_in_one(line))
     return ExitCode.DONE
 
 
@@ -215,17 +236,22 @@ def _documents(datasets: Datasets, batch: int, row: int) -> dict[str, Any]:
 def _stats(options: argparse.Namespace) -> int:
     if options.out is not None:
         _check_form(options.out)
-    inputs, _ = _inputs(options.inputs)
+    inputs, _ = named_inputs(options.inputs)
     config = read_config(inputs).config
     from maxpipe.data import statistics_page
 
-    found = _counted(config)
+    found = list(_counted(config))
     if options.out is not None:
-        write_file(options.out, "--out", lambda path: statistics_page.draw([found], path))
+        write_file(options.out, "--out", lambda path: statistics_page.draw(found, path))
     if options.json:
-        print(json.dumps(found.facts(), indent=2))
+        facts: Any = [each.facts() for each in found]
+        if config.data.mixture:
+            facts = {"sources": dict(zip(sorted(config.data.mixture), facts, strict=True))}
+        else:
+            [facts] = facts
+        print(json.dumps(facts, indent=2))
     else:
-        print(redact.shown(statistics_page.text(found)))
+        print(redact.shown("\n\n".join(map(statistics_page.text, found))))
     return ExitCode.DONE
 
 
@@ -237,32 +263,56 @@ def _check_form(path: str) -> None:
         raise ConfigError.one("command line: --out", path, rule, "Give --out stats.html.")
 
 
-def _counted(config: Config) -> Statistics:
-    from maxpipe.data import statistics
-    from maxpipe.data.prepared.open import IDS, open_documents
-    from maxpipe.data.sources import open_source
+def _counted(config: Config) -> Iterator[Statistics]:
+    """Of each source, in the order of their names."""
+    from maxpipe.config.data import all_sources
+    from maxpipe.data.sections import in_section
+    from maxpipe.data.stream import seed_of
     from maxpipe.data.tokenizer import open_tokenizer
 
-    data, progress, tokens = config.data, Progress(), config.train.sequence_length
+    progress = Progress()
     try:
         tokenizer = open_tokenizer(config.tokenizer)
-        documents: Iterator[Document | Problem]
-        if data.source in IDS:
-            files = open_documents(data, tokenizer)
-            count = files.num_documents
-            documents = statistics.of_encoded(files.__getitem__, count, tokenizer, data.threads)
-            return statistics.counted(data.source, documents, count, tokens, progress.report)
-        source = open_source(data, config.run.seed, lambda: progress.report("opening", 0, 0))
-        if data.chat == "off":
-            documents = statistics.of_texts(source, tokenizer)
-        else:
-            from maxpipe.data.chat import Conversations
-
-            encode = Conversations(source, tokenizer, data).encode
-            documents = statistics.of_encoded(encode, len(source), tokenizer, data.threads)
-        return statistics.counted(source.name, documents, len(source), tokens, progress.report)
+        for name, each in all_sources(config.data).items():
+            with in_section(name):
+                seed = seed_of(name, config.run.seed)
+                found = _of_source(config, each, seed, tokenizer, progress)
+            found.name = f"{name}: {found.name}" if name else found.name
+            yield found
     finally:
         progress.close()
+
+
+def _of_source(
+    config: Config, source: SourceConfig, seed: int, tokenizer: Tokenizer, progress: Progress
+) -> Statistics:
+    from maxpipe.data import statistics
+    from maxpipe.data.prepared.open import IDS, open_documents
+    from maxpipe.data.sequences import Packer
+    from maxpipe.data.sources import open_source
+
+    threads, packer = config.data.threads, Packer(source.packing, config.train.sequence_length)
+    documents: Iterator[Document | Problem]
+    if source.source in IDS:
+        files = open_documents(source, tokenizer)
+        count = files.num_documents
+        documents = statistics.of_encoded(files.__getitem__, count, tokenizer, threads)
+        found = statistics.counted(source.source, documents, count, packer, progress.report)
+        return dataclasses.replace(found, unreadable=files.unreadable)
+    opened = open_source(
+        dataclasses.replace(source, unreadable="stop"),  # each is counted, however many
+        seed,
+        lambda: progress.report("opening", 0, 0),
+        cache_dir=str(full(config.run.dir, "run.dir") / ".index"),
+    )
+    if source.chat == "off":
+        documents = statistics.of_texts(opened, tokenizer)
+    else:
+        from maxpipe.data.chat import Conversations
+
+        encode = Conversations(opened, tokenizer, source).encode
+        documents = statistics.of_encoded(encode, len(opened), tokenizer, threads)
+    return statistics.counted(opened.name, documents, len(opened), packer, progress.report)
 
 
 # Arguments.
@@ -285,12 +335,15 @@ def _add_show(actions: Commands) -> None:
         epilog="examples:\n  maxpipe data show my-run.yml -n 3\n"
         "  maxpipe data show runs/my-run --step 1200 --row 7",
     )
-    add_inputs(show, "RUN|", _RUN)
+    add_inputs(show, "RUN|", RUN_HELP)
     show.add_argument("-n", type=count, metavar="N", help="rows; default 3, or 1 with --row")
     show.add_argument("--step", type=count, default=1, metavar="K", help="counted from 1 (1)")
     show.add_argument("--row", type=_natural, metavar="R", help="of the step's batch, from 0 (0)")
     show.add_argument(
-        "--split", choices=("train", "validation"), default="train", help="default train"
+        "--split",
+        metavar="train|validation|NAME",
+        default="train",
+        help="which documents; NAME is one in data.validation (train)",
     )
     show.set_defaults(command=_show)
 
@@ -304,7 +357,7 @@ def _add_stats(actions: Commands) -> None:
         "read, and how well they fill sequences.",
         epilog="example: maxpipe data stats my-run.yml --out stats.html",
     )
-    add_inputs(stats, "RUN|", _RUN)
+    add_inputs(stats, "RUN|", RUN_HELP)
     stats.add_argument("--json", action="store_true", help="print one JSON object")
     stats.add_argument("--out", metavar="FILE", help="write a picture: FILE.html or FILE.png")
     stats.set_defaults(command=_stats)
@@ -319,7 +372,7 @@ def _add_find(actions: Commands) -> None:
         epilog="examples:\n  maxpipe data find runs/my-run 1200 7\n"
         "  maxpipe data find my-run.yml 1200 7 data.path='*.jsonl'",
     )
-    find.add_argument("config", metavar=OF_RUN, help=f"{_RUN}{INPUTS_HELP}")
+    find.add_argument("config", metavar=OF_RUN, help=f"{RUN_HELP}{INPUTS_HELP}")
     find.add_argument("step", type=count, metavar="STEP", help="counted from 1, as in the log")
     find.add_argument("row", type=_natural, metavar="ROW", help="of the step's batch, from 0")
     add_inputs(find)

@@ -119,7 +119,9 @@ def _documents(options: argparse.Namespace) -> list[str]:
             raise ConfigError.one(where, path, rule, "Leave one of them out.")
     source = source_of(path, where)
     found = [f"data.source={source}", f"data.path={one_line(path)}", "data.paths=[]"]
-    return found if source in COLUMNS else [*found, "data.template="]
+    found += ["data.mixture={}", "data.mixture_stages=[]", "data.mixture_temperature=1"]
+    without = ["data.template=", "data.chat=off", "data.chat_template="]
+    return found if source in COLUMNS else [*found, *without]
 
 
 def _say(text: str) -> None:
@@ -127,7 +129,7 @@ def _say(text: str) -> None:
 
 
 def _page(found: Report) -> str:
-    documents = "all documents" if found["split"] == "all" else f"{found['split']} documents"
+    documents = f"{found['split']} documents"
     return "\n".join(
         (
             f"checkpoint  {found['checkpoint']}",
@@ -139,6 +141,7 @@ def _page(found: Report) -> str:
             f"            {found['nats_per_byte']:.6f} nats per byte",
             f"            {found['bits_per_byte']:.6f} bits per byte",
             f"perplexity  {found['perplexity']:.6g}",
+            *(f"of {name}  {loss:.6f} nats per token" for name, loss in found["sources"].items()),
         )
     )
 
@@ -170,8 +173,9 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--split",
-        choices=("validation", "train", "all"),
-        help="which documents; by default validation, or all when data.* names other documents",
+        metavar="validation|train|all|NAME",
+        help="which documents; NAME is one in data.validation. By default validation, or all\n"
+        "when data.* names other documents",
     )
     parser.add_argument(
         "--choices",

@@ -12,7 +12,7 @@ import yaml
 
 from maxpipe.boundary import redact
 from maxpipe.config.documents import compose, entries, raw_of, shortened, syntax_problem
-from maxpipe.config.keys import KEYS, MOVED, SECTIONS, parted
+from maxpipe.config.keys import KEYS, MOVED, NAME, NAMED, NAMED_KEYS, SECTIONS, declared_as, parted
 from maxpipe.config.names import override_meant
 from maxpipe.config.values import Raw
 from maxpipe.errors import Problem
@@ -23,8 +23,8 @@ class Assignment:
     """A value for a key, not looked at yet."""
 
     path: tuple[str, ...]
-    """Section, that of a family in two parts, key and, inside a mapping, the entry. Shorter when a
-    part is missing."""
+    """Section, that of a family in two parts, key and, inside a mapping, the entry; of sections by
+    name the name and a key of theirs. Shorter when a part is missing."""
     raw: Raw
     origin: str
     place: str
@@ -65,7 +65,9 @@ def _read_section(
             continue
         if isinstance(value, yaml.MappingNode):
             # Read for its problems: a key that appears twice.
-            list(entries(value, file, f"{'.'.join(path)}.", problems))
+            for inner, _, below in list(entries(value, file, f"{'.'.join(path)}.", problems)):
+                if isinstance(below, yaml.MappingNode):
+                    list(entries(below, file, f"{'.'.join(path)}.{inner}.", problems))
         raw = raw_of(value)
         if raw is not None or not is_section:
             yield from _split(path, raw, file, place)
@@ -99,7 +101,7 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
     key, _, text = arg.partition("=")
     section, rest = parted(key.split("."))
     # The entry of a mapping may have dots of its own.
-    path = (*section.split("."), *".".join(rest).split(".", 1)) if rest else (section,)
+    path = (*section.split("."), *_parts(section, rest)) if rest else (section,)
     if arg.startswith("-"):
         rule, action = override_meant(arg.lstrip("-"), "is not an option of this command.", KEYS)
         action = action or "See the command's --help."
@@ -113,7 +115,7 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
         rule, action = override_meant(arg, rule, KEYS)
         action = action or "Write section.key=value."
         problems.append(Problem(f"command line: {key}", shortened(text), rule, action))
-    elif not _is_collection(KEYS.get(".".join([section, *rest[:1]]))):
+    elif not _is_collection(_hint(path)):
         yield Assignment(path, text, arg, "command line")
     else:
         try:
@@ -122,7 +124,9 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
             problems.append(syntax_problem(f"command line: {arg}", error))
             return
         raw = raw_of(node) if node else None
-        if isinstance(raw, dict) and ".".join(path) in KEYS:
+        if isinstance(raw, dict) and (
+            ".".join(path) in KEYS or declared_as(".".join(path)) in NAMED
+        ):
             # The whole mapping is replaced; a single entry (a.b.c=...) is added.
             yield Assignment(path, {}, arg, "command line")
         yield from _split(path, raw, arg, "command line")
@@ -130,11 +134,27 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
 
 def _split(path: tuple[str, ...], raw: Raw, origin: str, place: str) -> Iterator[Assignment]:
     """One assignment, or one for each entry of a mapping, so that files merge by entry."""
-    if isinstance(raw, dict) and is_mapping(KEYS.get(".".join(path))):
+    key = ".".join(path)
+    if isinstance(raw, dict) and (is_mapping(KEYS.get(key)) or declared_as(key) in NAMED):
         for name, value in raw.items():
-            yield Assignment((*path, name), value, origin, place)
+            yield from _split((*path, name), value, origin, place)
+        if not raw and declared_as(key) in NAMED:
+            yield Assignment(path, None, origin, place)
     else:
         yield Assignment(path, raw, origin, place)
+
+
+def _parts(section: str, rest: Sequence[str]) -> tuple[str, ...]:
+    """Key, and entry or name and key, of what stands behind a section."""
+    holds_sections = f"{section}.{rest[0]}.{NAME}" in NAMED
+    return tuple(".".join(rest).split(".", 2 if holds_sections else 1))
+
+
+def _hint(path: Sequence[str]) -> Any:
+    """The type of what an override sets, that of the mapping for an entry of one."""
+    section, rest = parted(path)
+    key = declared_as(".".join(path))
+    return NAMED_KEYS[key] if key in NAMED_KEYS else KEYS.get(".".join([section, *rest[:1]]))
 
 
 def is_mapping(hint: Any) -> bool:

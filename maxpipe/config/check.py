@@ -15,17 +15,16 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 
+import maxpipe.config.data_rules
 import maxpipe.config.mesh_rules
 import maxpipe.config.model_rules
 import maxpipe.config.pipeline_rules
-import maxpipe.config.tokenizer_rules  # noqa: F401  all four register their rules
+import maxpipe.config.tokenizer_rules  # noqa: F401  all five register their rules
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import scheme
 from maxpipe.config import ramp
 from maxpipe.config.copies import meant_copies
-from maxpipe.config.data import data_findings
 from maxpipe.config.keys import FAMILY, KEYS, family_section
-from maxpipe.config.names import list_meant
 from maxpipe.config.phases import EXAMPLE, phases
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.ranges import BOUNDS, Bound
@@ -429,81 +428,6 @@ def _local_has_folder_and_period(config: Config) -> Iterator[Finding]:
             "checkpoint.local_dir",
             f"must name a folder with checkpoint.local_every={every}.",
             "Set checkpoint.local_dir to a folder on a fast disk, or checkpoint.local_every=0.",
-        )
-
-
-# Data.
-
-
-@rule(
-    "data.source",
-    "data.path",
-    "data.paths",
-    "data.template",
-    "data.unreadable",
-    "data.chat",
-)
-def _paths_and_template_can_be_read(config: Config) -> Iterator[Finding]:
-    yield from data_findings(config.data)
-
-
-@rule("data.path")
-def _path_is_no_list(config: Config) -> Iterator[Finding]:
-    path = config.data.path
-    if path.startswith("[") and path.endswith("]") and "," in path:
-        yield Finding("data.path", "must be one path, not a list.", list_meant("data.path"))
-
-
-@rule("data.source", "data.validation_fraction", "eval.batches")
-def _validation_has_documents(config: Config) -> Iterator[Finding]:
-    synthetic = config.data.source == "synthetic"
-    if config.eval.batches and not config.data.validation_fraction and not synthetic:
-        yield Finding(
-            "data.validation_fraction",
-            f"must be more than 0 when eval.batches is {config.eval.batches}: evaluation reads "
-            "documents that training never sees.",
-            "Set data.validation_fraction=0.05, or eval.batches=0.",
-        )
-
-
-@rule("data.chat", "data.source")
-def _conversations_are_records(config: Config) -> Iterator[Finding]:
-    chat, source = config.data.chat, config.data.source
-    if chat != "off" and source in _WITHOUT_FIELDS:
-        yield Finding(
-            "data.chat",
-            f"must be off with data.source={source}, whose documents have no fields.",
-            "Set data.source=jsonl and data.path to records of conversations, or data.chat=off.",
-        )
-
-
-_WITHOUT_FIELDS = ("corpus", "text", "tokens", "megatron", "synthetic")
-
-
-@rule("data.chat", "data.chat_template")
-def _template_is_read(config: Config) -> Iterator[Finding]:
-    if config.data.chat_template and config.data.chat == "off":
-        yield Finding(
-            "data.chat_template",
-            "is not read with data.chat=off.",
-            "Set data.chat=messages or data.chat=prompt, or leave data.chat_template out.",
-        )
-
-
-@rule("data.chat_roles", "data.trained_roles")
-def _trained_roles_may_speak(config: Config) -> Iterator[Finding]:
-    roles, trained = config.data.chat_roles, config.data.trained_roles
-    if not trained:
-        yield Finding(
-            "data.trained_roles",
-            "must name a role: without one no token is trained on.",
-            "Set data.trained_roles=[assistant].",
-        )
-    elif others := [role for role in trained if role not in roles]:
-        yield Finding(
-            "data.trained_roles",
-            f"must be of data.chat_roles ({', '.join(roles) or 'none'}): {others[0]} is not.",
-            f"Set data.chat_roles=[{', '.join([*roles, *others])}], or leave {others[0]} out.",
         )
 
 

@@ -1,12 +1,14 @@
-"""What the section `data` says, in a form that is easier to read: paths and templates."""
+"""What the section `data` says, in a form that is easier to read: its sources, paths, templates."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 
-from maxpipe.config.schema import DataConfig
-from maxpipe.errors import Finding
+from maxpipe.config.data_schema import DataConfig, SourceConfig
+from maxpipe.config.mixture import sources
+from maxpipe.config.rules import did_you_mean
+from maxpipe.errors import ConfigError
 
 COLUMNS = ("jsonl", "parquet", "arrayrecord", "tfds", "huggingface")
 """Sources whose records have columns, or may."""
@@ -16,11 +18,50 @@ FILES = ("text", "jsonl", "parquet", "arrayrecord", "huggingface")
 ONE_PATH = ("tfds", "tokens", "megatron")
 """Sources of one path, or name."""
 
+SPLITS = ("validation", "train", "all")
+"""Parts of the training's own documents, where a part can be named."""
+
+_VALIDATION = "validation."
 _TEMPLATE = re.compile(r"\{\{|\}\}|\{(?P<name>[^{}]*)\}|[{}]|\\[nt\\]")
 _ESCAPES = {"{{": "{", "}}": "}", r"\n": "\n", r"\t": "\t", "\\\\": "\\"}
 
 
-def paths_of(config: DataConfig) -> list[str]:
+def validation_sets(data: DataConfig) -> dict[str, SourceConfig]:
+    """The sources of `data.validation`, by `validation.NAME`: no name in a mixture has a dot."""
+    return {validation_key(name): data.validation[name] for name in sorted(data.validation)}
+
+
+def validation_key(name: str) -> str:
+    """The name of a set of `data.validation` among all sources."""
+    return f"{_VALIDATION}{name}"
+
+
+def all_sources(data: DataConfig) -> dict[str, SourceConfig]:
+    """What is read for training or for evaluation, by name."""
+    return {**sources(data), **validation_sets(data)}
+
+
+def check_split(name: str, known: Sequence[str]) -> None:
+    """Raises ConfigError if the command line names documents that are not known."""
+    if name not in known:
+        action = f"Give {did_you_mean(name, known) or known[0]}."
+        rule = f"must be one of {', '.join(known)}."
+        raise ConfigError.one("command line: --split", name, rule, action)
+
+
+def is_synthetic(data: DataConfig) -> bool:
+    """Whether no text is trained on."""
+    return all(each.source == "synthetic" for each in sources(data).values())
+
+
+def section_of(name: str) -> str:
+    """The section that has the source of this name."""
+    if not name:
+        return "data"
+    return f"data.{name}" if name.startswith(_VALIDATION) else f"data.mixture.{name}"
+
+
+def paths_of(config: SourceConfig) -> list[str]:
     """All paths of a source, in the order in which they are read."""
     return [config.path] if config.path else list(config.paths)
 
@@ -48,54 +89,3 @@ def template_pieces(template: str) -> list[tuple[str, str]]:
         else:
             raise ValueError(f"the {found[0]} at character {found.start() + 1} has no counterpart")
     return [*pieces, (fixed + template[end:], "")]
-
-
-def data_findings(data: DataConfig) -> Iterator[Finding]:
-    """What is wrong with paths and template."""
-    if data.source in (*FILES, *ONE_PATH) and not paths_of(data):
-        examples = {"tfds": "c4/en:3.1.0", "text": "data/*.txt", "huggingface": "saved"}
-        examples |= {"tokens": "data/tokens", "megatron": "data/*.idx"}
-        yield Finding(
-            "data.path",
-            f"must not be empty with data.source={data.source}.",
-            f"Set data.path={examples.get(data.source, f'data/*.{data.source}')} (your own), or "
-            "data.source=corpus.",
-        )
-    if data.paths and data.path:
-        yield Finding(
-            "data.paths",
-            f"must be empty when data.path ({data.path}) is set: it takes the place of one path.",
-            "Add that path to data.paths, and leave data.path out.",
-        )
-    if data.paths and data.source in ONE_PATH:
-        yield Finding(
-            "data.paths",
-            f"is not read with data.source={data.source}, which has one path.",
-            "Name it in data.path.",
-        )
-    if data.chat != "off" and data.unreadable == "skip":
-        yield Finding(
-            "data.unreadable",
-            "must be stop with data.chat: a conversation without messages is not skipped.",
-            "Set data.unreadable=stop, and correct or remove the records that it names.",
-        )
-    if data.template:
-        yield from _template_findings(data)
-
-
-def _template_findings(data: DataConfig) -> Iterator[Finding]:
-    if data.source not in COLUMNS:
-        yield Finding(
-            "data.template",
-            f"is not read with data.source={data.source}, whose documents have no columns.",
-            f"Leave it out, or set data.source to one of {', '.join(COLUMNS)}.",
-        )
-    example = "Write columns in braces, such as data.template='{title}: {text}'"
-    try:
-        pieces = template_pieces(data.template)
-    except ValueError as error:
-        yield Finding("data.template", f"cannot be read: {error}.", f"{example}; {{{{ is a brace.")
-        return
-    if len(pieces) == 1:
-        rule = "names no column: all documents would be the same."
-        yield Finding("data.template", rule, f"{example}.")

@@ -6,10 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+Packing = Literal["cut", "first_fit", "best_fit", "pad"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
-    """Where text comes from."""
+class SourceConfig:
+    """Documents, and how they become text."""
 
     source: Literal[
         "corpus",
@@ -70,8 +72,55 @@ class DataConfig:
     trained_roles: list[str] = dataclasses.field(default_factory=lambda: ["assistant"])
     """Roles whose messages are trained on. What others say is read, and no loss is taken of it. Of
     `[assistant]` a template's own `{% generation %}` blocks say what is."""
+    packing: Packing = "cut"
+    """What is in a sequence. `cut`: the stream of all documents, end to end, cut where a sequence
+    is full. The others keep documents whole and pad what stays empty; one that is longer than a
+    sequence fills as many as it can, and what remains of it is placed as a document is. `best_fit`:
+    the longest first, each where it leaves least room, which takes fewest sequences. `first_fit`:
+    in shuffled order, each into the first sequence with room. `pad`: one in each sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixedSourceConfig(SourceConfig):
+    """A source of `data.mixture`: its documents, and how much of each batch comes from them."""
+
+    weight: float = 0.0
+    """Its share of the sequences is its weight divided by the sum of all. Where no source has a
+    weight or epochs, each is read in proportion to its size."""
+    epochs: float = 0.0
+    """In place of weights, for all sources or none: how often it is read while the others are read
+    as often as theirs say."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig(SourceConfig):
+    """Where text comes from."""
+
+    mixture: dict[str, MixedSourceConfig] = dataclasses.field(default_factory=dict)
+    """Several sources in place of `data.source`, by name: `data.mixture.web.path=web/*.txt`. Each
+    sequence is of one source. Weights may change when a run goes on; sources may not."""
+    mixture_temperature: float = 1.0
+    """Weights are raised to the power of 1 / this: more than 1 makes shares more alike, and what
+    is near infinity makes them equal."""
+    mixture_stages: list[str] = dataclasses.field(default_factory=list)
+    """Other weights for the start of the run, one text for each stage, in their order: `NAME WEIGHT
+    NAME WEIGHT ... for N steps`, or `... for N tokens`, such as `web 0.9 code 0.1 for 1000 steps`.
+    A source that is not named is not read then. Behind the last stage come the weights of
+    `data.mixture`."""
+    end: Literal["repeat", "stop", "fail"] = "repeat"
+    """What happens where the documents end before the run does. `repeat`: they are read again, in
+    another order, as often as it takes. `stop`: the run ends there, evaluated and saved. `fail`:
+    such a run is not started. A source of a mixture ends when it was read as often as its `epochs`
+    say, else once; with `stop` the others share what was its, until all have ended."""
     validation_fraction: float = 0.05
     """Share of the documents, drawn by the seed, that is only used for evaluation."""
+    validation: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
+    """Other documents for evaluation, by name: `data.validation.code.path=code/*.py`. Each set has
+    losses of its own, `eval/code/loss`. `eval/loss` is that of `data.validation_fraction`, and of
+    all sets together where that is 0."""
+    validation_overlap: Literal["warn", "stop", "ignore"] = "warn"
+    """What documents for evaluation do whose text is also among those that are trained on: their
+    loss is not that of unseen text. They are found by a digest of the whole text."""
     allow_change: bool = False
     """Go on from the run's checkpoint although documents, seed, packing or tokenizer are others
     than when it was saved. Samples may be repeated or left out then."""

@@ -1,7 +1,9 @@
 """All sections and keys, those of model families included.
 
 A section is a field of `Config`, or below `model` that of a family: `model.llama`. A config has
-the keys of one family only; what is said of keys in general knows all of them.
+the keys of one family only; what is said of keys in general knows all of them. A key may hold
+sections under names that the user chooses: `data.mixture.web.path`, declared as
+`data.mixture.NAME.path`.
 """
 
 from __future__ import annotations
@@ -38,6 +40,37 @@ KEYS: dict[str, Any] = {
 """Full key to its type, in the order of the schema."""
 KEYS[FAMILY] = Literal[tuple(FAMILIES)]
 
+NAME = "NAME"
+"""Stands for any name in what is declared."""
+
+
+def _declared_by(hint: Any) -> list[type]:
+    """The dataclass of the sections that a key of this type holds by name, if it holds any."""
+    inner = typing.get_args(hint)[-1] if typing.get_origin(hint) is dict else None
+    return [inner] if dataclasses.is_dataclass(inner) and isinstance(inner, type) else []
+
+
+NAMED: dict[str, type] = {
+    f"{key}.{NAME}": inner for key, hint in KEYS.items() for inner in _declared_by(hint)
+}
+"""Sections that a key holds under names of the user's choice, to the dataclass of each."""
+
+NAMED_KEYS: dict[str, Any] = {
+    f"{section}.{name}": hint
+    for section, declared in NAMED.items()
+    for name, hint in typing.get_type_hints(declared).items()
+}
+"""Full key, with `NAME` for the name, to its type."""
+
+
+def declared_as(key: str) -> str:
+    """The key, or section, by which this one is declared: itself, or with `NAME` for its name."""
+    section, rest = parted(key.split("."))
+    if len(rest) < 2 or f"{section}.{rest[0]}.{NAME}" not in NAMED:
+        return key
+    return ".".join([section, rest[0], NAME, *rest[2:]])
+
+
 MOVED: dict[str, str] = {
     field.metadata["was"]: f"{section}.{field.name}"
     for section, declared in SECTIONS.items()
@@ -55,18 +88,20 @@ def parted(path: Sequence[str]) -> tuple[str, tuple[str, ...]]:
 
 def section_of(key: str) -> str:
     """The section of a full key."""
-    return parted(key.split("."))[0]
+    return key.rpartition(".")[0] if key in NAMED_KEYS else parted(key.split("."))[0]
 
 
 def names_in(section: str) -> list[str]:
     """Names of a section's keys."""
-    return [key.rpartition(".")[2] for key in KEYS if key.rpartition(".")[0] == section]
+    keys = NAMED_KEYS if section in NAMED else KEYS
+    return [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
 
 
 def field_of(key: str) -> dataclasses.Field[Any]:
     """The declaration of a full key."""
     section, _, name = key.rpartition(".")
-    return next(each for each in dataclasses.fields(SECTIONS[section]) if each.name == name)
+    of_section: Any = SECTIONS.get(section) or NAMED[section]
+    return next(each for each in dataclasses.fields(of_section) if each.name == name)
 
 
 def default_of(key: str) -> Any:
@@ -104,12 +139,16 @@ def sections_of(config: Config) -> dict[str, Any]:
 
 
 def flat(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Full key to value, of nested dicts such as a config or a checkpoint holds."""
+    """Full key to value, of nested dicts such as a config or a checkpoint holds.
+
+    Sections by name are taken apart, too; where there are none, the key that holds them is left.
+    """
     found: dict[str, Any] = {}
     for section, values in nested.items():
         for name, value in values.items():
-            if f"{section}.{name}" in SECTIONS:
-                found |= flat({f"{section}.{name}": value})
+            key = f"{section}.{name}"
+            if key in SECTIONS or declared_as(key) in NAMED or (f"{key}.{NAME}" in NAMED and value):
+                found |= flat({key: value})
             else:
-                found[f"{section}.{name}"] = value
+                found[key] = value
     return found

@@ -33,6 +33,9 @@ from maxpipe.config.inputs import Input, locate
 from maxpipe.config.keys import (
     FAMILY,
     KEYS,
+    NAME,
+    NAMED,
+    NAMED_KEYS,
     SECTIONS,
     family_section,
     is_of_another_family,
@@ -45,7 +48,7 @@ from maxpipe.config.names import Answer, because, key_meant, list_meant, same_ke
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import Config
 from maxpipe.config.training import check_training
-from maxpipe.config.values import READERS, TooLargeError, as_is, refused, texts
+from maxpipe.config.values import NAME_FORM, READERS, TooLargeError, as_is, refused, texts
 from maxpipe.errors import ConfigError, Problem
 
 _MAX_PROBLEMS = 100
@@ -112,8 +115,15 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
         outer, _, inner = section.partition(".")
         below = nested.setdefault(outer, {})
         below = below.setdefault(inner, {}) if inner else below
-        below |= {name: copy.deepcopy(getattr(values, name)) for name in names_in(section)}
+        below |= {name: _plain(getattr(values, name)) for name in names_in(section)}
     return nested
+
+
+def _plain(value: Any) -> Any:
+    """A value of its own, with sections by name as dicts."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else copy.deepcopy(value)  # type: ignore[arg-type]
 
 
 def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
@@ -127,7 +137,7 @@ def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
         indent = "  " * len(outer)
         lines.append(f"{indent}{inner}:")
         for name in names_in(section):
-            line = f"{indent}  {name}: {one_line(getattr(values, name))}"
+            line = f"{indent}  {name}: {one_line(_plain(getattr(values, name)))}"
             remark = comment(f"{section}.{name}") if comment else ""
             remark = "".join(character for character in remark if character.isprintable())
             lines.append(f"{line}  # {remark}" if remark else line)
@@ -276,6 +286,13 @@ def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
         if refusal:
             return assignment.problem(*refusal)
     node = nodes[section]
+    if (of_name := NAMED.get(f"{section}.{name}.{NAME}")) is not None:
+        within = _within_named(node, assignment, of_name, name, entry)
+        if isinstance(within, Problem):
+            return within
+        if within is None:
+            return None
+        node, (name, hint), entry = *within, []
     try:
         value = READERS.get(hint, as_is)(assignment.raw)
         if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
@@ -291,6 +308,51 @@ def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
     return None
 
 
+def _within_named(
+    node: Any, assignment: Assignment, of_name: type, key: str, entry: Sequence[str]
+) -> tuple[Any, tuple[str, Any]] | Problem | None:
+    """Where the key of a section by name is put, its name and its type; None: nothing is left."""
+    section = assignment.path[0]
+    full = f"{section}.{key}"
+    if len(entry) < 2:
+        if assignment.raw != {} and not (entry and assignment.raw is None):
+            rule = (
+                "must be a mapping of names to keys." if not entry else "must be a mapping of keys."
+            )
+            name = entry[0] if entry else "web"
+            return assignment.problem(rule, f"Set {full}.{name}.path='web/*.txt'.")
+        if entry:
+            node[key][entry[0]] = _made(of_name)
+        else:
+            node[key] = {}
+        return None
+    name, field = entry[0], entry[1]
+    hint = NAMED_KEYS.get(f"{full}.{NAME}.{field}")
+    if hint is None:
+        known = names_in(f"{full}.{NAME}")
+        guess = did_you_mean(field, known)
+        action = f"Did you mean {full}.{name}.{guess}? " if guess else ""
+        return assignment.problem(
+            f"is not a key of {full}.{name}.", f"{action}Its keys are {', '.join(known)}."
+        )
+    if not NAME_FORM.fullmatch(name):
+        return assignment.problem(
+            f"has a name, {name}, that is not of letters, digits, `_` and `-`, at most 64.",
+            f"Set {full}.web.{field}=... (a name of your own).",
+        )
+    if name not in node[key]:
+        node[key][name] = _made(of_name)
+    OmegaConf.set_readonly(node[key][name], False)
+    return node[key][name], (field, hint)
+
+
+def _made(declared: type) -> Any:
+    """A section before anything is set."""
+    node = OmegaConf.structured(declared)
+    OmegaConf.set_readonly(node, False)
+    return node
+
+
 _LISTS = {
     list[int]: ("list of integers", "[2, 2]"),
     list[float]: ("list of numbers", "[1.5, 2]"),
@@ -304,7 +366,9 @@ def type_name(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(typing.get_args(hint))}"
     if is_mapping(hint):
-        return "mapping of names to lists of names"
+        inner = typing.get_args(hint)[-1]
+        what = "sections" if dataclasses.is_dataclass(inner) else "lists of names"
+        return f"mapping of names to {what}"
     if hint in _LISTS:
         return _LISTS[hint][0]
     return {int: "integer", float: "number", bool: "true or false", str: "text"}[hint]

@@ -121,6 +121,8 @@ _SAME_KEY = {
     "data.response_field": "response_column completion_field completion_column",
     "data.chat_template": "chat_template_path chat_template_file chat_template_jinja",
     "data.trained_roles": "roles_to_train train_on_roles",
+    "data.packing": "sequence_packing sample_packing packing_strategy pack_sequences "
+    "packing_type packing_method",
     "data.validation_fraction": "val_split validation_split val_fraction eval_fraction test_size",
     "data.prefetch_batches": "prefetch prefetch_factor",
     "data.threads": "num_workers workers dataloader_num_workers",
@@ -255,7 +257,6 @@ _NOT_SAME_KEY = {
         "Leave it out; CUDA_VISIBLE_DEVICES hides GPUs, mesh.cpu_devices makes virtual devices of "
         "a CPU.",
     ),
-    "packing sequence_packing": ("documents are always packed.", "Leave it out."),
     "shuffle shuffle_seed shuffle_buffer_size": (
         "documents are always shuffled, by run.seed.",
         "Leave it out, or set run.seed.",
@@ -318,6 +319,12 @@ _VALUES = {
             "Files of bare ids are not read: where documents end is not in them. Set "
             "data.source=jsonl with the text, or megatron with .bin and .idx files."
         ),
+    },
+    "data.packing": {
+        "true on yes concat concatenate concat_and_split wrapped greedy": "cut",
+        "bfd best_fit_decreasing ffd first_fit_decreasing multipack": "best_fit",
+        "ff first_fit_shuffle": "first_fit",
+        "false off no none padding padded": "pad",
     },
     "tokenizer.kind": {
         "hf tokenizers fast json": "huggingface",

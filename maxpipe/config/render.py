@@ -16,11 +16,22 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from maxpipe.config.keys import KEYS, SECTIONS, default_of, names_in, section_of
+from maxpipe.config.keys import (
+    KEYS,
+    NAME,
+    NAMED,
+    NAMED_KEYS,
+    SECTIONS,
+    declared_as,
+    default_of,
+    names_in,
+    section_of,
+)
 from maxpipe.config.load import Loaded, to_yaml, type_name
 from maxpipe.config.names import key_meant
 from maxpipe.config.ranges import BOUNDS
 from maxpipe.config.rules import did_you_mean
+from maxpipe.config.values import NAME_FORM
 from maxpipe.errors import ConfigError
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, REMAPPINGS
 from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
@@ -34,14 +45,15 @@ _SCHEDULE = "pipeline.schedule"
 def field_docs() -> dict[str, str]:
     """Section or full key to its documentation, on one line."""
     docs: dict[str, str] = {}
-    for section, declared in SECTIONS.items():
+    for section, declared in (SECTIONS | NAMED).items():
         for each in reversed(declared.__mro__[:-1]):  # those whose keys it has, too
             node = _classes(inspect.getfile(each))[each.__name__]
             docs[section] = _paragraph(ast.get_docstring(node) or "")
             for statement, after in zip(node.body, node.body[1:], strict=False):
                 if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                     docs[f"{section}.{statement.target.id}"] = _paragraph(_string(after))
-    return {name: doc for name, doc in docs.items() if name in SECTIONS or name in KEYS}
+    known = {*SECTIONS, *KEYS, *NAMED, *NAMED_KEYS}
+    return {name: doc for name, doc in docs.items() if name in known}
 
 
 @functools.cache
@@ -67,10 +79,10 @@ def explain(key: str) -> str:
     """
     if not key:
         return _list_sections()
-    if key in SECTIONS:
-        return _explain_section(key)
-    if key in KEYS:
-        return _explain_key(key)
+    if (known := declared_as(key)) in SECTIONS or known in NAMED:
+        return _explain_section(known)
+    if known in KEYS or known in NAMED_KEYS:
+        return _explain_key(known)
     answer = key_meant(key.split("."), KEYS)
     guess = "" if "." in key else did_you_mean(key, SECTIONS)
     guess = guess or answer.name
@@ -107,11 +119,14 @@ def _explain_section(section: str) -> str:
 def _explain_key(key: str) -> str:
     section = section_of(key)
     lines = [key, *_wrapped(field_docs()[key]), ""]
-    lines += _labelled("type", type_name(KEYS[key]))
+    lines += _labelled("type", type_name({**KEYS, **NAMED_KEYS}[key]))
     if key in BOUNDS:
         lines.append(f"  range    {BOUNDS[key]}")
     lines.append(f"  default  {_default_text(key).removeprefix('default ')}")
     lines += _labelled("section", f"{section}: {field_docs()[section]}")
+    if f"{key}.{NAME}" in NAMED:
+        inner = ", ".join(names_in(f"{key}.{NAME}"))
+        lines += _labelled("keys", f"{key}.{NAME}. and one of {inner}; {NAME} is a name of yours")
     if key == _AXIS_RULES:
         width = max(map(len, DEFAULT_AXIS_RULES))
         lines += ["", f"  {'axis':{width}}  {'split over':13}  may be set to"]
@@ -166,12 +181,12 @@ def markdown() -> str:
         "result and who set each value; `maxpipe config explain section.key` prints one entry of",
         "this page.",
     ]
-    for section in SECTIONS:
+    for section in _in_order():
         lines += ["", f"## {section}", "", _escaped(field_docs()[section]), ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for name in names_in(section):
             key = f"{section}.{name}"
-            kind = type_name(KEYS[key])
+            kind = type_name({**KEYS, **NAMED_KEYS}[key])
             if key in BOUNDS:
                 kind += f", {str(BOUNDS[key]).partition(':')[0]}"
             default = _default_text(key).removeprefix("default ")
@@ -182,6 +197,14 @@ def markdown() -> str:
             lines += ["| logical axis | split over | may be set to |", "|---|---|---|"]
             lines += [f"| `{name}` | {axes} | {may} |" for name, axes, may in _axis_rows()]
     return "\n".join([*lines, ""])
+
+
+def _in_order() -> list[str]:
+    """All sections, each followed by those that it holds by name."""
+    found = []
+    for section in SECTIONS:
+        found += [section, *(name for name in NAMED if section_of(name) == section)]
+    return found
 
 
 def _escaped(text: str) -> str:
@@ -195,15 +218,9 @@ def json_schema() -> dict[str, Any]:
     """
     sections: dict[str, Any] = {}
     for section in SECTIONS:
-        keys = {name: _key_schema(f"{section}.{name}") for name in names_in(section)}
         outer, _, inner = section.partition(".")
         below = sections[outer]["properties"] if inner else sections
-        below[inner or outer] = {
-            "description": field_docs()[section],
-            "type": ["object", "null"],
-            "properties": keys,
-            "additionalProperties": False,
-        }
+        below[inner or outer] = _section_schema(section)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "maxpipe config",
@@ -213,8 +230,20 @@ def json_schema() -> dict[str, Any]:
     }
 
 
+def _section_schema(section: str) -> dict[str, Any]:
+    return {
+        "description": field_docs()[section],
+        "type": ["object", "null"],
+        "properties": {name: _key_schema(f"{section}.{name}") for name in names_in(section)},
+        "additionalProperties": False,
+    }
+
+
 def _key_schema(key: str) -> dict[str, Any]:
-    result = {"description": field_docs()[key], **_type_schema(KEYS[key])}
+    result = {"description": field_docs()[key], **_type_schema({**KEYS, **NAMED_KEYS}[key])}
+    if f"{key}.{NAME}" in NAMED:
+        result["additionalProperties"] = _section_schema(f"{key}.{NAME}")
+        result["propertyNames"] = {"pattern": f"^{NAME_FORM.pattern}$"}
     if default_of(key) is not dataclasses.MISSING:
         result["default"] = default_of(key)
     if key in BOUNDS:
@@ -232,6 +261,8 @@ def _key_schema(key: str) -> dict[str, Any]:
 def _type_schema(hint: Any) -> dict[str, Any]:
     if typing.get_origin(hint) is Literal:
         return {"enum": list(typing.get_args(hint))}
+    if hint in (dict[str, each] for each in NAMED.values()):
+        return {"type": "object"}
     if typing.get_origin(hint) is dict:
         names = {"type": "array", "items": {"type": "string"}}
         return {"type": "object", "additionalProperties": names}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from maxpipe.config.keys import default_of, parted, sections_of
+from maxpipe.config.keys import NAMED, declared_as, default_of, parted, sections_of
 from maxpipe.config.schema import Config, MeshConfig
 from maxpipe.errors import Finding
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES
@@ -21,6 +21,10 @@ from maxpipe.parallel.axes import DEFAULT_AXIS_RULES
 
 def value_of(config: Config, key: str) -> Any:
     """The value of a full key, or of one entry of a mapping; a default of another family's key."""
+    if (outer := declared_as(key).rpartition(".")[0]) in NAMED:
+        section, name, each, inner = key.split(".")
+        assert outer.startswith(f"{section}.{name}.")
+        return getattr(getattr(getattr(config, section), name)[each], inner)
     section, (name, *entry) = parted(key.split(".", 2))
     is_own = "." in section
     values = sections_of(config).get(section) if is_own else getattr(config, section)

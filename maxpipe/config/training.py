@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from maxpipe.config.check import DEFAULT, where
-from maxpipe.config.data import paths_of
+from maxpipe.config.data import is_synthetic, paths_of
+from maxpipe.config.data_rules import named_sources
 from maxpipe.config.ranges import BYTES_VOCABULARY
 from maxpipe.config.schema import Config
 from maxpipe.errors import Problem
@@ -22,21 +23,22 @@ def check_training(
 
     Forecasts and compiled steps need neither text nor tokenizer.
     """
-    unread = [] if "data.source" in skip else unread_path(config, origins)
+    wrong = not {"data.source", "data.mixture", "data.validation"}.isdisjoint(skip)
+    unread = [] if wrong else unread_path(config, origins)
     return unread + _built_in_for_a_public_model(config, origins, skip)
 
 
 def unread_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
     """A path that the source does not read: the run would be on other text than the user's."""
-    source, paths = config.data.source, paths_of(config.data)
-    if not paths or source not in ("corpus", "synthetic"):
-        return []
-    rule = f"is not read with data.source={source}."
-    key = "data.path" if config.data.path else "data.paths"
-    action = (
-        f"Set data.source=text, or jsonl, parquet or another that reads it, or leave {key} out."
-    )
-    return [Problem(where(key, origins), ", ".join(paths), rule, action)]
+    problems = []
+    for section, each in named_sources(config):
+        if each.source in ("corpus", "synthetic") and (paths := paths_of(each)):
+            key = f"{section}.path" if each.path else f"{section}.paths"
+            rule = f"is not read with {section}.source={each.source}."
+            action = f"Set {section}.source=text, or jsonl, parquet or another that reads it, or "
+            action += f"leave {key} out."
+            problems.append(Problem(where(key, origins), ", ".join(paths), rule, action))
+    return problems
 
 
 def _built_in_for_a_public_model(
@@ -46,7 +48,7 @@ def _built_in_for_a_public_model(
     vocabulary = config.model.vocab_size
     if not {"model.vocab_size", "tokenizer.kind", "data.source"}.isdisjoint(skip):
         return []
-    if vocabulary <= LARGEST_FOR_BYTES or config.data.source == "synthetic":
+    if vocabulary <= LARGEST_FOR_BYTES or is_synthetic(config.data):
         return []
     problems = []
     if config.tokenizer.kind == "bytes":
@@ -60,7 +62,7 @@ def _built_in_for_a_public_model(
                 f"its folder), or model.vocab_size={BYTES_VOCABULARY} to train on bytes.",
             )
         )
-    if origins.get("data.source", DEFAULT) == DEFAULT:
+    if origins.get("data.source", DEFAULT) == DEFAULT and not config.data.mixture:
         problems.append(
             Problem(
                 where("data.source", origins),

@@ -7,6 +7,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+NAME_FORM = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+"""Of what the user names in a config: it becomes part of metrics' tags."""
+
 Raw = str | None | list["Raw"] | dict[str, "Raw"]
 """A value before the schema gave it a type: scalars are text, None is YAML's null."""
 

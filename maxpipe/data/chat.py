@@ -16,16 +16,22 @@ from typing import Any
 import numpy as np
 
 from maxpipe.boundary import files
+from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.rules import did_you_mean
-from maxpipe.config.schema import DataConfig
-from maxpipe.data.documents import DocumentIndex, Encoded, EncodedDocuments, kept_index
+from maxpipe.data.documents import (
+    DocumentIndex,
+    Encoded,
+    EncodedDocuments,
+    digest_of,
+    kept_index,
+)
 from maxpipe.data.formats.text_of import BadRecord, shortened
-from maxpipe.data.sources import Moved, Progress, Source
+from maxpipe.data.sources import Moved, Progress, Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.data.tokenizers.chat_process import ChatProcess, RenderError
 from maxpipe.data.tokenizers.offsets import touched
-from maxpipe.errors import ConfigError
+from maxpipe.errors import ConfigError, Problem
 from maxpipe.words import counted
 
 _MOST_TEMPLATE_BYTES = 1 << 24
@@ -34,7 +40,7 @@ _PASS_RECORDS = 256
 Message = dict[str, Any]
 
 
-def template_of(config: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
+def template_of(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
     """The template of `data.chat_template`, or of the tokenizer's folder.
 
     Raises:
@@ -60,7 +66,7 @@ def template_of(config: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
     return tokenizer.chat
 
 
-def messages_of(record: object, config: DataConfig) -> list[Message]:
+def messages_of(record: object, config: SourceConfig) -> list[Message]:
     """The messages of a record, as `data.chat` says where they are.
 
     Raises:
@@ -110,7 +116,7 @@ def _listed(value: object, key: str) -> list[Message]:
     )
 
 
-def _check(message: Message, config: DataConfig, which: str) -> None:
+def _check(message: Message, config: SourceConfig, which: str) -> None:
     role, roles = message.get("role"), config.chat_roles
     if role not in roles:
         guess = did_you_mean(role, roles) if isinstance(role, str) else ""
@@ -134,7 +140,7 @@ def _check(message: Message, config: DataConfig, which: str) -> None:
 class Conversations:
     """The records of a source, encoded. Safe in threads: each takes a process of its own."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, config: DataConfig):
+    def __init__(self, source: Source, tokenizer: Tokenizer, config: SourceConfig):
         self.source = source
         self.tokenizer = tokenizer
         self.template = template_of(config, tokenizer)
@@ -145,13 +151,14 @@ class Conversations:
         """The ids of a record and which of them are trained.
 
         Raises:
-            ConfigError: naming the record, if it has no messages or the template fails with them.
+            UnreadableRecord: it has no messages or the template fails with them.
         """
         try:
             return self._encoded(self.source.record(document))
         except BadRecord as error:
             where = self.source.where(document)
-            raise ConfigError.one(where, error.given, error.rule, error.action) from error
+            problem = Problem(where, error.given, error.rule, error.action)
+            raise UnreadableRecord([problem]) from error
 
     def _encoded(self, record: object) -> Encoded:
         messages = messages_of(record, self._config)
@@ -232,7 +239,7 @@ def build_chat_index(
     source, tokenizer = conversations.source, conversations.tokenizer
     parts = [source.fingerprint(), tokenizer.fingerprint(), conversations.fingerprint()]
     index = kept_index(
-        ["chat", 1, *parts],
+        ["chat", 2, *parts],
         len(source),
         cache_dir,
         lambda: _read_all(conversations, moved, threads),
@@ -252,20 +259,21 @@ def build_chat_index(
 def _read_all(conversations: Conversations, moved: Moved | None, threads: int) -> DocumentIndex:
     source, tokenizer = conversations.source, conversations.tokenizer
     lengths, trained = np.zeros(len(source), np.int64), np.zeros(len(source), np.int64)
-    byte_counts = np.zeros(256, np.int64)
+    byte_counts, digests = np.zeros(256, np.int64), np.zeros(len(source), np.uint64)
     progress = Progress(f"rendering conversations of {source.name}", len(source), moved)
 
-    def read(document: int) -> tuple[int, int, bytes]:
+    def read(document: int) -> tuple[int, int, int, bytes]:
         found = conversations.encode(document)
         assert found.trained is not None
         text = tokenizer.decode(found.ids[found.trained].tolist())
-        return len(found.ids), int(found.trained.sum()), text.encode()
+        digest = digest_of(found.ids.astype("<i8").tobytes())
+        return len(found.ids), int(found.trained.sum()), digest, text.encode()
 
     with ThreadPoolExecutor(max(1, threads), "conversations") as pool:
         for first in range(0, len(source), _PASS_RECORDS):
             numbers = range(first, min(first + _PASS_RECORDS, len(source)))
             for document, found in zip(numbers, pool.map(read, numbers), strict=True):
-                lengths[document], trained[document], raw = found
+                lengths[document], trained[document], digests[document], raw = found
                 byte_counts += np.bincount(np.frombuffer(raw, np.uint8), minlength=256)
             progress.update(numbers.stop)
-    return DocumentIndex(lengths, byte_counts, trained)
+    return DocumentIndex(lengths, byte_counts, trained, digests=digests)

@@ -11,17 +11,15 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import threading
-import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 import numpy as np
 
-from maxpipe.boundary.files import opened
+from maxpipe.data import kept
 from maxpipe.data.sources import Moved, Progress, Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import StorageError
@@ -74,6 +72,8 @@ class DocumentIndex:
     trained: np.ndarray | None = None
     unreadable: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """int64: the documents that are empty because their records could not be read."""
+    digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
+    """uint64 [documents]: `digest_of` each text, or the ids of each conversation."""
 
     @property
     def tokens_trained(self) -> int:
@@ -84,6 +84,11 @@ class DocumentIndex:
     def unigram_entropy(self) -> float:
         """Nats per byte of a model that knows only how frequent each byte is."""
         return entropy(self.byte_counts)
+
+
+def digest_of(raw: bytes) -> int:
+    """8 bytes of BLAKE2b of a document's text in UTF-8."""
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
 def entropy(counts: np.ndarray) -> float:
@@ -108,7 +113,7 @@ def build_index(
     The index does not depend on seed, split or sequence length.
     """
     index = kept_index(
-        [1, source.fingerprint(), tokenizer.fingerprint(), len(source)],
+        [2, source.fingerprint(), tokenizer.fingerprint(), len(source)],
         len(source),
         cache_dir,
         lambda: _read_all(source, tokenizer, moved),
@@ -132,17 +137,19 @@ def kept_index(
     if cache_dir is not None:
         name = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:32]
         path = os.path.join(os.path.expanduser(cache_dir), f"index-{name}.npz")
-        cached = _load_index(path, num_documents)
+        cached = kept.load(path, lambda arrays: _index_of(arrays, num_documents))
         if cached is not None:
             return cached
     index = read()
     if path is not None and keep:
-        _save_index(path, index)
+        arrays = {each.name: getattr(index, each.name) for each in fields(index)}
+        kept.save(path, {name: each for name, each in arrays.items() if each is not None})
     return index
 
 
 def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> DocumentIndex:
     lengths = np.zeros(len(source), np.int64)
+    digests = np.zeros(len(source), np.uint64)
     byte_counts = np.zeros(256, np.int64)
     progress = Progress(f"indexing documents of {source.name}", len(source), moved)
     texts: list[str] = []
@@ -151,49 +158,27 @@ def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> Docu
         text = source[i]
         texts.append(text)
         characters += len(text)
-        byte_counts += np.bincount(np.frombuffer(text.encode(), np.uint8), minlength=256)
+        raw = text.encode()
+        digests[i] = digest_of(raw)
+        byte_counts += np.bincount(np.frombuffer(raw, np.uint8), minlength=256)
         if characters >= _PASS_CHARACTERS or i + 1 == len(source):
             lengths[i + 1 - len(texts) : i + 1] = tokenizer.count(texts)
             texts, characters = [], 0
             progress.update(i + 1)
     unreadable = np.array(source.unreadable, np.int64)
-    return DocumentIndex(lengths + 2, byte_counts, unreadable=unreadable)
+    return DocumentIndex(lengths + 2, byte_counts, unreadable=unreadable, digests=digests)
 
 
-def _load_index(path: str, num_documents: int) -> DocumentIndex | None:
-    try:
-        # Opened here, because numpy leaves a damaged file open.
-        with open(opened(path), "rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-            trained = arrays.get("trained")
-            # Those of earlier releases have no unreadable documents.
-            unreadable = arrays.get("unreadable", np.zeros(0, np.int64))
-            index = DocumentIndex(arrays["lengths"], arrays["byte_counts"], trained, unreadable)
-        shapes = {each.shape for each in (index.lengths, trained) if each is not None}
-        if shapes != {(num_documents,)} or index.byte_counts.shape != (256,):
-            raise ValueError("arrays of another shape")
-        return index
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile) as error:
-        _LOG.warning("%s cannot be used (%s): reading all documents again", path, error)
-        return None
-
-
-def _save_index(path: str, index: DocumentIndex) -> None:
-    """Written to a temporary name and renamed, so that no process reads half a file."""
-    folder = os.path.dirname(path)
-    temporary = None
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as stream:
-            temporary = stream.name
-            arrays = {each.name: getattr(index, each.name) for each in fields(index)}
-            np.savez(stream, **{name: each for name, each in arrays.items() if each is not None})
-        os.replace(temporary, path)
-    except OSError as error:
-        _LOG.warning("%s cannot be written (%s): the next start reads all documents", path, error)
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
+def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentIndex:
+    """The index that was kept. Raises ValueError for arrays of another shape."""
+    trained = arrays.get("trained")
+    unreadable = arrays["unreadable"]
+    digests = arrays["digests"]
+    index = DocumentIndex(arrays["lengths"], arrays["byte_counts"], trained, unreadable, digests)
+    shapes = {each.shape for each in (index.lengths, trained, digests) if each is not None}
+    if shapes != {(num_documents,)} or index.byte_counts.shape != (256,):
+        raise ValueError("arrays of another shape")
+    return index
 
 
 class EncodedDocuments:

@@ -1,8 +1,8 @@
 """Batches of a step, by step number.
 
-Owns the order of sequences over epochs and reading ahead. The position of a run is
-one integer, the next step: row r of step s is sequence s * batch_size + r of the
-shuffled and repeated stream, whichever process asks for it. Where batches grow, that is
+Owns reading ahead. The position of a run is
+one integer, the next step: row r of step s is sample s * batch_size + r of the
+stream, whichever process asks for it. Where batches grow, that is
 as many sequences as all batches before it have, and r. So data order depends
 on seed and data, not on mesh, processes or devices, and resuming seeks. It does
 not know how rows are placed on devices.
@@ -10,41 +10,38 @@ not know how rows are placed on devices.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
-from maxpipe.config.data import paths_of
-from maxpipe.config.ramp import FACTS, Ramp
+from maxpipe.config import ramp as config_ramp
+from maxpipe.config.ramp import Ramp
 from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index
-from maxpipe.data.documents import DocumentIndex, Documents, EncodedDocuments, build_index
-from maxpipe.data.packing import PackedSequences, split_documents
-from maxpipe.data.prepared.megatron import MegatronDocuments
-from maxpipe.data.prepared.open import IDS, open_documents
-from maxpipe.data.prepared.reader import PreparedDocuments
-from maxpipe.data.prepared.windows import WindowedSequences, needs_windows, spans_of
-from maxpipe.data.sources import Moved, open_source
+from maxpipe.data import mixture
+from maxpipe.data.corpus import SOURCES, Corpus, Split, open_corpus
+from maxpipe.data.mixture import Mixture
+from maxpipe.data.overlap import Overlap, overlaps
+from maxpipe.data.packing import Sequences
+from maxpipe.data.sources import Moved
+from maxpipe.data.stream import Stream
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
-from maxpipe.words import counted
 
 # Increased whenever the same seed and data give other batches than before.
 _ORDER_VERSION = 1
-_SEQUENCE_ORDER = 1
 
 Batch = dict[str, np.ndarray]
 Rows = Sequence[int] | slice
 RowsOf = Callable[[int], Rows | np.ndarray]
 """Of the number of a batch's rows those that are wanted."""
-Split = Literal["validation", "train", "all"]
-Sequences = PackedSequences | WindowedSequences
 
 
 class Batches(Iterator[Batch]):
@@ -87,111 +84,181 @@ class Row(NamedTuple):
     """Where a row of a batch comes from."""
 
     source: str
-    """Its name in a mixture; empty without one."""
+    """Its name in `data.mixture`; empty without one."""
     sequence: int
     documents: list[int]
     """Numbers of the documents of the source that have a token in it, in their order there."""
 
 
-class Loader:
-    """Random access to the batches of one split.
+class Ending(NamedTuple):
+    """What is read of a stream that repeats before it has ended, and what happens then."""
 
-    With `repeat` the stream is endless and each epoch has an order of its own.
-    Without it the order is fixed, and rows beyond the last sequence have an all-zero
-    `loss_mask`, so that no sequence counts twice.
+    policy: Literal["repeat", "stop", "fail"]
+    limits: dict[str, int]
+    """Samples of each source, by name."""
+    planned: Mixture | None
+    """Shares as the config has them, of a run that does not end."""
+
+
+class Loader:
+    """Random access to the batches of a stream.
+
+    Of one that does not repeat, rows beyond the last sequence have an all-zero `loss_mask`, so that
+    no sequence counts twice.
     """
 
     def __init__(
         self,
-        sequences: Sequences,
+        stream: Stream,
         *,
         ramp: Ramp,
-        repeat: bool,
-        seed: int,
         threads: int,
         prefetch_batches: int,
         fingerprint: Mapping[str, Any],
+        mixed: Sequence[str] = (),
+        ending: Ending | None = None,
     ):
-        self.sequences = sequences
+        """`mixed` are the names of all sources of the run's mixture; `ending` says how what a
+        stream repeats ends.
+        """
+        self.stream = stream
+        self.ending = ending
         self.ramp = ramp
         self.threads = threads
         self.prefetch_batches = prefetch_batches
-        self._repeat = repeat
-        self._seed = seed
         self._fingerprint = dict(fingerprint)
+        self._mixed = mixed
+        ids = [mixed.index(part.name) if part.name in mixed else 0 for part in stream.parts]
+        self._source_ids = np.array([*ids, -1], np.int32)  # -1 is the number of no source
         self._open: weakref.WeakSet[Batches] = weakref.WeakSet()
+
+    @property
+    def sequences(self) -> Sequences:
+        """Those of the only source, or of the first one."""
+        return self.stream.parts[0].sequences
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """Names of the sources of a mixture; none without one, and of documents beside it."""
+        named = {part.name for part in self.stream.parts}
+        return self._mixed if named & set(self._mixed) else ()
 
     @property
     def steps_per_epoch(self) -> float:
         """Of the full batch. An epoch may end inside a step; the next one fills its other rows."""
-        return len(self.sequences) / self.ramp.rows
+        return len(self.stream) / self.ramp.rows
 
     @property
     def num_batches(self) -> int:
-        """Steps in which every sequence is seen once."""
-        return self.ramp.batches(len(self.sequences))
+        """Steps in which there is a row for each sample, of a stream that repeats for each sequence
+        once.
+        """
+        return self.ramp.batches(len(self.stream) if self.stream.end is None else self.stream.end)
+
+    @property
+    def last_batch(self) -> float:
+        """Batches that there are: infinity of a stream that does not end."""
+        return math.inf if self.stream.end is None else self.num_batches
+
+    def first_again(self) -> tuple[int, str]:
+        """The number of the first sample that no source has any more, and the source's name."""
+        assert self.ending is not None
+        found = []
+        for number, (name, limit) in enumerate(self.ending.limits.items()):
+            mixed = self.stream.mixture
+            after = limit + 1 if mixed is None else mixed.reaches(number, limit + 1)
+            found += [(after - 1, name)] if after is not None else []
+        return min(found)
 
     def batch(self, step: int, rows: Rows | np.ndarray = slice(None)) -> Batch:
         """The given rows of the global batch of one step.
 
-        Arrays of a sequence, each [rows, T], and `example_ids` int32 [rows]: the rows.
+        Arrays of a sequence, each [rows, T], and `example_ids` int32 [rows]: the rows. With a
+        mixture also `source_ids` int32 [rows]: numbers in `sources`, or 0; -1 for padding.
         """
         front, count = self.ramp.place(step)
         rows = np.arange(count, dtype=np.int32)[rows]
-        numbers = front + rows.astype(np.int64)
-        if self._repeat:
-            examples = [self.sequences[i] for i in self._shuffled(numbers)]
-        else:
-            count = len(self.sequences)
-            examples = [
-                self.sequences[i] if i < count else self.sequences.padding()
-                for i in numbers.tolist()
-            ]
+        sources, sequences = self.stream.places(front + rows.astype(np.int64))
+        places = zip(sources.tolist(), sequences.tolist(), strict=True)
+        examples = [self.stream.read(*place) for place in places]
         batch = {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+        if self._mixed:
+            batch["source_ids"] = self._source_ids[sources]
         return {**batch, "example_ids": rows}
-
-    def _shuffled(self, numbers: np.ndarray) -> list[int]:
-        count = len(self.sequences)
-        epochs, within = np.divmod(numbers, count)
-        for epoch in np.unique(epochs):
-            order = self.sequences.shuffled(self._seed, _SEQUENCE_ORDER, int(epoch))
-            within[epochs == epoch] = order(within[epochs == epoch])
-        return within.tolist()
 
     def rows(self, step: int) -> list[Row]:
         """Where each row of one step's batch comes from; without those that are padding."""
         front, count = self.ramp.place(step)
-        numbers = front + np.arange(count, dtype=np.int64)
-        found = self._shuffled(numbers) if self._repeat else numbers.tolist()
-        return [
-            Row("", number, self.sequences.documents(number))
-            for number in found
-            if number < len(self.sequences)
-        ]
+        sources, sequences = self.stream.places(front + np.arange(count, dtype=np.int64))
+        found = []
+        for source, sequence in zip(sources.tolist(), sequences.tolist(), strict=True):
+            if sequence >= 0:
+                part = self.stream.parts[source]
+                found.append(Row(part.name, sequence, part.sequences.documents(sequence)))
+        return found
 
     def where(self, source: str, document: int) -> str:
         """The file of a document of a row's source and its place in it, for people."""
-        return self.sequences.where(document)
+        return self.stream.part(source).sequences.where(document)
 
     def size(self, source: str, document: int) -> int:
         """Tokens of a document of a row's source."""
-        return self.sequences.size(document)
+        return self.stream.part(source).sequences.size(document)
 
-    def ids(self, step: int) -> dict[str, list[int]]:
-        """The `sequences` of one step's batch, row by row, and the `documents` that are in them."""
+    def ids(self, step: int) -> dict[str, Any]:
+        """The `sequences` of one step's batch, row by row, and the `documents` that are in them.
+
+        Of a mixture also the `sources`, row by row, and documents by source.
+        """
         rows = self.rows(step)
-        inside = {name for row in rows for name in row.documents}
-        return {"sequences": [row.sequence for row in rows], "documents": sorted(inside)}
+        inside: dict[str, set[int]] = {}
+        for row in rows:
+            inside.setdefault(row.source, set()).update(row.documents)
+        documents = {name: sorted(numbers) for name, numbers in sorted(inside.items())}
+        sequences = {"sequences": [row.sequence for row in rows]}
+        if len(self.stream.parts) == 1:
+            return {**sequences, "documents": documents.get(self.stream.parts[0].name, [])}
+        return {"sources": [row.source for row in rows], **sequences, "documents": documents}
+
+    def go_on(self, saved: Mapping[str, Any], step: int) -> bool:
+        """Keep what a fingerprint says of the mixture before a step; whether weights change there.
+
+        From there on it is the loader's own. Each source goes on with the sample behind its last.
+        """
+        planned, before = self.ending and self.ending.planned, saved.get(mixture.FACTS)
+        if planned is None or before is None or saved.get(SOURCES) != self._fingerprint[SOURCES]:
+            return False
+        was, position = Mixture.of_facts(before, planned.seed), self.ramp.before(step)
+        self.follow(was.changed(planned, position), position)
+        return self._fingerprint[mixture.FACTS] != was.facts()
+
+    def follow(self, found: Mixture, since: int = 0) -> None:
+        """Deal samples out so; sources end, if they do, from sample `since` on."""
+        assert self.ending is not None
+        if self.ending.policy == "stop":
+            found = found.ended(list(self.ending.limits.values()), since)
+        self.use(found)
+
+    def use(self, found: Mixture) -> None:
+        """Deal samples out exactly so."""
+        self.stream.mixture, self.stream.end = found, found.end
+        self._fingerprint[mixture.FACTS] = found.facts()
+
+    def mixed(self) -> dict[str, Any]:
+        """JSON values that say how samples are dealt out to the sources of a mixture, if any."""
+        if self.stream.mixture is None:
+            return {}
+        return {"sources": self.sources, mixture.FACTS: self.stream.mixture.facts()}
 
     def batches(
         self, start_step: int, rows: Rows | RowsOf = slice(None), *, stop_step: int | None = None
     ) -> Batches:
         """Batches of steps `start_step`, `start_step` + 1, ... made ready ahead of time.
 
-        Ends before `stop_step`; by default never, or after `num_batches` without `repeat`.
+        Ends before `stop_step`; by default where the stream ends, if it does.
         """
         if stop_step is None:
-            stop_step = sys.maxsize if self._repeat else self.num_batches
+            stop_step = sys.maxsize if self.stream.end is None else self.num_batches
         batches = Batches(self, start_step, stop_step, rows if callable(rows) else lambda _: rows)
         self._open.add(batches)
         return batches
@@ -219,134 +286,80 @@ class Datasets:
 
     train: Loader
     validation: Loader | None
+    """Of the documents that are held out."""
     tokenizer: Tokenizer
     unigram_entropy: float | None
     unreadable: int = 0
+    sets: Mapping[str, Loader] = field(default_factory=dict)
+    """Those of `data.validation` by name."""
+    corpora: tuple[Corpus, Mapping[str, Corpus]] | None = None
+    """The documents themselves, of the training and of each set."""
+
+    def evaluated(self) -> dict[str, Loader]:
+        """What is evaluated: under no name what is held out, and each set."""
+        held_out = {} if self.validation is None else {"": self.validation}
+        return {**held_out, **self.sets}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """JSON values by which processes know whether all have the same documents."""
+        sets = {name: each.fingerprint() for name, each in self.sets.items()}
+        return {**self.train.fingerprint(), "validation": sets}
+
+    def overlaps(self) -> list[Overlap]:
+        """Documents for evaluation that are also trained on."""
+        return [] if self.corpora is None else overlaps(*self.corpora)
 
     def close(self) -> None:
-        self.train.close()
-        if self.validation is not None:
-            self.validation.close()
+        for each in (self.train, *self.evaluated().values()):
+            each.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """Documents whose lengths are known, before anything is cut from them."""
-
-    documents: Documents
-    tokenizer: Tokenizer
-    unigram_entropy: float | None
-    unreadable: int
-    config: DataConfig
-    seed: int
-    sequence_length: int
-    fingerprint: Mapping[str, Any]
-
-    def loader(self, split: Split, ramp: Ramp, *, repeat: bool) -> Loader | None:
-        """Of a split; None if it has no documents."""
-        sequences = self._sequences(split)
-        if sequences is None:
-            return None
-        return Loader(
-            sequences,
-            ramp=ramp,
-            repeat=repeat,
-            seed=self.seed,
-            threads=self.config.threads,
-            prefetch_batches=self.config.prefetch_batches,
-            fingerprint=self.fingerprint,
-        )
-
-    def _sequences(self, split: Split) -> Sequences | None:
-        documents, fraction = self.documents, self.config.validation_fraction
-        prepared = isinstance(documents, PreparedDocuments | MegatronDocuments)
-        if prepared and needs_windows(documents):
-            spans = spans_of(documents, split, fraction, self.seed)
-            seed = None if split == "all" else self.seed
-            windowed = WindowedSequences(documents, spans, self.sequence_length, seed)
-            return windowed if len(spans) else None
-        count = len(documents.lengths)
-        if split == "all":
-            order = np.arange(count)
-        else:
-            order = split_documents(count, fraction, self.seed)[split == "validation"]
-        return PackedSequences(documents, order, self.sequence_length) if len(order) else None
+def _train(corpus: Corpus, ramp: Ramp) -> Loader:
+    """With the shares that the config gives its sources, up to the end that it gives them."""
+    data, parts, mixed = corpus.data, corpus.parts("train"), None
+    sizes = {part.name: len(part.sequences) for part in parts}
+    ends = sizes
+    if data.mixture:
+        mixed = mixture.planned(data, sizes, ramp, corpus.sequence_length, corpus.seed)
+        ends = mixture.limits(data.mixture, sizes)
+    end = ends[""] if data.end == "stop" and mixed is None else None
+    stream = Stream(parts, seed=corpus.seed, repeat=True, mixture=mixed, end=end)
+    loader = _loader(corpus, stream, ramp, _facts(corpus, ramp), Ending(data.end, ends, mixed))
+    if mixed is not None:
+        loader.follow(mixed)
+    return loader
 
 
-def _open(
-    data: DataConfig,
-    tokenizer: TokenizerConfig,
-    *,
-    seed: int,
+def _once(corpus: Corpus, split: Split, rows: int) -> Loader | None:
+    """Each sequence of a split once; None without sequences. Of a set, which holds nothing out,
+    `train` is all of it in a shuffled order, so that its first batches are a sample of the rest.
+    """
+    if not (parts := corpus.parts(split)):
+        return None
+    ramp, stream = Ramp((), rows), Stream(parts, seed=corpus.seed, repeat=False)
+    return _loader(corpus, stream, ramp, _facts(corpus, ramp))
+
+
+def _facts(corpus: Corpus, ramp: Ramp) -> dict[str, Any]:
+    return {"order_version": _ORDER_VERSION, **corpus.fingerprint(), **ramp.facts()}
+
+
+def _loader(
+    corpus: Corpus,
+    stream: Stream,
     ramp: Ramp,
-    sequence_length: int,
-    cache_dir: str | None,
-    moved: Moved | None,
-    keep: bool = True,
-) -> _Opened:
-    encoder = open_tokenizer(tokenizer)
-    if data.source in IDS:
-        documents = open_documents(data, encoder)
-        unigram_entropy, unreadable = documents.unigram_entropy, documents.unreadable
-        facts = documents.facts()
-        if needs_windows(documents):
-            facts = {**facts, "order": "windows"}
-    else:
-        documents, index, facts = _encoded(data, encoder, seed, cache_dir, moved, keep)
-        unigram_entropy, unreadable = index.unigram_entropy, len(index.unreadable)
-    fingerprint = {
-        "order_version": _ORDER_VERSION,
-        **facts,
-        "tokenizer": encoder.fingerprint(),
-        "seed": seed,
-        "validation_fraction": data.validation_fraction,
-        **ramp.facts(),
-        "sequence_length": sequence_length,
-    }
-    return _Opened(
-        documents=documents,
-        tokenizer=encoder,
-        unigram_entropy=unigram_entropy,
-        unreadable=unreadable,
-        config=data,
-        seed=seed,
-        sequence_length=sequence_length,
-        fingerprint=fingerprint,
+    facts: Mapping[str, Any],
+    ending: Ending | None = None,
+) -> Loader:
+    return Loader(
+        stream,
+        ramp=ramp,
+        threads=corpus.data.threads,
+        prefetch_batches=corpus.data.prefetch_batches,
+        fingerprint=facts,
+        mixed=corpus.mixed,
+        ending=ending,
     )
-
-
-def _encoded(
-    data: DataConfig,
-    encoder: Tokenizer,
-    seed: int,
-    cache_dir: str | None,
-    moved: Moved | None,
-    keep: bool,
-) -> tuple[Documents, DocumentIndex, Mapping[str, Any]]:
-    """Documents of texts or conversations, their index, and what identifies them."""
-    source = open_source(data, seed, moved, cache_dir=cache_dir, keep=keep)
-    found = None if data.chat == "off" else Conversations(source, encoder, data)
-    if found is None:
-        index = build_index(source, encoder, cache_dir, moved, keep=keep)
-    else:
-        index = build_chat_index(found, cache_dir, moved, threads=data.threads, keep=keep)
-    if not index.byte_counts.any():
-        raise ConfigError.one(
-            "data.path",
-            ", ".join(paths_of(data)),
-            f"must hold text: {counted(len(source), 'document')} with nothing inside.",
-            "Set data.path to documents with text, or data.field to the field that holds it.",
-        )
-    facts = {
-        "source": source.name,
-        "documents": len(source),
-        "tokens": int(index.lengths.sum()),
-        "source_digest": source.fingerprint(),
-    }
-    if found is None:
-        return EncodedDocuments(source, encoder, index), index, facts
-    facts["chat"] = found.fingerprint()
-    return ChatDocuments(found, index), index, facts
 
 
 def build(
@@ -361,7 +374,7 @@ def build(
     cache_dir: str | None = None,
     moved: Moved | None = None,
 ) -> Datasets:
-    """Opens source and tokenizer, indexes the documents and splits them.
+    """Opens sources and tokenizer, indexes the documents and splits them.
 
     The first time it reads every document once; `cache_dir` keeps what it found. Validation
     takes batches of `eval_batch_size`, or of `batch_size` when that is 0. `batch_ramp` says which
@@ -370,32 +383,33 @@ def build(
     Raises:
         ConfigError: anything the user has to change in `data` or `tokenizer`.
     """
-    ramp = Ramp((), batch_size) if batch_ramp is None else batch_ramp
-    found = _open(
+    ramp, rows = batch_ramp or Ramp((), batch_size), eval_batch_size or batch_size
+    opened = partial(
+        open_corpus,
         data,
-        tokenizer,
+        open_tokenizer(tokenizer),
         seed=seed,
-        ramp=ramp,
         sequence_length=sequence_length,
         cache_dir=cache_dir,
         moved=moved,
     )
-    train = found.loader("train", ramp, repeat=True)
-    assert train is not None, "no split leaves training without documents"
-    size = eval_batch_size or batch_size
+    corpus, sets = opened(), {name: opened(name=name) for name in sorted(data.validation)}
+    loaders = {name: _once(each, "train", rows) for name, each in sets.items()}
     return Datasets(
-        train=train,
-        validation=found.loader("validation", Ramp((), size), repeat=False),
-        tokenizer=found.tokenizer,
-        unigram_entropy=found.unigram_entropy,
-        unreadable=found.unreadable,
+        train=_train(corpus, ramp),
+        validation=_once(corpus, "validation", rows),
+        tokenizer=corpus.tokenizer,
+        unigram_entropy=corpus.unigram_entropy,
+        unreadable=corpus.unreadable,
+        sets={name: each for name, each in loaders.items() if each is not None},
+        corpora=(corpus, sets),
     )
 
 
 def build_once_through(
     data: DataConfig,
     tokenizer: TokenizerConfig,
-    split: Split,
+    split: str,
     *,
     seed: int,
     batch_size: int,
@@ -406,24 +420,27 @@ def build_once_through(
 ) -> tuple[Loader, Tokenizer]:
     """Every sequence of a split once, in a fixed order, in batches as `build` makes for validation.
 
+    A split is `train`, `validation`, `all`, or a set of `data.validation` by its name.
+
     What is in `cache_dir` is used, and nothing is written there.
 
     Raises:
         ConfigError: anything the user has to change in `data` or `tokenizer`, or a split without
             documents.
     """
-    found = _open(
+    is_set = split in data.validation
+    corpus = open_corpus(
         data,
-        tokenizer,
+        open_tokenizer(tokenizer),
+        name=split if is_set else None,
         seed=seed,
-        ramp=Ramp((), batch_size),
         sequence_length=sequence_length,
         cache_dir=cache_dir,
         moved=moved,
         keep=False,
     )
-    size = eval_batch_size or batch_size
-    loader = found.loader(split, Ramp((), size), repeat=False)
+    rows = eval_batch_size or batch_size
+    loader = _once(corpus, "train" if is_set else cast(Split, split), rows)
     if loader is None:
         raise ConfigError.one(
             "data.validation_fraction",
@@ -431,7 +448,7 @@ def build_once_through(
             "leaves no documents for validation.",
             "Evaluate on all documents with --split all, or on others with --data FILES.",
         )
-    return loader, found.tokenizer
+    return loader, corpus.tokenizer
 
 
 _WORDS = {
@@ -441,10 +458,15 @@ _WORDS = {
     "source_digest": "the digest of names, sizes and content of the files",
     "tokenizer": "the tokenizer",
     "chat": "the chat template, fields or roles",
+    "packing": "the packing",
     "order_version": "the order of samples",
     "batch_size": "train.batch_size",
     "batch_ramp": "the stages of train.batch_ramp, as rows and steps,",
 }
+
+
+_UNSAID = {"packing": "cut"}
+"""What a fingerprint means that does not have this entry."""
 
 
 def _short(value: Any) -> Any:
@@ -462,12 +484,27 @@ def compare(
     """The (name, saved, current) of each entry in which two fingerprints differ, for people.
 
     Sizes of batches do not, if all before `step` were the same: no row is lost or repeated then.
+    Nor do weights of a mixture: see `Loader.go_on`.
     """
     names = [*saved, *(name for name in current if name not in saved)]
     if step is not None and Ramp.of_facts(saved).same_until(Ramp.of_facts(current), step):
-        names = [name for name in names if name not in FACTS]
-    return [
-        (_WORDS.get(name, name), _short(saved.get(name)), _short(current.get(name)))
+        names = [name for name in names if name not in config_ramp.FACTS]
+    of_sources = saved.get(SOURCES, {}), current.get(SOURCES, {})
+    if of_sources[0].keys() != of_sources[1].keys():
+        # All else follows from them.
+        before, now = (", ".join(each) or None for each in of_sources)
+        return [("the sources of data.mixture", before, now)]
+    found = []
+    for name in of_sources[0]:
+        inner = compare(*(each[name] for each in of_sources))
+        found += [(f"{name}: {words}", before, now) for words, before, now in inner]
+    if found:
+        # The totals follow from these.
+        names = [name for name in names if name not in ("documents", "tokens", "source_digest")]
+    names = [name for name in names if name not in (SOURCES, mixture.FACTS)]
+    return found + [
+        (_WORDS.get(name, name), _short(before), _short(now))
         for name in names
-        if saved.get(name) != current.get(name)
+        if (before := saved.get(name, _UNSAID.get(name)))
+        != (now := current.get(name, _UNSAID.get(name)))
     ]

@@ -3,10 +3,13 @@
 Owns the split into training and validation documents, their shuffled order and the
 cutting of the token stream. Sequence i is made from the documents' lengths alone, so no
 earlier sequence has to be read first. It does not know batches, epochs or processes;
-`loader.py` is the next step.
+`stream.py` is the next step.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -85,6 +88,96 @@ def split_documents(
     return order[num_validation:], order[:num_validation]
 
 
+class Piece(NamedTuple):
+    """Tokens of a document in a row."""
+
+    document: int
+    begin: int
+    end: int
+
+
+class Sequences(Protocol):
+    """Rows of T tokens by number; the same each time, in any thread and process."""
+
+    sequence_length: int
+    num_tokens: int
+    """Of all documents, begin and end included."""
+    num_targets: int
+    """Positions of all rows at which the next token is of the same document."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """`tokens`, `targets`, `segment_ids`, `positions` int32 [T], `loss_mask` float32 [T].
+
+        `segment_ids` counts the documents of the sequence from 1, 0 is padding;
+        `positions` counts from each document's first token in this sequence;
+        `loss_mask` is 1 where token and target are of one document, and the target is trained.
+        """
+        ...
+
+    def padding(self) -> dict[str, np.ndarray]:
+        """A sequence without text: it adds nothing to a loss."""
+        ...
+
+    def documents(self, index: int) -> list[int]:
+        """Numbers of the documents that have a token in this sequence."""
+        ...
+
+    def shuffled(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
+        """The order of sequences in an epoch that the key stands for."""
+        ...
+
+    def where(self, document: int) -> str:
+        """The file of a document and its place in it, for people."""
+        ...
+
+    def size(self, document: int) -> int:
+        """Tokens of a document."""
+        ...
+
+
+def efficiency_of(sequences: Sequences) -> float:
+    """The part of all positions that has a target of its document."""
+    return sequences.num_targets / (len(sequences) * sequences.sequence_length)
+
+
+def targets_of(lengths: np.ndarray) -> int:
+    """Tokens that follow another one of their document, of documents of these lengths."""
+    return int(lengths.sum() - np.count_nonzero(lengths))
+
+
+def assembled(
+    documents: Documents, pieces: Iterable[Piece], sequence_length: int
+) -> dict[str, np.ndarray]:
+    """The arrays of a row that pieces of documents fill from its begin: T inputs and the target of
+    the last one, T + 1 tokens at most.
+    """
+    size = sequence_length + 1
+    window = np.full(size, documents.pad_id, np.int32)
+    segments = np.zeros(size, np.int32)
+    trained = np.ones(size, bool)
+    positions = np.zeros(size, np.int32)
+    at = 0
+    for segment, (number, begin, end) in enumerate(pieces, 1):
+        document = documents[number]
+        here, inside = slice(at, at + end - begin), slice(begin, end)
+        window[here] = document.ids[inside]
+        if document.trained is not None:
+            trained[here] = document.trained[inside]
+        segments[here] = segment
+        positions[here] = np.arange(end - begin)
+        at += end - begin
+    same = (segments[:-1] == segments[1:]) & (segments[1:] > 0) & trained[1:]
+    return {
+        "tokens": window[:-1],
+        "targets": window[1:],
+        "segment_ids": segments[:-1],
+        "positions": positions[:-1],
+        "loss_mask": same.astype(np.float32),
+    }
+
+
 class PackedSequences:
     """Sequences of T tokens, cut from the concatenation of documents.
 
@@ -96,73 +189,44 @@ class PackedSequences:
         self.sequence_length = sequence_length
         self._documents = documents
         self._order = order
-        self._starts = np.concatenate([[0], np.cumsum(documents.lengths[order])])
+        lengths = documents.lengths[order]
+        self._starts = np.concatenate([[0], np.cumsum(lengths)])
         self.num_tokens = int(self._starts[-1])
+        self.num_targets = targets_of(lengths)
 
     def __len__(self) -> int:
         # The last token of the stream is only ever a target: it starts no sequence.
         return -(-(self.num_tokens - 1) // self.sequence_length)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """`tokens`, `targets`, `segment_ids`, `positions` int32 [T], `loss_mask` float32 [T].
-
-        `segment_ids` counts the documents of the sequence from 1, 0 is padding;
-        `positions` counts from each document's first token in this sequence;
-        `loss_mask` is 1 where token and target are of one document, and the target is trained.
-        """
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self._cut(index)
+        return assembled(self._documents, self._pieces(index), self.sequence_length)
 
     def shuffled(self, *key: int) -> Permutation:
-        """The order of sequences in an epoch that the key stands for."""
         return Permutation(len(self), *key)
 
     def padding(self) -> dict[str, np.ndarray]:
-        """A sequence without text: it adds nothing to a loss."""
-        return self._cut(len(self) + 1)
+        return assembled(self._documents, (), self.sequence_length)
 
     def documents(self, index: int) -> list[int]:
-        """Numbers of the documents that have a token in this sequence."""
         first = index * self.sequence_length
         last = min(first + self.sequence_length, self.num_tokens) - 1
         begin, end = np.searchsorted(self._starts, [first, last], side="right")
         return self._order[begin - 1 : end].tolist()
 
     def where(self, document: int) -> str:
-        """The file of a document and its place in it, for people."""
         return self._documents.where(document)
 
     def size(self, document: int) -> int:
-        """Tokens of a document."""
         return int(self._documents.lengths[document])
 
-    def _cut(self, index: int) -> dict[str, np.ndarray]:
-        length = self.sequence_length
-        first = index * length
-        last = min(first + length + 1, self.num_tokens)
-        window = np.full(length + 1, self._documents.pad_id, np.int32)
-        segments = np.zeros(length + 1, np.int32)
-        trained = np.ones(length + 1, bool)
-        positions = np.zeros(length + 1, np.int32)
-        position = int(np.searchsorted(self._starts, first, side="right")) - 1
-        at, segment = first, 1
+    def _pieces(self, index: int) -> Iterator[Piece]:
+        at = index * self.sequence_length
+        last = min(at + self.sequence_length + 1, self.num_tokens)
+        position = int(np.searchsorted(self._starts, at, side="right")) - 1
         while at < last:
-            document = self._documents[int(self._order[position])]
-            begin = int(self._starts[position])
-            end = min(begin + len(document.ids), last)
-            here, inside = slice(at - first, end - first), slice(at - begin, end - begin)
-            window[here] = document.ids[inside]
-            if document.trained is not None:
-                trained[here] = document.trained[inside]
-            segments[here] = segment
-            positions[here] = np.arange(end - at)
-            at, segment, position = end, segment + 1, position + 1
-        same = (segments[:-1] == segments[1:]) & (segments[1:] > 0) & trained[1:]
-        return {
-            "tokens": window[:-1],
-            "targets": window[1:],
-            "segment_ids": segments[:-1],
-            "positions": positions[:-1],
-            "loss_mask": same.astype(np.float32),
-        }
+            begin, end = self._starts[position : position + 2].tolist()
+            end = min(end, last)
+            yield Piece(int(self._order[position]), at - begin, end - begin)
+            at, position = end, position + 1

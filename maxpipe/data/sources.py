@@ -12,14 +12,22 @@ from dataclasses import replace
 from typing import Literal
 
 from maxpipe.config.data import paths_of
-from maxpipe.config.schema import DataConfig
+from maxpipe.config.data_schema import SourceConfig
 from maxpipe.data.formats.array_records import ArrayRecords
 from maxpipe.data.formats.cache import Cache
 from maxpipe.data.formats.files import File, find_files
 from maxpipe.data.formats.json_lines import JsonLines
 from maxpipe.data.formats.parquet import ParquetRows
 from maxpipe.data.formats.saved_dataset import SavedDataset, is_saved_dataset
-from maxpipe.data.formats.source import Moved, Progress, Record, Records, RecordSource, Source
+from maxpipe.data.formats.source import (
+    Moved,
+    Progress,
+    Record,
+    Records,
+    RecordSource,
+    Source,
+    UnreadableRecord,
+)
 from maxpipe.data.formats.synthetic import SyntheticRecords
 from maxpipe.data.formats.text import TextFiles, open_corpus
 from maxpipe.data.formats.text_of import TextOf
@@ -32,17 +40,18 @@ __all__ = [
     "Progress",
     "Record",
     "Source",
+    "UnreadableRecord",
     "find_files",
     "open_source",
     "source_of",
 ]
 
-Kind = Literal["text", "jsonl", "parquet", "arrayrecord", "huggingface"]
+Kind = Literal["text", "jsonl", "parquet", "arrayrecord", "huggingface", "tokens", "megatron"]
 """Sources whose files tell what they are by their names."""
 
 
 def open_source(
-    config: DataConfig,
+    config: SourceConfig,
     seed: int,
     moved: Moved | None = None,
     *,
@@ -65,7 +74,7 @@ def open_source(
 
 
 def _open_records(
-    config: DataConfig, seed: int, text: TextOf, cache: Cache, moved: Moved | None
+    config: SourceConfig, seed: int, text: TextOf, cache: Cache, moved: Moved | None
 ) -> Records:
     paths = config.path if config.path or not config.paths else config.paths
     match config.source:
@@ -113,6 +122,10 @@ def source_of(path: str, where: str) -> Kind:
     """
     if is_saved_dataset(path):
         return "huggingface"
+    if os.path.isfile(os.path.join(os.path.expanduser(path), "manifest.json")):
+        return "tokens"
+    if path.endswith((".idx", ".bin")) and os.path.isfile(os.path.expanduser(path[:-4]) + ".idx"):
+        return "megatron"
     try:
         names = [os.path.basename(file.path) for file in find_files(path, ())]
     except ConfigError as error:

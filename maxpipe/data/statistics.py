@@ -6,7 +6,6 @@ than `Contents` has room for, duplicates are estimated.
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,15 +14,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxpipe.data.documents import Encoded
-from maxpipe.data.packing import PackedSequences
-from maxpipe.data.sources import Source
+from maxpipe.data.documents import Encoded, digest_of
+from maxpipe.data.packing import targets_of
+from maxpipe.data.sequences import Packer
+from maxpipe.data.sources import Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
-from maxpipe.errors import ConfigError, Problem
+from maxpipe.errors import Problem
 
 _PASS_CHARACTERS = 1 << 20
 _PASS_DOCUMENTS = 1024
-_DIGEST_BYTES = 8
 _MOST_CONTENTS = 1 << 23
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
@@ -95,11 +94,13 @@ class Statistics:
     empty: int = 0
     replaced: int = 0
     unreadable: int = 0
+    """Of prepared documents those that are empty for it; others are in no other number."""
     first_unreadable: Problem | None = None
     repeated: int = 0
     repeated_tokens: int = 0
     compared: int = 1
     """Of this number of contents one was compared."""
+    packing: str = "cut"
     sequence_length: int = 0
     num_sequences: int = 0
     _contents: Contents = field(default_factory=Contents, repr=False)
@@ -111,9 +112,14 @@ class Statistics:
 
     @property
     def efficiency(self) -> float:
-        """The part of the sequences' tokens that is of documents, and no padding."""
+        """The part of the sequences' positions that has a target of its document."""
         room = self.num_sequences * self.sequence_length
-        return min(1.0, self.tokens / room) if room else 0.0
+        return targets_of(self.lengths) / room if room else 0.0
+
+    @property
+    def too_long(self) -> int:
+        """Documents that no sequence holds whole."""
+        return int((self.lengths > self.sequence_length + 1).sum())
 
     def quantiles(self) -> dict[str, int]:
         """Lengths, by the percentage of documents that are not longer."""
@@ -156,6 +162,8 @@ class Statistics:
             "mean_length": round(tokens / count, 2) if count else None,
             "histogram": [dict(zip(names, row, strict=True)) for row in self.histogram()],
             "sequence_length": self.sequence_length,
+            "longer_than_a_sequence": self.too_long,
+            "packing": self.packing,
             "sequences": self.num_sequences,
             "packing_efficiency": round(self.efficiency, 6),
         }
@@ -168,7 +176,7 @@ def of_texts(source: Source, tokenizer: Tokenizer) -> Iterator[Document | Proble
     for i in range(len(source)):
         try:
             text: str | Problem = source[i]
-        except ConfigError as error:
+        except UnreadableRecord as error:
             text = error.problems[0]
         else:
             characters += len(text)
@@ -187,7 +195,7 @@ def _counted(held: Sequence[str | Problem], tokenizer: Tokenizer) -> Iterator[Do
             continue
         raw, tokens = text.encode(), next(counts) + 2
         yield Document(
-            digest=_digest(raw),
+            digest=digest_of(raw),
             tokens=tokens,
             trained=tokens,
             num_bytes=len(raw),
@@ -205,12 +213,12 @@ def of_encoded(
     def read(i: int) -> Document | Problem:
         try:
             found = encode(i)
-        except ConfigError as error:
+        except UnreadableRecord as error:
             return error.problems[0]
         ids, mask = found.ids.astype(np.int64), found.trained
         text = tokenizer.decode(ids.tolist())
         return Document(
-            digest=_digest(ids.tobytes()),
+            digest=digest_of(ids.tobytes()),
             tokens=len(ids),
             trained=len(ids) if mask is None else int(mask.sum()),
             num_bytes=int(widths[ids].sum()),
@@ -223,18 +231,14 @@ def of_encoded(
             yield from pool.map(read, range(first, min(first + _PASS_DOCUMENTS, num_documents)))
 
 
-def _digest(raw: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=_DIGEST_BYTES).digest())
-
-
 def counted(
     name: str,
     documents: Iterable[Document | Problem],
     num_documents: int,
-    sequence_length: int,
+    packer: Packer,
     report: Report,
 ) -> Statistics:
-    """The statistics of a source's documents."""
+    """The statistics of a source's documents, and of the sequences made of them."""
     lengths = np.zeros(num_documents, np.int64)
     found, number = Statistics(name, lengths), 0
     for done, each in enumerate(documents, 1):
@@ -253,8 +257,8 @@ def counted(
     found.lengths = lengths[:number]
     found.repeated, found.repeated_tokens = found._contents.repeated()
     found.compared = 1 << found._contents.shift
-    found.sequence_length = sequence_length
-    found.num_sequences = _sequences(found.lengths, sequence_length)
+    found.packing, found.sequence_length = packer.packing, packer.sequence_length
+    found.num_sequences = _sequences(found.lengths, packer)
     return found
 
 
@@ -273,8 +277,6 @@ class _Lengths:
         return f"document {document}"
 
 
-def _sequences(lengths: np.ndarray, sequence_length: int) -> int:
+def _sequences(lengths: np.ndarray, packer: Packer) -> int:
     """What training makes of documents of these lengths in one epoch."""
-    if lengths.sum() < 2:
-        return 0
-    return len(PackedSequences(_Lengths(lengths), np.arange(len(lengths)), sequence_length))
+    return len(packer(_Lengths(lengths), np.arange(len(lengths)))) if lengths.sum() > 1 else 0

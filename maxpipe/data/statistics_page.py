@@ -31,23 +31,31 @@ def rows(found: Statistics) -> list[tuple[str, str]]:
     if found.replaced:
         notes.append(f"{found.replaced} with U+FFFD for bytes that are not UTF-8")
     shown = [("source", found.name), ("documents", _with(f"{count:,}", notes))]
-    if found.unreadable and found.first_unreadable:
+    if found.unreadable:
         first = found.first_unreadable
-        shown.append(("unreadable", f"{found.unreadable:,}, the first one {first.line}"))
+        words = f"the first one {first.line}" if first else "empty since they were prepared"
+        shown.append(("unreadable", f"{found.unreadable:,}, {words}"))
     share = f"{found.trained / tokens:.1%} trained" if tokens else ""
     all_trained = found.trained == tokens
     shown.append(("tokens", _with(f"{tokens:,}", [] if all_trained else [share])))
     per_token = f"{found.num_bytes / tokens:.2f} per token" if tokens else ""
     shown.append(("bytes", _with(f"{found.num_bytes:,}", [per_token])))
     about = f"estimated from one in {found.compared} contents" if found.compared > 1 else ""
-    repeated = f"{found.repeated:,} documents"
+    repeated = _counted(found.repeated, "document")
     part = f"{found.repeated_tokens / tokens:.2%} of the tokens" if tokens else ""
     shown.append(("duplicates", _with(repeated, [part, about])))
     quantiles = ", ".join(f"{name} {each:,}" for name, each in found.quantiles().items())
     shown.append(("lengths", f"in tokens: {quantiles}" if quantiles else "none"))
-    sequences = f"{found.num_sequences:,} sequences of {found.sequence_length:,}"
-    shown.append(("packing", f"{sequences}, {found.efficiency:.2%} of their tokens of documents"))
+    sequences = f"{found.packing}, {_counted(found.num_sequences, 'sequence')} of "
+    sequences += f"{found.sequence_length:,}"
+    shown.append(("packing", f"{sequences}, {found.efficiency:.2%} of positions with a target"))
+    if found.too_long:
+        shown.append(("too long", f"{counted(found.too_long, 'document')} for one sequence"))
     return shown
+
+
+def _counted(count: int, noun: str) -> str:
+    return counted(count, noun).replace(str(count), f"{count:,}", 1)
 
 
 def _with(text: str, notes: Sequence[str]) -> str:

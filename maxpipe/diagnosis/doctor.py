@@ -35,13 +35,17 @@ from maxpipe.checkpoint.storage import (
     try_out,
 )
 from maxpipe.config.check import cautions
+from maxpipe.config.data import all_sources, section_of
+from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
 from maxpipe.config.training import check_training
+from maxpipe.data.chat import Conversations
 from maxpipe.data.prepared.open import IDS, open_documents
+from maxpipe.data.sections import in_section
 from maxpipe.data.sources import open_source
-from maxpipe.data.tokenizer import check_vocab, open_tokenizer
+from maxpipe.data.tokenizer import Tokenizer, check_vocab, open_tokenizer
 from maxpipe.diagnosis import environment
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.exchange.source import folder_of, opened
@@ -298,19 +302,24 @@ def _size(count: float) -> str:
 
 def data(config: Config) -> Iterator[Check]:
     """Whether documents can be read and turned into tokens that the model has."""
-    if config.data.source in IDS:
-        yield from _prepared(config)
-        return
-    document = "text"
-    try:
-        kept = str(full(config.run.dir, "run.dir") / ".index")
-        source = open_source(config.data, config.run.seed, cache_dir=kept)
-        document = source[0]
+    document, found = "text", all_sources(config.data)
+    kept = str(full(config.run.dir, "run.dir") / ".index")
+    for name, each in found.items():
+        if each.source in IDS or each.chat != "off":
+            continue  # these need the tokenizer
+        try:
+            with in_section(name):
+                source = open_source(each, config.run.seed, cache_dir=kept)
+                document = source[0]
+        except ConfigError as error:
+            yield from _explained(section_of(name), error)
+            continue
+        except StorageError as error:  # there is no room to unpack a file, say
+            yield _stored(section_of(name), error)
+            continue
         text = f"{source.name}, {counted(len(source), 'document')}, the first of "
         text += counted(len(document), "character")
-        yield Check("data", "ok", text)
-    except ConfigError as error:
-        yield from _explained("data", error)
+        yield Check(section_of(name), "ok", text)
     try:
         tokenizer = open_tokenizer(config.tokenizer)
         check_vocab(tokenizer, config.model.vocab_size)
@@ -320,32 +329,53 @@ def data(config: Config) -> Iterator[Check]:
     tokens = tokenizer.encode(document)
     text = f"{config.tokenizer.kind}, {tokenizer.vocab_size} ids, {len(tokens)} for {len(document)}"
     yield Check("tokenizer", "ok", f"{text} characters")
+    for name, each in found.items():
+        if each.source in IDS:
+            yield from _prepared(name, each, tokenizer)
+        elif each.chat != "off":
+            yield from _conversations(name, each, tokenizer, kept)
 
 
-def _prepared(config: Config) -> Iterator[Check]:
-    """Whether ids of documents can be read, and are those of the tokenizer."""
+def _stored(name: str, error: StorageError) -> Check:
+    where, *words = str(error).splitlines()
+    text = " ".join([where, *map(str.strip, words[:-1])])
+    return Check(name, "FAILED", text, words[-1].strip())
+
+
+def _conversations(
+    name: str, config: SourceConfig, tokenizer: Tokenizer, kept: str
+) -> Iterator[Check]:
+    """Whether records can be read as conversations."""
+    section = section_of(name)
     try:
-        tokenizer = open_tokenizer(config.tokenizer)
-        check_vocab(tokenizer, config.model.vocab_size)
+        with in_section(name):
+            source = open_source(config, 0, cache_dir=kept)
+            first = Conversations(source, tokenizer, config).encode(0)
     except ConfigError as error:
-        yield from _explained("tokenizer", error)
+        yield from _explained(section, error)
         return
-    yield Check("tokenizer", "ok", f"{config.tokenizer.kind}, {tokenizer.vocab_size} ids")
+    assert first.trained is not None
+    text = f"{source.name}, {counted(len(source), 'conversation')}, the first of "
+    text += f"{counted(len(first.ids), 'token')}, {int(first.trained.sum())} of them trained"
+    yield Check(section, "ok", text)
+
+
+def _prepared(name: str, config: SourceConfig, tokenizer: Tokenizer) -> Iterator[Check]:
+    """Whether ids of documents can be read, and are those of the tokenizer."""
+    section = section_of(name)
     try:
-        documents = open_documents(config.data, tokenizer)
-        first = counted(len(documents[0].ids), "token")
+        with in_section(name):
+            documents = open_documents(config, tokenizer)
+            first = counted(len(documents[0].ids), "token")
     except ConfigError as error:
-        yield from _explained("data", error)
+        yield from _explained(section, error)
         return
     except StorageError as error:
-        where, *words = str(error).splitlines()
-        yield Check(
-            "data", "FAILED", " ".join([where, *map(str.strip, words[:-1])]), words[-1].strip()
-        )
+        yield _stored(section, error)
         return
-    text = f"{config.data.source}, {counted(documents.num_documents, 'document')}, "
+    text = f"{config.source}, {counted(documents.num_documents, 'document')}, "
     text += f"{counted(documents.num_tokens, 'token')}, the first document has {first}"
-    yield Check("data", "ok", f"{text}; {documents.remark}")
+    yield Check(section, "ok", f"{text}; {documents.remark}")
 
 
 # Clocks.

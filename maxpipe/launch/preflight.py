@@ -16,6 +16,8 @@ from maxpipe.checkpoint import address
 from maxpipe.checkpoint.storage import home, run_folder
 from maxpipe.config.check import where
 from maxpipe.config.data import FILES, paths_of
+from maxpipe.config.data_rules import named_sources
+from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.rules import value_of
 from maxpipe.config.schema import Config
@@ -236,20 +238,29 @@ def _check_parent(folder: Path, found: Preflight) -> None:
 
 def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
     """Keys and paths of what the run reads. `workdir` is where relative ones begin."""
-    data, tokenizer = config.data, config.tokenizer
+    tokenizer = config.tokenizer
     named = {
-        "data.tfds_dir": data.tfds_dir if data.source == "tfds" else "",
         "tokenizer.path": tokenizer.path if tokenizer.kind != "bytes" else "",
         "runtime.executable": config.runtime.executable,
     }
     folder, source = workdir / run_folder(config.run), config.checkpoint.restore_from
     if source and newest_step(folder, config.checkpoint.dir) is None:  # else it is not read
         named["checkpoint.restore_from"] = _run_of(source, config.run.dir, workdir)
-    paths = paths_of(data) if data.source in FILES else []
-    of_data = [("data.path" if data.path else "data.paths", path) for path in paths]
+    of_data = [
+        given for section, each in named_sources(config) for given in _paths_of(section, each)
+    ]
     for key, path in [*of_data, *named.items()]:
         if path:
             yield key, path if is_remote(path) else str(workdir / os.path.expanduser(path))
+
+
+def _paths_of(section: str, source: SourceConfig) -> Iterator[tuple[str, str]]:
+    """Keys and paths of the files that a source reads, if it reads any."""
+    if source.source in FILES:
+        key = f"{section}.path" if source.path else f"{section}.paths"
+        yield from ((key, path) for path in paths_of(source))
+    elif source.source == "tfds":
+        yield f"{section}.tfds_dir", source.tfds_dir
 
 
 def _run_of(source: str, runs: str, workdir: Path) -> str:

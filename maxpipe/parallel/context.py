@@ -21,7 +21,7 @@ from maxpipe.parallel.per_device import vary
 WHOLE_ROW = "row_segment_ids"
 """Among a microbatch's arrays `[B, S]`: segments of all tokens of its rows, when a device has some.
 """
-_BY_ROW = ("example_ids",)
+_BY_ROW = ("example_ids", "source_ids")
 """Arrays of a batch that have no dim of tokens."""
 
 

@@ -37,7 +37,7 @@ Score = Callable[
     [Float[Array, "B T D"], Int[Array, "B T"], Float[Array, "B T"], Float[Array, ""]],
     tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]],
 ]
-"""(what is projected, targets, which count, factor of gradients) -> loss, and its gradients by this
+"""(what is projected, factor of gradients, targets, which count) -> loss, and its gradients by this
 stage's columns: of what is projected, and of the columns."""
 
 
@@ -206,7 +206,7 @@ class HeadsAhead:
     ) -> tuple[Array, Array, Array]:
         weights = jnp.asarray([*self.heads.loss_weights.values()], jnp.float32)
         targets, mask = further(inputs, number + 1)
-        total, d_own, d_head = score(own, targets, mask, scale * weights[number])
+        total, d_own, d_head = score(own, scale * weights[number], targets, mask)
         return total, d_own.astype(own.dtype), d_head
 
     def _add_layers(

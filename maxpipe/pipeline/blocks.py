@@ -13,10 +13,9 @@ from jaxtyping import Float, Int
 from maxpipe.parallel.per_device import vary
 
 Tree = Any
-OfTokens = Callable[
-    [Float[Array, "B T D"], Int[Array, "B T"], Float[Array, "B T"]], tuple[Tree, Tree]
-]
-"""(activations, targets, which count) -> what is summed over tokens, and arrays `[B, T, ...]`."""
+OfTokens = Callable[..., tuple[Tree, Tree]]
+"""(activations, targets, which count, more) -> what is summed over tokens, and arrays
+`[B, T, ...]`."""
 
 
 def by_blocks(
@@ -25,6 +24,7 @@ def by_blocks(
     x: Float[Array, "B T D"],
     targets: Int[Array, "B T"],
     mask: Float[Array, "B T"],
+    *more: Int[Array, "B T"],
 ) -> tuple[Tree, Tree]:
     """`run` of all tokens, `size` of them at most at a time; 0 for all of them at once.
 
@@ -34,10 +34,10 @@ def by_blocks(
     rows, length = targets.shape
     total = rows * length
     if not 0 < size < total:
-        return run(x, targets, mask)
+        return run(x, targets, mask, *more)
     count = -(-total // size)
     size = -(-total // count)
-    flat = [a.reshape(1, total, *a.shape[2:]) for a in (x, targets, mask)]
+    flat = [a.reshape(1, total, *a.shape[2:]) for a in (x, targets, mask, *more)]
 
     def block(number: Array) -> tuple[list[Array], Array, Array]:
         start = jnp.minimum(number * size, total - size)
@@ -45,8 +45,8 @@ def by_blocks(
         return own, start, (start + jnp.arange(size) >= number * size)[None]
 
     def one(number: Array, state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-        (x, targets, mask), start, fresh = block(number)
-        found, arrays = run(x, targets, jnp.where(fresh, mask, 0))
+        (x, targets, mask, *more), start, fresh = block(number)
+        found, arrays = run(x, targets, jnp.where(fresh, mask, 0), *more)
 
         def put(whole: Array, part: Array) -> Array:
             if total % size:

@@ -120,5 +120,6 @@ class Buffers(NamedTuple):
     reports: Reports | None
     """What layers of the ring return besides their output."""
     loss: jax.Array
+    """Of each source if there are several."""
     ahead: Found | None
     """What heads ahead find."""

@@ -35,10 +35,20 @@ from maxpipe.pipeline.program import Program
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.slots import Idle
 from maxpipe.pipeline.trainable import joined, trained
+from maxpipe.pipeline.vocabulary import by_source
 from maxpipe.pipeline.weights import Gather, WeightSharding
 from maxpipe.schedule.table import Schedule
 
 Tree = Any
+
+
+class BySource(NamedTuple):
+    """Sums over the rows of each source."""
+
+    nats: Float[Array, " sources"]
+    """Cross entropy."""
+    targets: Float[Array, " sources"]
+    """Target tokens."""
 
 
 class Differentiated(NamedTuple):
@@ -54,6 +64,8 @@ class Differentiated(NamedTuple):
     statistics: dict[str, Tree]
     """What the layers report, summed over all rows: by kind `[R, P, L, ...]` under `layers`, and
     `[layers, ...]` under `outside`; of layers ahead `[heads, ...]` under `ahead`."""
+    by_source: BySource | None = None
+    """If rows are of several sources."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +106,15 @@ class Engine:
         gradients = (
             trained(self.specs, self._trainable) if self.gradients is None else self.gradients
         )
-        found = Differentiated(PartitionSpec(), PartitionSpec(), gradients, statistics)  # type: ignore[arg-type]
+        sources = BySource(everywhere, everywhere) if self.network.num_sources else None  # type: ignore[arg-type]
+        found = Differentiated(everywhere, everywhere, gradients, statistics, sources)  # type: ignore[arg-type]
         return self._shard_map(_train, schedule, found)
 
     def loss(self, schedule: Schedule) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        """(params, batch, None) -> (summed loss, number of target tokens), forward only."""
+        """(params, batch, None) -> (summed loss, number of target tokens), forward only.
+
+        Both `[sources]` if rows are of several.
+        """
         return self._shard_map(_evaluate, schedule, (PartitionSpec(), PartitionSpec()))
 
     def buffer_shapes(self, schedule: Schedule, params: Tree, batch: Tree) -> dict[str, list[Any]]:
@@ -181,7 +197,8 @@ def _of_own_tokens(
 def _train(
     plan: Plan, schedule: Schedule, params: Tree, batch: Tree, key: jax.Array | None, table: Table
 ) -> Differentiated:
-    count = jnp.maximum(sum_over(_targets(batch), TOKEN_AXES), 1.0)
+    targets = sum_over(_targets(plan, batch), TOKEN_AXES)
+    count = jnp.maximum(_total(targets), 1.0)
     program = Program(plan, schedule, params, batch, key, vary(1.0 / count))
     carry = program.run(table)
     assert carry.gradients is not None
@@ -193,21 +210,29 @@ def _train(
         ahead = sum_over(_of_one_stage(carry.ahead.losses), TOKEN_AXES)
         sums |= zip(plan.network.ahead.loss_weights, ahead, strict=True)
     losses = {name: found / count for name, found in sums.items()}
-    return Differentiated(loss / count, losses, program.finish(carry.gradients), reports.statistics)
+    gradients = program.finish(carry.gradients)
+    sources = BySource(loss, targets) if plan.network.num_sources else None
+    return Differentiated(_total(loss) / count, losses, gradients, reports.statistics, sources)
 
 
 def _evaluate(
     plan: Plan, schedule: Schedule, params: Tree, batch: Tree, key: jax.Array | None, table: Table
 ) -> tuple[jax.Array, jax.Array]:
     carry = Program(plan, schedule, params, batch, key, None).run(table)
-    sums = jnp.stack([_of_one_stage(carry.loss), _targets(batch)])
+    sums = jnp.stack([_of_one_stage(carry.loss), _targets(plan, batch)])
     loss, count = sum_over(sums, TOKEN_AXES)
     return loss, count
 
 
-def _targets(batch: Tree) -> jax.Array:
-    """Target tokens of this device's rows."""
-    return batch["loss_mask"].astype(jnp.float32).sum()
+def _targets(plan: Plan, batch: Tree) -> jax.Array:
+    """Target tokens of this device's rows, of each source if there are several."""
+    mask, sources = batch["loss_mask"].astype(jnp.float32), plan.network.num_sources
+    return by_source(mask, sources, batch["source_ids"][:, None]) if sources else mask.sum()
+
+
+def _total(sums: jax.Array) -> jax.Array:
+    """Of all sources, if there are several."""
+    return sums.sum() if sums.ndim else sums
 
 
 def _of_one_stage(loss: jax.Array) -> jax.Array:

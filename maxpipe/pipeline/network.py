@@ -48,6 +48,9 @@ class Network:
     """Tokens on a device whose logits are in memory at once. 0: those of a microbatch."""
     ahead: Heads | None = None
     """Heads for tokens further ahead, which only training computes."""
+    num_sources: int = 0
+    """Sources of rows of which each has a loss of its own; `source_ids` of a batch say which each
+    row is of, -1 none. 0: rows are all of one."""
 
     @property
     def has_layers_ahead(self) -> bool:

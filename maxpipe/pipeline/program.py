@@ -84,6 +84,7 @@ class Program:
             network.logit_scale,
             network.logit_cap,
             network.loss_block_tokens,
+            network.num_sources,
         )
 
     def _ahead(self, params: Tree, key: jax.Array | None) -> HeadsAhead:
@@ -198,7 +199,7 @@ class Program:
             outside=self.outside and self.outside.buffers(empty),
             gradients=vary(gradients),
             reports=reports,
-            loss=vary(jnp.float32(0)),
+            loss=vary(jnp.zeros((self.network.num_sources,) if self.network.num_sources else ())),
             ahead=self.ahead and self.ahead.nothing_found(empty, self._first_inputs()),
         )
 

@@ -147,8 +147,8 @@ class Embedding(NamedTuple):
 class Loss(NamedTuple):
     """Summed loss of one microbatch and its gradients."""
 
-    total: Float[Array, ""]
-    """In nats, over the microbatch's targets; float32."""
+    total: Float[Array, "*sources"]
+    """In nats, over the microbatch's targets, of each source if there are several; float32."""
     output: Float[Array, "B T D"]
     """Cotangent of the last layer's output."""
     norm: Any
@@ -170,6 +170,8 @@ class LossHead(NamedTuple):
     """Scaled logits become `cap * tanh(logits / cap)`. 0: as they are."""
     block_tokens: int = 0
     """Tokens whose logits are in memory at once. 0: those of a microbatch."""
+    num_sources: int = 0
+    """Sources of rows of which each has a sum of its own. 0: there is one sum."""
 
     def loss(
         self,
@@ -177,16 +179,15 @@ class LossHead(NamedTuple):
         head: Float[Array, "D v"],
         output: Float[Array, "B T D"],
         inputs: Any,
-    ) -> Float[Array, ""]:
+    ) -> Float[Array, "*sources"]:
         """Sum over the microbatch of the masked cross entropy, in nats."""
 
-        def of_block(output: Array, targets: Array, mask: Array) -> tuple[Array, None]:
+        def of_block(output: Array, *given: Array) -> tuple[Array, None]:
             hidden = self.norm(norm_params, output)
-            return self._scores(hidden, head, targets, mask)[0], None
+            return self._scores(hidden, head, *given)[0], None
 
         output = self._from_last_stage(output)
-        given = output, inputs["targets"], inputs["loss_mask"]
-        return by_blocks(of_block, self.block_tokens, *given)[0]
+        return by_blocks(of_block, self.block_tokens, output, *self._given(inputs))[0]
 
     def loss_and_grad(
         self,
@@ -205,12 +206,12 @@ class LossHead(NamedTuple):
         """
         norm_params = vary(norm_params)
 
-        def of_block(output: Array, targets: Array, mask: Array) -> tuple[Any, Array]:
+        def of_block(output: Array, *given: Array) -> tuple[Any, Array]:
             hidden, norm_vjp = jax.vjp(self.norm, norm_params, output)
-            total, d_hidden, d_head = self._differentiated(head, hidden, targets, mask, scale)
+            total, d_hidden, d_head = self._differentiated(head, hidden, scale, *given)
             sums = None
             if ahead is not None:
-                score = partial(self._differentiated, head)
+                score = partial(self._differentiated, head)  # of all rows together
                 d_hidden, d_head, sums = ahead(score, hidden, d_hidden, d_head)
             d_hidden = vary(sum_over(d_hidden, STAGE)).astype(hidden.dtype)
             d_norm, d_output = norm_vjp(d_hidden)
@@ -218,7 +219,7 @@ class LossHead(NamedTuple):
 
         # Heads ahead read tokens of other blocks: only logits are by blocks then.
         size = self.block_tokens if ahead is None else 0
-        given = self._from_last_stage(output), inputs["targets"], inputs["loss_mask"]
+        given = self._from_last_stage(output), *self._given(inputs)
         (total, d_norm, d_head, sums), d_output = by_blocks(of_block, size, *given)
         return Loss(total, d_output, d_norm, d_head), sums
 
@@ -226,15 +227,16 @@ class LossHead(NamedTuple):
         self,
         head: Float[Array, "D v"],
         hidden: Float[Array, "B T D"],
+        scale: Float[Array, ""],
         targets: Int[Array, "B T"],
         mask: Float[Array, "B T"],
-        scale: Float[Array, ""],
-    ) -> tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]]:
+        *sources: Int[Array, "B T"],
+    ) -> tuple[Float[Array, "*sources"], Float[Array, "B T D"], Float[Array, "D v"]]:
         """Loss, and its gradients by this stage's columns: of `hidden`, and of the columns."""
 
-        def of_block(hidden: Array, targets: Array, mask: Array) -> tuple[Any, Array]:
+        def of_block(hidden: Array, targets: Array, mask: Array, *sources: Array):
             total, exponent, normaliser, is_target, slope = self._scores(
-                hidden, head, targets, mask
+                hidden, head, targets, mask, *sources
             )
             weight = (mask * scale)[..., None]
             error = (exponent / normaliser[..., None] - is_target) * weight
@@ -243,8 +245,16 @@ class LossHead(NamedTuple):
             d_head = _product("btd,btv->dv", hidden, error)
             return (total, d_head), _product("btv,dv->btd", error, head)
 
-        (total, d_head), d_hidden = by_blocks(of_block, self.block_tokens, hidden, targets, mask)
+        given = hidden, targets, mask, *sources
+        (total, d_head), d_hidden = by_blocks(of_block, self.block_tokens, *given)
         return total, d_hidden, d_head
+
+    def _given(self, inputs: Any) -> tuple[Array, ...]:
+        """What each token has beside its activation: target, whether it counts, its source."""
+        targets, mask = inputs["targets"], inputs["loss_mask"]
+        if not self.num_sources:
+            return targets, mask
+        return targets, mask, jnp.broadcast_to(inputs["source_ids"][:, None], targets.shape)
 
     def _from_last_stage(self, output: jax.Array) -> jax.Array:
         return vary(from_position(output, STAGE, self.last_stage))
@@ -255,8 +265,9 @@ class LossHead(NamedTuple):
         head: Float[Array, "D v"],
         targets: Int[Array, "B T"],
         mask: Float[Array, "B T"],
+        *sources: Int[Array, "B T"],
     ) -> tuple[
-        Float[Array, ""],
+        Float[Array, "*sources"],
         Float[Array, "B T v"],
         Float[Array, "B T"],
         Float[Array, "B T v"],
@@ -277,8 +288,18 @@ class LossHead(NamedTuple):
         normaliser = sum_over(exponent.sum(axis=-1), STAGE)
         is_target = column == targets[..., None]
         picked = sum_over(jnp.where(is_target, logits, 0.0).sum(axis=-1), STAGE)
-        total = ((jnp.log(normaliser) + largest - picked) * mask).sum()
+        lost = (jnp.log(normaliser) + largest - picked) * mask
+        total = by_source(lost, self.num_sources, *sources) if sources else lost.sum()
         return vary(total), exponent, normaliser, is_target.astype(jnp.float32), slope
+
+
+def by_source(
+    values: Float[Array, "B T"], num_sources: int, sources: Int[Array, "B _"]
+) -> Float[Array, " sources"]:
+    """Sums over the tokens of each source."""
+    # One sum for each: a scatter would add in an order that devices choose.
+    mine = sources == jnp.arange(num_sources)[:, None, None]
+    return jnp.where(mine, values, 0.0).sum((1, 2))
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:

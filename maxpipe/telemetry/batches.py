@@ -1,4 +1,4 @@
-"""Which batch a step of a run took, from `events.jsonl` alone.
+"""Which batch a step of a run took, and of which sources its rows are, from `events.jsonl` alone.
 
 Steps are counted from 1 and batches from 0: a run that never went back takes batch s - 1 at step s.
 Each roll back leaves out batches, and a start returns to what held at the step of its checkpoint.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from maxpipe.boundary.files import full, records
 from maxpipe.config.paths import EVENTS_FILE
@@ -19,6 +19,8 @@ class _Record(TypedDict):
     event: str
     step: NotRequired[int]
     to: NotRequired[int]
+    sources: NotRequired[list[str]]
+    mixture: NotRequired[list[list[Any]]]
 
 
 def batch_of(run_dir: str | Path, step: int) -> int:
@@ -27,11 +29,26 @@ def batch_of(run_dir: str | Path, step: int) -> int:
     Raises:
         StorageError: the records cannot be read.
     """
+    return step - 1 + offset(_events(run_dir), step)
+
+
+def mixture_of(run_dir: str | Path) -> tuple[list[str], list[list[Any]]] | None:
+    """The sources of a run's mixture, and how samples are dealt out to them since its newest start.
+
+    Raises:
+        StorageError: the records cannot be read.
+    """
+    found = [each for each in _events(run_dir) if each["event"] == "start" and "mixture" in each]
+    return (found[-1].get("sources", []), found[-1].get("mixture", [])) if found else None
+
+
+def _events(run_dir: str | Path) -> list[_Record]:
+    """All records; none of a run that has not begun."""
     path = full(run_dir) / EVENTS_FILE
     try:
-        return step - 1 + offset(records(path, _Record), step)
+        return list(records(path, _Record))
     except FileNotFoundError:
-        return step - 1
+        return []
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be read\n  {error.strerror or error}.\n"

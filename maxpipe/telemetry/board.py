@@ -22,7 +22,8 @@ def charts() -> Any:
     category = layout.Category(title="training")
     for title, tags in CHARTS:
         # A tag is a regular expression there.
-        content = layout.MultilineChartContent(tag=[f"^{tag}$" for tag in tags])
+        patterns = [f"^{tag.replace('NAME', '[^/]+')}$" for tag in tags]
+        content = layout.MultilineChartContent(tag=patterns)
         category.chart.append(layout.Chart(title=title, multiline=content))
     text = layout.Layout(category=[category]).SerializeToString()
     return _tensor(metadata.CONFIG_SUMMARY_TAG, metadata.create_summary_metadata(), [text])

@@ -21,7 +21,13 @@ class Metric:
     when: str = "each record"
 
 
-_EVALUATED = "after an evaluation"
+_EVALUATED, _MIXED = "after an evaluation", "with `data.mixture`"
+
+
+def of_source(name: str, what: str) -> str:
+    """The tag of a number that each source of a mixture has."""
+    return f"source/{name}/{what}"
+
 
 METRICS = (
     Metric(
@@ -45,7 +51,7 @@ METRICS = (
         "Norm of the whole gradient over all stages, before clipping by `optim.clip_norm`.",
     ),
     Metric("train/lr", "", "Learning rate of the step."),
-    Metric("train/tokens", "tokens", "Tokens in all steps up to this one."),
+    Metric("train/tokens", "tokens", "Tokens in all steps up to this one, padding included."),
     Metric("train/batch_size", "rows", "Rows of the step's batch.", "with `train.batch_ramp`"),
     Metric("train/skipped", "steps", "Updates left out so far, see `guard.bad_steps`."),
     Metric(
@@ -60,6 +66,49 @@ METRICS = (
         "nats per byte",
         "The same per byte of text, which compares across tokenizers.",
         _EVALUATED,
+    ),
+    Metric("train/epochs", "", "How often the documents were read.", "without `data.mixture`"),
+    Metric(
+        "source/NAME/loss",
+        "nats per token",
+        "Cross-entropy of the source NAME, over its tokens that were predicted since the record "
+        "before; not there if there were none. With `log.every` 1 the losses of all sources, "
+        "weighted by `source/NAME/targets`, add up to `train/loss`.",
+        _MIXED,
+    ),
+    Metric("source/NAME/targets", "tokens", "These tokens of the source.", _MIXED),
+    Metric(
+        "source/NAME/tokens",
+        "tokens",
+        "Tokens in all rows of the source up to this step. They add up to `train/tokens`, but for "
+        "batches that were left out after bad steps, which are counted here.",
+        _MIXED,
+    ),
+    Metric("source/NAME/epochs", "", "How often the source was read.", _MIXED),
+    Metric(
+        "source/NAME/eval_loss",
+        "nats per token",
+        "Cross-entropy of validation documents of the source.",
+        f"{_EVALUATED}, {_MIXED}",
+    ),
+    Metric(
+        "source/NAME/eval_nats_per_byte",
+        "nats per byte",
+        "The same per byte of text.",
+        f"{_EVALUATED}, {_MIXED}",
+    ),
+    Metric(
+        "eval/NAME/loss",
+        "nats per token",
+        "Cross-entropy of a set of documents that has this name in `data.validation`. If nothing "
+        "is held out of the training's own documents, `eval/loss` is that of all sets together.",
+        "after an evaluation, with `data.validation`",
+    ),
+    Metric(
+        "eval/NAME/nats_per_byte",
+        "nats per byte",
+        "The same per byte of text.",
+        "after an evaluation, with `data.validation`",
     ),
     Metric(
         "perf/step_s",
@@ -99,6 +148,7 @@ METRICS = (
 
 CHARTS = (
     ("loss", ("train/loss", "eval/loss")),
+    ("loss of sources", ("source/NAME/loss", "source/NAME/eval_loss")),
     ("throughput", ("perf/tokens_per_s",)),
     ("MFU", ("perf/mfu",)),
     ("learning rate", ("train/lr",)),
@@ -106,7 +156,7 @@ CHARTS = (
     ("time of a step", ("perf/step_s", "perf/data_wait_s")),
     ("memory", ("memory/device_peak_bytes", "memory/host_bytes")),
 )
-"""Title and tags of TensorBoard's custom charts, the most looked at first."""
+"""Title and tags of TensorBoard's custom charts, the most looked at first. NAME is any name."""
 
 
 def table() -> str:

@@ -29,6 +29,7 @@ def steps_of(config: Config, mesh: Mesh, byte_lengths: np.ndarray) -> Steps:
         seed=config.run.seed,
         byte_lengths=byte_lengths,
         guard=config.guard,
+        num_sources=len(config.data.mixture),
     )
 
 

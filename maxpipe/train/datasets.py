@@ -8,7 +8,9 @@ from maxpipe.boundary.files import full
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, build
+from maxpipe.data.overlap import without_digests
 from maxpipe.data.tokenizer import check_vocab
+from maxpipe.errors import ConfigError, Problem
 
 
 def datasets_of(config: Config, moved: Callable[[], object]) -> Datasets:
@@ -30,3 +32,30 @@ def datasets_of(config: Config, moved: Callable[[], object]) -> Datasets:
     )
     check_vocab(datasets.tokenizer, config.model.vocab_size)
     return datasets
+
+
+def check_overlap(config: Config, datasets: Datasets, warn: Callable[[str], None]) -> None:
+    """Warns of documents for evaluation that are also trained on, as the config says.
+
+    Raises:
+        ConfigError: the config says that there must be none.
+    """
+    how = config.data.validation_overlap
+    if how == "ignore" or not config.eval.batches or not datasets.evaluated():
+        return
+    problems = []
+    for each in datasets.overlaps():
+        key = f"data.validation.{each.name}" if each.name else "data.validation_fraction"
+        rule = (
+            f"has documents that are also trained on, {each.count} of {each.total}: the first is "
+            f"{each.first}, which is trained on as {each.trained}."
+        )
+        action = "Remove such documents, or set data.validation_overlap=ignore."
+        problems.append(Problem(key, "", rule, action))
+    if problems and how == "stop":
+        raise ConfigError(problems)
+    for each in problems:
+        warn(f"{each.where}: {each.rule} {each.action}")
+    corpora = () if datasets.corpora is None else datasets.corpora
+    for section in without_digests([corpora[0], *corpora[1].values()] if corpora else []):
+        warn(f"{section}: its files have no digests, and are not compared with other documents.")

@@ -20,10 +20,11 @@ from maxpipe.boundary.files import full
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.storage import run_folder
 from maxpipe.config.check import check
+from maxpipe.config.data import SPLITS, check_split
 from maxpipe.config.rules import batch_shards
 from maxpipe.config.schema import Config, MeshConfig, PipelineConfig, TrainConfig
 from maxpipe.config.training import unread_path
-from maxpipe.data.loader import Loader, Split, build_once_through, compare
+from maxpipe.data.loader import Loader, build_once_through, compare
 from maxpipe.data.tokenizer import Tokenizer, check_vocab
 from maxpipe.errors import ConfigError, NumbersError, Preempted
 from maxpipe.parallel.mesh import build_mesh, describe
@@ -39,7 +40,10 @@ Say = Callable[[str], None]
 
 # Settings of the run that do not change the loss of its parameters.
 _LEFT_OUT = ("checkpoint", "guard", "launch", "log")
-_SOURCE = ("data.source", "data.path", "data.tfds_dir", "data.field", "data.template")
+_SOURCE = (
+    *("data.source", "data.path", "data.paths", "data.tfds_dir", "data.field", "data.template"),
+    "data.mixture.",
+)
 _ORDER = ("order_version", "source", "documents", "source_digest", "seed", "validation_fraction")
 """Entries of a fingerprint that decide which documents are for validation."""
 _REPORT_SECONDS = 10.0
@@ -51,7 +55,7 @@ class Report(TypedDict):
     checkpoint: str
     step: int | None
     source: str
-    split: Split
+    split: str
     batches: int
     all_batches: int
     tokens: int
@@ -60,12 +64,14 @@ class Report(TypedDict):
     nats_per_byte: float
     bits_per_byte: float
     perplexity: float
+    sources: dict[str, float]
+    """Nats per token of each source of a mixture that was read."""
     sequence_length: int
     mesh: str
 
 
 def evaluate_model(
-    named: Address | Path, inputs: Sequence[str], split: Split | None, say: Say
+    named: Address | Path, inputs: Sequence[str], split: str | None, say: Say
 ) -> Report | None:
     """Loss of a model, by default of its run's own evaluation; None in all processes but one.
 
@@ -111,7 +117,7 @@ def evaluate_model(
             ready = batches(steps.batch_sharding, loader, 0, count)
             with phases.enter(EVAL), ready as source, _in_batches(config, stops) as stops:
                 reported = _reported(source, count, phases, say)
-                totals = evaluate(step, params, reported, stops)
+                totals = evaluate(step, params, reported, stops, loader.sources)
     if totals is None:
         raise _stopped(chosen)
     mesh = describe(steps.partition.mesh)
@@ -250,7 +256,8 @@ def _on_one_axis(config: Config, axis: str, count: int) -> Config:
     return dataclasses.replace(config, mesh=mesh, pipeline=pipeline)
 
 
-def _documents(config: Config, split: Split, phases: Phases) -> tuple[Loader, Tokenizer]:
+def _documents(config: Config, split: str, phases: Phases) -> tuple[Loader, Tokenizer]:
+    check_split(split, (*SPLITS, *config.data.validation))
     return build_once_through(
         config.data,
         config.tokenizer,
@@ -286,7 +293,7 @@ def _reported(source: Iterator[Any], count: int, phases: Phases, say: Say) -> It
 
 
 def _report(
-    chosen: Chosen, totals: Totals, loader: Loader, split: Split, count: int, mesh: str
+    chosen: Chosen, totals: Totals, loader: Loader, split: str, count: int, mesh: str
 ) -> Report:
     metrics = totals.metrics
     loss = metrics["eval/loss"]
@@ -316,6 +323,11 @@ def _report(
         "nats_per_byte": metrics["eval/nats_per_byte"],
         "bits_per_byte": metrics["eval/nats_per_byte"] / math.log(2),
         "perplexity": math.exp(min(loss, 700.0)),
+        "sources": {
+            name: each.loss / each.targets
+            for name, each in totals.of_sources.items()
+            if each.targets
+        },
         "sequence_length": loader.sequences.sequence_length,
         "mesh": mesh,
     }

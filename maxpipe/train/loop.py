@@ -26,8 +26,11 @@ from maxpipe.model.families.registry import describe
 from maxpipe.processes import runtime
 from maxpipe.processes.phases import DATA, EVAL, LOOP, SAVE, STEP, Phases
 from maxpipe.telemetry.console import Console
+from maxpipe.telemetry.metrics import of_source
+from maxpipe.train.by_source import SourceSums
 from maxpipe.train.room import explained
 from maxpipe.train.run import Run, fit_to_devices, set_up, shared_facts
+from maxpipe.train.step import BY_SOURCE
 from maxpipe.train.watch import RollBack
 from maxpipe.words import counted
 
@@ -139,6 +142,8 @@ def _save_and_wait(run: Run, step: int) -> None:
 
 def _closing_words(run: Run, evaluated: dict[str, float]) -> str:
     lines = [f"done: {counted(run.total_steps, 'step')}, files in {run_folder(run.config.run)}"]
+    if run.total_steps < run.length:
+        lines.append(f"all documents were read: the run has ended before step {run.length}")
     if evaluated:
         lines.append(f"final validation loss {evaluated['eval/nats_per_byte']:.4f} nats per byte")
         if (entropy := run.datasets.unigram_entropy) is not None:
@@ -159,12 +164,27 @@ def memory_in_use() -> dict[str, float]:
     return found
 
 
+def _read(run: Run, step: int, row_tokens: int) -> dict[str, float]:
+    """What was read of each source up to a step."""
+    stream = run.datasets.train.stream
+    counts = stream.counts(run.datasets.train.ramp.before(step + run.watch.offset))
+    found = {}
+    for name, count in counts.items():
+        epochs = count / len(stream.part(name).sequences)
+        if not name:
+            return {"train/epochs": epochs}
+        found[of_source(name, "epochs")] = epochs
+        found[of_source(name, "tokens")] = float(count * row_tokens)
+    return found
+
+
 class Meter:
     """Time and throughput between reports."""
 
     def __init__(self, run: Run):
         self._run = run
         self._latest: dict[str, jax.Array] = {}
+        self._sources = SourceSums(run.datasets.train.sources)
         mesh, config = run.steps.partition.mesh, run.config
         self._row = run.steps.shape[1]
         per_token = train_flops_per_token(describe(config.model), self._row)
@@ -192,6 +212,7 @@ class Meter:
         """A step was started; waits for the one before it, so that at most two are under way."""
         if self._latest:
             jax.block_until_ready(self._latest)
+        self._sources.started(metrics)
         self._latest = metrics
         self._steps += 1
         self._rows, self._rows_of_step = self._rows + rows, rows
@@ -209,7 +230,10 @@ class Meter:
     def report(self, step: int) -> None:
         """Write and show the metrics of the newest step and the rates since the last report."""
         with self._run.phases.enter(STEP):
-            metrics = {tag: float(value) for tag, value in self._latest.items()}
+            metrics = {
+                tag: float(value) for tag, value in self._latest.items() if tag not in BY_SOURCE
+            }
+            metrics |= self._sources.take()
         seconds = time.perf_counter() - self._start
         rate, run = self._rows * self._row / seconds, self._run  # tokens per second
         seconds /= self._steps
@@ -223,6 +247,7 @@ class Meter:
         }
         if run.datasets.train.ramp.stages:
             metrics["train/batch_size"] = float(self._rows_of_step)
+        metrics |= _read(run, step, self._row)
         metrics |= memory_in_use()
         if self._peak is not None:
             metrics["perf/mfu"] = self._flops_per_token * rate / self._peak

@@ -29,7 +29,9 @@ from maxpipe.config.keys import (
     FAMILY,
     KEYS,
     MOVED,
+    NAMED,
     before_of,
+    declared_as,
     flat,
     is_of_another_family,
     section_of,
@@ -57,6 +59,17 @@ OWN_KEYS = frozenset(
     {"run.dir", "data.path", "data.paths", "data.tfds_dir", "data.threads"}
     | {"data.prefetch_batches", "data.largest_unpacked_bytes", "tokenizer.path"}
 )
+
+
+def may_differ(key: str) -> bool:
+    """Whether processes may have other values of a full key, one of a section by name included."""
+    outer, _, inner = declared_as(key).rpartition(".")
+    return (
+        key.partition(".")[0] in OWN_SECTIONS
+        or key in OWN_KEYS
+        or (outer in NAMED and f"data.{inner}" in OWN_KEYS)
+    )
+
 
 _FROZEN = "model.frozen"
 _OPTIMIZER, _STATE_TYPE, _AVERAGE = "optim.name", "optim.state_dtype", "optim.average_decay"
@@ -177,9 +190,12 @@ def restore_or_init(
     else:
         _must_be_new(loaded, checkpoints)
         return Start(steps.init(), f"starting a new run in {run_folder(config.run)}")
-    guarded = found.facts.data.get("guard")
+    data = found.facts.data
+    if datasets.train.go_on(data["fingerprint"], data["step"]):
+        console.note(f"data: weights of the mixture change with step {found.step + 1}")
+    guarded = data.get("guard")
     state = steps.from_saved(found.state, initial(config.guard, guarded))
-    return Start(state, words, found.facts.data["step"] - found.step, guarded)
+    return Start(state, words, data["step"] - found.step, guarded)
 
 
 def _with_weights(
@@ -469,7 +485,7 @@ def _changed_keys(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[st
     then = {MOVED.get(key, key): value for key, value in flat(saved).items()}
     for key, now in flat(to_dict(redact.within(config))).items():
         before = then.get(key, now)
-        if before != now and key.partition(".")[0] not in OWN_SECTIONS and key not in OWN_KEYS:
+        if before != now and not may_differ(key):
             yield key, before, now
 
 

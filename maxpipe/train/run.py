@@ -13,7 +13,7 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,12 +27,15 @@ from maxpipe.boundary.files import check_writable, full
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, local_folder
 from maxpipe.checkpoint.storage import home, run_folder
-from maxpipe.config.check import cautions, check, total_steps, where
+from maxpipe.config.check import cautions, check, total_steps
 from maxpipe.config.keys import flat
 from maxpipe.config.load import Loaded, to_dict, to_yaml
+from maxpipe.config.mixture import sources
 from maxpipe.config.paths import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, SAMPLES_FILE
-from maxpipe.config.schema import Config
+from maxpipe.config.schema import Config, DataConfig
 from maxpipe.data.loader import Datasets, Loader
+from maxpipe.data.packing import efficiency_of
+from maxpipe.data.stream import Part
 from maxpipe.errors import ConfigError, ExitCode, Preempted, ReplicaError, StorageError
 from maxpipe.model import choice
 from maxpipe.model.count import active_params, num_params, num_trained
@@ -47,12 +50,12 @@ from maxpipe.schedule.table import Schedule
 from maxpipe.telemetry import board
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
-from maxpipe.train import attention_check, pictures
+from maxpipe.train import attention_check, data_end, pictures
 from maxpipe.train.build import batches, steps_of
-from maxpipe.train.datasets import datasets_of
-from maxpipe.train.evaluate import evaluate
+from maxpipe.train.datasets import check_overlap, datasets_of
+from maxpipe.train.evaluate import Totals, evaluate
 from maxpipe.train.replicas import explain
-from maxpipe.train.resume import OWN_KEYS, OWN_SECTIONS, Start, restore_or_init
+from maxpipe.train.resume import Start, may_differ, restore_or_init
 from maxpipe.train.room import check_forecast, check_program
 from maxpipe.train.samples import Samples
 from maxpipe.train.state import TrainState
@@ -73,7 +76,8 @@ class Run:
     """The objects of the loop."""
 
     config: Config
-    total_steps: int
+    length: int
+    """Steps that the config wants."""
     console: Console
     link: Link
     phases: Phases
@@ -95,6 +99,12 @@ class Run:
     """The last step after which replicas were compared."""
     evaluated: tuple[int, dict[str, float]] = (0, {})
     """Step and metrics of the newest evaluation."""
+
+    @property
+    def total_steps(self) -> int:
+        """The last step: where the data ends if that comes first."""
+        train, offset = self.datasets.train, self.watch.offset
+        return data_end.last_step(train, self.length, offset, self.first)
 
     @property
     def first(self) -> int:
@@ -129,21 +139,29 @@ class Run:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Validation metrics after `step`; empty when evaluation is off."""
-        loader, count = self.datasets.validation, self.config.eval.batches
-        if loader is None or count == 0:
+        found: dict[str, Totals] = {}
+        loaders = self.datasets.evaluated() if self.config.eval.batches else {}
+        for name, loader in loaders.items():
+            count = min(self.config.eval.batches, loader.num_batches)
+            with self.batches(loader, 0, count) as batches:
+                stops = self.link.stops_here
+                totals = evaluate(self.eval_step, self.state.params, batches, stops, loader.sources)
+            if totals is None:
+                return {}
+            found[name] = totals
+        if not found:
             return {}
-        with self.batches(loader, 0, min(count, loader.num_batches)) as batches:
-            stops = self.link.stops_here
-            totals = evaluate(self.eval_step, self.state.params, batches, stops)
-        if totals is None:
-            return {}
-        metrics = totals.metrics
+        # Without documents that are held out, the whole is that of all sets.
+        found = {"": sum(found.values(), start=Totals(0.0, 0.0, 0.0)), **found}
+        metrics = {tag: value for name in found for tag, value in found[name].named(name).items()}
         self.evaluated = (step, metrics)
         self.writer.write(step, metrics)
-        self.console.note(
-            f"validation after step {step}: {metrics['eval/loss']:.4f} nats per token, "
-            f"{metrics['eval/nats_per_byte']:.4f} nats per byte"
-        )
+        for name, totals in found.items():
+            of, sums = f" on {name}" if name else "", totals.metrics
+            self.console.note(
+                f"validation{of} after step {step}: {sums['eval/loss']:.4f} nats per token, "
+                f"{sums['eval/nats_per_byte']:.4f} nats per byte"
+            )
         return metrics
 
     def sample(self, step: int) -> None:
@@ -176,6 +194,7 @@ class Run:
             start = self.restore()
         self.state, first = start.state, int(start.state.step)
         self.watch.went_back(bad_step, first, start.offset, start.facts)
+        data_end.must_suffice(self.datasets.train, self.length, self.watch.offset)
         self.compared = -1
         self.writer.close()
         self.writer = self.open_writer(resume_step=first)
@@ -220,8 +239,7 @@ def set_up(
     steps = steps_of(config, build_mesh(config.mesh), datasets.tokenizer.byte_lengths)
     console.banner(_facts(config, steps, datasets, length))
     if process == 0:
-        for each in (*loaded.cautions, *cautions(config)):
-            console.warn(each.line)
+        _warn(loaded, datasets, console)
     _check_same_data(link, datasets)
     samples = _samples(config, steps, datasets)
     restore = partial(restore_or_init, loaded, steps, checkpoints, datasets, console)
@@ -230,13 +248,13 @@ def set_up(
     # All leaves: on CPUs, waiting for one array of a state that failed to allocate never ends.
     jax.block_until_ready(begin.state)
     phases.progress(first := int(begin.state.step))
-    _must_not_be_over(loaded, first, length)
+    last = data_end.checked(loaded, datasets.train, begin.offset, first, console)
     console.note(begin.words)
-    if first < length:
+    if first < last:
         attention_check.check(run_dir, steps, link, console, events)
     with phases.enter(COMPILE):
-        train_steps, eval_step = _programs(config, steps, datasets, console, begin)
-    events.write("start", step=first, devices=jax.device_count(), seconds=phases.take())
+        train_steps, eval_step = _programs(config, steps, datasets, console, begin, last)
+    events.write("start", step=first, **_begun(datasets, phases))
     open_writer = partial(
         MetricWriter, run_dir, config.log.tensorboard, process_index=process, ours=ours
     )
@@ -246,7 +264,7 @@ def set_up(
         _write_config(run_dir / CONFIG_FILE, config, locks)
     run = Run(
         config=config,
-        total_steps=length,
+        length=length,
         console=console,
         link=link,
         phases=phases,
@@ -275,25 +293,23 @@ def set_up(
     return run
 
 
+def _warn(loaded: Loaded, datasets: Datasets, console: Console) -> None:
+    for each in (*loaded.cautions, *cautions(loaded.config)):
+        console.warn(each.line)
+    check_overlap(loaded.config, datasets, console.warn)
+
+
+def _begun(datasets: Datasets, phases: Phases) -> dict[str, Any]:
+    """What the event of a start says; of a mixture also how samples are dealt out."""
+    return {"devices": jax.device_count(), "seconds": phases.take(), **datasets.train.mixed()}
+
+
 def _samples(config: Config, steps: Steps, datasets: Datasets) -> Samples | None:
     """What samples are taken with, if any are."""
     if not config.eval.sample_every:
         return None
     room, seed = config.train.sequence_length, config.run.seed
     return Samples(config.eval, steps.partition, datasets.tokenizer, room=room, seed=seed)
-
-
-def _must_not_be_over(loaded: Loaded, first: int, length: int) -> None:
-    """The run's length in steps is at least the step that it starts from."""
-    config = loaded.config
-    if first > length:
-        raise ConfigError.one(
-            where("train.steps" if config.train.steps else "train.tokens", loaded.origins),
-            config.train.steps or config.train.tokens,
-            f"is {counted(length, 'step')}; must be at least {first}, the step that this "
-            "run starts from.",
-            f"Set train.steps={first} or more, or run.name to a new name.",
-        )
 
 
 def _locks(config: Config, stack: contextlib.ExitStack) -> list[RunLock]:
@@ -311,7 +327,7 @@ def _locks(config: Config, stack: contextlib.ExitStack) -> list[RunLock]:
 
 
 def _programs(
-    config: Config, steps: Steps, datasets: Datasets, console: Console, begin: Start
+    config: Config, steps: Steps, datasets: Datasets, console: Console, begin: Start, last: int
 ) -> tuple[dict[int, Any], Any]:
     """The compiled train steps by rows, and the eval step; none that the run does not need.
 
@@ -319,8 +335,8 @@ def _programs(
     """
     train_steps, eval_step = {}, None
     first = int(begin.state.step)
-    if first == total_steps(config.train):
-        console.note(f"all {total_steps(config.train)} steps are done: nothing is left to train")
+    if first >= last:
+        console.note(f"all {last} steps are done: nothing is left to train")
     elif config.runtime.executable:
         folder = full(config.runtime.executable, "runtime.executable")
         with console.stage(f"loading train step from {folder}"):
@@ -332,7 +348,7 @@ def _programs(
             with console.stage(f"compiling train step{words}"):
                 train_steps[rows] = steps.of_rows(rows).compile_train()
             check_program(config, train_steps[rows], console.warn)
-    if config.eval.batches and datasets.validation is not None:
+    if config.eval.batches and datasets.evaluated():
         with console.stage("compiling eval step"):
             eval_step = steps.compile_eval(config.eval.batch_size)
     return train_steps, eval_step
@@ -371,14 +387,14 @@ def shared_facts(config: Config) -> dict[str, str]:
     """Values that must be the same in all processes, by name."""
     facts = {"maxpipe": maxpipe.__version__, "jax": jax.__version__}
     for key, value in flat(to_dict(redact.within(config))).items():
-        if key.partition(".")[0] not in OWN_SECTIONS:
+        if not may_differ(key):
             facts[key] = json.dumps(value)
-    return {name: value for name, value in facts.items() if name not in OWN_KEYS}
+    return facts
 
 
 def _check_same_data(link: Link, datasets: Datasets) -> None:
     """Checks that all processes have the same documents."""
-    fingerprint = json.dumps(datasets.train.fingerprint(), sort_keys=True)
+    fingerprint = json.dumps(datasets.fingerprint(), sort_keys=True)
     seen = link.same("data", hashlib.sha256(fingerprint.encode()).hexdigest())
     if len(seen) > 1:
         groups = " and ".join(f"processes {', '.join(map(str, each))}" for each in seen.values())
@@ -461,6 +477,29 @@ def _write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
         raise StorageError.unwritable(path, error) from error
 
 
+def _sources(data: DataConfig, train: Loader, length: int) -> Iterator[tuple[str, str]]:
+    """How each source fills its sequences; of a mixture its share of the run, too."""
+    if train.stream.mixture is None:
+        yield "packing", _packed(data, train.stream.parts[0])
+        return
+    rows = train.ramp.before(length)
+    counts = train.stream.counts(rows)
+    width = max(map(len, counts))
+    for part in train.stream.parts:
+        count, size = counts[part.name], len(part.sequences)
+        share, epochs = 100 * count / max(rows, 1), count / size
+        yield (
+            "",
+            f"{part.name:{width}}  {share:.1f}%, {epochs:.2f} epochs of "
+            f"{counted(size, 'sequence')}, {_packed(data, part)}",
+        )
+
+
+def _packed(data: DataConfig, part: Part) -> str:
+    packing = sources(data)[part.name].packing
+    return f"{packing}, {efficiency_of(part.sequences):.2%} of positions with a target"
+
+
 def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> list[tuple[str, str]]:
     mesh, schedule = steps.partition.mesh, steps.train_schedule
     tokens = config.train.sequence_length
@@ -499,9 +538,10 @@ def _facts(config: Config, steps: Steps, datasets: Datasets, length: int) -> lis
         ),
         (
             "data",
-            f"{config.data.source}, {documents}, "
+            f"{datasets.train.fingerprint()['source']}, {documents}, "
             f"{datasets.train.steps_per_epoch:.1f} steps per epoch",
         ),
+        *_sources(config.data, datasets.train, length),
         (
             "training",
             f"{counted(length, 'step')} of {', '.join(sizes)} tokens, "

@@ -48,6 +48,7 @@ from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.network import Network
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.trainable import joined
+from maxpipe.pipeline.vocabulary import by_source
 from maxpipe.processes.runtime import compiler_options
 from maxpipe.schedule.balance import balanced_cut
 from maxpipe.schedule.catalog import build, forward_only
@@ -60,8 +61,12 @@ from maxpipe.train.state import VOCABULARY, Partition, TrainState
 from maxpipe.train.summaries import summarised
 
 Tree = Any
-Metrics = dict[str, Float[Array, ""] | Int[Array, ""]]
-"""By tag; losses in nats per token, in an evaluation in nats."""
+Metrics = dict[str, Float[Array, "*sources"] | Int[Array, ""]]
+"""By tag; losses in nats per token, in an evaluation in nats. Of a mixture there are sums of each
+source: `[sources]` under `BY_SOURCE` in training, and all of an evaluation."""
+
+BY_SOURCE = ("train/nats_by_source", "train/targets_by_source")
+"""Tags of the sums `[sources]` of a mixture's step; see `BySource`."""
 
 # One stream of keys for each use of randomness.
 _PARAMETERS, _DROPOUT = 0, 1
@@ -83,6 +88,11 @@ class Steps:
     byte_lengths: np.ndarray
     """Bytes of text that each token id stands for."""
     guard: GuardConfig
+
+    @property
+    def num_sources(self) -> int:
+        """Of a mixture; 0 without one."""
+        return self.engine.network.num_sources
 
     # Shardings.
 
@@ -231,10 +241,12 @@ class Steps:
         shape = (rows or self.shape[0], self.shape[1])
         ids = partial(jax.ShapeDtypeStruct, sharding=self.batch_sharding)
         names = ("tokens", "targets", "segment_ids", "positions")
-        return {name: ids(shape, jnp.int32) for name in names} | {
-            "loss_mask": ids(shape, jnp.float32),
-            "example_ids": ids(shape[:1], jnp.int32),
-        }
+        by_row = ("example_ids", "source_ids") if self.num_sources else ("example_ids",)
+        return (
+            {name: ids(shape, jnp.int32) for name in names}
+            | {"loss_mask": ids(shape, jnp.float32)}
+            | {name: ids(shape[:1], jnp.int32) for name in by_row}
+        )
 
     @cached_property
     def replica_check(self) -> ReplicaCheck:
@@ -359,6 +371,8 @@ class Steps:
         layers = found.statistics["layers"], found.statistics.get("outside", {})
         model, layout = self.partition.decoder.model, self.partition.layout
         metrics |= {f"train/loss_{name}": found.losses[name] for name in model.ends.losses}
+        if found.by_source is not None:
+            metrics |= dict(zip(BY_SOURCE, found.by_source, strict=True))
         further = {ahead.AHEAD: found.statistics.get(ahead.AHEAD, {})}
         # Layers of all stages are joined into one dim; the numbers are few.
         reported = left_to_compiler(layout.unstack, PartitionSpec())(*layers)
@@ -370,7 +384,15 @@ class Steps:
         lengths = jnp.asarray(self.byte_lengths, jnp.float32)
         # Picked by index: divided as the indices are.
         size = left_to_compiler(operator.getitem, BATCH_SPEC)(lengths, batch["targets"])
-        return {"loss": loss, "targets": targets, "bytes": (size * batch["loss_mask"]).sum()}
+        size = size * batch["loss_mask"]
+        if not self.num_sources:
+            return {"loss": loss, "targets": targets, "bytes": size.sum()}
+
+        def summed(size: Array, sources: Array) -> Array:
+            return by_source(size, self.num_sources, sources[:, None])
+
+        summed = left_to_compiler(summed, PartitionSpec())
+        return {"loss": loss, "targets": targets, "bytes": summed(size, batch["source_ids"])}
 
 
 def partition(
@@ -385,8 +407,11 @@ def partition(
     seed: int,
     byte_lengths: np.ndarray,
     guard: GuardConfig = GuardConfig(),  # noqa: B008  frozen
+    num_sources: int = 0,
 ) -> Steps:
     """Everything that training this model on this mesh needs.
+
+    Batches of a mixture have `num_sources`, and losses of each are summed apart.
 
     Raises:
         ConfigError: the axis rules put two dims of a tensor on one mesh axis, or the schedule
@@ -418,6 +443,7 @@ def partition(
         ends.logit_cap,
         _loss_block(mesh, model, pipeline, train),
         _heads_ahead(decoder),
+        num_sources,
     )
     rate, targets = learning_rate(optim, total_steps), parts.targets(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)

@@ -205,3 +205,17 @@ def test_find_in_a_run(run: list[str], tmp_path: Path, capsys: pytest.CaptureFix
 def printed_config(capsys: pytest.CaptureFixture[str], inputs: list[str]) -> str:
     assert main(["config", "print", *inputs]) == 0
     return capsys.readouterr().out
+
+
+def test_a_name_with_a_line_break_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file's name cannot look like lines of another document."""
+    name = "a\n--- document 7.txt"
+    (tmp_path / name).write_text("some text " * 40)
+    inputs = ["quickstart", "data.source=text", f"data.path={tmp_path}", f"run.dir={tmp_path}/runs"]
+    inputs += ["data.validation_fraction=0", "eval.batches=0"]
+    assert main(["data", "show", *inputs, "-n", "1"]) == 0
+    assert main(["data", "find", *inputs[:1], "1", "0", *inputs[1:]]) == 0
+    out = capsys.readouterr().out
+    assert out.count("a\\n--- document 7.txt") == 2 and "\n--- document 7" not in out

@@ -212,3 +212,26 @@ def test_trains_as_the_text_would(tmp_path: Path) -> None:
     checks = list(doctor.data(config))
     assert [check.status for check in checks] == ["ok", "ok"]
     assert "begin and end ids added" in checks[1].text
+
+
+def test_bounds_whose_difference_has_no_64_bits(tmp_path: Path) -> None:
+    far = (1 << 62) + 1
+    path = write(tmp_path / "a", DOCUMENTS, bounds=[0, far, -far, 8], num_bounds=4)
+    with pytest.raises(ConfigError, match=rf"document 1\n  cannot be: it begins at sequence {far}"):
+        MegatronDocuments(str(path), ByteTokenizer())
+
+
+def test_a_folder_with_the_letters_of_a_pattern(tmp_path: Path) -> None:
+    folder = tmp_path / "a[1] b%20"
+    folder.mkdir()
+    write(folder / "x", DOCUMENTS)
+    assert len(MegatronDocuments(str(folder), ByteTokenizer()).lengths) == 5
+
+
+def test_a_split_without_tokens_is_refused(tmp_path: Path) -> None:
+    """Begin and end are stored, and all but one of the documents are without any."""
+    path = write(tmp_path / "a", [[[256, 5, 257]], [[]], [[]]])
+    data = DataConfig(source="megatron", path=str(path), validation_fraction=0.4)
+    for seed in range(4):
+        with pytest.raises(ConfigError, match="none has two tokens"):
+            build(data, TokenizerConfig(), seed=seed, batch_size=2, sequence_length=8)

@@ -150,3 +150,35 @@ def test_gcsfs_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files.buckets, "store", without)
     with pytest.raises(ConfigError, match="maxpipe\\[gcs\\]"):
         find_files("gs://bucket/a", ())
+
+
+def test_what_maxpipe_writes_is_not_read(tmp_path: Path) -> None:
+    """With `data.path=.` the records of a run, and what was prepared, are below the documents."""
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "manifest.json").write_text("{}")
+    (tmp_path / "below" / "b.jsonl").write_text('{"text": "two"}\n')
+    for folder, names in {
+        "runs/mine": ("config.yml", "events.jsonl", "metrics.jsonl"),
+        "runs/mine/more": ("c.jsonl",),
+        "runs/.index/unpacked-0": ("lines.jsonl",),
+        "tokens": ("manifest.json", "spans", "d.jsonl"),
+        "part": ("unfinished", "e.jsonl"),
+    }.items():
+        (tmp_path / folder).mkdir(parents=True)
+        for name in names:
+            (tmp_path / folder / name).write_text("{}\n")
+    found = find_files(str(tmp_path), (".jsonl",))
+    assert [file.name for file in found] == ["a.jsonl", "below/b.jsonl"]
+    [own] = find_files(str(tmp_path / "part"), (".jsonl",))  # that was named itself
+    assert own.name == "e.jsonl"
+
+
+def test_what_files_are_by_their_names(tmp_path: Path) -> None:
+    (tmp_path / "a.idx").touch()
+    (tmp_path / "a.bin").touch()
+    assert source_of(str(tmp_path / "a.bin"), "--data") == "megatron"
+    (tmp_path / "b.bin").touch()
+    assert source_of(str(tmp_path / "b.bin"), "--data") == "text"
+    (tmp_path / "manifest.json").touch()
+    assert source_of(str(tmp_path), "--data") == "tokens"

@@ -6,16 +6,19 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from maxpipe.boundary.signed import signed
 from maxpipe.cli import main
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.loader import build, build_once_through
@@ -164,12 +167,12 @@ def test_killed_and_started_again(lines: str, tokens: Path, tmp_path: Path) -> N
         "import importlib.abc, sys\n"
         "def slow():\n"
         "    import time\n"
-        "    from maxpipe.data import sources\n"
-        "    read = sources.JsonLinesSource.__getitem__\n"
-        "    def later(self, index):\n"
+        "    from maxpipe.data.formats.json_lines import JsonLines\n"
+        "    read = JsonLines.read\n"
+        "    def later(self, *args):\n"
         "        time.sleep(0.004)\n"
-        "        return read(self, index)\n"
-        "    sources.JsonLinesSource.__getitem__ = later\n"
+        "        return read(self, *args)\n"
+        "    JsonLines.read = later\n"
         "if 'spawn_main' in ' '.join(sys.orig_argv): slow()\n"
     )
     path = f"{slowed}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -252,11 +255,11 @@ def test_a_journal_that_was_cut(lines: str, tokens: Path, tmp_path: Path) -> Non
     manifest = read_manifest(str(folder))
     (folder / FILE).unlink()
     spec = {key: manifest[key] for key in ("format", "source", "tokenizer", "shard_tokens")}
-    (folder / JOURNAL).write_text(json.dumps(spec) + '\n{"shard": {"docu')
+    (folder / JOURNAL).write_text(signed(spec, indent=None) + '\n{"shard": {"docu')
     prepare(plan(lines, folder, workers=2), silent)
     assert digests(folder) == digests(tokens)
     (folder / FILE).unlink()
-    (folder / JOURNAL).write_text(json.dumps({**spec, "shard_tokens": 17}) + "\n")
+    (folder / JOURNAL).write_text(signed({**spec, "shard_tokens": 17}, indent=None) + "\n")
     with pytest.raises(ConfigError, match="shard_tokens: 17 and 4000"):
         prepare(plan(lines, folder), silent)
     assert len(journal(folder)) == 1
@@ -281,8 +284,6 @@ def test_other_folders_are_refused(lines: str, tokens: Path, tmp_path: Path) -> 
         prepare(plan(lines, tmp_path / "notes.txt"), silent)
     with pytest.raises(ConfigError, match="shard_tokens: 4000 and 5000"):
         prepare(plan(lines, tokens, shard_tokens=5000), silent)
-    with pytest.raises(ConfigError, match=r"source\.seed: 0 and 1"):
-        prepare(plan(lines, tokens, seed=1), silent)
 
 
 def test_mistakes_in_documents_are_explained(
@@ -468,3 +469,121 @@ def test_the_whole_of_a_source(tmp_path: Path) -> None:
     for number in range(len(source)):
         text = bytes(found[number].ids[1:-1].astype(np.uint8).tolist())
         assert text.decode() == source[number]
+
+
+def changed(tokens: Path, folder: Path, keys: tuple[Any, ...], value: Any) -> None:
+    """A copy whose manifest says something else, with a digest that fits."""
+    shutil.copytree(tokens, folder, dirs_exist_ok=True)
+    manifest = json.loads((tokens / FILE).read_text())
+    del manifest["sha256"]
+    inner = manifest
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    (folder / FILE).write_text(signed(manifest))
+
+
+NUMBERS = [
+    ("documents",),
+    ("tokens",),
+    ("text_bytes",),
+    ("shards", 0, "documents"),
+    ("shards", 1, "tokens"),
+    ("shards", 0, "files", BIN, "bytes"),
+    ("shards", 0, "files", ".crc", "bytes"),
+    ("shards", 1, "files", ".meta", "bytes"),
+    ("spans", "bytes"),
+    ("byte_counts", 7),
+]
+
+
+@pytest.mark.parametrize("value", [-1, 0, 17, 2**62, 2**63, 1.5, None, "x"])
+@pytest.mark.parametrize("keys", NUMBERS, ids=str)
+def test_numbers_that_no_folder_has(
+    keys: tuple[Any, ...], value: object, tokens: Path, tmp_path: Path
+) -> None:
+    changed(tokens, tmp_path, keys, value)
+    if keys[0] == "byte_counts" and value == 0:
+        return
+    with pytest.raises(StorageError, match=r"is damaged"):
+        all_ids(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("dtype",), "<i4"),
+        (("dtype",), "O"),
+        (("shards",), []),
+        (("shards", 0, "files"), {}),
+        (("shards", 0, "files", "/../x"), {"bytes": 1, "sha256": ""}),
+        (("shards", 0, "unreadable"), 1 << 40),
+        (("byte_counts",), [1]),
+    ],
+    ids=str,
+)
+def test_manifests_that_fit_nothing(
+    keys: tuple[Any, ...], value: object, tokens: Path, tmp_path: Path
+) -> None:
+    changed(tokens, tmp_path, keys, value)
+    with pytest.raises(StorageError, match=r"manifest\.json: is damaged"):
+        PreparedDocuments(str(tmp_path), ByteTokenizer())
+
+
+def test_shards_in_another_order(tokens: Path, tmp_path: Path) -> None:
+    shards = json.loads((tokens / FILE).read_text())["shards"]
+    changed(tokens, tmp_path, ("shards",), [*shards[:2], *shards[1:]])
+    with pytest.raises(StorageError, match="damaged"):
+        PreparedDocuments(str(tmp_path), ByteTokenizer())
+    changed(tokens, tmp_path, ("shards",), shards[::-1])
+    with pytest.raises(StorageError, match="is damaged"):
+        all_ids(tmp_path)
+
+
+@pytest.mark.parametrize("pointer", [-2, 3, 1 << 20, 1 << 62, -(1 << 63)])
+def test_an_index_that_points_elsewhere(pointer: int, tokens: Path, tmp_path: Path) -> None:
+    """Of a folder whose CRCs and digests fit what is wrong."""
+    shutil.copytree(tokens, tmp_path, dirs_exist_ok=True)
+    manifest = json.loads((tokens / FILE).read_text())
+    del manifest["sha256"]
+    shard = manifest["shards"][0]
+    index = bytearray((tokens / f"shard-00000{IDX}").read_bytes())
+    at = 34 + 4 * shard["documents"] + 8 * 5
+    index[at : at + 8] = pointer.to_bytes(8, "little", signed=True)
+    contents = {IDX: bytes(index)}
+    crcs = []
+    for suffix in (BIN, IDX, ".meta"):
+        raw = contents.get(suffix, (tokens / f"shard-00000{suffix}").read_bytes())
+        parts = range(0, len(raw), ranges.BLOCK_BYTES)
+        crcs += [zlib.crc32(raw[start : start + ranges.BLOCK_BYTES]) for start in parts]
+    contents[".crc"] = np.array(crcs, "<u4").tobytes()
+    for suffix, raw in contents.items():
+        (tmp_path / f"shard-00000{suffix}").write_bytes(raw)
+        entry = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+        shard["files"][suffix] = entry
+    (tmp_path / FILE).write_text(signed(manifest))
+    documents = PreparedDocuments(str(tmp_path), ByteTokenizer())
+    documents[3]
+    with pytest.raises(StorageError, match="document 5 is at bytes"):
+        documents[5]
+
+
+def test_a_bucket_that_does_not_answer_is_not_asked_again_for_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its library has tried for a while itself."""
+    now = [0.0]
+    monkeypatch.setattr(ranges.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ranges.time, "sleep", lambda seconds: None)
+    calls = []
+
+    def answer(seconds: float) -> None:
+        calls.append(seconds)
+        now[0] += seconds
+        raise OSError("no answer")
+
+    for seconds, count in ((0.1, 3), (50.0, 1)):
+        calls.clear()
+        with pytest.raises(StorageError, match="cannot be read"):
+            ranges._answer("gs://bucket/a", lambda seconds=seconds: answer(seconds))
+        assert len(calls) == count

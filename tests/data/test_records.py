@@ -183,7 +183,7 @@ def test_prepared_documents_skip_and_count(tmp_path: Path) -> None:
     assert found.unreadable == 6
     empty = [i for i, length in enumerate(found.lengths.tolist()) if length == 2]
     assert empty == sorted(broken)
-    assert found.unigram_entropy > 0
+    assert found.byte_counts.any()
     with pytest.raises(ConfigError) as error:
         run("tokens", unreadable="skip", unreadable_limit=5)
     assert error.value.problems[0].where == "data.unreadable_limit"
@@ -242,3 +242,17 @@ def test_a_record_that_breaks_later_is_an_error(tmp_path: Path) -> None:
     )
     with pytest.raises(StorageError, match="documents must not change"):
         datasets.train.batch(0)
+
+
+def test_a_record_does_not_control_a_terminal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Logs go there as they are, of a command as of a process that encodes."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"te\x1b]0;title\x07\u202exx\n')
+    source = open_source(
+        DataConfig(source="jsonl", path=str(path), unreadable="skip", unreadable_limit=3), 0
+    )
+    assert source[1] == ""
+    [line] = caplog.messages
+    assert "\\x1b]0;title\\x07\\u202exx" in line and line.isprintable()

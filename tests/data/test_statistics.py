@@ -13,18 +13,23 @@ import numpy as np
 import pytest
 
 from maxpipe.cli import main
+from maxpipe.config.data_schema import Packing
+from maxpipe.config.schema import DataConfig
 from maxpipe.data import statistics
+from maxpipe.data.sequences import Packer
+from maxpipe.data.sources import open_source
 from maxpipe.data.statistics import Contents, Statistics, counted, of_texts
 from maxpipe.data.tokenizer import ByteTokenizer
+from maxpipe.errors import ConfigError
 from tests.data.conversations import CHATML, CONVERSATIONS, write_records
 from tests.data.texts import Texts
 
 QUIET = lambda task, done, total: None  # noqa: E731
 
 
-def of(texts: list[str], sequence_length: int = 16) -> Statistics:
-    source = Texts(texts)
-    return counted("texts", of_texts(source, ByteTokenizer()), len(texts), sequence_length, QUIET)
+def of(texts: list[str], sequence_length: int = 16, packing: Packing = "cut") -> Statistics:
+    source, packer = Texts(texts), Packer(packing, sequence_length)
+    return counted("texts", of_texts(source, ByteTokenizer()), len(texts), packer, QUIET)
 
 
 def texts(seed: int, count: int) -> list[str]:
@@ -55,6 +60,16 @@ def test_counts_are_those_of_a_plain_loop(seed: int, monkeypatch: pytest.MonkeyP
     assert sum(row[3] for row in found.histogram()) == sum(lengths)
     assert found.quantiles()["0%"] == min(lengths) and found.quantiles()["100%"] == max(lengths)
     assert found.quantiles()["50%"] == sorted(lengths)[149]
+
+
+def test_sequences_are_those_of_the_packing() -> None:
+    made = ["a" * length for length in (14, 3, 9, 1, 29, 0)]  # with begin and end 16, 5, 11, 3 ...
+    targets = 15 + 4 + 10 + 2 + 30 + 1
+    for packing, rows in {"cut": 5, "first_fit": 5, "best_fit": 5, "pad": 7}.items():
+        found = of(made, packing=packing)  # type: ignore[arg-type]
+        assert found.num_sequences == rows and found.efficiency == targets / (16 * rows)
+        assert found.facts()["packing"] == packing
+        assert found.facts()["longer_than_a_sequence"] == found.too_long == 1
 
 
 def test_duplicates_are_estimated_in_bounded_memory() -> None:
@@ -103,14 +118,38 @@ def test_stats_as_json(run: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert "4.txt" in found["first_unreadable"]
     assert found["empty"] == found["duplicates"] == found["with_replaced_bytes"] == 1
     assert found["tokens"] == 13 + 2 + 13 + 10 + 7 + 10 and found["bytes"] == 45
-    assert found["sequences"] == 4 and found["packing_efficiency"] == round(55 / 64, 6)
+    assert found["sequences"] == 4 and found["packing_efficiency"] == round(50 / 64, 6)
     assert found["duplicate_tokens"] == 15
+
+
+def test_records_are_unreadable_whatever_happens_to_them(
+    run: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With `skip` training takes them for empty documents, and a prepared folder has these."""
+    found: dict[str, Any] = json.loads(printed(capsys, *run, "--json"))
+    skip = [*run, "data.unreadable=skip"]
+    assert json.loads(printed(capsys, *skip, "--json")) == found
+    assert main(["data", "prepare", *skip, "--out", "tokens", "--workers", "1"]) == 0
+    capsys.readouterr()
+    tokens = [*run, "data.source=tokens", "data.path=tokens"]
+    prepared = json.loads(printed(capsys, *tokens, "--json"))
+    assert prepared["unreadable"] == 1 and prepared["documents"] == 6
+    assert "unreadable  1, empty since they were prepared" in printed(capsys, *tokens)
+
+
+def test_a_file_that_changes_is_no_unreadable_record(
+    run: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = open_source(DataConfig(source="text", path="texts"), 0)
+    Path("texts/3.txt").unlink()
+    with pytest.raises(ConfigError, match=r"3\.txt\n  must be readable"):
+        list(of_texts(source, ByteTokenizer()))
 
 
 def test_stats_as_text(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, *run)
     assert "1 empty" in out and "unreadable  1" in out and "0.82 per token" in out
-    assert "85.94%" in out and "#" in out
+    assert "78.12%" in out and "#" in out
     assert all(each.isprintable() or each == "\n" for each in out)
 
 
@@ -118,7 +157,7 @@ def test_stats_as_a_page(run: list[str], capsys: pytest.CaptureFixture[str]) -> 
     """One file with nothing from elsewhere, the same each time."""
     printed(capsys, *run, "--out", "a.html")
     page = Path("a.html").read_text()
-    assert page.startswith("<!doctype html>") and "<svg" in page and "85.94%" in page
+    assert page.startswith("<!doctype html>") and "<svg" in page and "78.12%" in page
     assert (
         "<script" not in page and page.replace("http://www.w3.org/2000/svg", "").count("://") == 0
     )

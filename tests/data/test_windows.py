@@ -6,20 +6,24 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
+from maxpipe.config.data_schema import Packing
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.documents import Encoded
 from maxpipe.data.loader import Datasets, build
 from maxpipe.data.prepared import windows
 from maxpipe.data.prepared.manifest import SPAN
 from maxpipe.data.prepared.windows import WindowedSequences, spans_of
+from maxpipe.data.sequences import Packer
 from tests.data.large import DOCUMENTS, MEASURED, SHARDS, write_sparse
 
 NUM_DOCUMENTS = 7 * SPAN + 100
+PACKINGS: tuple[Packing, ...] = get_args(Packing)
+FITTED = PACKINGS[1:]
 LENGTH = 50
 
 
@@ -50,10 +54,16 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "WINDOW_SPANS", 2)
 
 
-def opened(split: Any = "train", fraction: float = 0.3, seed: int | None = 5) -> WindowedSequences:
+def opened(
+    split: Any = "train",
+    fraction: float = 0.3,
+    seed: int | None = 5,
+    packing: Packing = "cut",
+    **more: Any,
+) -> WindowedSequences:
     documents = Numbers()
     spans = spans_of(documents, split, fraction, seed or 0)
-    return WindowedSequences(documents, spans, LENGTH, seed)
+    return WindowedSequences(documents, spans, Packer(packing, LENGTH, **more), seed)
 
 
 def trained(sequences: WindowedSequences, order: np.ndarray) -> np.ndarray:
@@ -75,8 +85,45 @@ def test_splits_hold_every_token_once() -> None:
     assert len(set(tokens[0] // SPAN)) == round(0.3 * 8)
 
 
-def test_epochs_see_each_sequence_once_in_orders_of_their_own() -> None:
-    sequences = opened()
+@pytest.mark.parametrize("packing", FITTED)
+def test_whole_documents_are_once_in_a_row(packing: Packing) -> None:
+    held, kept = opened("validation", packing=packing), opened("train", packing=packing)
+    documents = Numbers()
+    rows = [each.documents(number) for each in (held, kept) for number in range(len(each))]
+    found = np.concatenate(rows)
+    # Every fifth document has one token, which is no target and follows none.
+    assert sorted(found.tolist()) == np.flatnonzero(documents.lengths > 1).tolist()
+    assert held.num_targets + kept.num_targets == (documents.lengths - 1).sum()
+    for number in (0, len(kept) - 1):
+        row, names = kept[number], kept.documents(number)
+        tokens = np.concatenate([np.full(documents.lengths[each], each) for each in names])
+        assert row["tokens"][row["segment_ids"] > 0].tolist() == tokens[:LENGTH].tolist()
+    targets = sum(kept[number]["loss_mask"].sum() for number in range(len(kept)))
+    assert targets == kept.num_targets
+
+
+def test_rows_of_windows_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = opened(packing="best_fit", cache_dir=str(tmp_path))
+    read = Numbers.lengths_between
+
+    def refused(self: Numbers, first: int, stop: int) -> np.ndarray:
+        raise AssertionError("a start reads lengths")
+
+    monkeypatch.setattr(Numbers, "lengths_between", refused)
+    again = opened(packing="best_fit", cache_dir=str(tmp_path))
+    assert len(again) == len(expected) and again.num_targets == expected.num_targets
+    with pytest.raises(AssertionError):
+        opened(packing="first_fit", cache_dir=str(tmp_path))
+    with pytest.raises(AssertionError):
+        opened(packing="best_fit", cache_dir=str(tmp_path), seed=6)
+    monkeypatch.setattr(Numbers, "lengths_between", read)
+    for number in (len(again) - 1, 3):
+        assert np.array_equal(again[number]["tokens"], expected[number]["tokens"])
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_epochs_see_each_sequence_once_in_orders_of_their_own(packing: Packing) -> None:
+    sequences = opened(packing=packing)
     count = len(sequences)
     orders = [sequences.shuffled(5, 1, epoch)(np.arange(count)) for epoch in range(3)]
     assert all(sorted(order.tolist()) == list(range(count)) for order in orders)

@@ -1,8 +1,9 @@
-"""A source for tests of data."""
+"""Sources for tests of data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class Texts:
@@ -30,3 +31,11 @@ class Texts:
 
     def fingerprint(self) -> str:
         return str(len(self.texts))
+
+
+def write_texts(folder: Path, texts: Sequence[str]) -> str:
+    """A folder with a document in each file, for `data.source=text`."""
+    folder.mkdir()
+    for number, text in enumerate(texts):
+        (folder / f"{number:04}.txt").write_text(text)
+    return str(folder)

@@ -63,7 +63,7 @@ def test_metrics_have_the_documented_tags(unbroken: Path):
     assert list(found) == list(range(2, STEPS + 1, 2))
     always = {"step", "train/loss", "train/grad_norm", "train/lr", "train/tokens"}
     always |= {"perf/step_s", "perf/tokens_per_s", "perf/tflops_per_device", "perf/data_wait_s"}
-    always |= {"pipe/bubble_pct", "train/skipped", "memory/host_bytes"}
+    always |= {"pipe/bubble_pct", "train/skipped", "train/epochs", "memory/host_bytes"}
     evaluated = {"eval/loss", "eval/nats_per_byte"}
     for step, record in found.items():
         assert set(record) == always | (evaluated if step in (12, 24) else set())

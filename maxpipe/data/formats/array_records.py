@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from maxpipe.data.formats.files import File, digest, identities
+from maxpipe.data.formats.files import File, common_folder, digest, identities
 from maxpipe.data.formats.source import Record
 from maxpipe.data.formats.text_of import BadRecord, check_length, decoded, from_json, shortened
 from maxpipe.errors import ConfigError
@@ -48,7 +49,8 @@ class ArrayRecords:
         return len(self._records)
 
     def read(self, index: int, columns: list[str] | None = None) -> Record:
-        raw = self._records[index]
+        with undamaged(lambda: self.where(index)):
+            raw = self._records[index]
         check_length(len(raw))
         if not self._json:
             return decoded(raw)
@@ -65,7 +67,10 @@ class ArrayRecords:
         from array_record.python.array_record_data_source import ArrayRecordDataSource
 
         # Asked for seldom: the reader of all files does not say where each of them ends.
-        counts = [len(ArrayRecordDataSource([file.path])) for file in self._files]
+        try:
+            counts = [len(ArrayRecordDataSource([file.path])) for file in self._files]
+        except Exception:  # as above; where it fails is not where the record is
+            return f"{common_folder(self._files)}: record {index}"
         ends = np.cumsum(counts)
         which = int(np.searchsorted(ends, index, side="right"))
         return f"{self._files[which].path}: record {index - int(ends[which] - counts[which])}"
@@ -73,6 +78,26 @@ class ArrayRecords:
     def fingerprint(self, chosen: str) -> str:
         kind = chosen if self._json else ""
         return digest([kind, len(self), *identities(self._files)])
+
+
+@contextlib.contextmanager
+def undamaged(where: Callable[[], str]) -> Iterator[None]:
+    """Explains what the reader of ArrayRecord finds: each chunk of a file has a checksum.
+
+    Raises:
+        ConfigError: the record that is `where` cannot be read.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:  # its reader has another class for each fault
+        raise ConfigError.one(
+            where(),
+            None,
+            f"must be in a whole ArrayRecord file: {shortened(str(error))}.",
+            "Copy the file again from where it is whole, or leave it out of data.path.",
+        ) from error
 
 
 def _is_json_object(raw: bytes) -> bool:

@@ -34,6 +34,13 @@ class Cache:
         self._keep = keep
         self._own: str | None = None
 
+    @property
+    def place(self) -> str:
+        """Where folders are made."""
+        if self._own is not None or self._folder is None or not self._keep:
+            return self._own or tempfile.gettempdir()
+        return self._folder
+
     def made(
         self, kind: str, file: File, make: Callable[[str], None], moved: Moved | None = None
     ) -> str:

@@ -19,6 +19,9 @@ from maxpipe.config.inputs import broken_link
 from maxpipe.errors import ConfigError
 
 _EDGE_BYTES = 1 << 16
+_OWN_FOLDER = ".index"
+_OWN = ({"config.yml", "events.jsonl"}, {"manifest.json", "spans"}, {"unfinished"})
+"""Files by which a run is known, and prepared documents, whole or not."""
 _AHEAD_BYTES = 1 << 23
 """What is asked of a bucket at once when an object is read from its begin to its end."""
 
@@ -74,7 +77,7 @@ def _on_disk(path: str, suffixes: tuple[str, ...]) -> list[File]:
     if os.path.isdir(expanded):
         found = [
             os.path.join(folder, name)
-            for folder, _, names in os.walk(expanded)
+            for folder, names in _folders(expanded)
             for name in names
             if _fits(name, suffixes)
         ]
@@ -90,6 +93,19 @@ def _on_disk(path: str, suffixes: tuple[str, ...]) -> list[File]:
     if os.path.isdir(expanded):
         return described(found, expanded)
     return described(found, os.path.commonpath([os.path.dirname(name) for name in found]))
+
+
+def _folders(root: str) -> Iterator[tuple[str, list[str]]]:
+    """A folder and those below it with the names of their files, but none that maxpipe writes.
+
+    With `data.path=.` a run would read its own records, and prepare what it has prepared.
+    """
+    for folder, below, names in os.walk(root):
+        is_own = os.path.basename(folder) == _OWN_FOLDER or any(each <= {*names} for each in _OWN)
+        if folder != root and is_own:
+            below.clear()
+        else:
+            yield folder, names
 
 
 def _in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:

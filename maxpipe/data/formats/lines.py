@@ -6,7 +6,7 @@ import codecs
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -41,6 +41,12 @@ class Lines:
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    def __reduce__(self) -> tuple[Callable[..., Lines], tuple[Any, ...]]:
+        """For other processes, which read what is kept on the disk from there."""
+        if isinstance(self.starts, np.memmap) and self.starts.filename is not None:
+            return _loaded, (os.path.dirname(self.starts.filename), self.file, self.content)
+        return Lines, (self.file, self.content, self.starts, self.skips)
 
     def number(self, index: int) -> int:
         """The number of a line in its file, from 1 on."""
@@ -93,8 +99,8 @@ def _kept(
     try:
         return cache.made(kind, file, make, moved)
     except OSError as error:
-        action = "Free space there, or unpack the file and set data.path to what it holds."
-        raise StorageError.unwritable(error.filename or file.path, error, action) from error
+        action = f"Free space there, or unpack {file.path} and set data.path to what it holds."
+        raise StorageError.unwritable(error.filename or cache.place, error, action) from error
 
 
 def _pieces(file: File) -> Iterator[bytes]:

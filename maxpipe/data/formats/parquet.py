@@ -45,6 +45,8 @@ class ParquetRows:
             with self._opened(file) as found:
                 about = found.metadata
                 counts.append([about.row_group(i).num_rows for i in range(about.num_row_groups)])
+                if min(counts[-1], default=0) < 0 or sum(counts[-1]) != about.num_rows:
+                    raise ValueError(f"it says {about.num_rows} rows and has {sum(counts[-1])}")
                 some = wanted(columns, found.schema_arrow.names)
                 sizes = [_size(about.row_group(i), some) for i in range(about.num_row_groups)]
                 largest = max([largest, *sizes])
@@ -65,6 +67,13 @@ class ParquetRows:
                 files[0].path,
                 largest >> 20,
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes: without row groups."""
+        return {**self.__dict__, "_lock": None, "_cached": OrderedDict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "_lock": threading.Lock()})
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -108,11 +117,15 @@ class ParquetRows:
                     "Write the file again with smaller row groups (row_group_size=10000).",
                 )
             texts = _dictionaries(about, some)
-        with self._opened(file, read_dictionary=texts) as found:
-            return found.read_row_group(group, columns=some)
+        where = f"{file.path}: row group {group}"
+        with self._opened(file, where, read_dictionary=texts) as found:
+            table = found.read_row_group(group, columns=some)
+            if table.num_rows != about.num_rows:
+                raise ValueError(f"it says {about.num_rows} rows and has {table.num_rows}")
+            return table
 
     @contextmanager
-    def _opened(self, file: File, **options: Any) -> Iterator[Any]:
+    def _opened(self, file: File, where: str = "", **options: Any) -> Iterator[Any]:
         import pyarrow
         from pyarrow import parquet
 
@@ -121,11 +134,11 @@ class ParquetRows:
         with content:
             check_size(file, content.seek(0, 2))
             try:
-                yield parquet.ParquetFile(content, **options)
+                yield parquet.ParquetFile(content, page_checksum_verification=True, **options)
             except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
                 raise ConfigError.one(
-                    "data.path",
-                    file.path,
+                    where or "data.path",
+                    None if where else file.path,
                     f"must be a whole Parquet file: {shortened(str(error))}.",
                     "Copy it again from where it is whole, or leave it out of data.path.",
                 ) from error

@@ -45,6 +45,7 @@ class SavedDataset:
 
     def __init__(self, paths: Sequence[str]):
         import_pyarrow(self.name)
+        self._paths = list(paths)
         self._files = [file for path in paths for file in _data_files(path)]
         self._batches: list[Any] = []
         batch_files: list[int] = []
@@ -59,6 +60,10 @@ class SavedDataset:
             raise ConfigError.one(
                 "data.path", paths[0], "must hold rows; it has none.", "Save the dataset again."
             )
+
+    def __reduce__(self) -> tuple[type[SavedDataset], tuple[list[str]]]:
+        """Other processes map the files themselves: views would be sent as all that they show."""
+        return SavedDataset, (self._paths,)
 
     def __len__(self) -> int:
         return int(self._ends[-1])

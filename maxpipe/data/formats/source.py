@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from maxpipe.boundary import redact
 from maxpipe.data.formats.text_of import BadRecord, TextOf
 from maxpipe.errors import ConfigError, Problem
 
@@ -20,6 +21,10 @@ _NAMED = 10
 
 Record = str | Mapping[str, Any]
 """A document as its format has it: its text, or columns with their values."""
+
+
+class UnreadableRecord(ConfigError):
+    """A record that is no document. Others of its file may be."""
 
 
 class Source(Protocol):
@@ -79,8 +84,8 @@ class Records(Protocol):
 class RecordSource:
     """The texts of a format's records.
 
-    A record that cannot be read raises ConfigError; with `most_skipped` that many of them are empty
-    documents instead. So documents keep their numbers, and an index says of each what it is.
+    A record that cannot be read raises UnreadableRecord; with `most_skipped` that many of them are
+    empty documents instead. So documents keep their numbers, and an index says of each what it is.
     """
 
     def __init__(self, records: Records, text: TextOf, most_skipped: int = 0):
@@ -89,6 +94,13 @@ class RecordSource:
         self._most_skipped = most_skipped
         self._skipped: set[int] = set()
         self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes: each counts what it skips."""
+        return {**self.__dict__, "_skipped": set(), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "_lock": threading.Lock()})
 
     @property
     def name(self) -> str:
@@ -123,7 +135,7 @@ class RecordSource:
             return sorted(self._skipped)
 
     def _skip(self, index: int, error: BadRecord) -> None:
-        """Counts a record that cannot be read. Raises ConfigError for one too many."""
+        """Counts a record that cannot be read. Raises UnreadableRecord for one too many."""
         with self._lock:
             if index in self._skipped:
                 return
@@ -135,9 +147,10 @@ class RecordSource:
             if self._most_skipped:
                 rule = f"{problem.rule} It is one more than data.unreadable_limit skips "
                 problem = replace(problem, rule=f"{rule}({self._most_skipped}).")
-            raise ConfigError([problem]) from error
+            raise UnreadableRecord([problem]) from error
         if count <= _NAMED:
-            _LOG.warning("%s Skipped, as an empty document.", problem.line)
+            # What a record holds may control a terminal.
+            _LOG.warning("%s Skipped, as an empty document.", redact.shown(problem.line))
         if count == _NAMED:
             _LOG.warning("%s: further records that are skipped are counted only", self.name)
 

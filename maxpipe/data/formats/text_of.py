@@ -56,9 +56,12 @@ class TextOf:
         if isinstance(record, str):
             return record
         if self._template:
-            return "".join(
-                fixed + (_filled(record, name) if name else "") for fixed, name in self._pieces
-            )
+            parts, size = [], 0
+            for fixed, name in self._pieces:
+                parts += fixed, _filled(record, name) if name else ""
+                size += len(parts[-2]) + len(parts[-1])
+                check_length(size)  # a column may be there many times
+            return "".join(parts)
         value = _value(record, self._field)
         if isinstance(value, (str, bytes)):
             return _text(value)

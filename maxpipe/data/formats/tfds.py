@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from maxpipe.config.rules import did_you_mean
+from maxpipe.data.formats.array_records import undamaged
 from maxpipe.data.formats.files import digest
 from maxpipe.data.formats.source import Record
 from maxpipe.data.formats.text_of import shortened
@@ -57,7 +58,8 @@ class TfdsExamples:
         return len(self._examples)
 
     def read(self, index: int, columns: list[str] | None = None) -> Record:
-        return self._examples[index]
+        with undamaged(lambda: self.where(index)):
+            return self._examples[index]
 
     def where(self, index: int) -> str:
         return f"{self._dataset}: example {index}"

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from multiprocessing import parent_process
 from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.schema import TokenizerConfig
+from maxpipe.data.documents import digest_of
 from maxpipe.data.prepared.indexed import dtype_for
 from maxpipe.data.prepared.manifest import META
 from maxpipe.data.prepared.writer import Piece
@@ -20,7 +20,7 @@ from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, Problem
 
-_BATCH_CHARACTERS = 1 << 20
+_MOST_CHARACTERS = 1 << 20
 
 
 class _Worker:
@@ -41,7 +41,7 @@ def sendable(source: Source) -> Source | None:
     return source
 
 
-def start(data: DataConfig, tokenizer: TokenizerConfig, seed: int, source: Source | None) -> None:
+def start(data: SourceConfig, tokenizer: TokenizerConfig, seed: int, source: Source | None) -> None:
     """Sets up a process that was spawned: it ends with the one that started it."""
     # The processes are the parallelism. Read by `tokenizers` when it is imported.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -61,7 +61,7 @@ def _end_with_parent() -> None:
 
 
 def encode(first: int, stop: int) -> Piece | tuple[Problem, ...]:
-    """The documents from `first` to before `stop`, or what the user has to change."""
+    """The documents from `first` on, or what the user has to change; as `encoded`."""
     try:
         return encoded(_Worker.source, _Worker.tokenizer, first, stop)
     except ConfigError as error:  # its pickled form would lose the problems
@@ -69,34 +69,32 @@ def encode(first: int, stop: int) -> Piece | tuple[Problem, ...]:
 
 
 def encoded(source: Source, tokenizer: Tokenizer, first: int, stop: int) -> Piece:
-    """The same of a source and a tokenizer."""
+    """The documents from `first` to before `stop`: fewer, but one, where they have many characters.
+
+    So what is held at a time does not grow with the size of documents.
+    """
+    texts = _texts(source, first, stop)
+    meta = np.zeros(len(texts), META)
+    byte_counts = np.zeros((len(texts), 256), np.uint32)
+    dtype = dtype_for(tokenizer.vocab_size)
+    begin, end = np.array([tokenizer.begin_id], dtype), np.array([tokenizer.end_id], dtype)
     ids: list[np.ndarray] = []
     lengths: list[int] = []
-    meta = np.zeros(stop - first, META)
-    byte_counts = np.zeros((stop - first, 256), np.uint32)
-    begin, end = np.array([tokenizer.begin_id]), np.array([tokenizer.end_id])
-    for batch in _batches(source, first, stop):
-        for text, found in zip(batch, tokenizer.encode_batch(batch), strict=True):
-            raw = text.encode()
-            digest = hashlib.blake2b(raw, digest_size=8).digest()
-            meta[len(lengths)] = len(raw), int.from_bytes(digest, "little")
-            byte_counts[len(lengths)] = np.bincount(np.frombuffer(raw, np.uint8), minlength=256)
-            ids += begin, found, end
-            lengths.append(len(found) + 2)
-    dtype = dtype_for(tokenizer.vocab_size)
-    # One conversion: `found` may be of any integers.
-    joined = np.concatenate(ids).astype(dtype)
-    unreadable = np.isin(np.arange(first, stop), source.unreadable)
-    return Piece(joined, np.array(lengths, np.int64), meta, byte_counts, unreadable)
+    for text, found in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        raw = text.encode()
+        meta[len(lengths)] = len(raw), digest_of(raw)
+        byte_counts[len(lengths)] = np.bincount(np.frombuffer(raw, np.uint8), minlength=256)
+        ids += begin, found.astype(dtype), end  # `found` may be of any integers
+        lengths.append(len(found) + 2)
+    unreadable = np.isin(np.arange(first, first + len(texts)), source.unreadable)
+    return Piece(np.concatenate(ids), np.array(lengths, np.int64), meta, byte_counts, unreadable)
 
 
-def _batches(source: Source, first: int, stop: int) -> Iterator[list[str]]:
-    """Texts in batches of about a million characters."""
+def _texts(source: Source, first: int, stop: int) -> list[str]:
+    """Those from `first` on, up to the one with which they have about a million characters."""
     texts: list[str] = []
     characters = 0
-    for number in range(first, stop):
-        texts.append(source[number])
+    while characters < _MOST_CHARACTERS and first + len(texts) < stop:
+        texts.append(source[first + len(texts)])
         characters += len(texts[-1])
-        if characters >= _BATCH_CHARACTERS or number + 1 == stop:
-            yield texts
-            texts, characters = [], 0
+    return texts

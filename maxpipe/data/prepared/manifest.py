@@ -14,7 +14,8 @@ from typing import Any, TypedDict
 import numpy as np
 
 from maxpipe.boundary.signed import opened
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.prepared.indexed import BIN, IDX
 from maxpipe.data.prepared.ranges import damaged, joined, open_ranges
 from maxpipe.data.sources import Source
@@ -22,10 +23,13 @@ from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, StorageError
 
 FILE = "manifest.json"
-JOURNAL = "unfinished.jsonl"
-"""What is done while documents are prepared; removed when the manifest is there."""
+JOURNAL = "unfinished"
+"""What is done while documents are prepared, a signed JSON value a line; removed when the manifest
+is there. By its name no source takes it for documents."""
 SPANS = "spans"
 META_FILE, CRC_FILE = ".meta", ".crc"
+DTYPES = ("<u2", "<i4")
+"""Those of ids."""
 CHECKED = (BIN, IDX, META_FILE)
 """Files of a shard with CRCs, in the order of these."""
 
@@ -37,15 +41,7 @@ META = np.dtype([("text_bytes", "<u4"), ("digest", "<u8")])
 FORMAT = 1
 _LARGEST_BYTES = 1 << 28
 # How documents are read, not what they are.
-_UNRELATED = (
-    "validation_fraction",
-    "allow_change",
-    "prefetch_batches",
-    "threads",
-    "unreadable",
-    "unreadable_limit",
-    "largest_unpacked_bytes",
-)
+_UNRELATED = ("unreadable", "unreadable_limit", "largest_unpacked_bytes", "packing")
 
 
 class FileEntry(TypedDict):
@@ -106,7 +102,7 @@ class Manifest(Spec):
 
 
 def spec_of(
-    data: DataConfig,
+    data: SourceConfig,
     seed: int,
     source: Source,
     config: TokenizerConfig,
@@ -114,7 +110,7 @@ def spec_of(
     shard_tokens: int,
 ) -> Spec:
     """What `source` and `tokenizer`, opened from their sections, will give."""
-    keys = dataclasses.asdict(data)
+    keys = {each.name: getattr(data, each.name) for each in dataclasses.fields(SourceConfig)}
     return {
         "format": FORMAT,
         "source": {
@@ -182,7 +178,41 @@ def read_manifest(folder: str) -> Manifest:
             f"must be of format {FORMAT}: it was written as format {found['format']}.",
             "Read it with the maxpipe that wrote it, or prepare the documents again.",
         )
+    try:
+        _check(found)
+    except ValueError as error:
+        raise damaged(path, str(error)) from error
     return found
+
+
+def _check(found: Manifest) -> None:
+    """Raises ValueError for numbers that no folder has: its digest says only who wrote it last."""
+    shards = found["shards"]
+    for number, shard in enumerate(shards):
+        name = f"shard {number}"
+        if (names := sorted(shard["files"])) != sorted((*CHECKED, CRC_FILE)):
+            raise ValueError(f"{name} has the files {', '.join(map(repr, names))[:80]}")
+        if not 0 < shard["documents"] <= shard["tokens"]:
+            raise ValueError(f"{name} has {shard['documents']} documents and {shard['tokens']} ids")
+        if not 0 <= shard["unreadable"] <= shard["documents"]:
+            raise ValueError(f"{name} has {shard['unreadable']} unreadable documents")
+        entries = shard["files"]
+        if min(each["bytes"] for each in entries.values()) < 0:
+            raise ValueError(f"{name} has a file of fewer than 0 bytes")
+        itemsize = np.dtype(found["dtype"]).itemsize if found["dtype"] in DTYPES else 0
+        if entries[BIN]["bytes"] != shard["tokens"] * itemsize:
+            raise ValueError(
+                f"{name} has {shard['tokens']} ids of {found['dtype'][:20]}, which do "
+                f"not take {entries[BIN]['bytes']} bytes"
+            )
+        if entries[META_FILE]["bytes"] != shard["documents"] * META.itemsize:
+            raise ValueError(f"{name} has {entries[META_FILE]['bytes']} bytes of metadata")
+    for name in ("documents", "tokens"):
+        if found[name] != sum(shard[name] for shard in shards):
+            raise ValueError(f"it has {found[name]} {name}, and its shards have others")
+    counts = found["byte_counts"]
+    if len(counts) != 256 or min(counts) < 0 or sum(counts) != found["text_bytes"] or not shards:
+        raise ValueError("it has shards or a histogram of bytes that cannot be")
 
 
 def _none(folder: str) -> ConfigError:

@@ -170,9 +170,8 @@ class MegatronDocuments:
 
     unreadable = 0
 
-    @property
-    def unigram_entropy(self) -> None:
-        """The files do not say how frequent bytes of the text are."""
+    byte_counts = None
+    """The files do not say how frequent bytes of the text are."""
 
     def facts(self) -> Mapping[str, Any]:
         """What identifies them cheaply: names, sizes and the edges of files."""
@@ -198,7 +197,8 @@ def _names(path: str) -> list[str]:
         given = given[: -len(IDX)]
     if scheme(given) or os.path.exists(given + IDX):
         return [given]
-    pattern = os.path.join(given, f"*{IDX}") if os.path.isdir(given) else given
+    is_folder = os.path.isdir(given)
+    pattern = os.path.join(glob.escape(given), f"*{IDX}") if is_folder else given
     found = {name[: -len(IDX)] for name in glob.glob(pattern) if name.endswith((BIN, IDX))}
     found |= {name for name in glob.glob(pattern) if os.path.exists(name + IDX)}
     if not found:
@@ -262,17 +262,21 @@ def _check_sequences(pair: _Pair) -> None:
 
 def _check_bounds(pair: _Pair) -> None:
     layout, path = pair.layout, pair.index.path
+    [last] = pair.bounds(layout.num_bounds - 1, layout.num_bounds)
+    if last != layout.num_sequences:
+        words = f"ends at sequence {last}, and there are {layout.num_sequences}"
+        _refuse(path, layout.num_bounds - 2, words, "document")
     for first, stop in _parts(layout.num_bounds):
         bounds = pair.bounds(first, stop)
+        # Compared with the ends as well: a difference may be beyond 64 bits.
+        if len(bad := np.flatnonzero((bounds < 0) | (bounds > layout.num_sequences))):
+            words = f"begins at sequence {bounds[bad[0]]}, and there are {layout.num_sequences}"
+            _refuse(path, first + bad[0], words, "document")
         if len(bad := np.flatnonzero(np.diff(bounds) < 0)):
             words = f"begins behind the next one, at sequence {bounds[bad[0]]}"
             _refuse(path, first + bad[0], words, "document")
         if first == 0 and bounds[0]:
             _refuse(path, 0, f"begins at sequence {bounds[0]}, not at 0", "document")
-    [last] = pair.bounds(layout.num_bounds - 1, layout.num_bounds)
-    if last != layout.num_sequences:
-        words = f"ends at sequence {last}, and there are {layout.num_sequences}"
-        _refuse(path, layout.num_bounds - 2, words, "document")
 
 
 def _refuse(path: str, number: Any, words: str, what: str = "sequence") -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maxpipe.config.schema import DataConfig
+from maxpipe.config.data_schema import SourceConfig
 from maxpipe.data.prepared.megatron import MegatronDocuments
 from maxpipe.data.prepared.reader import PreparedDocuments
 from maxpipe.data.tokenizer import Tokenizer
@@ -11,13 +11,15 @@ IDS = ("tokens", "megatron")
 """Values of `data.source` whose documents are ids already."""
 
 
-def open_documents(data: DataConfig, tokenizer: Tokenizer) -> PreparedDocuments | MegatronDocuments:
+def open_documents(
+    config: SourceConfig, tokenizer: Tokenizer
+) -> PreparedDocuments | MegatronDocuments:
     """The documents as ids of the tokenizer.
 
     Raises:
         ConfigError: no such files, or of another tokenizer.
         StorageError: files that are damaged or cannot be read.
     """
-    if data.source == "megatron":
-        return MegatronDocuments(data.path, tokenizer)
-    return PreparedDocuments(data.path, tokenizer)
+    if config.source == "megatron":
+        return MegatronDocuments(config.path, tokenizer)
+    return PreparedDocuments(config.path, tokenizer)

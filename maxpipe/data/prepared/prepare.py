@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
-import json
 import multiprocessing
 import os
 import signal
@@ -22,14 +20,14 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from maxpipe.boundary import files
-from maxpipe.boundary.signed import signed
-from maxpipe.boundary.typed import parse as parse_json
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.boundary.signed import opened, signed
+from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.prepared import encode
 from maxpipe.data.prepared.indexed import HEADER_BYTES, IDX, dtype_for, parse
 from maxpipe.data.prepared.manifest import (
@@ -45,6 +43,7 @@ from maxpipe.data.prepared.manifest import (
     shard_name,
     spec_of,
 )
+from maxpipe.data.prepared.reader import Shard
 from maxpipe.data.prepared.writer import Finished, Piece, ShardWriter, SignedFile
 from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import open_tokenizer
@@ -53,7 +52,10 @@ from maxpipe.words import counted
 
 _OUT = "command line: --out"
 _PIECE = 64
-"""Documents that a process encodes at a time."""
+"""The most documents that a process encodes at a time."""
+_COMPARED = 256
+"""Documents that are compared with what was written of them before a stop."""
+_LONGEST_LINE = 1 << 24
 _AHEAD = 3
 """Pieces for each process that are encoded or wait to be written."""
 
@@ -63,12 +65,16 @@ Report = Callable[[str, int, int, str], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to prepare, and how. No `workers` are as many as there are cores."""
+    """What to prepare, and how. No `workers` are as many as there are cores.
 
-    data: DataConfig
+    Compressed files are unpacked into `cache_dir`, once; without one until the process ends.
+    """
+
+    data: SourceConfig
     tokenizer: TokenizerConfig
     seed: int
     folder: Path
+    cache_dir: str | None = None
     workers: int | None
     shard_tokens: int
 
@@ -107,30 +113,51 @@ def prepare(plan: Plan, report: Report) -> str:
             "must be off: files of ids do not say which tokens are trained on.",
             "Train from the records themselves, without `maxpipe data prepare`.",
         )
-    report("opening the documents", 0, 0, "")
-    source = open_source(plan.data, plan.seed)
-    tokenizer = open_tokenizer(plan.tokenizer)
-    spec = spec_of(plan.data, plan.seed, source, plan.tokenizer, tokenizer, plan.shard_tokens)
-    try:
-        _check_folder(plan.folder)
-        if (plan.folder / FILE).exists():
-            found = read_manifest(str(plan.folder))
-            _check_same(plan.folder, found, spec)
-            skipped = sum(shard["unreadable"] for shard in found["shards"])
-            _check_skipped(plan.data, skipped, found["documents"])
-            (plan.folder / JOURNAL).unlink(missing_ok=True)
-            return f"{plan.folder} is complete: {_counts(found)}"
-        plan.folder.mkdir(parents=True, exist_ok=True)
-        with _journal(plan.folder, spec) as (journal, done), _stops(plan.folder):
-            start = time.monotonic()
-            begun = done.tokens
-            pieces = _encoded(plan, encode.sendable(source), done.documents, len(source))
-            with contextlib.closing(pieces):
-                _write(plan, len(source), pieces, done, journal, report)
-            manifest = _finish(plan.folder, spec, done)
-    except OSError as error:
-        action = "Free space, or name a folder that can be written with --out."
-        raise StorageError.unwritable(plan.folder, error, action) from error
+    with _stops(plan.folder):
+        report("opening the documents", 0, 0, "")
+        source = open_source(
+            plan.data,
+            plan.seed,
+            lambda: report("opening the documents", 0, 0, ""),
+            cache_dir=plan.cache_dir,
+        )
+        tokenizer = open_tokenizer(plan.tokenizer)
+        spec = spec_of(plan.data, plan.seed, source, plan.tokenizer, tokenizer, plan.shard_tokens)
+        try:
+            _check_folder(plan.folder)
+            return _complete(plan, spec) or _prepared(plan, source, spec, report)
+        except OSError as error:
+            action = "Free space, or name a folder that can be written with --out."
+            where = error.filename or plan.folder
+            raise StorageError.unwritable(where, error, action) from error
+
+
+def _complete(plan: Plan, spec: Spec) -> str:
+    """A line that says what is there already; empty if that is not the whole."""
+    if not (plan.folder / FILE).exists():
+        return ""
+    found = read_manifest(str(plan.folder))
+    _check_same(plan.folder, found, spec)
+    skipped = sum(shard["unreadable"] for shard in found["shards"])
+    _check_skipped(plan.data, skipped, found["documents"])
+    (plan.folder / JOURNAL).unlink(missing_ok=True)
+    return f"{plan.folder} is complete: {_counts(found)}"
+
+
+def _prepared(plan: Plan, source: Source, spec: Spec, report: Report) -> str:
+    """Writes what is missing; as `prepare`."""
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    with _locked(plan.folder) as journal:
+        if found := _complete(plan, spec):  # by a process that had the lock before
+            return found
+        done = _resumed(plan.folder, journal, spec)
+        _check_skipped(plan.data, done.unreadable, done.documents)
+        _check_unchanged(plan.folder, source, done)
+        start, begun = time.monotonic(), done.tokens
+        pieces = _encoded(plan, encode.sendable(source), done.documents, len(source))
+        with contextlib.closing(pieces):
+            _write(plan, len(source), pieces, done, journal, report)
+        manifest = _finish(plan.folder, spec, done)
     seconds = max(time.monotonic() - start, 1e-9)
     rate = f"{(done.tokens - begun) / seconds / 1e6:.2f} M tokens/s"
     return f"wrote {plan.folder}: {_counts(manifest)}, in {seconds:.1f} s, {rate}"
@@ -152,7 +179,7 @@ def _check_folder(folder: Path) -> None:
     """Raises ConfigError if something else is there."""
     if not os.path.lexists(folder):
         return
-    action = f"Name another folder, such as --out {folder}-2."
+    action = f"Name another folder, such as --out {_other(folder)}."
     if not folder.is_dir():
         raise ConfigError.one(_OUT, folder, "is there already, and is no folder.", action)
     names = os.listdir(folder)
@@ -161,53 +188,98 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError.one(_OUT, folder, rule, action)
 
 
+def _other(folder: Path) -> str:
+    """The name of another folder, for advice."""
+    return f"{folder}-2" if folder.name not in ("", "..") else "tokens"
+
+
 def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
     """Raises ConfigError if the folder is of other documents, or made otherwise."""
-    # A tokenizer is its content, wherever it is.
-    theirs, ours = ({key: each[key] for key in Spec.__annotations__} for each in (found, spec))
-    theirs["tokenizer"], ours["tokenizer"] = (
-        each["tokenizer"]["fingerprint"] for each in (found, spec)
+    theirs, ours = (
+        {
+            "format": each["format"],
+            # Documents and a tokenizer are their content, wherever they are.
+            "source": {key: each["source"][key] for key in ("name", "fingerprint", "documents")},
+            "tokenizer": each["tokenizer"]["fingerprint"],
+            "shard_tokens": each["shard_tokens"],
+        }
+        for each in (found, spec)
     )
     if lines := differences(theirs, ours):
+        lines += differences(found["source"]["data"], spec["source"]["data"], "data")
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
         rule = f"holds documents that were prepared otherwise: {'; '.join(lines[:4])}{more}."
-        action = f"Name another folder, such as --out {folder}-2, or remove this one."
+        action = f"Name another folder, such as --out {_other(folder)}, or remove this one."
         raise ConfigError.one(_OUT, folder, rule, action)
 
 
 @contextlib.contextmanager
-def _journal(folder: Path, spec: Spec) -> Iterator[tuple[TextIO, _Done]]:
-    """The journal, for one process at a time, and what it says is done."""
-    path = folder / JOURNAL
-    with open(files.opened(path, os.O_RDWR | os.O_CREAT), "r+") as journal:
+def _locked(folder: Path) -> Iterator[BinaryIO]:
+    """The journal, for one process at a time."""
+    with open(files.opened(folder / JOURNAL, os.O_RDWR | os.O_CREAT), "r+b") as journal:
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             rule = "is being prepared by another process."
             action = "Wait for it, or name another folder with --out."
             raise ConfigError.one(_OUT, folder, rule, action) from error
-        done, end = _Done(), 0
-        for number, line in enumerate(journal.read().splitlines(keepends=True)):
-            # A kill or a power failure leaves half a line, or shards that have lost their end.
-            try:
-                if number:
-                    done.add(_on_disk(folder, parse_json(line, Finished), len(done.shards)))
-                else:
-                    _check_same(folder, parse_json(line, Spec), spec)
-            except (OSError, ValueError):
+        yield journal
+
+
+def _resumed(folder: Path, journal: BinaryIO, spec: Spec) -> _Done:
+    """What the journal says is done. Ends it there."""
+    done, end = _Done(), 0
+    while line := journal.readline(_LONGEST_LINE):
+        # A kill or a power failure leaves half a line, or shards that have lost their end.
+        try:
+            if not line.endswith(b"\n"):
                 break
-            end += len(line)
-        journal.truncate(end)
-        if not end:
-            _enter(journal, spec)
-        yield journal, done
+            if end:
+                done.add(_on_disk(folder, opened(line, Finished), len(done.shards)))
+            else:
+                _check_same(folder, opened(line, Spec), spec)
+        except (OSError, ValueError):
+            break
+        end += len(line)
+    journal.truncate(end)
+    if not end:
+        _enter(journal, spec)
+    return done
 
 
-def _enter(journal: TextIO, line: Spec | Finished) -> None:
+def _enter(journal: BinaryIO, line: Spec | Finished) -> None:
     journal.seek(0, os.SEEK_END)
-    journal.write(json.dumps(line) + "\n")
+    journal.write(signed(line, indent=None).encode() + b"\n")
     journal.flush()
     os.fsync(journal.fileno())
+
+
+def _check_unchanged(folder: Path, source: Source, done: _Done) -> None:
+    """Compares some of the documents that are done with those of the source.
+
+    What identifies a source are names, sizes and edges of files, and not all that is in them.
+
+    Raises:
+        ConfigError: one is another document now.
+    """
+    if not done.documents:
+        return
+    ends = np.cumsum([shard["documents"] for shard in done.shards])
+    numbers = np.unique(np.linspace(0, done.documents - 1, _COMPARED).astype(np.int64))
+    for shard, first in enumerate([0, *ends[:-1].tolist()]):
+        entry = done.shards[shard]
+        here = numbers[(numbers >= first) & (numbers < ends[shard])].tolist()
+        documents = Shard(str(folder), shard, entry, None)
+        for number in here:
+            raw = source[number].encode()
+            meta = documents.meta(number - first, number - first + 1)[0]
+            if (len(raw), encode.digest_of(raw)) != (meta["text_bytes"], meta["digest"]):
+                raise ConfigError.one(
+                    source.where(number),
+                    None,
+                    f"must not change while {folder} is prepared: it was another text before.",
+                    f"Restore the files, or remove {folder} and start again.",
+                )
 
 
 def _on_disk(folder: Path, finished: Finished, number: int) -> Finished:
@@ -226,6 +298,22 @@ def _on_disk(folder: Path, finished: Finished, number: int) -> Finished:
 # The work.
 
 
+class _Terminated(BaseException):
+    """SIGTERM or SIGHUP. Nothing takes it for a failure of what it interrupts."""
+
+
+@contextlib.contextmanager
+def _held() -> Iterator[None]:
+    """Until the end no signal reaches this process, nor any that it starts meanwhile."""
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    )
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @contextlib.contextmanager
 def _stops(folder: Path) -> Iterator[None]:
     """Turns SIGTERM, SIGHUP and Ctrl-C into errors that say how to go on."""
@@ -233,13 +321,15 @@ def _stops(folder: Path) -> Iterator[None]:
     words += "  Run the same command again: it goes on behind them."
 
     def stop(number: int, frame: object) -> None:
-        raise Preempted(words)
+        raise _Terminated
 
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {each: signal.signal(each, stop) for each in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
+    except _Terminated:
+        raise Preempted(words) from None
     except KeyboardInterrupt:
         raise Interrupted(words) from None
     finally:
@@ -258,18 +348,30 @@ def _encoded(
         initializer=encode.start,
         initargs=(plan.data, plan.tokenizer, plan.seed, source),
     )
-    waiting: deque[Future[Any]] = deque()
+    waiting: deque[tuple[range, Future[Any]]] = deque()
+    size = _PIECE
+
+    def submit(begin: int, end: int) -> tuple[range, Future[Any]]:
+        with _held():  # the first one starts processes, which ignore signals a while later
+            return range(begin, end), pool.submit(encode.encode, begin, end)
+
     try:
-        starts = iter(range(first, total, _PIECE))
         while True:
-            for begin in itertools.islice(starts, _AHEAD * workers - len(waiting)):
-                end = min(begin + _PIECE, total)
-                waiting.append(pool.submit(encode.encode, begin, end))
+            while first < total and len(waiting) < _AHEAD * workers:
+                end = min(first + size, total)
+                waiting.append(submit(first, end))
+                first = end
             if not waiting:
                 return
-            found = waiting.popleft().result()
+            asked, future = waiting.popleft()
+            found = future.result()
             if not isinstance(found, Piece):
                 raise ConfigError(found)
+            count = len(found.lengths)
+            if count < len(asked):
+                waiting.appendleft(submit(asked.start + count, asked.stop))
+            # Of large documents as many as come back at once, so that all processes have work.
+            size = min(_PIECE, count if count < len(asked) else 2 * size)
             yield found
     except BrokenProcessPool as error:
         raise AbsentError(
@@ -286,13 +388,12 @@ def _write(
     total: int,
     pieces: Iterator[Piece],
     done: _Done,
-    journal: TextIO,
+    journal: BinaryIO,
     report: Report,
 ) -> None:
     """Writes shards, each up to the document with which it has `shard_tokens`."""
     start, documents, tokens, text_bytes = time.monotonic(), done.documents, 0, 0
     unreadable = done.unreadable
-    _check_skipped(plan.data, unreadable, documents)
     writer: ShardWriter | None = None
     try:
         for piece in pieces:
@@ -323,7 +424,7 @@ def _write(
             writer.abandon()
 
 
-def _check_skipped(data: DataConfig, unreadable: int, documents: int) -> None:
+def _check_skipped(data: SourceConfig, unreadable: int, documents: int) -> None:
     """Raises ConfigError if the processes have skipped too many records together."""
     if data.unreadable == "stop" and unreadable:
         raise ConfigError.one(
@@ -363,7 +464,7 @@ def _finish(folder: Path, spec: Spec, done: _Done) -> Manifest:
     }
     files.write(folder / FILE, signed(manifest))
     _bring_to_disk(folder)
-    (folder / JOURNAL).unlink()
+    (folder / JOURNAL).unlink(missing_ok=True)  # another process may have seen the manifest
     return manifest
 
 

@@ -25,7 +25,7 @@ BLOCK_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 20
 """Bytes of one request to a bucket; holds whole blocks."""
 _KEPT_PIECES = 256
-_ATTEMPTS, _PAUSE_SECONDS = 3, 1.0
+_ATTEMPTS, _PAUSE_SECONDS, _MOST_SECONDS = 3, 1.0, 20.0
 
 
 class Ranges(Protocol):
@@ -89,6 +89,7 @@ class BucketFile:
 
 def _answer(path: str, call: Callable[[], Any]) -> Any:
     """What a bucket answers, after a few attempts."""
+    begin = time.monotonic()
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             return call()
@@ -100,7 +101,9 @@ def _answer(path: str, call: Callable[[], Any]) -> Any:
             ) from error
         except Exception as error:  # gcsfs raises many kinds
             missing = isinstance(error, FileNotFoundError)
-            if missing or attempt == _ATTEMPTS:
+            # gcsfs has tried several times itself where there is no answer.
+            late = time.monotonic() - begin > _MOST_SECONDS
+            if missing or late or attempt == _ATTEMPTS:
                 cause = error if isinstance(error, OSError) else OSError(str(error))
                 raise unreadable(path, cause) from error
         time.sleep(_PAUSE_SECONDS)

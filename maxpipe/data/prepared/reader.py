@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from maxpipe.boundary.files import scheme
-from maxpipe.data.documents import Encoded, entropy
+from maxpipe.data.documents import Encoded
 from maxpipe.data.prepared.indexed import BIN, HEADER_BYTES, IDX, parse
 from maxpipe.data.prepared.manifest import (
     CHECKED,
@@ -69,6 +69,8 @@ class Shard:
             raise damaged(index.path, str(error)) from error
         if found.num_sequences != self.entry["documents"]:
             raise damaged(index.path, f"it is of {found.num_sequences} documents")
+        if self.entry["tokens"] * found.dtype.itemsize != self.entry["files"][BIN]["bytes"]:
+            raise damaged(index.path, f"it is of ids of {found.dtype.itemsize} bytes")
         return found
 
     def lengths(self, first: int, stop: int) -> np.ndarray:
@@ -83,7 +85,11 @@ class Shard:
         is_last = document + 1 == self.entry["documents"]
         raw = self.files[IDX].read(at, at + (8 if is_last else 16))
         begin, *end = np.frombuffer(raw, "<i8").tolist()
-        stop = end[0] if end else self.files[BIN].size
+        stop, size = end[0] if end else self.files[BIN].size, self.layout.dtype.itemsize
+        if not 0 <= begin <= stop <= self.files[BIN].size or begin % size or stop % size:
+            raise damaged(
+                self.files[IDX].path, f"document {document} is at bytes {begin} to {stop}"
+            )
         return np.frombuffer(self.files[BIN].read(begin, stop), self.layout.dtype)
 
     def meta(self, first: int, stop: int) -> np.ndarray:
@@ -114,6 +120,7 @@ class PreparedDocuments:
         self.manifest = read_manifest(folder)
         _check_tokenizer(folder, self.manifest, tokenizer)
         self.pad_id = tokenizer.pad_id
+        self._vocab_size = tokenizer.vocab_size
         self.num_documents = self.manifest["documents"]
         self.num_tokens = self.manifest["tokens"]
         self._folder = folder
@@ -127,9 +134,10 @@ class PreparedDocuments:
         path = joined(self._folder, SPANS)
         starts = np.frombuffer(read_whole(path, self.manifest["spans"]), "<i8")
         fits = len(starts) == -(-self.num_documents // SPAN) + 1 and starts[-1] == self.num_tokens
-        if not fits or self._starts[-1] != self.num_documents:
+        spans = np.diff(starts)
+        if not fits or starts[0] or spans.min() < 0:
             raise damaged(path, "it does not fit the manifest")
-        return np.diff(starts)
+        return spans
 
     @property
     def lengths(self) -> np.ndarray:
@@ -148,6 +156,10 @@ class PreparedDocuments:
         """`META` of the documents from `first` to before `stop`."""
         return self._between(first, stop, lambda shard, a, b: shard.meta(a, b))
 
+    def digests(self, first: int, stop: int) -> np.ndarray:
+        """uint64: digests of the texts of the documents from `first` to before `stop`."""
+        return self.meta(first, stop)["digest"]
+
     def _between(self, first: int, stop: int, read: Any) -> np.ndarray:
         low, high = np.searchsorted(self._starts, [first, stop - 1], side="right") - 1
         parts = []
@@ -162,7 +174,13 @@ class PreparedDocuments:
         if not 0 <= document < self.num_documents:
             raise IndexError(document)
         number = int(np.searchsorted(self._starts, document, side="right")) - 1
-        return Encoded(self._shards[number].ids(document - int(self._starts[number])))
+        inside = document - int(self._starts[number])
+        ids = self._shards[number].ids(inside)
+        low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
+        if low < 0 or high >= self._vocab_size:
+            path = joined(self._folder, shard_name(number, BIN))
+            raise damaged(path, f"document {inside} has the id {low if low < 0 else high}")
+        return Encoded(ids)
 
     def where(self, document: int) -> str:
         """The shard that a document is in, and its number in the source."""
@@ -181,9 +199,9 @@ class PreparedDocuments:
         return sum(shard["unreadable"] for shard in self.manifest["shards"])
 
     @property
-    def unigram_entropy(self) -> float:
-        """Nats per byte of a model that knows only how frequent each byte is."""
-        return entropy(np.array(self.manifest["byte_counts"], np.int64))
+    def byte_counts(self) -> np.ndarray:
+        """int64 [256]: of the text that was encoded."""
+        return np.array(self.manifest["byte_counts"], np.int64)
 
     def facts(self) -> Mapping[str, Any]:
         """What the source gives of the same documents: a run may go on from text with its ids."""

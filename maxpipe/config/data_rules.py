@@ -1,0 +1,265 @@
+"""Rules on what documents a run reads, and in which shares."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
+from maxpipe.config import mixture
+from maxpipe.config.data import (
+    COLUMNS,
+    FILES,
+    ONE_PATH,
+    SPLITS,
+    all_sources,
+    is_synthetic,
+    paths_of,
+    section_of,
+    template_pieces,
+)
+from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.names import list_meant
+from maxpipe.config.ranges import BOUNDS
+from maxpipe.config.rules import did_you_mean, rule
+from maxpipe.config.schema import Config
+from maxpipe.errors import Finding
+
+_SOURCES = ("data.source", "data.path", "data.paths", "data.mixture")
+_NAMED = ("data.mixture", "data.validation")
+_WITHOUT_FIELDS = ("corpus", "text", "tokens", "megatron", "synthetic")
+
+_Find = Callable[[str, SourceConfig], Iterator[Finding]]
+
+
+def named_sources(config: Config) -> Iterator[tuple[str, SourceConfig]]:
+    """All sources that are read, with the section of each, such as `data.mixture.NAME`."""
+    for name, each in all_sources(config.data).items():
+        yield section_of(name), each
+
+
+def _of_each(*keys: str) -> Callable[[_Find], None]:
+    """Registers a rule on these keys of each source."""
+
+    def register(find: _Find) -> None:
+        @rule("data.source", *_NAMED, *(f"data.{key}" for key in keys))
+        def _(config: Config) -> Iterator[Finding]:
+            for section, each in named_sources(config):
+                yield from find(section, each)
+
+    return register
+
+
+@_of_each()
+def _numbers(section: str, source: SourceConfig) -> Iterator[Finding]:
+    if section == "data":
+        return  # each has a rule of its own
+    for field in dataclasses.fields(SourceConfig):
+        bound = BOUNDS.get(f"data.{field.name}")
+        if bound is not None and not bound.holds(getattr(source, field.name)):
+            key = f"{section}.{field.name}"
+            yield Finding(key, f"must be {bound}.", f"Set {key}={bound.example}.")
+
+
+@_of_each("path", "paths")
+def _paths(section: str, source: SourceConfig) -> Iterator[Finding]:
+    kind, path = source.source, source.path
+    if kind in (*FILES, *ONE_PATH) and not paths_of(source):
+        examples = {"tfds": "c4/en:3.1.0", "text": "data/*.txt", "huggingface": "saved"}
+        examples |= {"tokens": "data/tokens", "megatron": "data/*.idx"}
+        yield Finding(
+            f"{section}.path",
+            f"must not be empty with {section}.source={kind}.",
+            f"Set {section}.path={examples.get(kind, f'data/*.{kind}')} (your own), or "
+            f"{section}.source=corpus.",
+        )
+    if path.startswith("[") and path.endswith("]") and "," in path:
+        yield Finding(
+            f"{section}.path",
+            "must be one path, not a list.",
+            list_meant("data.path").replace("data.path", f"{section}.path"),
+        )
+    if source.paths and path:
+        yield Finding(
+            f"{section}.paths",
+            f"must be empty when {section}.path ({path}) is set: it takes the place of one path.",
+            f"Add that path to {section}.paths, and leave {section}.path out.",
+        )
+    if source.paths and kind in ONE_PATH:
+        yield Finding(
+            f"{section}.paths",
+            f"is not read with {section}.source={kind}, which has one path.",
+            f"Name it in {section}.path.",
+        )
+
+
+@_of_each("template")
+def _template(section: str, source: SourceConfig) -> Iterator[Finding]:
+    key = f"{section}.template"
+    if not source.template:
+        return
+    if source.source not in COLUMNS:
+        yield Finding(
+            key,
+            f"is not read with {section}.source={source.source}, whose documents have no columns.",
+            f"Leave it out, or set {section}.source to one of {', '.join(COLUMNS)}.",
+        )
+    example = f"Write columns in braces, such as {key}='{{title}}: {{text}}'"
+    try:
+        pieces = template_pieces(source.template)
+    except ValueError as error:
+        yield Finding(key, f"cannot be read: {error}.", f"{example}; {{{{ is a brace.")
+        return
+    if len(pieces) == 1:
+        rule = "names no column: all documents would be the same."
+        yield Finding(key, rule, f"{example}.")
+
+
+@_of_each("chat", "chat_template", "unreadable")
+def _chat(section: str, source: SourceConfig) -> Iterator[Finding]:
+    if source.chat == "off":
+        if source.chat_template:
+            yield Finding(
+                f"{section}.chat_template",
+                f"is not read with {section}.chat=off.",
+                f"Set {section}.chat=messages or {section}.chat=prompt, or leave "
+                f"{section}.chat_template out.",
+            )
+        return
+    if source.source in _WITHOUT_FIELDS:
+        yield Finding(
+            f"{section}.chat",
+            f"must be off with {section}.source={source.source}, whose documents have no fields.",
+            f"Set {section}.source=jsonl and {section}.path to records of conversations, or "
+            f"{section}.chat=off.",
+        )
+    if source.unreadable == "skip":
+        yield Finding(
+            f"{section}.unreadable",
+            f"must be stop with {section}.chat: a conversation without messages is not skipped.",
+            f"Set {section}.unreadable=stop, and correct or remove the records that it names.",
+        )
+
+
+@_of_each("chat_roles", "trained_roles")
+def _roles(section: str, source: SourceConfig) -> Iterator[Finding]:
+    roles, trained = source.chat_roles, source.trained_roles
+    key, known = f"{section}.trained_roles", f"{section}.chat_roles"
+    if not trained:
+        yield Finding(
+            key,
+            "must name a role: without one no token is trained on.",
+            f"Set {key}=[assistant].",
+        )
+    elif others := [role for role in trained if role not in roles]:
+        yield Finding(
+            key,
+            f"must be of {known} ({', '.join(roles) or 'none'}): {others[0]} is not.",
+            f"Set {known}=[{', '.join([*roles, *others])}], or leave {others[0]} out.",
+        )
+
+
+@rule(*_SOURCES)
+def _one_source_or_a_mixture(config: Config) -> Iterator[Finding]:
+    if config.data.mixture and paths_of(config.data):
+        yield Finding(
+            "data.path" if config.data.path else "data.paths",
+            f"is not read with data.mixture, which has {', '.join(sorted(config.data.mixture))}.",
+            "Leave it out, or give it a name of its own there: data.mixture.mine.path=...",
+        )
+
+
+@rule("data.packing", "data.mixture")
+def _packing_is_of_a_source(config: Config) -> Iterator[Finding]:
+    data = config.data
+    if data.mixture and data.packing != "cut":
+        name = sorted(data.mixture)[0]
+        yield Finding(
+            "data.packing",
+            "is not read with data.mixture, of which each source has its own.",
+            f"Set data.mixture.{name}.packing={data.packing}, and so on.",
+        )
+
+
+@rule("data.mixture", is_first=True)
+def _weights_or_epochs(config: Config) -> Iterator[Finding]:
+    found = config.data.mixture
+    for name, each in found.items():
+        for key, value in (("weight", each.weight), ("epochs", each.epochs)):
+            if not 0 <= value < math.inf:
+                full = f"data.mixture.{name}.{key}"
+                yield Finding(full, "must be a number from 0 on.", f"Set {full}=1.")
+    with_weight = [name for name, each in found.items() if each.weight]
+    with_epochs = [name for name, each in found.items() if each.epochs]
+    if with_weight and with_epochs:
+        yield Finding(
+            f"data.mixture.{with_epochs[0]}.epochs",
+            f"cannot stand beside data.mixture.{with_weight[0]}.weight: shares follow from weights "
+            "or from epochs.",
+            "Give all sources a weight, or all of them epochs.",
+        )
+    elif with_epochs and (without := [name for name in found if name not in with_epochs]):
+        yield Finding(
+            f"data.mixture.{without[0]}.epochs",
+            "must be more than 0 where other sources have epochs.",
+            f"Set data.mixture.{without[0]}.epochs=1, or leave the source out.",
+        )
+
+
+@rule("data.mixture", "data.mixture_stages", "data.mixture_temperature")
+def _stages_are_of_the_mixture(config: Config) -> Iterator[Finding]:
+    data, key = config.data, "data.mixture_stages"
+    if not data.mixture:
+        if data.mixture_stages:
+            yield Finding(key, "is read with data.mixture only.", f"Set {key}=[].")
+        if data.mixture_temperature != 1:
+            key = "data.mixture_temperature"
+            yield Finding(key, "is read with data.mixture only.", f"Set {key}=1.")
+        return
+    name = sorted(data.mixture)[0]
+    example = f"Set \"{key}=['{name} 1 for 1000 steps']\"."
+    try:
+        stages = mixture.stages(data.mixture_stages)
+    except ValueError as error:
+        yield Finding(key, str(error), example)
+        return
+    for other in dict.fromkeys(name for stage in stages for name in stage.weights):
+        if other not in data.mixture:
+            guess = did_you_mean(other, data.mixture)
+            action = f"Did you mean {guess}?" if guess else example
+            known = ", ".join(sorted(data.mixture))
+            yield Finding(key, f"names {other}, and data.mixture has {known}.", action)
+
+
+@rule(*_SOURCES, "data.validation", "data.validation_fraction", "eval.batches")
+def _validation_has_documents(config: Config) -> Iterator[Finding]:
+    data, batches = config.data, config.eval.batches
+    if data.validation and not batches:
+        yield Finding(
+            "eval.batches",
+            f"must be more than 0 with data.validation, which has {', '.join(data.validation)}: "
+            "nothing is evaluated without batches.",
+            "Set eval.batches=8, or leave data.validation out.",
+        )
+        return
+    has_documents = data.validation_fraction or data.validation or is_synthetic(data)
+    if batches and not has_documents:
+        yield Finding(
+            "data.validation_fraction",
+            f"must be more than 0 when eval.batches is {batches}: evaluation reads documents that "
+            "training never sees.",
+            "Set data.validation_fraction=0.05, or eval.batches=0, or name documents in "
+            "data.validation.",
+        )
+
+
+@rule("data.validation")
+def _sets_have_names_of_their_own(config: Config) -> Iterator[Finding]:
+    for name in SPLITS:
+        if name in config.data.validation:
+            yield Finding(
+                f"data.validation.{name}",
+                f"must have another name: {', '.join(SPLITS)} are parts of the training's own "
+                "documents.",
+                f"Write data.validation.{name}_set, for example.",
+            )

@@ -1,0 +1,275 @@
+"""What a run reads: its sources opened and indexed, split and packed into sequences.
+
+Owns the facts by which a run knows its documents again. Batches are made in `loader.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from maxpipe.config.data import paths_of, validation_key, validation_sets
+from maxpipe.config.data_schema import DataConfig, Packing, SourceConfig
+from maxpipe.config.mixture import sources
+from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index
+from maxpipe.data.documents import Documents, EncodedDocuments, build_index, entropy
+from maxpipe.data.packing import Sequences, split_documents
+from maxpipe.data.prepared.manifest import SPAN
+from maxpipe.data.prepared.megatron import MegatronDocuments
+from maxpipe.data.prepared.open import IDS, open_documents
+from maxpipe.data.prepared.reader import PreparedDocuments
+from maxpipe.data.prepared.windows import WindowedSequences, needs_windows, spans_of
+from maxpipe.data.sections import in_section
+from maxpipe.data.sequences import Packer
+from maxpipe.data.sources import Moved, open_source
+from maxpipe.data.stream import Part, seed_of
+from maxpipe.data.tokenizer import Tokenizer
+from maxpipe.errors import ConfigError
+from maxpipe.words import counted
+
+SOURCES = "sources"
+"""Name of the entry of a fingerprint with the facts of each source of a mixture."""
+
+Split = Literal["validation", "train", "all"]
+
+_PART = 2**20
+"""Documents whose numbers are given at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Indexed:
+    """Documents of a source whose lengths are known, before they are packed."""
+
+    name: str
+    """In `data.mixture`; empty without one."""
+    documents: Documents
+    seed: int
+    facts: Mapping[str, Any]
+    """JSON values that say which documents these are."""
+    byte_counts: np.ndarray | None
+    """int64 [256]: of the text, where it is known."""
+    digests: Callable[[int, int], np.ndarray] | None
+    """uint64: `digest_of` the documents from one to before another; None where it is not known."""
+    unreadable: int
+    """Documents that are empty because their records could not be read."""
+    packing: Packing
+
+    def sequences(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
+        """Of a split; None if it has no documents.
+
+        Raises:
+            ConfigError: none of its documents has a target.
+        """
+        with in_section(self.name):
+            found = self._packed(split, fraction, packer)
+            if found is not None and not len(found):
+                raise ConfigError.one(
+                    "data.path",
+                    None,
+                    f"must hold documents to train on: of those for {split} none has two tokens.",
+                    "Set data.path to documents with text.",
+                )
+        return found
+
+    def _packed(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
+        documents = self.documents
+        if (windowed := _in_windows(documents)) is not None:
+            spans = spans_of(windowed, split, fraction, self.seed)
+            seed = None if split == "all" else self.seed
+            return WindowedSequences(windowed, spans, packer, seed) if len(spans) else None
+        order = self._order(split, fraction)
+        return packer(documents, order) if len(order) else None
+
+    def numbers(self, split: Split, fraction: float) -> Iterator[np.ndarray]:
+        """Numbers of the documents of a split, in parts of bounded size."""
+        if (windowed := _in_windows(self.documents)) is None:
+            order = self._order(split, fraction)
+            yield from np.split(order, range(_PART, len(order), _PART))
+            return
+        for span in spans_of(windowed, split, fraction, self.seed).tolist():
+            yield np.arange(span * SPAN, min((span + 1) * SPAN, windowed.num_documents))
+
+    def _order(self, split: Split, fraction: float) -> np.ndarray:
+        count = len(self.documents.lengths)
+        if split == "all":
+            return np.arange(count)
+        with in_section(self.name):
+            return split_documents(count, fraction, self.seed)[split == "validation"]
+
+
+def _in_windows(documents: Documents) -> PreparedDocuments | MegatronDocuments | None:
+    """The documents, if there are too many to shuffle them as a whole."""
+    prepared = isinstance(documents, PreparedDocuments | MegatronDocuments)
+    return documents if prepared and needs_windows(documents) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """All sources of a run."""
+
+    data: DataConfig
+    mixed: Sequence[str]
+    """Names of the sources of the run's mixture, whether these are them or not."""
+    indexed: Sequence[Indexed]
+    tokenizer: Tokenizer
+    seed: int
+    sequence_length: int
+    cache_dir: str | None
+    moved: Moved | None
+    keep: bool
+    """Whether plans of sequences are written to `cache_dir`."""
+
+    @property
+    def unigram_entropy(self) -> float | None:
+        """Nats per byte of a model that knows only how frequent each byte of all texts is."""
+        counts = [each.byte_counts for each in self.indexed]
+        known = [each for each in counts if each is not None]
+        return entropy(np.sum(known, axis=0)) if len(known) == len(counts) else None
+
+    @property
+    def unreadable(self) -> int:
+        """Documents that are empty because their records could not be read."""
+        return sum(each.unreadable for each in self.indexed)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """JSON values that decide which sequences there are."""
+        facts, more = self.indexed[0].facts, {}
+        if self.data.mixture:
+            all_facts = {each.name: each.facts for each in self.indexed}
+            digest = hashlib.sha256(json.dumps(all_facts, sort_keys=True).encode()).hexdigest()
+            totals = {
+                key: sum(each[key] for each in all_facts.values())
+                for key in ("documents", "tokens")
+            }
+            facts = {"source": "mixture", **totals, "source_digest": digest}
+            more = {SOURCES: all_facts}
+        return {
+            **facts,
+            "tokenizer": self.tokenizer.fingerprint(),
+            "seed": self.seed,
+            "validation_fraction": self.data.validation_fraction,
+            "sequence_length": self.sequence_length,
+            **more,
+        }
+
+    def parts(self, split: Split) -> list[Part]:
+        """Sequences of each source; none of one that has no documents in the split."""
+        fraction = self.data.validation_fraction
+        return [
+            Part(each.name, sequences, each.seed)
+            for each in self.indexed
+            if (sequences := each.sequences(split, fraction, self._packer(each))) is not None
+        ]
+
+    def _packer(self, of: Indexed) -> Packer:
+        return Packer(
+            of.packing,
+            self.sequence_length,
+            cache_dir=self.cache_dir,
+            keep=self.keep,
+            key=json.dumps([of.facts, self.tokenizer.fingerprint()]),
+            moved=self.moved,
+        )
+
+
+def open_corpus(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    name: str | None = None,
+    seed: int,
+    sequence_length: int,
+    cache_dir: str | None,
+    moved: Moved | None,
+    keep: bool = True,
+) -> Corpus:
+    """Opens and indexes all sources of the training, or that of `data.validation` with this name.
+
+    Raises:
+        ConfigError: anything the user has to change in `data`, or such a tokenizer.
+    """
+    chosen, mixed = sources(data), tuple(sorted(data.mixture))
+    if name is not None:
+        key = validation_key(name)
+        chosen = {key: validation_sets(data)[key]}
+        data = dataclasses.replace(data, mixture={}, validation_fraction=0.0)
+    opening = {"threads": data.threads, "cache_dir": cache_dir, "moved": moved, "keep": keep}
+    indexed = []
+    for each, config in chosen.items():
+        with in_section(each):
+            mine = seed_of(each, seed)
+            if config.source in IDS:
+                indexed.append(_of_ids(each, config, tokenizer, mine))
+            else:
+                indexed.append(_of_text(each, config, tokenizer, mine, **opening))
+    return Corpus(data, mixed, indexed, tokenizer, seed, sequence_length, cache_dir, moved, keep)
+
+
+def _of_ids(name: str, config: SourceConfig, encoder: Tokenizer, seed: int) -> Indexed:
+    documents = open_documents(config, encoder)
+    facts = {**documents.facts(), **_packing_facts(config)}
+    if needs_windows(documents):
+        facts["order"] = "windows"
+    counts, unreadable = documents.byte_counts, documents.unreadable
+    digests = documents.digests if isinstance(documents, PreparedDocuments) else None
+    return Indexed(name, documents, seed, facts, counts, digests, unreadable, config.packing)
+
+
+def _packing_facts(config: SourceConfig) -> dict[str, str]:
+    """None of what earlier releases did, who said nothing of it."""
+    return {} if config.packing == "cut" else {"packing": config.packing}
+
+
+def _of_text(
+    name: str,
+    config: SourceConfig,
+    encoder: Tokenizer,
+    seed: int,
+    *,
+    threads: int,
+    cache_dir: str | None,
+    moved: Moved | None,
+    keep: bool,
+) -> Indexed:
+    """Documents of texts or conversations."""
+    source = open_source(config, seed, moved, cache_dir=cache_dir, keep=keep)
+    found = None if config.chat == "off" else Conversations(source, encoder, config)
+    if found is None:
+        index = build_index(source, encoder, cache_dir, moved, keep=keep)
+    else:
+        index = build_chat_index(found, cache_dir, moved, threads=threads, keep=keep)
+    if not index.byte_counts.any():
+        raise ConfigError.one(
+            "data.path",
+            ", ".join(paths_of(config)),
+            f"must hold text: {counted(len(source), 'document')} with nothing inside.",
+            "Set data.path to documents with text, or data.field to the field that holds it.",
+        )
+    facts = {
+        "source": source.name,
+        "documents": len(source),
+        "tokens": int(index.lengths.sum()),
+        "source_digest": source.fingerprint(),
+        **_packing_facts(config),
+    }
+    if found is None:
+        documents = EncodedDocuments(source, encoder, index)
+    else:
+        facts["chat"] = found.fingerprint()
+        documents = ChatDocuments(found, index)
+    return Indexed(
+        name,
+        documents,
+        seed,
+        facts,
+        byte_counts=index.byte_counts,
+        digests=lambda first, stop: index.digests[first:stop],
+        unreadable=len(index.unreadable),
+        packing=config.packing,
+    )

@@ -1,0 +1,152 @@
+"""Documents to sequences, as `data.packing` says: the stream of tokens cut, or whole documents.
+
+Owns the rows that `fitting.py` plans: their arrays, and plans of many documents, which are kept on
+disk. `packing.py` cuts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from maxpipe.config.data_schema import Packing
+from maxpipe.data import kept
+from maxpipe.data.documents import Documents
+from maxpipe.data.fitting import Plan, Strategy, fitted
+from maxpipe.data.packing import (
+    PackedSequences,
+    Permutation,
+    Piece,
+    Sequences,
+    assembled,
+    targets_of,
+)
+from maxpipe.data.sources import Moved
+
+_KEPT_DOCUMENTS = 1 << 17
+"""Plans of fewer documents are made again, in about the time that reading them takes."""
+_PLAN_VERSION = 1
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class _Tuple(Protocol):
+    """A named tuple of arrays."""
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+Kept = TypeVar("Kept", bound=_Tuple)
+
+
+class FittedSequences:
+    """Rows of whole documents, padded behind them. `fitting.py` says what is in a row."""
+
+    def __init__(self, documents: Documents, order: np.ndarray, plan: Plan, sequence_length: int):
+        """`plan` is of the documents that `order` int64 [documents] numbers."""
+        lengths = documents.lengths[order]
+        self.sequence_length = sequence_length
+        self.num_tokens = int(lengths.sum())
+        self.num_targets = targets_of(lengths)
+        self._documents = documents
+        self._plan = plan
+
+    def __len__(self) -> int:
+        return len(self._plan.starts) - 1
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return assembled(self._documents, self._pieces(index), self.sequence_length)
+
+    def shuffled(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
+        return Permutation(len(self), *key)
+
+    def padding(self) -> dict[str, np.ndarray]:
+        return assembled(self._documents, (), self.sequence_length)
+
+    def documents(self, index: int) -> list[int]:
+        return [piece.document for piece in self._pieces(index)]
+
+    def where(self, document: int) -> str:
+        return self._documents.where(document)
+
+    def size(self, document: int) -> int:
+        return int(self._documents.lengths[document])
+
+    def _pieces(self, index: int) -> Iterator[Piece]:
+        plan = self._plan
+        first, end = plan.starts[index : index + 2].tolist()
+        pieces = plan.documents[first:end].tolist(), plan.begins[first:end].tolist()
+        for document, begin in zip(*pieces, strict=True):
+            yield Piece(document, begin, min(begin + self.sequence_length + 1, self.size(document)))
+
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """Makes sequences of documents, the same in any process."""
+
+    packing: Packing
+    sequence_length: int
+    cache_dir: str | None = None
+    """Folder of what was made before."""
+    keep: bool = True
+    """Whether it is written there."""
+    key: str = ""
+    """Which documents these are, for what is kept of them."""
+    moved: Moved | None = None
+    """Called for each part of what takes long."""
+
+    def __call__(self, documents: Documents, order: np.ndarray) -> Sequences:
+        """The sequences of the documents that `order` int64 [documents] numbers."""
+        if self.packing == "cut":
+            return PackedSequences(documents, order, self.sequence_length)
+        plan = self._plan(documents.lengths, order, self.packing)
+        return FittedSequences(documents, order, plan, self.sequence_length)
+
+    def _plan(self, lengths: np.ndarray, order: np.ndarray, strategy: Strategy) -> Plan:
+        def make() -> Plan:
+            return fitted(lengths, order, self.sequence_length, strategy)
+
+        if len(order) < _KEPT_DOCUMENTS or strategy == "pad":
+            return make()
+        digest = hashlib.sha256()
+        for part in (order, lengths[order]):
+            digest.update(np.ascontiguousarray(part, "<i8").data)
+        return self.remembered("plan", [digest.hexdigest()], _plan_of, make)
+
+    def remembered(
+        self,
+        name: str,
+        key: Iterable[object],
+        of: Callable[[Arrays], Kept],
+        make: Callable[[], Kept],
+    ) -> Kept:
+        """What `of` makes of the arrays kept for a key of JSON values, or else what `make` does.
+
+        Only numpy arrays are in it. `of` raises ValueError or KeyError for arrays of another shape.
+        """
+        if self.cache_dir is None:
+            return make()
+        facts = [_PLAN_VERSION, self.packing, self.sequence_length, self.key, *key]
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+        path = os.path.join(os.path.expanduser(self.cache_dir), f"{name}-{digest}.npz")
+        found = kept.load(path, of, "planning the rows again")
+        if found is None:
+            found = make()
+            if self.keep:
+                kept.save(path, found._asdict(), "the next start plans the rows again")
+        return found
+
+
+def _plan_of(arrays: Arrays) -> Plan:
+    plan = Plan(**{name: arrays[name] for name in Plan._fields})
+    if not len(plan.documents) == len(plan.begins) == plan.starts[-1]:
+        raise ValueError("arrays of another shape")
+    return plan

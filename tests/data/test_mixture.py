@@ -1,0 +1,356 @@
+"""Mixtures: shares, places in constant time, and no sample lost or repeated, whatever changes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxpipe.config.data_schema import MixedSourceConfig
+from maxpipe.config.load import from_dict, load, to_dict, to_yaml
+from maxpipe.config.mixture import shares, stages
+from maxpipe.config.ramp import Ramp
+from maxpipe.config.ramp import Stage as Batches
+from maxpipe.config.render import explain, json_schema
+from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.loader import Loader, build, compare
+from maxpipe.data.mixture import BLOCK, Mixture, Stage, quotas
+from maxpipe.errors import ConfigError
+from tests.data.texts import write_texts
+
+LENGTH = 16
+NAMES = ("books", "code", "web")
+WEIGHTS = st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any)
+
+
+def mixture_of(weights: Sequence[Sequence[float]], firsts: Sequence[int]) -> Mixture:
+    dealt = [quotas([w / sum(each) for w in each]) for each in weights]
+    return Mixture([Stage(*each) for each in zip(firsts, dealt, strict=True)], seed=3)
+
+
+MIXTURES = st.lists(WEIGHTS, min_size=1, max_size=3).flatmap(
+    lambda weights: st.lists(
+        st.integers(1, 3 * BLOCK), min_size=len(weights) - 1, max_size=len(weights) - 1, unique=True
+    ).map(lambda firsts: mixture_of(weights, [0, *sorted(firsts)]))
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(MIXTURES, st.lists(st.integers(0, 4 * BLOCK), min_size=1, max_size=4))
+def test_samples_of_each_source_are_counted_without_gaps(mixed: Mixture, at: list[int]) -> None:
+    last = 3 * BLOCK + 100
+    sources, samples = mixed.places(np.arange(last))
+    for source in range(3):
+        mine = samples[sources == source]
+        assert np.array_equal(mine, np.arange(len(mine)))
+        assert mixed.counts(last)[source] == len(mine)
+    for number in at:  # and any of them alone
+        [source], [sample] = mixed.places(np.array([number]))
+        if number < last:
+            assert (source, sample) == (sources[number], samples[number])
+        assert mixed.counts(number)[source] == sample
+
+
+@settings(max_examples=20, deadline=None)
+@given(MIXTURES, MIXTURES, MIXTURES, st.integers(0, 3 * BLOCK), st.integers(0, 3 * BLOCK))
+def test_changed_weights_keep_the_places_of_all_sources(
+    one: Mixture, other: Mixture, third: Mixture, at: int, later: int
+) -> None:
+    at, later = sorted((at, later))
+    numbers = np.arange(later + BLOCK)
+    found = one.changed(other, at).changed(third, later)
+    sources, samples = found.places(numbers)
+    before = one.places(numbers[:at])
+    assert np.array_equal(sources[:at], before[0]) and np.array_equal(samples[:at], before[1])
+    for source in range(3):
+        mine = samples[sources == source]
+        assert np.array_equal(mine, np.arange(len(mine)))
+    assert Mixture.of_facts(found.facts(), 3).stages == found.stages
+    # What is in force goes on: a run that resumes with the same weights is as one that does not.
+    assert found.changed(third, later + 1).stages == found.stages
+
+
+def test_quotas_are_the_nearest_whole_numbers() -> None:
+    assert sum(quotas([1 / 3, 1 / 3, 1 / 3])) == BLOCK
+    assert quotas([0.5, 0.25, 0.25]) == (BLOCK // 2, BLOCK // 4, BLOCK // 4)
+    assert quotas([1 / 3, 2 / 3]) == (21845, 43691)
+
+
+def test_temperature() -> None:
+    weights = {"a": 1.0, "b": 8.0, "c": 0.0}
+    assert shares(weights, 1.0) == pytest.approx({"a": 1 / 9, "b": 8 / 9, "c": 0})
+    assert shares(weights, 3.0) == pytest.approx({"a": 1 / 3, "b": 2 / 3, "c": 0})
+    assert shares(weights, 1e9) == pytest.approx({"a": 1 / 2, "b": 1 / 2, "c": 0})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Three sources of unlike size; each text says of which it is."""
+    root = tmp_path_factory.mktemp("sources")
+    return {
+        name: write_texts(root / name, [f"{name} {i} " * (2 + i % 5) for i in range(count)])
+        for name, count in zip(NAMES, (9, 24, 40), strict=True)
+    }
+
+
+def loader_of(
+    folders: dict[str, str], ramp: Ramp, weights: Sequence[float] = (1, 2, 3), **more: Any
+) -> Loader:
+    mixture = {
+        name: MixedSourceConfig(source="text", path=folders[name], weight=weight)
+        for name, weight in zip(NAMES, weights, strict=True)
+    }
+    data = DataConfig(mixture=mixture, validation_fraction=0.2, **more)
+    return build(
+        data,
+        TokenizerConfig(),
+        seed=0,
+        batch_size=ramp.rows,
+        batch_ramp=ramp,
+        sequence_length=LENGTH,
+    ).train
+
+
+def taken(loader: Loader, step: int, processes: int) -> list[bytes]:
+    """The rows of one step, each read by one of the processes, in the order of the batch."""
+    count = loader.ramp.place(step)[1]
+    parts = [loader.batch(step, range(rank, count, processes)) for rank in range(processes)]
+    ids = np.concatenate([part["example_ids"] for part in parts])
+    tokens = np.concatenate([part["tokens"] for part in parts])
+    return [tokens[at].tobytes() for at in np.argsort(ids)]
+
+
+RAMPS = st.builds(
+    lambda stages, rows: Ramp(tuple(Batches(*each) for each in stages), rows),
+    st.lists(st.tuples(st.integers(4, 7), st.integers(1, 5)), max_size=2),
+    st.integers(4, 9),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    RAMPS,
+    st.lists(st.tuples(st.integers(0, 30), WEIGHTS), min_size=1, max_size=4),
+    st.lists(st.sampled_from([1, 2, 4]), min_size=4, max_size=4),
+)
+def test_no_sample_is_lost_or_repeated(
+    folders: dict[str, str],
+    ramp: Ramp,
+    attempts: list[tuple[int, list[int]]],
+    processes: list[int],
+) -> None:
+    """A run that stops at random steps, and goes on with other weights and processes."""
+    edges = [0, *sorted(step for step, _ in attempts)]
+    saved: dict[str, Any] | None = None
+    seen: Counter[tuple[str, int]] = Counter()
+    order: dict[str, list[int]] = {name: [] for name in NAMES}
+    for (start, stop), (_, weights), count in zip(
+        itertools.pairwise(edges), attempts, processes, strict=False
+    ):
+        loader = loader_of(folders, ramp, weights)
+        if saved is not None:
+            assert compare(saved, loader.fingerprint(), start) == []
+            loader.go_on(saved, start)
+        for step in range(start, stop):
+            rows, read = loader.rows(step), taken(loader, step, count)
+            for row, text in zip(rows, read, strict=True):
+                part = {p.name: p for p in loader.stream.parts}[row.source]
+                assert part.sequences[row.sequence]["tokens"].tobytes() == text
+                seen[row.source, row.sequence] += 1
+                order[row.source].append(row.sequence)
+        saved = loader.state(stop)["fingerprint"]
+    for part in loader_of(folders, ramp).stream.parts:
+        count, total = len(part.sequences), len(order[part.name])
+        # Of each source the multiset is that of whole epochs and the begin of another.
+        each = [seen[part.name, number] for number in range(count)]
+        assert sum(each) == total and set(each) <= {total // count, -(-total // count)}
+        for begin in range(0, total, count):
+            epoch = order[part.name][begin : begin + count]
+            assert len(set(epoch)) == len(epoch)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_same_rows_in_any_number_of_processes(folders: dict[str, str], processes: int) -> None:
+    ramp = Ramp((), 8)
+    one, other = loader_of(folders, ramp), loader_of(folders, ramp)
+    for step in (0, 17, 10_000_000):
+        assert taken(one, step, 1) == taken(other, step, processes)
+
+
+def test_shares_over_ten_thousand_steps(folders: dict[str, str]) -> None:
+    loader = loader_of(folders, Ramp((), 8), (1, 2, 5))
+    sources = np.concatenate(
+        [loader.stream.places(np.arange(8 * step, 8 * step + 8))[0] for step in range(10_000)]
+    )
+    found = np.bincount(sources) / len(sources)
+    for share, wanted in zip(found, (1 / 8, 2 / 8, 5 / 8), strict=True):
+        assert abs(share - wanted) < 3 * (wanted * (1 - wanted) / len(sources)) ** 0.5
+    # Within a stretch, too: the sources do not come one after the other.
+    for stretch in np.split(sources, 100):
+        for source, wanted in enumerate((1 / 8, 2 / 8, 5 / 8)):
+            deviation = (wanted * (1 - wanted) / len(stretch)) ** 0.5
+            assert abs((stretch == source).mean() - wanted) < 5 * deviation
+
+
+def test_stages_follow_each_other(folders: dict[str, str]) -> None:
+    texts = ["books 1 for 10 steps", "code 1 web 1 for 1600 tokens"]
+    loader = loader_of(folders, Ramp((), 8), (0, 0, 1), mixture_stages=texts)
+    names = [[row.source for row in loader.rows(step)] for step in range(30)]
+    assert {name for step in names[:10] for name in step} == {"books"}
+    # 1600 tokens are 100 rows, and 13 whole batches.
+    assert {name for step in names[10:23] for name in step} == {"code", "web"}
+    assert {name for step in names[23:] for name in step} == {"web"}
+
+
+def test_epochs_and_sizes(folders: dict[str, str]) -> None:
+    def mixed(**keys: Any) -> dict[str, Any]:
+        sources = {
+            name: MixedSourceConfig(
+                source="text", path=folders[name], **{k: v[name] for k, v in keys.items()}
+            )
+            for name in NAMES
+        }
+        data = DataConfig(mixture=sources, validation_fraction=0)
+        found = build(data, TokenizerConfig(), seed=0, batch_size=4, sequence_length=LENGTH).train
+        sizes = {part.name: len(part.sequences) for part in found.stream.parts}
+        return {"sizes": sizes, "counts": found.stream.counts(1 << 22)}
+
+    by_size = mixed()
+    total = sum(by_size["sizes"].values())
+    for name, count in by_size["counts"].items():
+        assert count / (1 << 22) == pytest.approx(by_size["sizes"][name] / total, abs=1e-5)
+    epochs = {"books": 3.0, "code": 1.0, "web": 0.5}
+    found = mixed(epochs=epochs)
+    read = {name: found["counts"][name] / found["sizes"][name] for name in NAMES}
+    for name in NAMES:
+        assert read[name] / read["code"] == pytest.approx(epochs[name], rel=1e-3)
+
+
+def test_seek_is_constant(folders: dict[str, str]) -> None:
+    loader = loader_of(folders, Ramp((), 8))
+
+    def seconds(step: int) -> float:
+        begin = time.process_time()
+        loader.batch(step)
+        return time.process_time() - begin
+
+    seconds(5)
+    near = min(seconds(10 + step) + 0.001 for step in range(3))
+    far = min(seconds(10_000_000 + 40_000 * step) for step in range(3))
+    assert far < 0.2 and near < 0.2
+
+
+def test_ids_list_the_sources_of_rows(folders: dict[str, str]) -> None:
+    loader = loader_of(folders, Ramp((), 8))
+    ids, rows = loader.ids(3), loader.rows(3)
+    assert ids["sources"] == [row.source for row in rows] and len(rows) == 8
+    assert ids["sequences"] == [row.sequence for row in rows]
+    for name, documents in ids["documents"].items():
+        wanted = {number for row in rows if row.source == name for number in row.documents}
+        assert documents == sorted(wanted)
+
+
+def test_other_sources_are_other_data(folders: dict[str, str]) -> None:
+    ramp = Ramp((), 8)
+    saved = loader_of(folders, ramp).fingerprint()
+    assert compare(saved, loader_of(folders, ramp, (5, 1, 1)).fingerprint(), 7) == []
+    moved = loader_of({**folders, "web": folders["code"]}, ramp).fingerprint()
+    assert next(name for name, *_ in compare(saved, moved, 7)) == "web: the number of documents"
+    alone = build(
+        DataConfig(source="text", path=folders["web"]),
+        TokenizerConfig(),
+        seed=0,
+        batch_size=8,
+        sequence_length=LENGTH,
+    ).train.fingerprint()
+    [(name, before, now)] = compare(saved, alone, 7)
+    assert (name, before, now) == ("the sources of data.mixture", "books, code, web", None)
+
+
+TINY = ["quickstart", "train.steps=5"]
+WEB = ["data.mixture.web.source=text", "data.mixture.web.path=web/*.txt"]
+CODE = ["data.mixture.code.source=text", "data.mixture.code.path=code/*.py"]
+
+
+def test_config_by_names(tmp_path: Path) -> None:
+    file = tmp_path / "run.yml"
+    file.write_text(
+        "data:\n  mixture:\n    web: {source: text, path: 'web/*.txt', weight: 0.7}\n"
+        "    code:\n      source: text\n      path: code/*.py\n      weight: 0.3\n    rest:\n"
+    )
+    loaded = load([*TINY, str(file), "data.mixture.web.weight=0.5"])
+    mixture = loaded.config.data.mixture
+    assert list(mixture) == ["web", "code", "rest"]
+    assert mixture["web"] == MixedSourceConfig(source="text", path="web/*.txt", weight=0.5)
+    assert mixture["rest"] == MixedSourceConfig()
+    assert loaded.origins["data.mixture.web.path"] == str(file)
+    assert loaded.origins["data.mixture.web.weight"] == "data.mixture.web.weight=0.5"
+    assert from_dict(to_dict(loaded.config)) == loaded.config
+    file.write_text(to_yaml(loaded.config))
+    assert load([str(file)]).config == loaded.config
+    assert load([str(file), "data.mixture={}"]).config.data.mixture == {}
+    one = load([str(file), "data.mixture.web={source: synthetic}"]).config.data.mixture
+    assert one["web"] == MixedSourceConfig(source="synthetic")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["data.mixture=web"], "must be a mapping of names"),
+        (["data.mixture.web=3"], "must be a mapping of keys"),
+        (["data.mixture.web.weigth=3"], "Did you mean data.mixture.web.weight?"),
+        (["data.mixture.web.weight=much"], "must be a finite number"),
+        (["data.mixture.web.source=csv"], "must be one of corpus, text"),
+        (["data.mixture.we b.weight=1"], "is not of letters"),
+        ([*WEB, "data.mixture.web.weight=-1"], "must be a number from 0 on"),
+        ([*WEB, "data.path=x"], "is not read with data.mixture, which has web"),
+        (["data.mixture.web.source=text"], "data.mixture.web.path"),
+        ([*WEB, *CODE, "data.mixture.web.weight=1", "data.mixture.code.epochs=1"], "from weights"),
+        ([*WEB, *CODE, "data.mixture.web.epochs=1"], "where other sources have epochs"),
+        ([*WEB, "data.mixture_temperature=0"], "must be more than 0"),
+        (["data.mixture_temperature=2"], "is read with data.mixture only"),
+        (["data.mixture_stages=['web 1 for 3 steps']"], "is read with data.mixture only"),
+        ([*WEB, "data.mixture_stages=['wep 1 for 3 steps']"], "Did you mean web?"),
+        ([*WEB, "data.mixture_stages=['web 1']"], "is not NAME WEIGHT"),
+        ([*WEB, "data.mixture_stages=['web 0 for 3 steps']"], "with a weight above 0"),
+        ([*WEB, "data.mixture_stages=['web 1 web 2 for 3 steps']"], "web twice"),
+        ([*WEB, "data.mixture_stages=['web x for 3 steps']"], "weights of at least 0"),
+    ],
+)
+def test_rules(given: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([*TINY, *given])
+    assert said in str(caught.value)
+
+
+def test_stages_as_texts() -> None:
+    one, other = stages(["web 0.9 code 0.1 for 1_000 steps", "code 1 for 5 tokens"])
+    assert one == ({"web": 0.9, "code": 0.1}, 1000, "steps")
+    assert other == ({"code": 1.0}, 5, "tokens")
+
+
+def test_explained() -> None:
+    assert "number" in explain("data.mixture.web.weight")
+    assert "data.mixture.NAME" in explain("data.mixture")
+    assert "weight" in explain("data.mixture.web")
+    mixture = json_schema()["properties"]["data"]["properties"]["mixture"]
+    assert mixture["additionalProperties"]["properties"]["weight"]["type"] == "number"
+
+
+def test_a_share_that_would_never_be_read(folders: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="it would never be read"):
+        loader_of(folders, Ramp((), 8), (1e-9, 1, 1))
+
+
+def test_a_mistake_names_the_source(tmp_path: Path, folders: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loader_of({**folders, "code": str(tmp_path / "none")}, Ramp((), 8))
+    assert caught.value.problems[0].where == "data.mixture.code.path"

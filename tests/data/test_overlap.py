@@ -1,0 +1,159 @@
+"""Documents for evaluation that are also trained on: found by text, whatever form both are in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.cli import main
+from maxpipe.config.data_schema import MixedSourceConfig, SourceConfig
+from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.documents import build_index
+from maxpipe.data.loader import Datasets, build
+from maxpipe.data.overlap import without_digests
+from maxpipe.data.prepared.prepare import Plan, prepare
+from maxpipe.data.prepared.windows import WINDOW_SPANS
+from maxpipe.data.tokenizer import ByteTokenizer
+from tests.data.texts import Texts
+
+TRAINED = [f"trained {i} " * 3 for i in range(40)]
+OTHERS = [f"other {i} " * 3 for i in range(9)]
+
+
+def lines(path: Path, texts: list[str]) -> SourceConfig:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return SourceConfig(source="jsonl", path=str(path))
+
+
+def prepared(source: SourceConfig, folder: Path) -> SourceConfig:
+    plan = Plan(
+        data=source, tokenizer=TokenizerConfig(), seed=0, folder=folder, workers=1, shard_tokens=300
+    )
+    prepare(plan, lambda *_: None)
+    return SourceConfig(source="tokens", path=str(folder))
+
+
+def opened(trained: SourceConfig, **changes: Any) -> Datasets:
+    data = DataConfig(source=trained.source, path=trained.path, **changes)
+    return build(data, TokenizerConfig(), seed=3, batch_size=4, sequence_length=16)
+
+
+def found(datasets: Datasets) -> dict[str, tuple[int, int]]:
+    return {each.name: (each.count, each.total) for each in datasets.overlaps()}
+
+
+@pytest.mark.parametrize("form", ["text in text", "ids in text", "text in ids", "ids in ids"])
+def test_every_copy_is_found(form: str, tmp_path: Path) -> None:
+    trained = lines(tmp_path / "trained.jsonl", ["", *TRAINED])
+    clean = lines(tmp_path / "clean.jsonl", ["", *OTHERS])
+    copied = lines(tmp_path / "copied.jsonl", ["", OTHERS[0], TRAINED[7], TRAINED[0], OTHERS[1]])
+    if form.endswith("in ids"):
+        trained = prepared(trained, tmp_path / "trained")
+    if form.startswith("ids"):
+        copied = prepared(copied, tmp_path / "copied")
+    sets = {"clean": clean, "copied": copied}
+    datasets = opened(trained, validation=sets, validation_fraction=0)
+    [each] = datasets.overlaps()
+    assert (each.name, each.count, each.total) == ("copied", 2, 4)
+    assert "copied" in each.first and "trained" in each.trained
+    if form == "text in text":
+        assert each.first.endswith("copied.jsonl:3") and each.trained.endswith("trained.jsonl:9")
+
+
+def test_what_is_held_out_may_be_there_twice(tmp_path: Path) -> None:
+    # Each text twice: of a text that is held out once, the other copy is trained on.
+    trained = lines(tmp_path / "trained.jsonl", TRAINED * 2)
+    datasets = opened(trained, validation_fraction=0.25)
+    assert datasets.corpora is not None
+    held_out = datasets.corpora[0].indexed[0].numbers("validation", 0.25)
+    numbers = np.concatenate(list(held_out)).tolist()
+    copies = [n for n in numbers if (n + 40) % 80 not in numbers]
+    assert len(copies) > 0 and found(datasets) == {"": (len(copies), 20)}
+    assert found(opened(lines(tmp_path / "once.jsonl", TRAINED), validation_fraction=0.25)) == {}
+
+
+def test_all_sources_of_a_mixture_are_compared(tmp_path: Path) -> None:
+    mixture = {
+        "a": MixedSourceConfig(source="jsonl", path=lines(tmp_path / "a", TRAINED[:20]).path),
+        "b": MixedSourceConfig(source="jsonl", path=lines(tmp_path / "b", TRAINED[20:]).path),
+    }
+    sets = {"one": lines(tmp_path / "one", [TRAINED[30], *OTHERS])}
+    data = DataConfig(mixture=mixture, validation=sets, validation_fraction=0)
+    datasets = build(data, TokenizerConfig(), seed=0, batch_size=4, sequence_length=16)
+    [each] = datasets.overlaps()
+    assert (each.name, each.count, each.total) == ("one", 1, 10)
+    assert each.trained == f"{tmp_path}/b:11"
+
+
+def test_files_without_digests_are_named(tmp_path: Path) -> None:
+    folder = prepared(lines(tmp_path / "a.jsonl", TRAINED), tmp_path / "ids")
+    sets = {"old": SourceConfig(source="megatron", path=folder.path)}
+    datasets = opened(folder, validation=sets)
+    assert found(datasets) == {}
+    assert datasets.corpora is not None
+    assert without_digests([datasets.corpora[0], *datasets.corpora[1].values()]) == [
+        "data.validation.old"
+    ]
+
+
+def test_documents_in_windows_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many to be shuffled as a whole: a part of each split at a time."""
+    many = [f"{i}" for i in range(3000)]
+    folder = prepared(lines(tmp_path / "a.jsonl", many), tmp_path / "ids")
+    assert WINDOW_SPANS > 2
+    monkeypatch.setattr("maxpipe.data.prepared.windows.WINDOW_SPANS", 2)
+    sets = {"some": lines(tmp_path / "some", ["5", "x", "2999"])}
+    datasets = opened(folder, validation=sets, validation_fraction=0)
+    assert found(datasets) == {"some": (2, 3)}
+
+
+def test_digests_are_in_the_index(tmp_path: Path) -> None:
+    source = Texts(["abc", "", "é", "abc"])
+    for _ in range(2):  # read, and from the cache
+        index = build_index(source, ByteTokenizer(), str(tmp_path))
+        assert index.digests[0] == index.digests[3] and len(set(index.digests.tolist())) == 3
+    assert source.reads == 4
+
+
+def test_sets_leave_the_training_as_it_is(tmp_path: Path) -> None:
+    trained = lines(tmp_path / "trained.jsonl", TRAINED)
+    sets = {"b": lines(tmp_path / "b", OTHERS), "a": lines(tmp_path / "a", OTHERS[:2])}
+    alone, beside = opened(trained), opened(trained, validation=sets)
+    assert alone.train.fingerprint() == beside.train.fingerprint()
+    assert list(beside.evaluated()) == ["", "a", "b"]
+    assert alone.fingerprint() != beside.fingerprint()
+    # Every token of a set once.
+    seen = [beside.sets["b"].batch(step) for step in range(beside.sets["b"].num_batches)]
+    assert sum(int(batch["loss_mask"].sum()) for batch in seen) == sum(len(t) + 1 for t in OTHERS)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("data.validation.code.source=jsonl", "data.validation.code.path"),
+        ("data.validation.code.sauce=jsonl", "Did you mean data.validation.code.source?"),
+        ("data.validation.train.source=corpus", "must have another name"),
+        ("data.validation.a.source=corpus eval.batches=0", "nothing is evaluated"),
+        ("data.validation.a.source=text data.validation.a.path=/none/x", "data.validation.a.path"),
+    ],
+)
+def test_mistakes_are_explained(
+    given: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    keys = [f"run.dir={tmp_path}", *given.split()]
+    assert main(["data", "show", "quickstart", *keys]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_set_is_shown_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = lines(tmp_path / "mine.jsonl", ["one document"])
+    keys = ["data.validation.mine.source=jsonl", f"data.validation.mine.path={source.path}"]
+    command = ["data", "show", "quickstart", f"run.dir={tmp_path}", *keys]
+    assert main([*command, "--split", "mine"]) == 0
+    assert "one document" in capsys.readouterr().out
+    assert main([*command, "--split", "mines"]) == 2
+    assert "Give mine." in capsys.readouterr().err

@@ -1,0 +1,284 @@
+"""`data prepare` that is stopped, attacked or changed meanwhile: the same files, or a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.data.formats import lines as lines_module
+from maxpipe.data.loader import build
+from maxpipe.data.prepared import encode
+from maxpipe.data.prepared import prepare as prepare_module
+from maxpipe.data.prepared.manifest import FILE, JOURNAL
+from maxpipe.data.prepared.prepare import Plan, prepare
+from maxpipe.data.sources import open_source
+from maxpipe.data.tokenizer import ByteTokenizer
+from maxpipe.errors import ConfigError, ExitCode
+from tests.data.formatted import FORMATS, formatted
+from tests.data.test_prepared import digests, silent
+
+NUM_DOCUMENTS = 150
+TEXTS = [f"document {number} naïve 語 " * (1 + number % 7) for number in range(NUM_DOCUMENTS)]
+
+
+class Stopped(Exception):
+    """In place of a kill."""
+
+
+def plan(path: str, folder: Path, **changes: Any) -> Plan:
+    found = Plan(
+        data=DataConfig(source="jsonl", path=path),
+        tokenizer=TokenizerConfig(),
+        seed=0,
+        folder=folder,
+        workers=1,
+        shard_tokens=1000,
+    )
+    return dataclasses.replace(found, **changes)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("lines") / "a.jsonl"
+    write(found, TEXTS)
+    return found
+
+
+def write(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+@pytest.fixture(scope="module")
+def whole(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "tokens"
+    prepare(plan(str(path), folder), silent)
+    return folder
+
+
+def stopped(path: Path, folder: Path, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepares a part of the folder."""
+    entered = 0
+
+    def enter(journal: Any, line: Any, before: Any = prepare_module._enter) -> None:
+        nonlocal entered
+        before(journal, line)
+        entered += 1
+        if entered == shards + 1:
+            raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_enter", enter)
+        with pytest.raises(Stopped):
+            prepare(plan(str(path), folder), silent)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_source_is_sent_to_processes(kind: str, tmp_path: Path) -> None:
+    """A process that looked through all files again would unpack and index them again."""
+    data = formatted(kind, TEXTS, tmp_path)
+    source = open_source(data, 0)
+    source[0]
+    sent = encode.sendable(source)
+    assert sent is not None
+    there = pickle.loads(ForkingPickler.dumps(sent).tobytes())
+    assert [there[number] for number in range(len(there))] == TEXTS
+    assert there.where(7) == source.where(7) and there.fingerprint() == source.fingerprint()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_batches_are_those_of_the_source(kind: str, tmp_path: Path) -> None:
+    data = formatted(kind, TEXTS, tmp_path / "files")
+    prepare(plan("", tmp_path / "out", data=data), silent)
+    ids = DataConfig(source="tokens", path=str(tmp_path / "out"))
+    pair = [
+        build(each, TokenizerConfig(), seed=3, batch_size=4, sequence_length=33).train
+        for each in (data, ids)
+    ]
+    assert pair[0].fingerprint() == pair[1].fingerprint()
+    for step in (0, 3, pair[0].num_batches - 1, 1_000_000):
+        one, other = (each.batch(step) for each in pair)
+        assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_lines_that_are_kept_are_not_sent(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines_module, "_KEPT_FROM_BYTES", 1)
+    data = DataConfig(source="jsonl", path=str(path))
+    source = open_source(data, 0, cache_dir=str(tmp_path))
+    raw = ForkingPickler.dumps(source).tobytes()
+    assert len(raw) < 8 * NUM_DOCUMENTS
+    assert pickle.loads(raw)[140] == TEXTS[140]
+
+
+def test_compressed_files_are_unpacked_once(tmp_path: Path) -> None:
+    """Into the folder where training looks for them; no process makes a copy of its own."""
+    data = formatted("jsonl.gz", TEXTS, tmp_path / "files")
+    (tmp_path / "temporary").mkdir()
+    command = [sys.executable, "-m", "maxpipe", "data", "prepare", "data.source=jsonl"]
+    command += [f"data.path={data.path}", f"run.dir={tmp_path}/runs", "--workers", "2"]
+    command += ["--out", str(tmp_path / "out")]
+    variables = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    subprocess.run(command, check=True, env=variables)
+    assert len(list((tmp_path / "runs" / ".index").glob("unpacked-*[0-9a-f]"))) == 1
+    assert not list((tmp_path / "temporary").glob("maxpipe-*"))
+
+
+def test_flipped_bits_of_the_journal(
+    path: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line that is not what was written, and all behind it, is done again."""
+    stopped(path, tmp_path / "part", 4, monkeypatch)
+    raw = (tmp_path / "part" / JOURNAL).read_bytes()
+    draw = np.random.default_rng(2)
+    for number in range(12):
+        folder = tmp_path / f"{number}"
+        shutil.copytree(tmp_path / "part", folder)
+        flipped = bytearray(raw)
+        flipped[int(draw.integers(len(raw)))] ^= 1 << int(draw.integers(8))
+        if number == 0:
+            flipped = bytearray(raw[:-1])  # all but the end of the last line
+        (folder / JOURNAL).write_bytes(flipped)
+        prepare(plan(str(path), folder), silent)
+        assert digests(folder) == digests(whole), number
+
+
+def test_documents_that_changed_before_it_goes_on(
+    path: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where names, sizes and edges of the files are what they were."""
+    changed = tmp_path / "a.jsonl"
+    texts = ["x" * 70_000, *TEXTS, "y" * 70_000]
+    write(changed, texts)
+    stopped(changed, tmp_path / "out", 6, monkeypatch)
+    write(changed, [texts[0], *TEXTS[:5], TEXTS[5].swapcase(), *TEXTS[6:], texts[-1]])
+    with pytest.raises(ConfigError, match=r"a\.jsonl:7\n  must not change while .*out is prep"):
+        prepare(plan(str(changed), tmp_path / "out"), silent)
+    write(changed, texts[1:])
+    with pytest.raises(ConfigError, match="source.fingerprint"):
+        prepare(plan(str(changed), tmp_path / "out"), silent)
+
+
+def test_documents_are_their_content(
+    path: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another path, or with another seed, it goes on; and what is complete stays so."""
+    folder = tmp_path / "out"
+    stopped(path, folder, 3, monkeypatch)
+    monkeypatch.chdir(path.parent)
+    prepare(plan("a.jsonl", folder, seed=3), silent)
+    names = [name for name in digests(whole) if name != FILE]
+    assert {name: digests(folder)[name] for name in names} == {
+        name: digests(whole)[name] for name in names
+    }
+    moved = shutil.copytree(path.parent, tmp_path / "moved")
+    assert "is complete" in prepare(plan(str(moved / "a.jsonl"), folder), silent)
+
+
+def test_a_process_that_finishes_first(
+    path: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look into the folder and its lock another process may have written all of it."""
+    folder = tmp_path / "out"
+    locked = prepare_module._locked
+
+    def late(of: Path) -> Any:
+        shutil.copytree(whole, of, dirs_exist_ok=True)
+        return locked(of)
+
+    monkeypatch.setattr(prepare_module, "_locked", late)
+    assert "is complete" in prepare(plan(str(path), folder), silent)
+    assert digests(folder) == digests(whole)
+
+
+def test_large_documents_come_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process holds at a time does not grow with the size of documents."""
+    texts = ["a" * size for size in (5, 900, 30, 2000, 2000, 2000, *[10] * 200, 1500, 1)]
+    write(tmp_path / "a.jsonl", texts)
+    prepare(plan(str(tmp_path / "a.jsonl"), tmp_path / "expected"), silent)
+    monkeypatch.setattr(encode, "_MOST_CHARACTERS", 1000)
+    source = open_source(DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl")), 0)
+    counts, first = [], 0
+    while first < len(texts):
+        found = encode.encoded(source, ByteTokenizer(), first, min(first + 64, len(texts)))
+        counts.append(len(found.lengths))
+        held = found.lengths - 2
+        assert held.sum() < 1000 + 2000 and held[:-1].sum() < 1000
+        assert len(found.ids) == found.lengths.sum() and len(found.meta) == counts[-1]
+        first += counts[-1]
+    assert counts[:4] == [4, 1, 1, 64]
+    # In this process, where the limit holds, as in others.
+    monkeypatch.setattr(prepare_module, "ProcessPoolExecutor", Here)
+    prepare(plan(str(tmp_path / "a.jsonl"), tmp_path / "out", workers=2), silent)
+    assert digests(tmp_path / "out") == digests(tmp_path / "expected")
+
+
+class Here:
+    """Pieces in this process, when they are asked for."""
+
+    def __init__(self, workers: int, *, initargs: tuple[Any, ...], **_: Any):
+        encode._Worker.source, encode._Worker.tokenizer = initargs[3], ByteTokenizer()
+
+    def submit(self, call: Any, *args: Any) -> Any:
+        class Done:
+            @staticmethod
+            def result() -> Any:
+                return call(*args)
+
+        return Done()
+
+    def shutdown(self, **_: Any) -> None:
+        """Nothing runs."""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, ExitCode.PREEMPTED), (signal.SIGINT, ExitCode.INTERRUPTED)],
+)
+def test_stopped_while_it_opens_and_starts(
+    number: signal.Signals, code: ExitCode, tmp_path: Path
+) -> None:
+    """A terminal sends Ctrl-C to all processes: those that start say nothing."""
+    write(tmp_path / "a.jsonl", ["abc " * 200] * 30_000)
+    (tmp_path / "slow").mkdir()
+    # Processes take a while to start, and tell that they do.
+    (tmp_path / "slow" / "sitecustomize.py").write_text(
+        "import pathlib, sys, time\n"
+        "if 'spawn_main' in ' '.join(sys.orig_argv):\n"
+        f"    pathlib.Path({str(tmp_path / 'starting')!r}).touch()\n"
+        "    time.sleep(1)\n"
+    )
+    command = [sys.executable, "-m", "maxpipe", "data", "prepare", "data.source=jsonl"]
+    command += [f"data.path={tmp_path / 'a.jsonl'}", "--out", str(tmp_path / "out")]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    paths = f"{tmp_path / 'slow'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    running = subprocess.Popen(
+        [*command, "--workers", "2"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    signal.signal(signal.SIGINT, before)
+    while not (tmp_path / "starting").exists():
+        assert running.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.killpg(running.pid, number)
+    _, words = running.communicate(timeout=60)
+    assert running.returncode == code, words
+    assert "Run the same command again" in words and "Traceback" not in words

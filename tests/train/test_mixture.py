@@ -1,0 +1,251 @@
+"""Runs on a mixture: losses and tokens of each source, under any layout."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxpipe.commands.data_look import opened
+from maxpipe.config.load import load
+from maxpipe.train.by_source import SourceSums
+from maxpipe.train.evaluate import evaluate
+from maxpipe.train.step import BY_SOURCE
+from tests.train.runs import (
+    SAME,
+    Run,
+    Start,
+    ends,
+    forget_after,
+    is_explained,
+    ledger,
+    pair,
+    records,
+    saved_steps,
+)
+
+NAMES = ("code", "rare", "web")
+WEIGHTS = {"code": 3, "rare": 1, "web": 12}
+
+
+@pytest.fixture(scope="module")
+def mixed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Inputs of a run on three sources of unlike letters."""
+    root, words = tmp_path_factory.mktemp("mixed"), random.Random(1)
+    given = [str(tiny), "data.source=corpus", "data.path=", "log.every=1", "train.batch_size=16"]
+    for number, name in enumerate(NAMES):
+        (root / name).mkdir()
+        for i in range(12 + 7 * number):
+            letters = "etaoin shrdlu"[4 * number :]
+            text = "".join(words.choices(letters, k=words.randint(20, 300)))
+            (root / name / f"{i}.txt").write_text(text)
+        section = f"data.mixture.{name}"
+        given += [f"{section}.source=text", f"{section}.path={root / name}"]
+        given.append(f"{section}.weight={WEIGHTS[name]}")
+    return given
+
+
+@pytest.fixture(scope="module")
+def whole(mixed: list[str], run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that went through; its output is in `output.txt`."""
+    folder = tmp_path_factory.mktemp("whole")
+    output = run("train", *mixed, f"run.dir={folder}")
+    (folder / "run" / "output.txt").write_text(output)
+    return folder / "run"
+
+
+@pytest.mark.slow
+def test_losses_and_tokens_add_up(whole: Path) -> None:
+    read: dict[str, set[float]] = {name: set() for name in NAMES}
+    for step, record in records(whole).items():
+        targets = {name: record[f"source/{name}/targets"] for name in NAMES}
+        losses = {name: record.get(f"source/{name}/loss", 0.0) for name in NAMES}
+        total = sum(losses[name] * targets[name] for name in NAMES)
+        assert total / sum(targets.values()) == pytest.approx(record["train/loss"], rel=SAME)
+        tokens = {name: record[f"source/{name}/tokens"] for name in NAMES}
+        assert sum(tokens.values()) == record["train/tokens"] == step * 16 * 16
+        assert all((f"source/{name}/loss" in record) == (targets[name] > 0) for name in NAMES)
+        assert "train/epochs" not in record and not set(BY_SOURCE) & set(record)
+        for name in NAMES:
+            read[name].add(tokens[name])
+    assert all(len(each) > 5 for each in read.values())
+    # The sources are of unlike letters: no two losses are the same.
+    last = records(whole)[24]
+    assert len({round(last[f"source/{name}/eval_loss"], 3) for name in NAMES}) == 3
+    for name in NAMES:
+        share = last[f"source/{name}/tokens"] / last["train/tokens"]
+        assert share == pytest.approx(WEIGHTS[name] / 16, abs=0.1)
+
+
+@pytest.mark.slow
+def test_tensorboard_and_console_have_them(whole: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(whole / "tensorboard"))
+    reader.Reload()
+    for name in NAMES:
+        wanted = {
+            step: record[f"source/{name}/loss"]
+            for step, record in records(whole).items()
+            if f"source/{name}/loss" in record
+        }
+        found = {event.step: event.value for event in reader.Scalars(f"source/{name}/loss")}
+        assert found == pytest.approx(wanted)
+    output = (whole / "output.txt").read_text()
+    assert all(f"{name:4}  " in output for name in NAMES) and "epochs of" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "mesh.ici_stage=2 mesh.ici_fsdp=2 pipeline.repeats=2 pipeline.schedule=interleaved "
+        "pipeline.microbatches=2",
+        "mesh.ici_stage=1 mesh.ici_data=2 mesh.ici_context=2 pipeline.microbatches=1",
+    ],
+)
+def test_the_same_under_another_layout(
+    layout: str, whole: Path, mixed: list[str], run: Run, tmp_path: Path
+) -> None:
+    run("train", *mixed, *layout.split(), f"run.dir={tmp_path}")
+    found, wanted = records(tmp_path / "run"), records(whole)
+    for step, record in wanted.items():
+        for tag, value in record.items():
+            if tag.startswith(("source/", "train/loss", "eval/")):
+                assert found[step][tag] == pytest.approx(value, rel=SAME), (step, tag)
+
+
+@pytest.mark.slow
+def test_eval_has_them_of_a_checkpoint(whole: Path, run: Run) -> None:
+    output = run("eval", whole, "eval.batches=4")
+    record = records(whole)[24]
+    for name in NAMES:
+        assert f"of {name}  {record[f'source/{name}/eval_loss']:.6f}" in output
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_its_data(whole: Path, mixed: list[str], run: Run, tmp_path: Path) -> None:
+    """Evaluated and saved; the same command has nothing to do then, and more epochs go on."""
+    given = [*mixed, "train.steps=1000", "eval.every=0", f"run.dir={tmp_path}", "data.end=stop"]
+    output = " ".join(run("train", *given).split())
+    folder = tmp_path / "run"
+    [last] = [each["step"] for each in ledger(folder, "done")]
+    assert 24 < last < 1000 and saved_steps(folder)[-1] == last
+    assert f"ends with step {last} of 1000, and the run with it (data.end=stop)" in output
+    assert f"done: {last} steps" in output and "all documents were read" in output
+    record = records(folder)[last]
+    assert "eval/loss" in record
+    for name in NAMES:
+        assert record[f"source/{name}/epochs"] == 1
+    again = run("train", *given)
+    assert f"all {last} steps are done" in again and saved_steps(folder)[-1] == last
+    refused = run("train", *given[:-1], "data.end=fail", "run.name=other", code=2)
+    assert "data.end" in refused and "has documents for" in refused
+    is_explained(refused)
+    more = [f"data.mixture.{name}.epochs=1.5" for name in NAMES]
+    more += [f"data.mixture.{name}.weight=0" for name in NAMES]
+    run("train", *given, *more)
+    [*_, end] = records(folder).items()
+    assert all(1.4 < end[1][f"source/{name}/epochs"] < 1.6 for name in NAMES) and end[0] > last
+
+
+@pytest.mark.slow
+def test_one_source_is_read_again_or_ends(tiny: Path, run: Run, tmp_path: Path) -> None:
+    given = ["train", tiny, "train.steps=200", f"run.dir={tmp_path}", "log.every=1"]
+    run(*given, "data.end=stop", "checkpoint.every=0")
+    folder = tmp_path / "run"
+    [last] = [each["step"] for each in ledger(folder, "done")]
+    epochs = {step: record["train/epochs"] for step, record in records(folder).items()}
+    assert list(epochs) == list(range(1, last + 1)) and epochs[last] == 1 and last < 200
+    run(*given, "data.end=repeat", f"train.steps={last + 9}", "run.name=again")
+    assert records(tmp_path / "again")[last + 9]["train/epochs"] > 1
+
+
+@pytest.mark.slow
+def test_a_run_goes_on(whole: Path, mixed: list[str], run: Run, tmp_path: Path) -> None:
+    """With the same weights as if it had not stopped; with others no sample is lost or repeated."""
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    forget_after(folder, 12)
+    given = ["train", *mixed, f"run.dir={tmp_path}"]
+    assert "weights of the mixture change" not in run(*given)
+    of_losses = ("source/", "train/loss", "eval/")
+    found, wanted = records(folder), records(whole)
+    for step, record in wanted.items():
+        for tag, value in record.items():
+            if tag.startswith(of_losses):
+                assert found[step][tag] == value, (step, tag)
+    forget_after(folder, 12)
+    assert "weights of the mixture change with step 13" in run(
+        *given, "data.mixture.rare.weight=20"
+    )
+
+    def rows(step: int, of: Path) -> list[tuple[str, int]]:
+        told = json.loads(run("data", "mixture", of, "--step", step, "--json"))
+        return [(row["source"], row["sequence"]) for row in told["step"]["rows"]]
+
+    assert rows(12, folder) == rows(12, whole) and rows(13, folder) != rows(13, whole)
+    told = json.loads(run("data", "mixture", folder, "--json"))
+    assert [stage["first_step"] for stage in told["stages"]] == [1, 13]
+    assert told["stages"][1]["shares"]["rare"] == pytest.approx(20 / 35, abs=1e-4)
+    last = records(folder)[24]
+    for each in told["sources"]:
+        assert each["samples"] * 16 == last[f"source/{each['source']}/tokens"]
+    read = Counter(place for step in range(1, 25) for place in rows_of(folder, step))
+    for each in told["sources"]:
+        mine = [read[each["source"], number] for number in range(each["sequences"])]
+        assert sum(mine) == each["samples"] and max(mine) - min(mine) <= 1
+
+
+def rows_of(folder: Path, step: int) -> list[tuple[str, int]]:
+    """The rows of a step of a run, as `maxpipe data` knows them."""
+    datasets = opened(load([str(folder / "config.yml")]).config, str(folder))
+    return [(row.source, row.sequence) for row in datasets.train.rows(step - 1)]
+
+
+@pytest.mark.slow
+def test_two_processes_read_the_same(
+    whole: Path, mixed: list[str], start: Start, tmp_path: Path
+) -> None:
+    given = (*mixed, "mesh.cpu_devices=2", f"run.dir={tmp_path}")
+    with pair(start, *given) as processes:
+        outputs = ends(processes)
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    found, wanted = records(tmp_path / "run"), records(whole)
+    for step, record in wanted.items():
+        for name in NAMES:
+            assert found[step][f"source/{name}/tokens"] == record[f"source/{name}/tokens"]
+            tag = f"source/{name}/loss"
+            assert found[step].get(tag, -1) == pytest.approx(record.get(tag, -1), rel=SAME)
+
+
+def test_sums_between_records() -> None:
+    """Over steps, each once; a source without a row has no loss, and NaN does not stay."""
+    sums = SourceSums(["a", "b"])
+    nats, targets = BY_SOURCE
+    sums.started({nats: [6.0, 0.0], targets: [2.0, 0.0]})
+    sums.started({nats: [3.0, float("nan")], targets: [1.0, 5.0]})
+    assert sums.take() == {"source/a/targets": 3, "source/a/loss": 3, "source/b/targets": 0}
+    assert sums.take() == {"source/a/targets": 0, "source/b/targets": 0}
+    sums.started({nats: [1.0, 8.0], targets: [1.0, 4.0]})
+    assert sums.take()["source/b/loss"] == 2
+    assert SourceSums([]).take() == {}
+
+
+def test_sums_of_an_evaluation() -> None:
+    def step(_: None, batch: list[float]) -> dict[str, Any]:
+        return {name: np.array(batch) * factor for name, factor in FACTORS.items()}
+
+    found = evaluate(step, None, [[1.0, 0.0], [3.0, 0.0]], sources=["a", "b"])
+    assert found is not None
+    wanted = {"source/a/eval_loss": 2.0, "source/a/eval_nats_per_byte": 0.5}
+    assert found.metrics == {"eval/loss": 2.0, "eval/nats_per_byte": 0.5, **wanted}
+    assert found.targets == 4 and found.of_sources["b"].targets == 0
+
+
+FACTORS = {"loss": 2.0, "targets": 1.0, "bytes": 4.0}

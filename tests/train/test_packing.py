@@ -1,0 +1,116 @@
+"""Runs of every packing, by the command: sources of each kind, stops, and several processes."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from maxpipe.config.data_schema import Packing
+from maxpipe.config.load import load
+from maxpipe.train.loop import train
+from tests.data.conversations import write_records
+from tests.train.runs import SAME, Run, Start, losses, saved_digest, wait_for
+
+PACKINGS: tuple[Packing, ...] = get_args(Packing)
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+LENGTH = 48
+EVERY = (f"train.sequence_length={LENGTH}", "train.steps=8", "log.every=1", "log.tensorboard=false")
+SMALL = ("mesh.cpu_devices=1", "mesh.ici_stage=1", "pipeline.microbatches=1")
+STAGED = ("mesh.cpu_devices=8", "mesh.ici_stage=4", "mesh.ici_fsdp=2")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
+    root = tmp_path_factory.mktemp("sources")
+    draw = np.random.default_rng(0)
+    texts = [
+        "".join(draw.choice(list("etaoin shrdlu"), size=int(size)))
+        for size in draw.integers(1, 2 * LENGTH, 80)
+    ]
+    write_records(root / "a.jsonl", [{"text": text} for text in texts])
+    run("data", "prepare", *keys_of("jsonl", root), "--out", root / "tokens", "--workers", 1)
+    talks = [{"prompt": f"say {n}", "response": text[:30]} for n, text in enumerate(texts)]
+    write_records(root / "chat.jsonl", talks)
+    (root / "chat.jinja").write_text(TEMPLATE)
+    return root
+
+
+def keys_of(kind: str, here: Path) -> list[str]:
+    if kind == "tokens":
+        return ["data.source=tokens", f"data.path={here / 'tokens'}"]
+    if kind == "jsonl":
+        return ["data.source=jsonl", f"data.path={here / 'a.jsonl'}"]
+    found = ["data.source=jsonl", f"data.path={here / 'chat.jsonl'}", "data.chat=prompt"]
+    return [*found, f"data.chat_template={here / 'chat.jinja'}"]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_sources_of_each_kind_train(
+    packing: Packing, tiny: Path, here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for kind in ("jsonl", "tokens", "chat"):
+        keys = [*keys_of(kind, here), f"data.packing={packing}", f"run.dir={tmp_path / kind}"]
+        train(load([str(tiny), *EVERY, *SMALL, *keys]))
+        found[kind] = losses(tmp_path / kind / "run")
+        printed = capsys.readouterr().out
+        line = re.search(r"^packing +(\w+), ([\d.]+)% of positions with a target$", printed, re.M)
+        assert line and line[1] == packing
+        assert (float(line[2]) < 75) == (packing == "pad"), line[0]
+        assert list(found[kind]) == list(range(1, 9)) and all(
+            map(np.isfinite, found[kind].values())
+        )
+        assert found[kind][8] < found[kind][1]
+        evaluated = losses(tmp_path / kind / "run", "eval/loss")
+        assert evaluated and all(map(np.isfinite, evaluated.values()))
+    assert found["tokens"] == found["jsonl"]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Path, here: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of best fit that went through."""
+    folder = tmp_path_factory.mktemp("whole")
+    run("train", *of_best_fit(tiny, here, folder))
+    return folder / "run"
+
+
+def of_best_fit(tiny: Path, here: Path, folder: Path) -> tuple[object, ...]:
+    keys = (*keys_of("chat", here), "data.packing=best_fit", f"run.dir={folder}")
+    return (tiny, *EVERY, *STAGED, *keys, "checkpoint.every=1", "eval.batches=0")
+
+
+def test_a_killed_run_goes_on_bit_for_bit(
+    tiny: Path, here: Path, whole: Path, start: Start, run: Run, tmp_path: Path
+) -> None:
+    arguments = of_best_fit(tiny, here, tmp_path)
+    with start("train", *arguments) as process:
+        wait_for(process, "step 4/")
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    run("train", *arguments)
+    assert losses(tmp_path / "run") == losses(whole)
+    assert saved_digest(tmp_path / "run") == saved_digest(whole)
+
+
+def test_two_processes_see_the_same(
+    tiny: Path, here: Path, whole: Path, run: Run, tmp_path: Path
+) -> None:
+    run("launch", "local", "--processes", 2, *of_best_fit(tiny, here, tmp_path))
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=SAME)
+
+
+def test_another_packing_is_refused(tiny: Path, here: Path, run: Run, tmp_path: Path) -> None:
+    keys = (tiny, *EVERY, *SMALL, *keys_of("jsonl", here), "eval.batches=0", f"run.dir={tmp_path}")
+    run("train", *keys, "checkpoint.every=4")
+    more = (*keys, "train.steps=9")
+    output = run("train", *more, "data.packing=best_fit", code=2)
+    assert "when step 8 was saved: the packing was cut and is best_fit" in output
+    output = run("train", *more, "data.packing=best_fit", "data.allow_change=true")
+    assert "the packing was cut when step 8 was saved and is best_fit" in output
+    output = run("train", *keys, "train.steps=10", code=2)
+    assert "when step 9 was saved: the packing was best_fit and is cut" in output
