@@ -138,10 +138,10 @@ class Loader:
         return self.stream.parts[0].sequences
 
     @property
-    def sources(self) -> Sequence[str]:
+    def sources(self) -> list[str]:
         """Names of the sources of a mixture; none without one, and of documents beside it."""
         named = {part.name for part in self.stream.parts}
-        return self._mixed if named & set(self._mixed) else ()
+        return list(self._mixed) if named & set(self._mixed) else []
 
     @property
     def steps_per_epoch(self) -> float:

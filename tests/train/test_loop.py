@@ -94,6 +94,7 @@ def test_console_shows_our_lines_only(unbroken: Path):
     ours = ("reading data", "run ", "devices ", "mesh ", "model ", "attention ", "pipeline ")
     ours += (
         "data ",
+        "packing ",
         "training ",
         "starting a new run in ",
         "compiling ",

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from maxpipe.config.data_schema import Packing
-from maxpipe.config.load import load
-from maxpipe.train.loop import train
 from tests.data.conversations import write_records
 from tests.train.runs import SAME, Run, Start, losses, saved_digest, wait_for
 
@@ -51,14 +49,13 @@ def keys_of(kind: str, here: Path) -> list[str]:
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_sources_of_each_kind_train(
-    packing: Packing, tiny: Path, here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    packing: Packing, tiny: Path, here: Path, run: Run, tmp_path: Path
 ) -> None:
     found = {}
     for kind in ("jsonl", "tokens", "chat"):
         keys = [*keys_of(kind, here), f"data.packing={packing}", f"run.dir={tmp_path / kind}"]
-        train(load([str(tiny), *EVERY, *SMALL, *keys]))
+        printed = run("train", tiny, *EVERY, *SMALL, *keys)
         found[kind] = losses(tmp_path / kind / "run")
-        printed = capsys.readouterr().out
         line = re.search(r"^packing +(\w+), ([\d.]+)% of positions with a target$", printed, re.M)
         assert line and line[1] == packing
         assert (float(line[2]) < 75) == (packing == "pad"), line[0]

@@ -91,7 +91,8 @@ def test_sets_beside_a_mixture(tiny: Path, sets: list[str], run: Run, tmp_path: 
     run("train", tiny, f"run.dir={tmp_path}", *keys)
     tags = evaluations(tmp_path / "run")[12]
     for name in ("digits", "words"):
-        for way in ([], ["data.mixture={}"]):  # steps without sums of sources, too
+        alone = ["data.mixture={}", f"data.path={folder}"]
+        for way in ([], alone):  # steps without sums of sources, too
             output = run("eval", f"{tmp_path}/run", *way, "--split", name, "--json")
             scored = json.loads(output[output.index("{") :])
             assert scored["sources"] == {}
