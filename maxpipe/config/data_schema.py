@@ -120,7 +120,8 @@ class DataConfig(SourceConfig):
     all sets together where that is 0."""
     validation_overlap: Literal["warn", "stop", "ignore"] = "warn"
     """What documents for evaluation do whose text is also among those that are trained on: their
-    loss is not that of unseen text. They are found by a digest of the whole text."""
+    loss is not that of unseen text. They are found by a digest of the whole text; among more than a
+    million prepared documents, of which all digests have to be read, only with `stop`."""
     allow_change: bool = False
     """Go on from the run's checkpoint although documents, seed, packing or tokenizer are others
     than when it was saved. Samples may be repeated or left out then."""

@@ -86,14 +86,22 @@ class Indexed:
         order = self._order(split, fraction)
         return packer(documents, order) if len(order) else None
 
+    @property
+    def is_large(self) -> bool:
+        """Whether there are too many documents to shuffle them as a whole."""
+        return _in_windows(self.documents) is not None
+
     def numbers(self, split: Split, fraction: float) -> Iterator[np.ndarray]:
-        """Numbers of the documents of a split, in parts of bounded size."""
+        """Numbers of the documents of a split, in parts of bounded size, near to each other."""
         if (windowed := _in_windows(self.documents)) is None:
-            order = self._order(split, fraction)
+            order = np.sort(self._order(split, fraction))
             yield from np.split(order, range(_PART, len(order), _PART))
             return
-        for span in spans_of(windowed, split, fraction, self.seed).tolist():
-            yield np.arange(span * SPAN, min((span + 1) * SPAN, windowed.num_documents))
+        spans = np.sort(spans_of(windowed, split, fraction, self.seed))
+        edges = np.arange(0, len(windowed.span_tokens), _PART // SPAN)[1:]
+        for each in np.split(spans, np.searchsorted(spans, edges)):
+            numbers = (each[:, None] * SPAN + np.arange(SPAN)).ravel()
+            yield numbers[numbers < windowed.num_documents]
 
     def _order(self, split: Split, fraction: float) -> np.ndarray:
         count = len(self.documents.lengths)

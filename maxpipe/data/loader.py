@@ -15,7 +15,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, cast
@@ -28,7 +28,6 @@ from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import mixture
 from maxpipe.data.corpus import SOURCES, Corpus, Split, open_corpus
 from maxpipe.data.mixture import Mixture
-from maxpipe.data.overlap import Overlap, overlaps
 from maxpipe.data.packing import Sequences
 from maxpipe.data.sources import Moved
 from maxpipe.data.stream import Stream
@@ -289,10 +288,10 @@ class Datasets:
     """Of the documents that are held out."""
     tokenizer: Tokenizer
     unigram_entropy: float | None
-    unreadable: int = 0
-    sets: Mapping[str, Loader] = field(default_factory=dict)
+    unreadable: int
+    sets: Mapping[str, Loader]
     """Those of `data.validation` by name."""
-    corpora: tuple[Corpus, Mapping[str, Corpus]] | None = None
+    corpora: tuple[Corpus, Mapping[str, Corpus]]
     """The documents themselves, of the training and of each set."""
 
     def evaluated(self) -> dict[str, Loader]:
@@ -304,10 +303,6 @@ class Datasets:
         """JSON values by which processes know whether all have the same documents."""
         sets = {name: each.fingerprint() for name, each in self.sets.items()}
         return {**self.train.fingerprint(), "validation": sets}
-
-    def overlaps(self) -> list[Overlap]:
-        """Documents for evaluation that are also trained on."""
-        return [] if self.corpora is None else overlaps(*self.corpora)
 
     def close(self) -> None:
         for each in (self.train, *self.evaluated().values()):

@@ -8,7 +8,7 @@ from maxpipe.boundary.files import full
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, build
-from maxpipe.data.overlap import without_digests
+from maxpipe.data.overlap import left_out, overlaps
 from maxpipe.data.tokenizer import check_vocab
 from maxpipe.errors import ConfigError, Problem
 
@@ -34,17 +34,27 @@ def datasets_of(config: Config, moved: Callable[[], object]) -> Datasets:
     return datasets
 
 
-def check_overlap(config: Config, datasets: Datasets, warn: Callable[[str], None]) -> None:
+def check_overlap(
+    config: Config,
+    datasets: Datasets,
+    warn: Callable[[str], object],
+    moved: Callable[[], object] = lambda: None,
+) -> None:
     """Warns of documents for evaluation that are also trained on, as the config says.
 
+    Sources of more documents than are shuffled as a whole are compared if there must be no copies:
+    all their digests have to be read for that. `moved` is called meanwhile.
+
     Raises:
-        ConfigError: the config says that there must be none.
+        ConfigError: there are some, and the config says that there must be none.
     """
     how = config.data.validation_overlap
     if how == "ignore" or not config.eval.batches or not datasets.evaluated():
         return
+    train, sets = datasets.corpora
+    large = how == "stop"
     problems = []
-    for each in datasets.overlaps():
+    for each in overlaps(train, sets, large=large, moved=moved):
         key = f"data.validation.{each.name}" if each.name else "data.validation_fraction"
         rule = (
             f"has documents that are also trained on, {each.count} of {each.total}: the first is "
@@ -56,6 +66,8 @@ def check_overlap(config: Config, datasets: Datasets, warn: Callable[[str], None
         raise ConfigError(problems)
     for each in problems:
         warn(f"{each.where}: {each.rule} {each.action}")
-    corpora = () if datasets.corpora is None else datasets.corpora
-    for section in without_digests([corpora[0], *corpora[1].values()] if corpora else []):
-        warn(f"{section}: its files have no digests, and are not compared with other documents.")
+    for section, why in left_out([train, *sets.values()], large=large):
+        warn(
+            f"{section}: documents for evaluation are not compared with these: {why}. Set "
+            f"data.validation_overlap={'ignore' if large else 'stop to compare them, or ignore'}."
+        )

@@ -239,7 +239,7 @@ def set_up(
     steps = steps_of(config, build_mesh(config.mesh), datasets.tokenizer.byte_lengths)
     console.banner(_facts(config, steps, datasets, length))
     if process == 0:
-        _warn(loaded, datasets, console)
+        _warn(loaded, datasets, console, phases)
     _check_same_data(link, datasets)
     samples = _samples(config, steps, datasets)
     restore = partial(restore_or_init, loaded, steps, checkpoints, datasets, console)
@@ -293,10 +293,11 @@ def set_up(
     return run
 
 
-def _warn(loaded: Loaded, datasets: Datasets, console: Console) -> None:
+def _warn(loaded: Loaded, datasets: Datasets, console: Console, phases: Phases) -> None:
     for each in (*loaded.cautions, *cautions(loaded.config)):
         console.warn(each.line)
-    check_overlap(loaded.config, datasets, console.warn)
+    with phases.enter(DATA_SET_UP):
+        check_overlap(loaded.config, datasets, console.warn, phases.progress)
 
 
 def _begun(datasets: Datasets, phases: Phases) -> dict[str, Any]:

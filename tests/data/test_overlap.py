@@ -14,7 +14,7 @@ from maxpipe.config.data_schema import MixedSourceConfig, SourceConfig
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.documents import build_index
 from maxpipe.data.loader import Datasets, build
-from maxpipe.data.overlap import without_digests
+from maxpipe.data.overlap import Overlap, left_out, overlaps
 from maxpipe.data.prepared.prepare import Plan, prepare
 from maxpipe.data.prepared.windows import WINDOW_SPANS
 from maxpipe.data.tokenizer import ByteTokenizer
@@ -42,8 +42,17 @@ def opened(trained: SourceConfig, **changes: Any) -> Datasets:
     return build(data, TokenizerConfig(), seed=3, batch_size=4, sequence_length=16)
 
 
+def all_of(datasets: Datasets, *, large: bool = True) -> list[Overlap]:
+    return overlaps(*datasets.corpora, large=large)
+
+
 def found(datasets: Datasets) -> dict[str, tuple[int, int]]:
-    return {each.name: (each.count, each.total) for each in datasets.overlaps()}
+    return {each.name: (each.count, each.total) for each in all_of(datasets)}
+
+
+def missed(datasets: Datasets, *, large: bool) -> list[str]:
+    train, sets = datasets.corpora
+    return [section for section, _ in left_out([train, *sets.values()], large=large)]
 
 
 @pytest.mark.parametrize("form", ["text in text", "ids in text", "text in ids", "ids in ids"])
@@ -57,7 +66,7 @@ def test_every_copy_is_found(form: str, tmp_path: Path) -> None:
         copied = prepared(copied, tmp_path / "copied")
     sets = {"clean": clean, "copied": copied}
     datasets = opened(trained, validation=sets, validation_fraction=0)
-    [each] = datasets.overlaps()
+    [each] = all_of(datasets)
     assert (each.name, each.count, each.total) == ("copied", 2, 4)
     assert "copied" in each.first and "trained" in each.trained
     if form == "text in text":
@@ -68,7 +77,6 @@ def test_what_is_held_out_may_be_there_twice(tmp_path: Path) -> None:
     # Each text twice: of a text that is held out once, the other copy is trained on.
     trained = lines(tmp_path / "trained.jsonl", TRAINED * 2)
     datasets = opened(trained, validation_fraction=0.25)
-    assert datasets.corpora is not None
     held_out = datasets.corpora[0].indexed[0].numbers("validation", 0.25)
     numbers = np.concatenate(list(held_out)).tolist()
     copies = [n for n in numbers if (n + 40) % 80 not in numbers]
@@ -84,7 +92,7 @@ def test_all_sources_of_a_mixture_are_compared(tmp_path: Path) -> None:
     sets = {"one": lines(tmp_path / "one", [TRAINED[30], *OTHERS])}
     data = DataConfig(mixture=mixture, validation=sets, validation_fraction=0)
     datasets = build(data, TokenizerConfig(), seed=0, batch_size=4, sequence_length=16)
-    [each] = datasets.overlaps()
+    [each] = all_of(datasets)
     assert (each.name, each.count, each.total) == ("one", 1, 10)
     assert each.trained == f"{tmp_path}/b:11"
 
@@ -94,10 +102,7 @@ def test_files_without_digests_are_named(tmp_path: Path) -> None:
     sets = {"old": SourceConfig(source="megatron", path=folder.path)}
     datasets = opened(folder, validation=sets)
     assert found(datasets) == {}
-    assert datasets.corpora is not None
-    assert without_digests([datasets.corpora[0], *datasets.corpora[1].values()]) == [
-        "data.validation.old"
-    ]
+    assert missed(datasets, large=True) == ["data.validation.old"]
 
 
 def test_documents_in_windows_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +114,32 @@ def test_documents_in_windows_are_compared(tmp_path: Path, monkeypatch: pytest.M
     sets = {"some": lines(tmp_path / "some", ["5", "x", "2999"])}
     datasets = opened(folder, validation=sets, validation_fraction=0)
     assert found(datasets) == {"some": (2, 3)}
+    assert missed(datasets, large=True) == []
+    # Not at each start, as all digests would be read.
+    assert all_of(datasets, large=False) == [] and missed(datasets, large=False) == ["data"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_counts_are_those_of_sets_of_texts(seed: int, tmp_path: Path) -> None:
+    """Against the texts themselves, with many copies, empty ones and both splits."""
+    draw = np.random.default_rng(seed)
+    trained, held = (
+        ["" if n < 9 else str(n) for n in draw.integers(0, 400, 300).tolist()] for _ in range(2)
+    )
+    sets = {"held": lines(tmp_path / "held", held)}
+    datasets = opened(lines(tmp_path / "trained", trained), validation=sets)
+    train = datasets.corpora[0].indexed[0]
+    parts = {
+        split: [trained[n] for part in train.numbers(split, 0.05) for n in part.tolist()]
+        for split in ("train", "validation")
+    }
+    assert sorted(parts["train"] + parts["validation"]) == sorted(trained)
+    seen = set(parts["train"])
+    expected = {
+        name: (sum(text in seen for text in texts if text), sum(map(bool, texts)))
+        for name, texts in (("", parts["validation"]), ("held", held))
+    }
+    assert found(datasets) == {name: each for name, each in expected.items() if each[0]}
 
 
 def test_digests_are_in_the_index(tmp_path: Path) -> None:

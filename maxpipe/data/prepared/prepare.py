@@ -28,6 +28,7 @@ from maxpipe.boundary import files
 from maxpipe.boundary.signed import opened, signed
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import TokenizerConfig
+from maxpipe.data.documents import digest_of
 from maxpipe.data.prepared import encode
 from maxpipe.data.prepared.indexed import HEADER_BYTES, IDX, dtype_for, parse
 from maxpipe.data.prepared.manifest import (
@@ -273,7 +274,7 @@ def _check_unchanged(folder: Path, source: Source, done: _Done) -> None:
         for number in here:
             raw = source[number].encode()
             meta = documents.meta(number - first, number - first + 1)[0]
-            if (len(raw), encode.digest_of(raw)) != (meta["text_bytes"], meta["digest"]):
+            if (len(raw), digest_of(raw)) != (meta["text_bytes"], meta["digest"]):
                 raise ConfigError.one(
                     source.where(number),
                     None,
