@@ -318,7 +318,7 @@ def _train(corpus: Corpus, ramp: Ramp) -> Loader:
         mixed = mixture.planned(data, sizes, ramp, corpus.sequence_length, corpus.seed)
         ends = mixture.limits(data.mixture, sizes)
     end = ends[""] if data.end == "stop" and mixed is None else None
-    stream = Stream(parts, seed=corpus.seed, repeat=True, mixture=mixed, end=end)
+    stream = Stream(parts, repeat=True, mixture=mixed, end=end)
     loader = _loader(corpus, stream, ramp, _facts(corpus, ramp), Ending(data.end, ends, mixed))
     if mixed is not None:
         loader.follow(mixed)
@@ -331,7 +331,9 @@ def _once(corpus: Corpus, split: Split, rows: int) -> Loader | None:
     """
     if not (parts := corpus.parts(split)):
         return None
-    ramp, stream = Ramp((), rows), Stream(parts, seed=corpus.seed, repeat=False)
+    sizes, ramp = [len(part.sequences) for part in parts], Ramp((), rows)
+    mixed = mixture.once(sizes, corpus.seed) if len(parts) > 1 else None
+    stream = Stream(parts, repeat=False, mixture=mixed)
     return _loader(corpus, stream, ramp, _facts(corpus, ramp))
 
 

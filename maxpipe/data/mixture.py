@@ -196,6 +196,14 @@ def quotas(shares: Sequence[float]) -> tuple[int, ...]:
     return tuple(found.tolist())
 
 
+def once(sizes: Sequence[int], seed: int) -> Mixture:
+    """Each sample of sources of these sizes once, in proportion to the sizes."""
+    total = sum(sizes)
+    dealt = [max(1, quota) for quota in quotas([size / total for size in sizes])]
+    dealt[dealt.index(max(dealt))] -= sum(dealt) - BLOCK
+    return Mixture([Stage(0, tuple(dealt))], seed).ended(sizes, 0)
+
+
 def last_weights(
     mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]
 ) -> dict[str, float]:

@@ -13,12 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.data.mixture import Mixture
-from maxpipe.data.packing import Permutation, Sequences
+from maxpipe.data.packing import Sequences
 from maxpipe.data.sections import in_section
 
 _SEQUENCE_ORDER = 1
-_ONCE_ORDER = 3
-"""Second words of the keys of permutations, beside those of documents and mixtures."""
+"""Second word of the keys of permutations, beside those of documents and mixtures."""
 
 
 class Part(NamedTuple):
@@ -41,28 +40,26 @@ def seed_of(name: str, seed: int) -> int:
 class Stream:
     """Sequences by sample number, the same in any thread and process.
 
-    With `repeat` each epoch of a source has an order of its own; a `mixture` says whose turn it is,
-    and nothing follows behind `end` samples. Without it every sequence comes once: those of one
-    source as they are, those of several in a fixed shuffled order.
+    With `repeat` each epoch of a source has an order of its own, and nothing follows behind `end`
+    samples. Without it every sequence comes once, those of a source as they are. A `mixture` says
+    whose turn it is.
     """
 
     def __init__(
         self,
         parts: Sequence[Part],
         *,
-        seed: int,
         repeat: bool,
         mixture: Mixture | None = None,
         end: int | None = None,
     ):
-        assert (len(parts) > 1) <= (not repeat or mixture is not None)
+        assert len(parts) == 1 or mixture is not None
         self.parts = tuple(parts)
         self.repeat = repeat
         self.mixture = mixture
-        self.end = end if repeat else sum(len(part.sequences) for part in parts)
+        self._length = sum(len(part.sequences) for part in parts)
+        self.end = end if repeat else self._length
         """Samples that there are; None if there is no end."""
-        self._ends = np.cumsum([len(part.sequences) for part in parts])
-        self._seed = seed
 
     def part(self, name: str) -> Part:
         """A source by its name."""
@@ -70,7 +67,7 @@ class Stream:
 
     def __len__(self) -> int:
         """Sequences of all sources."""
-        return int(self._ends[-1])
+        return self._length
 
     def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(number of the source, number of the sequence in it) of each sample, int64 [numbers].
@@ -79,28 +76,20 @@ class Stream:
         """
         sources, sequences = np.full_like(numbers, -1), np.full_like(numbers, -1)
         there = numbers < (np.inf if self.end is None else self.end)
-        found = self._repeated if self.repeat else self._once
-        sources[there], sequences[there] = found(numbers[there])
+        sources[there], sequences[there] = self._places(numbers[there])
         return sources, sequences
 
-    def _repeated(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        if self.mixture is None:
-            sources, samples = np.zeros_like(numbers), numbers
-        else:
+    def _places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        sources, samples = np.zeros_like(numbers), numbers
+        if self.mixture is not None:
             sources, samples = self.mixture.places(numbers)
-        sequences = np.empty_like(samples)
+        if not self.repeat:
+            return sources, samples
+        sequences = np.full_like(samples, -1)
         for source in np.unique(sources[sources >= 0]):
             mine = sources == source
             sequences[mine] = _shuffled(self.parts[source], samples[mine])
         return sources, sequences
-
-    def _once(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        order = numbers
-        if len(self.parts) > 1:
-            order = Permutation(len(self), self._seed, _ONCE_ORDER)(order)
-        sources = np.searchsorted(self._ends, order, side="right")
-        starts = np.concatenate([[0], self._ends])
-        return sources, order - starts[sources]
 
     def read(self, source: int, sequence: int) -> Mapping[str, np.ndarray]:
         """The arrays of a sequence; of -1 and -1 padding."""

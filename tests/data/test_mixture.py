@@ -22,7 +22,7 @@ from maxpipe.config.ramp import Stage as Batches
 from maxpipe.config.render import explain, json_schema
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.loader import Loader, build, compare
-from maxpipe.data.mixture import BLOCK, Mixture, Stage, quotas
+from maxpipe.data.mixture import BLOCK, Mixture, Stage, once, quotas
 from maxpipe.errors import ConfigError
 from tests.data.texts import write_texts
 
@@ -76,6 +76,20 @@ def test_changed_weights_keep_the_places_of_all_sources(
     assert Mixture.of_facts(found.facts(), 3).stages == found.stages
     # What is in force goes on: a run that resumes with the same weights is as one that does not.
     assert found.changed(third, later + 1).stages == found.stages
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 300), min_size=2, max_size=5))
+def test_evaluations_read_each_sequence_once(sizes: list[int]) -> None:
+    found = once([*sizes, 100_000], seed=3)
+    end = sum(sizes) + 100_000
+    assert found.end == end
+    sources, samples = found.places(np.arange(end))
+    for source, size in enumerate([*sizes, 100_000]):
+        assert np.array_equal(samples[sources == source], np.arange(size))
+    # In proportion: a part of them has the sources that the whole has.
+    large = (sources == len(sizes))[: end // 2].sum()
+    assert abs(large - 50_000) < 0.02 * 50_000
 
 
 def test_quotas_are_the_nearest_whole_numbers() -> None:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from maxpipe.config.data_schema import Packing
+from maxpipe.config.data_schema import MixedSourceConfig, Packing
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.documents import Encoded
 from maxpipe.data.loader import Datasets, build
@@ -20,6 +20,7 @@ from maxpipe.data.prepared.manifest import SPAN
 from maxpipe.data.prepared.windows import WindowedSequences, spans_of
 from maxpipe.data.sequences import Packer
 from tests.data.large import DOCUMENTS, MEASURED, SHARDS, write_sparse
+from tests.data.texts import write_texts
 
 NUM_DOCUMENTS = 7 * SPAN + 100
 PACKINGS: tuple[Packing, ...] = get_args(Packing)
@@ -187,6 +188,28 @@ def test_a_run_of_windows_does_not_depend_on_the_rows_it_reads(hundred_gigabytes
     assert found.train.fingerprint()["order"] == "windows"
     ids = found.train.ids(10_000_000)
     assert len(ids["sequences"]) == 4 and max(ids["documents"]) < SHARDS * DOCUMENTS
+
+
+def test_windows_in_a_mixture(hundred_gigabytes: Path, tmp_path: Path) -> None:
+    """A source of windows beside one of a few texts, in training and in evaluation."""
+    few = write_texts(tmp_path / "few", [f"text {i} " * 20 for i in range(30)])
+    mixture = {
+        "large": MixedSourceConfig(source="tokens", path=str(hundred_gigabytes), weight=3),
+        "few": MixedSourceConfig(source="text", path=few, weight=1),
+    }
+    data = DataConfig(mixture=mixture, validation_fraction=0.1)
+    found = build(data, TokenizerConfig(), seed=0, batch_size=8, sequence_length=128)
+    for step in (0, 10_000_000):
+        rows, batch = found.train.rows(step), found.train.batch(step)
+        assert {row.source for row in rows} == {"large", "few"}
+        names = [found.train.sources[number] for number in batch["source_ids"]]
+        assert names == [row.source for row in rows] and batch["loss_mask"].any(axis=1).all()
+    held_out = found.validation
+    assert held_out is not None
+    # Each source in its own order: windows are read one after the other.
+    rows = [row for step in range(3) for row in held_out.rows(step)]
+    large = [row.sequence for row in rows if row.source == "large"]
+    assert large == list(range(len(large))) and len(rows) == 24
 
 
 def test_places_and_sizes_are_those_of_the_files() -> None:
