@@ -65,6 +65,7 @@ _RANGES = (
         low_is_inside=False,
     ),
     Bound("data.validation_fraction", 0.05, 0, 0.5),
+    Bound("data.pairs_per_row", 16, 1, 4096, "each batch has room for as many in every row"),
     Bound("data.unreadable_limit", 100, 1),
     Bound("data.largest_unpacked_bytes", 2**36, 1),
     Bound("data.prefetch_batches", 4, 1),
