@@ -22,6 +22,7 @@ ROWS = (
     ("maxpipe.boundary",),
     (
         *("maxpipe.schedule", "maxpipe.config.schema", "maxpipe.config.data_schema"),
+        "maxpipe.config.tuning_schema",
         "maxpipe.config.bounds",
         "maxpipe.config.shipped",
         *("maxpipe.processes.phases", "maxpipe.processes.secret"),
@@ -52,7 +53,7 @@ ROWS = (
         *("maxpipe.plan.hlo", "maxpipe.plan.hlo_text", "maxpipe.plan.gpu_target"),
         *("maxpipe.diagnosis.environment", "maxpipe.diagnosis.probe"),
     ),
-    ("maxpipe.data.prepared",),
+    ("maxpipe.data.prepared", "maxpipe.objectives"),
     (
         *("maxpipe.data.corpus", "maxpipe.data.overlap", "maxpipe.data.loader"),
         *("maxpipe.data.look", "maxpipe.optim"),

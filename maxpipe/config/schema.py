@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from maxpipe.config.data_schema import DataConfig
+from maxpipe.config.tuning_schema import PreferenceConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -237,6 +238,9 @@ class PipelineConfig:
 class TrainConfig:
     """Length of the run and shape of a step."""
 
+    objective: Literal["pretrain", "preference"] = "pretrain"
+    """What is learned: `pretrain`, the next token; `preference`, which of two responses is
+    preferred, as `preference.loss` says."""
     steps: int = 0
     """Number of optimizer steps. 0 takes the length from `train.tokens`."""
     tokens: int = 0
@@ -562,6 +566,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     log: LogConfig = field(default_factory=LogConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -35,7 +35,7 @@ from maxpipe.errors import ConfigError
 from maxpipe.words import counted
 
 TRUNCATED, DROPPED, SAME = 1, 2, 4
-"""Marks of a pair: it was too long and lost its ends, or is left out; both responses are alike."""
+"""Marks of a pair: it was too long and lost its ends, or is left out; both halves are the same."""
 HALVES = ("chosen", "rejected")
 
 Text = str | list[Message]
@@ -69,8 +69,7 @@ class Pairs:
                     rule = f"must have a response to train on: the {name} one has no token that is."
                     action = "Remove the record, or correct the chat template."
                     raise BadRecord("", rule, action)
-            marks = SAME if responses[0] == responses[1] else 0
-            return self._joined(halves, marks)
+            return self._joined(halves)
 
     def _half(self, prompt: Text, response: Text) -> Encoded:
         if isinstance(prompt, str) and isinstance(response, str):
@@ -85,9 +84,9 @@ class Pairs:
         first = _messages(prompt, "user")
         return self._chat.encoded([*first, *_messages(response, "assistant")], first)
 
-    def _joined(self, halves: Sequence[Encoded], marks: int) -> Encoded:
+    def _joined(self, halves: Sequence[Encoded]) -> Encoded:
         """Both halves in one, shortened to a row as `data.long_pairs` says."""
-        sizes = [len(each.ids) for each in halves]
+        sizes, marks = [len(each.ids) for each in halves], 0
         if sum(sizes) > self._room:
             if self._config.long_pairs == "stop":
                 raise BadRecord(
@@ -99,8 +98,9 @@ class Pairs:
                 _shortened(each, size) for each, size in zip(halves, self._kept(sizes), strict=True)
             ]
             if self._config.long_pairs == "drop" or not all(map(_has_target, halves)):
-                return Encoded(np.zeros(0, np.int32), np.zeros(0, bool), marks=marks | DROPPED)
-            marks |= TRUNCATED
+                return Encoded(np.zeros(0, np.int32), np.zeros(0, bool), marks=DROPPED)
+            marks = TRUNCATED
+        marks |= SAME if np.array_equal(halves[0].ids, halves[1].ids) else 0
         ids = np.concatenate([each.ids for each in halves])
         trained = np.concatenate([each.trained for each in halves])  # type: ignore[arg-type]
         return Encoded(ids, trained, border=len(halves[0].ids), marks=marks)

@@ -20,9 +20,9 @@ from jax import Array
 from jaxtyping import Float
 
 from maxpipe.config.tuning_schema import PreferenceConfig
+from maxpipe.data.sequences import PAIRS, REFERENCE, RESPONSE_TOKENS
 from maxpipe.pipeline.objective import Extra, Objective, Scores
 
-PAIRS, REFERENCE, RESPONSE_TOKENS = "pairs", "reference", "response_tokens"
 _CERTAIN = -1e-7
 """Odds of a response that is likelier than this are taken to be those of this log-probability."""
 
@@ -49,6 +49,8 @@ class Preference(Objective):
         *("reward_chosen", "reward_rejected", "margin", "accuracy"),
         *("nats_chosen", "nats_rejected"),
     )
+    needs_reference: ClassVar[bool] = True
+    """Whether it reads what the weights that a run starts from say of the responses."""
     most_pairs: int
     """N, of a row."""
     by_length: bool
@@ -120,6 +122,7 @@ class Ipo(Preference):
 class Orpo(Preference):
     """arXiv:2403.07691, equations 6 and 7; its lambda is `odds_weight`."""
 
+    needs_reference: ClassVar[bool] = False
     odds_weight: float = 0.1
 
     def lost(

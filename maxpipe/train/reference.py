@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from maxpipe.config.paths import REFERENCE_FILE
 from maxpipe.data.loader import Loader
 from maxpipe.data.pairs import PairDocuments
 from maxpipe.errors import ConfigError, NumbersError, StorageError
+from maxpipe.objectives.preference import Preference
 from maxpipe.processes.link import Link
 from maxpipe.processes.phases import COMPILE, EVAL, Phases
 from maxpipe.telemetry.console import Console
@@ -48,6 +49,15 @@ class _Facts(TypedDict):
     """Name of each source, and digest of its pairs."""
 
 
+class _Row(NamedTuple):
+    """What is found of a row."""
+
+    source: str
+    documents: list[int]
+    halves: np.ndarray
+    """float32 [2 * documents]."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """What the file of a run has."""
@@ -62,6 +72,12 @@ class Stored:
         return self.values[name] if self.digests.get(name) == documents.digest else None
 
 
+def is_needed(steps: Steps) -> bool:
+    """Whether the objective of a run reads them."""
+    objective = steps.objective
+    return isinstance(objective, Preference) and objective.needs_reference
+
+
 class Reference:
     """Finds them for a run, or takes those that it has found before."""
 
@@ -70,7 +86,6 @@ class Reference:
         run_dir: Path,
         steps: Steps,
         loaders: list[Loader],
-        *,
         console: Console,
         link: Link,
         phases: Phases,
@@ -163,10 +178,8 @@ class Reference:
                     raise self._stopped(total)
             self._save()
 
-    def _found(
-        self, step: Callable[[Any, Any], Any], params: Any
-    ) -> Iterator[tuple[str, list[int], np.ndarray]]:
-        """Source, documents and values [documents, 2] of each row, batch by batch."""
+    def _found(self, step: Callable[[Any, Any], Any], params: Any) -> Iterator[list[_Row]]:
+        """The rows of each batch that has a pair which is not known."""
         for loader in self._loaders:
             first = next(filter(self._lacks(loader), range(loader.num_batches)), None)
             if first is None:
@@ -176,7 +189,7 @@ class Reference:
                 for number, batch in enumerate(source, first):
                     halves = np.asarray(step(params, batch))
                     yield [
-                        (row.source, row.documents, halves[at, : 2 * len(row.documents)])
+                        _Row(row.source, row.documents, halves[at, : 2 * len(row.documents)])
                         for at, row in enumerate(loader.rows(number))
                     ]
 
@@ -186,7 +199,7 @@ class Reference:
             np.isnan(self._values[row.source][row.documents]).any() for row in loader.rows(number)
         )
 
-    def _take(self, rows: list[tuple[str, list[int], np.ndarray]]) -> None:
+    def _take(self, rows: list[_Row]) -> None:
         for source, documents, halves in rows:
             if not np.isfinite(halves).all():
                 where = self._documents[source].where(documents[0])

@@ -128,6 +128,8 @@ class Start(NamedTuple):
     """See `Watch.offset`."""
     facts: Mapping[str, Any] | None = None
     """The guard's counts."""
+    is_new: bool = True
+    """Whether the run has no checkpoint of its own yet."""
 
 
 def restore_or_init(
@@ -173,6 +175,7 @@ def restore_or_init(
             for name, before, now in _changed_keys(facts.config, config):
                 console.note(f"config: {name} was {before} {words} and is {now}")
 
+    is_new = False
     if (found := checkpoints.restore_newest(steps.abstract_saved, accept)) is not None:
         words = f"resuming {run_folder(config.run)} after step {found.step}"
         if found.folder.parent != checkpoints.durable.path:
@@ -185,6 +188,7 @@ def restore_or_init(
         other = _of_other(loaded)
         if config.checkpoint.restore == "weights" or (other and other.data.get(WEIGHTS_ONLY)):
             return _with_weights(loaded, steps, datasets, console, other)
+        is_new = True
         found = restore_other(loaded, steps.abstract_saved, partial(accept, own=False))
         words = f"starting from {config.checkpoint.restore_from} after step {found.step}"
     else:
@@ -195,7 +199,7 @@ def restore_or_init(
         console.note(f"data: weights of the mixture change with step {found.step + 1}")
     guarded = data.get("guard")
     state = steps.from_saved(found.state, initial(config.guard, guarded))
-    return Start(state, words, data["step"] - found.step, guarded)
+    return Start(state, words, data["step"] - found.step, guarded, is_new)
 
 
 def _with_weights(

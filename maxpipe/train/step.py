@@ -8,6 +8,7 @@ Source: the idea of one call that partitions a model is Pax's.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -45,7 +46,7 @@ from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
 from maxpipe.pipeline import ahead, scopes
 from maxpipe.pipeline.executor import Engine
 from maxpipe.pipeline.layout import Layout
-from maxpipe.pipeline.loss_head import by_source
+from maxpipe.pipeline.loss_head import LossHead, by_source
 from maxpipe.pipeline.network import Network
 from maxpipe.pipeline.objective import CrossEntropy, Objective
 from maxpipe.pipeline.remat import RematPolicy
@@ -57,7 +58,7 @@ from maxpipe.schedule.table import Schedule
 from maxpipe.train import executable
 from maxpipe.train.follow import followed
 from maxpipe.train.guard import GuardState, assess, initial
-from maxpipe.train.replicas import ReplicaCheck
+from maxpipe.train.replicas import ReplicaCheck, digest
 from maxpipe.train.state import VOCABULARY, Partition, TrainState
 from maxpipe.train.summaries import summarised
 
@@ -215,6 +216,35 @@ class Steps:
         with jax.set_mesh(self.partition.mesh):
             lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
             return lowered.compile(self.compiler_options)
+
+    def compile_segments(self, rows: int) -> Any:
+        """(params, batch) -> sums of log-probabilities of each segment `[rows, S]`, everywhere.
+
+        For an objective by segment; `rows` as for `compile_eval`.
+        """
+
+        def run(params: Tree, batch: Tree) -> Array:
+            schedule = self._eval_schedule(rows)
+            return self.engine.rows(schedule, LossHead.scores)(params, batch, None)[0]
+
+        everywhere = NamedSharding(self.partition.mesh, PartitionSpec())
+        given = self.state_sharding.params, self.batch_sharding
+        step = jax.jit(run, in_shardings=given, out_shardings=everywhere)
+        with jax.set_mesh(self.partition.mesh):
+            lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
+            return lowered.compile(self.compiler_options)
+
+    def digest(self, params: Tree) -> str:
+        """Of parameters, the same under every layout."""
+        parts = self.partition
+
+        def digests(params: Tree) -> Array:
+            saved = parts.to_saved(params, vocabulary=VOCABULARY)
+            return jnp.stack([digest(leaf) for leaf in jax.tree.leaves(saved)])
+
+        everywhere = NamedSharding(parts.mesh, PartitionSpec())
+        found = self._jit(left_to_compiler(digests, PartitionSpec()), everywhere)(params)
+        return hashlib.sha256(np.asarray(found, "<u4").tobytes()).hexdigest()
 
     @property
     def compiler_options(self) -> dict[str, Any]:
@@ -393,6 +423,8 @@ class Steps:
     def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:
         sums, targets = self.engine.loss(schedule)(params, batch, None)
         found = dict(zip(("loss", *self.objective.reported), sums, strict=True))
+        if self.objective.by_segment:
+            return found | {"targets": targets}
         lengths = jnp.asarray(self.byte_lengths, jnp.float32)
         # Picked by index: divided as the indices are.
         size = left_to_compiler(operator.getitem, BATCH_SPEC)(lengths, batch["targets"])

@@ -147,12 +147,17 @@ def test_the_longer_half_loses_its_end(
     sizes: tuple[int, int], room: int, kept: tuple[int, int], tmp_path: Path
 ) -> None:
     """Sizes with a begin and one letter of a prompt."""
-    chosen, rejected = ("c" * (size - 3) for size in sizes)
+    chosen, rejected = "c" * (sizes[0] - 3), "r" * (sizes[1] - 3)
     found = encoded(record("p", chosen, rejected), tmp_path, room)
     assert (found.border, len(found.ids) - found.border) == kept
     assert found.marks == (TRUNCATED if sum(sizes) > room else 0)
-    for (text, _), size in zip(halves(found), sizes, strict=True):
-        assert f"^p{'c' * (size - 3)}$".startswith(text)
+    for (text, _), response in zip(halves(found), (chosen, rejected), strict=True):
+        assert f"^p{response}$".startswith(text)
+
+
+def test_what_differs_may_be_cut(tmp_path: Path) -> None:
+    found = encoded(record("p", "aaaab", "aaaac"), tmp_path, 8)
+    assert found.marks == TRUNCATED | SAME
 
 
 def test_a_pair_without_a_response_left_is_dropped(tmp_path: Path) -> None:
@@ -269,7 +274,7 @@ def test_both_halves_are_in_the_same_row(packing: str, tmp_path: Path) -> None:
             assert batch["response_tokens"][at][2 * count :].sum() == 0
     if packing != "pad":
         assert max(len(row.documents) for row in found.rows(0)) > 1
-    assert len(set(seen)) == len(seen) == 27
+    assert len(set(seen)) == 27
 
 
 def test_padding_has_no_pair(tmp_path: Path) -> None:
@@ -323,7 +328,7 @@ def test_show_tells_the_halves_apart(
     assert "pairs, " in head or "1 pair, " in head
     first = next(number for number, line in enumerate(lines) if line.startswith("---"))
     assert " chosen, " in lines[first] and "a.jsonl:" in lines[first]
-    assert lines[first + 1].startswith("⟦<begin>Question ")
+    assert lines[first + 1].startswith("⟦<begin>⟧⟦Question ")
     assert lines[first + 1].endswith("<end>")
     assert " rejected, " in lines[first + 2]
     assert main(["data", "find", *inputs[:1], "1", "0", *inputs[1:], "--json"]) == 0
