@@ -34,7 +34,6 @@ from maxpipe.words import counted
 
 _VERSION = 1
 _SAVE_SECONDS = 60.0
-_MOST_BYTES = 1 << 36
 
 Values = dict[str, np.ndarray]
 """By the name of a source, float32 [documents, 2]: of the chosen and of the rejected response. NaN:
@@ -165,6 +164,9 @@ class Reference:
             step = self._steps.compile_segments(self._loaders[0].ramp.rows)
         words = f"finding reference log-probabilities of {counted(missing, 'pair')}"
         words += f" of {total}" if missing < total else ""
+        # From the first question on, a request to stop is answered and does not end the process.
+        if self._link.stops_here():
+            raise self._stopped(total)
         saved = time.monotonic()
         with self._phases.enter(EVAL), self._console.stage(words):
             for number, found in enumerate(self._found(step, params)):
@@ -251,15 +253,14 @@ def load(path: Path) -> Stored | None:
         ValueError: it is damaged, or none of these files.
     """
     try:
-        content = files.read(path, _MOST_BYTES)
-    except FileNotFoundError:
-        return None
-    try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        # Opened here, because numpy leaves a damaged file open.
+        with open(files.opened(path), "rb") as file, np.load(file, allow_pickle=False) as arrays:
             facts = parse(arrays["facts"].tobytes(), _Facts)
             if facts["version"] != _VERSION:
                 raise ValueError("it is of another release")
             values = {name: arrays[f"values_{n}"] for n, (name, _) in enumerate(facts["sources"])}
+    except FileNotFoundError:
+        return None
     except (KeyError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"it is damaged: {error}") from error
     if any(each.dtype != np.float32 or each.shape[1:] != (2,) for each in values.values()):
