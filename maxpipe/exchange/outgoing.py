@@ -130,6 +130,7 @@ def _choose(address: Address) -> _Chosen:
             facts = folder.facts(step)
         address.check_average(facts.config.get("optim"))
         saved = {name: facts.config[name] for name in ("model", "tokenizer", "train")}
+        saved["train"] = {**saved["train"], "objective": "pretrain"}  # others need their documents
     except (Damaged, KeyError) as damage:
         raise _damaged(path, str(damage)) from damage
     config = load([], saved, address.at(step)).config
