@@ -108,7 +108,7 @@ class Reference:
         stored = self._stored(is_new)
         self._weights = self._steps.digest(params) if is_new else ""
         if is_new and stored is not None and stored.weights != self._weights:
-            self._console.note(f"{self._path}: is of other weights, and is written anew")
+            self._console.note(f"{self._path}: is of other weights, and is written again")
             stored = None
         for name, documents in self._documents.items():
             known = None if stored is None else stored.of(name, documents)
@@ -129,7 +129,7 @@ class Reference:
         except (OSError, ValueError) as error:
             if not is_new:
                 raise self._gone(self._missing(), f"{error}; ") from error
-            self._console.warn(f"{self._path} cannot be used ({error}): it is written anew")
+            self._console.warn(f"{self._path} cannot be used ({error}): it is written again")
             return None
 
     def _missing(self) -> int:

@@ -182,7 +182,7 @@ def test_a_run_does_not_go_on_without_its_references(
 
 @pytest.mark.slow
 @pytest.mark.layouts
-def test_references_of_other_weights_are_found_anew(
+def test_references_of_other_weights_are_found_again(
     given: list[str], whole: Path, run: Run, tmp_path: Path
 ) -> None:
     """Before the first checkpoint a run may start from others."""
@@ -194,7 +194,7 @@ def test_references_of_other_weights_are_found_anew(
     path = tmp_path / "run" / REFERENCE_FILE
     save(path, type(stored)("0" * 64, stored.digests, marked))
     output = run("train", *given, *keys)
-    assert "is of other weights, and is written anew" in output
+    assert "is of other weights, and is written again" in output
     found = load(path)
     assert found and (found.values[""] == stored.values[""]).all()
     assert found.weights == stored.weights
