@@ -145,6 +145,7 @@ ROOT_CONFIG = (
     "maxpipe.train.build",
     "maxpipe.train.datasets",
     "maxpipe.train.loop",
+    "maxpipe.train.objectives",
     "maxpipe.train.room",
     "maxpipe.train.run",
     "maxpipe.train.resume",
