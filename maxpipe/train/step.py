@@ -420,7 +420,7 @@ def partition(
     byte_lengths: np.ndarray,
     guard: GuardConfig = GuardConfig(),  # noqa: B008  frozen
     num_sources: int = 0,
-    objective: Objective | None = None,
+    objective: Objective = CrossEntropy(),  # noqa: B008
 ) -> Steps:
     """Everything that training this model on this mesh needs, by default for cross entropy.
 
@@ -439,9 +439,8 @@ def partition(
     schedule = scheduled(pipeline.microbatches)
     ring = schedule.ring
     # Embedding and loss head are spread over all stages: only layers weigh on the cut.
-    outside = pipeline.layers_outside
-    costs = layer_costs(decoder.model, train.sequence_length)[outside:]
-    cut = pipeline.cut or balanced_cut(costs, ring.num_chunks)
+    outside, costs = pipeline.layers_outside, layer_costs(decoder.model, train.sequence_length)
+    cut = pipeline.cut or balanced_cut(costs[outside:], ring.num_chunks)
     layout = Layout(ring, tuple(cut), outside, decoder.model.layers)
     parts = Partition(decoder, layout, mesh)
     ends = decoder.model.ends
@@ -457,7 +456,7 @@ def partition(
         _loss_block(mesh, model, pipeline, train),
         _heads_ahead(decoder),
         num_sources,
-        objective or CrossEntropy(),
+        objective,
     )
     rate, targets = learning_rate(optim, total_steps), parts.targets(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
