@@ -23,6 +23,7 @@ from maxpipe.commands import (
     config,
     configs,
     data,
+    distill,
     doctor,
     eval,
     generate,
@@ -194,6 +195,7 @@ def _parser() -> Parser:
     board.add(commands)
     tokenizer.add(commands)
     data.add(commands)
+    distill.add(commands)
     doctor.add(commands)
     configs.add(commands)
     completion.add(commands, parser)
