@@ -22,6 +22,7 @@ from maxpipe.commands import (
     completion,
     config,
     configs,
+    curves,
     data,
     distill,
     doctor,
@@ -193,6 +194,7 @@ def _parser() -> Parser:
     huggingface.add(commands)
     goodput.add(commands)
     board.add(commands)
+    curves.add(commands)
     tokenizer.add(commands)
     data.add(commands)
     distill.add(commands)

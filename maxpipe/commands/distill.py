@@ -6,7 +6,7 @@ import argparse
 
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import full, scheme
-from maxpipe.commands.parser import Commands, add_inputs, read_config, subcommands
+from maxpipe.commands.parser import Commands, add_inputs, count, read_config, subcommands
 from maxpipe.commands.progress import Progress
 from maxpipe.errors import ConfigError, ExitCode
 
@@ -19,11 +19,16 @@ def _prepare(options: argparse.Namespace) -> int:
         rule = "must be a folder on this machine: files are written as rows are computed."
         action = "Name a folder here, and copy it to the bucket afterwards, with `gcloud storage "
         raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
+    if loaded.config.train.objective != "distill" or loaded.config.distill.stored:
+        rule = "must be distill, with distill.teacher: it names the model that is asked."
+        action = "Set train.objective=distill and distill.teacher=RUN@newest, and no distill.stored"
+        raise ConfigError.one("train.objective", loaded.config.train.objective, rule, f"{action}.")
     from maxpipe.train.prepare_answers import prepare
 
     progress = Progress()
     try:
-        done = prepare(loaded, full(options.out, _OUT), progress.report)
+        folder, size = full(options.out, _OUT), options.shard_bytes
+        done = prepare(loaded, folder, progress.report, shard_bytes=size)
     finally:
         progress.close()
     print(redact.shown(done))
@@ -50,5 +55,12 @@ def add(commands: Commands) -> None:
     )
     add_inputs(prepare)
     prepare.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    prepare.add_argument(
+        "--shard-bytes",
+        type=count,
+        default=1 << 27,
+        metavar="N",
+        help="size of a file, at least one row; default 134217728",
+    )
     prepare.set_defaults(command=_prepare)
     parser.command_names = tuple(actions.choices)

@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from maxpipe.pipeline.objective import Extra, Objective, Read, Scores
+from maxpipe.pipeline.objective import CrossEntropy, Extra, Objective, Read, Scores
 
 TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
 """Arrays of a batch `[B, T, K]`: the teacher's most likely tokens, the most likely first, and the
@@ -56,6 +56,11 @@ class Distill(Objective):
         """What the teacher says of each token."""
         shape = (self.top_k,)
         return {TEACHER_IDS: Extra(shape, jnp.int32), TEACHER_LOGPROBS: Extra(shape, jnp.float32)}
+
+    @property
+    def evaluated(self) -> Objective:
+        """The cross entropy: no teacher says anything of documents for evaluation."""
+        return CrossEntropy()
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
         """Nats of each token; the cross entropy and the divergence of which they are the mean."""

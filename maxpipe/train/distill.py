@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,14 +13,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from maxpipe.boundary.files import full, scheme
+from maxpipe.config.load import Loaded
 from maxpipe.config.schema import Config
-from maxpipe.data.loader import Loader
-from maxpipe.data.prepared.logits import StoredAnswers, open_stored
+from maxpipe.data.loader import Datasets, Loader
+from maxpipe.data.prepared.logits import StoredAnswers, TeacherEntry, open_stored
 from maxpipe.data.stream import Arrays
 from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
 from maxpipe.parallel.sharding import local_rows, place_rows
 from maxpipe.processes.phases import STEP, Phases
-from maxpipe.train.teacher import Answer, Teacher, sent_to
+from maxpipe.train.step import Steps
+from maxpipe.train.teacher import Answer, Teacher, open_teacher, sent_to
 
 
 class Lessons:
@@ -42,29 +45,28 @@ class Lessons:
         source = loader.batches(start, rows.__getitem__, stop_step=stop)
 
         def taught() -> Generator[Any]:
-            asked: tuple[Any, Answer] | None = None
+            asked: tuple[Any, Answer, int] | None = None
             with source:
                 for step, host in enumerate(source, start):
                     _, count = loader.ramp.place(step)
                     answer, sent = self.teacher.ask(host, rows[count], count)
-                    self._bytes += sent
                     batch = place_rows(host, rows[count], count, self._sharding)
                     if asked is not None:
                         yield self._answered(*asked)
-                    asked = batch, answer
+                    asked = batch, answer, sent
             if asked is not None:
                 yield self._answered(*asked)
 
         return contextlib.closing(taught())
 
-    def _answered(self, batch: Any, answer: Answer) -> Any:
-        """The batch with the answer, which has to be there."""
+    def _answered(self, batch: Any, answer: Answer, sent: int) -> Any:
+        """The batch with the answer, for which so many bytes were sent."""
         begin = time.perf_counter()
         with self._phases.enter(STEP):
             jax.block_until_ready(answer)
         self._waited += time.perf_counter() - begin
         self._count += 1
-        self._bytes += sum(each.nbytes for each in answer.values())
+        self._bytes += sent + sum(each.nbytes for each in answer.values())
         return batch | sent_to(answer, self._sharding)
 
     def take(self) -> dict[str, float]:
@@ -76,6 +78,54 @@ class Lessons:
         }
         self._waited, self._bytes, self._count = 0.0, 0, 0
         return found
+
+
+@dataclass(frozen=True)
+class Taught:
+    """Where what a teacher says comes from; nothing without one."""
+
+    teacher: TeacherEntry | None = None
+    lessons: Lessons | None = None
+    """Of a teacher that is asked. What is stored comes with the rows."""
+    words: Sequence[tuple[str, str]] = ()
+    """For people."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {} if self.teacher is None else {"teacher": self.teacher}
+
+    def take(self) -> dict[str, float]:
+        """Metrics of a step, means since the last call."""
+        return {} if self.lessons is None else self.lessons.take()
+
+
+def taught_by(
+    loaded: Loaded,
+    datasets: Datasets,
+    steps: Steps,
+    phases: Phases,
+    stage: Callable[[str], contextlib.AbstractContextManager[object]],
+) -> Taught:
+    """What the config says of a teacher; `stage` shows what takes a while.
+
+    Raises:
+        ConfigError: there is no such teacher, or it does not fit the run.
+        StorageError: its files are damaged, or cannot be read.
+    """
+    config = loaded.config
+    if config.train.objective != "distill":
+        return Taught()
+    told = f"{config.distill.top_k} most likely tokens"
+    if config.distill.stored:
+        stored = read_stored(config, datasets.train)
+        words = f"{stored.teacher['name']}, its {told}, stored in {config.distill.stored}"
+        return Taught(stored.teacher, words=[("teacher", words)])
+    with stage(f"opening the teacher {config.distill.teacher}"):
+        teacher = open_teacher(loaded, datasets.tokenizer)
+    words = f"{teacher.name}, its {told}, on {teacher.mesh}"
+    lessons = Lessons(teacher, steps.batch_sharding, phases)
+    return Taught(teacher.entry, lessons, [("teacher", words)])
 
 
 def read_stored(config: Config, loader: Loader) -> StoredAnswers:

@@ -42,7 +42,7 @@ Report = Callable[[str, int, int, str], object]
 """Called with a task, what is done of it, its total, and a remark about its rate."""
 
 
-def prepare(loaded: Loaded, folder: Path, report: Report) -> str:
+def prepare(loaded: Loaded, folder: Path, report: Report, *, shard_bytes: int) -> str:
     """Writes the folder, or what is missing of it. Returns a line that says what was done.
 
     Raises:
@@ -70,6 +70,7 @@ def prepare(loaded: Loaded, folder: Path, report: Report) -> str:
                 temperature=config.distill.temperature,
                 top_k=config.distill.top_k,
                 row_tokens=config.train.sequence_length,
+                shard_bytes=shard_bytes,
             )
             try:
                 return _complete(folder, spec) or _prepared(

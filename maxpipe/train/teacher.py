@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ from maxpipe.exchange.source import folder_of
 from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
 from maxpipe.parallel.mesh import build_mesh, describe, divided, resolve
 from maxpipe.parallel.sharding import local_rows, place_rows
-from maxpipe.pipeline.top_k import TopK
+from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.train.build import steps_of
 from maxpipe.train.chosen import Chosen, choose
 from maxpipe.train.step import Steps
@@ -55,7 +55,8 @@ class Teacher:
     params: Any
     digest: str
     """Of its parameters, wherever they are."""
-    asked: TopK
+    top_k: int
+    temperature: float
     _programs: dict[int, Any] = field(default_factory=dict)
 
     @property
@@ -81,9 +82,8 @@ class Teacher:
         if count not in self._programs:
             # Processes exchange no parts of arrays of two meshes: each gets all.
             everywhere = jax.process_count() > 1
-            self._programs[count] = self.steps.compile_by_row(
-                self.asked, count, everywhere=everywhere
-            )
+            ask = partial(LossHead.top, count=self.top_k, temperature=self.temperature)
+            self._programs[count] = self.steps.compile_rows(ask, count, everywhere=everywhere)
 
     def ask(self, host: Batch, rows: np.ndarray, count: int) -> tuple[Answer, int]:
         """Begins to compute what it says of a batch, of which this process has these rows.
@@ -92,7 +92,7 @@ class Teacher:
         """
         given = {name: host[name] for name in self._reads}
         batch = place_rows(given, rows, count, self.steps.batch_sharding)
-        ids, logprobs = self._programs[count](self.params, batch)
+        logprobs, ids = self._programs[count](self.params, batch)
         sent = sum(array.nbytes for array in batch.values())
         return {TEACHER_IDS: ids, TEACHER_LOGPROBS: logprobs}, sent
 
@@ -138,8 +138,8 @@ def open_teacher(loaded: Loaded, tokenizer: Tokenizer) -> Teacher:
     saved = chosen.params(steps)
     digest = _digest(saved)
     params = jax.block_until_ready(steps.stack_params(saved))
-    asked = TopK(config.distill.top_k, config.distill.temperature)
-    return Teacher(chosen.name, steps, params, digest, asked)
+    own = config.distill
+    return Teacher(chosen.name, steps, params, digest, own.top_k, own.temperature)
 
 
 def _chosen(loaded: Loaded, key: str, *, same: bool) -> Chosen:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from maxpipe.pipeline.objective import plain_loss
 from scipy.special import log_softmax, logsumexp
 
 from maxpipe.objectives.distill import (
@@ -21,6 +20,7 @@ from maxpipe.objectives.distill import (
     log1mexp,
     with_rest,
 )
+from maxpipe.pipeline.objective import plain_loss
 from tests.cases import TOLERANCE
 
 ROWS, TOKENS, VOCABULARY = 3, 7, 11

@@ -38,7 +38,6 @@ MANIFEST = "logits.json"
 _FORMAT = 1
 _KEY = "distill.stored"
 _LARGEST_BYTES = 1 << 28
-_SHARD_BYTES = 1 << 27
 _IDENTITY = ("tokens", "segment_ids")
 """Arrays of a row by which it is known again."""
 
@@ -85,6 +84,7 @@ def spec_of(
     temperature: float,
     top_k: int,
     row_tokens: int,
+    shard_bytes: int,
 ) -> Spec:
     """What a teacher's answers to all rows of these sources will be."""
     size = record_of(row_tokens, top_k, vocab_size).itemsize
@@ -95,7 +95,7 @@ def spec_of(
         "temperature": temperature,
         "top_k": top_k,
         "row_tokens": row_tokens,
-        "shard_rows": max(1, _SHARD_BYTES // size),
+        "shard_rows": max(1, shard_bytes // size),
         "sources": {name: dict(facts) for name, facts in sorted(sources.items())},
     }
 
