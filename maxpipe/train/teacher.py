@@ -40,7 +40,7 @@ from maxpipe.train.step import Steps
 KEY, _LAYOUT = "distill.teacher", "distill.layout"
 _PROBE = "The sea is wide; 1234.5 = x_i + {y}?\n\tNaïve façade, größer, 東京, Привет 🙂"
 """Text of which tokenizers with other tokens make other ids."""
-_OF_LAYOUT = ("mesh.", "pipeline.")
+_OF_LAYOUT = ("mesh.", "pipeline.", "train.")
 
 Answer = dict[str, jax.Array]
 """Arrays of `Distill.arrays` for a batch."""
@@ -132,8 +132,8 @@ def open_teacher(loaded: Loaded, tokenizer: Tokenizer) -> Teacher:
     key = where(KEY, loaded.origins)
     students, devices = devices_of(config)
     chosen = _chosen(loaded, key, same=len(devices) == len(students))
+    _check_vocabulary(loaded, chosen, tokenizer)
     with_mesh = _fitted(chosen.loaded, devices)
-    _check_vocabulary(loaded, with_mesh, chosen, tokenizer)
     steps = steps_of(with_mesh, build_mesh(with_mesh.mesh, devices), tokenizer.byte_lengths)
     saved = chosen.params(steps)
     digest = _digest(saved)
@@ -189,21 +189,21 @@ def _fitted(loaded: Loaded, devices: Sequence[jax.Device]) -> Config:
 
 
 def _in_layout(error: ConfigError) -> ConfigError:
-    """The same of keys of the teacher's layout, which are those of sections of their own."""
+    """The same where it is about the teacher's layout: its keys are those of other sections."""
 
     def placed(problem: Problem) -> Problem:
         key = problem.where.rpartition(": ")[2]
         if not f"{key}.".startswith(_OF_LAYOUT):
             return problem
         _, given, rule, action = astuple(problem)
-        return Problem(f"{_LAYOUT}: {key}", given, rule, f"In {_LAYOUT}: {action}")
+        return Problem(f"{_LAYOUT}: {key}", given, rule, f"For the teacher alone: {action}")
 
     return ConfigError([placed(problem) for problem in error.problems])
 
 
-def _check_vocabulary(loaded: Loaded, teacher: Config, chosen: Chosen, own: Tokenizer) -> None:
+def _check_vocabulary(loaded: Loaded, chosen: Chosen, own: Tokenizer) -> None:
     """Raises ConfigError unless both have the same ids for the same tokens."""
-    mine, its = loaded.config.model.vocab_size, teacher.model.vocab_size
+    mine, its = (each.config.model.vocab_size for each in (loaded, chosen.loaded))
     key = where(KEY, loaded.origins)
     if mine != its:
         raise ConfigError.one(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 import signal
@@ -12,19 +13,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from maxpipe.config.load import load
 from maxpipe.data.prepared.folder import JOURNAL
-from maxpipe.data.prepared.logits import MANIFEST, open_stored, read_manifest
+from maxpipe.data.prepared.logits import MANIFEST, StoredAnswers, open_stored, read_manifest
+from maxpipe.data.tokenizer import ByteTokenizer
+from maxpipe.errors import ConfigError, StorageError
+from maxpipe.train.teacher import devices_of, open_teacher
 from tests.train.runs import (
     SAME,
     Run,
     Start,
+    ends,
     forget_after,
     is_explained,
     losses,
+    pair,
     records,
     saved_digest,
     saved_steps,
-    wait_for,
 )
 
 STEPS, EVERY, COUNT = 6, 2, 7
@@ -66,7 +72,7 @@ class Place:
 
     def stored(self, out: Path) -> tuple[str, ...]:
         """Overrides of a student that reads answers."""
-        return "distill.teacher=''", f"distill.stored={out}"
+        return "distill.teacher=", f"distill.stored={out}"
 
     def losses(self, name: str) -> dict[int, float]:
         return losses(self.folder / "runs" / name)
@@ -101,33 +107,52 @@ def answers(place: Place) -> Path:
     return out
 
 
+def same(found: dict[int, float], wanted: dict[int, float]) -> None:
+    assert list(found) == list(wanted) == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=SAME)
+
+
 def test_two_meshes_equal_one(asked: Place) -> None:
-    """Teacher and student on one device, and each with the same four in turn."""
+    """Teacher and student on one device, and on two each, with unlike layouts."""
     asked.train("one")
     wanted = asked.losses("one")
-    assert list(wanted) == list(range(1, STEPS + 1)) and wanted[STEPS] < wanted[1]
-    layout = "distill.layout=[mesh.ici_stage=4,mesh.ici_data=1,pipeline.microbatches=2]"
-    asked.train("turns", *STAGED, layout)
-    for name in ("asked", "turns"):
-        found = asked.losses(name)
-        np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=SAME)
+    same(asked.losses("asked"), wanted)
+    assert wanted[STEPS] < wanted[1]
     record = records(asked.folder / "runs" / "asked")[STEPS]
-    batch = 8 * 24 * 4 * 5 + 8 * 4  # five arrays of tokens and the numbers of rows
+    batch = 8 * 24 * 4 * 5 + 8 * 4  # five arrays of tokens, and the numbers of rows
     assert record["distill/transfer_bytes"] == batch + 8 * 24 * COUNT * 8
     assert record["distill/teacher_wait_s"] <= record["perf/data_wait_s"]
     mean = (record["train/cross_entropy"] + record["train/divergence"]) / 2
     np.testing.assert_allclose(record["train/loss"], mean, rtol=SAME)
 
 
+@pytest.mark.layouts
+def test_teacher_and_student_take_turns_on_all_devices(asked: Place) -> None:
+    """Also where batches grow, and where all sizes are alike."""
+    asked.train("turns", *STAGED, "distill.layout=[mesh.ici_stage=4,pipeline.microbatches=2]")
+    same(asked.losses("turns"), asked.losses("asked"))
+    ramp = ("train.batch_ramp=[4 for 2 steps]", "pipeline.microbatches=2")
+    asked.train("ramp", *ramp)
+    asked.train("ramp-staged", *ramp, *STAGED, "distill.devices=2", LAYOUT)
+    same(asked.losses("ramp-staged"), asked.losses("ramp"))
+    alike = ("train.batch_size=8", "train.sequence_length=8", "distill.top_k=8")
+    asked.train("alike", *alike)
+    asked.train("alike-staged", *alike, *STAGED, "distill.devices=2", LAYOUT)
+    same(asked.losses("alike-staged"), asked.losses("alike"))
+
+
 def test_stored_answers_equal_asked_ones(asked: Place, answers: Path) -> None:
-    """Bit for bit, of a teacher with the same layout; batches of another size find their rows."""
+    """Bit for bit, of a teacher with the same layout."""
     asked.train("stored", *STAGED, "mesh.cpu_devices=2", *asked.stored(answers))
     assert asked.losses("stored") == asked.losses("asked")
+
+
+@pytest.mark.layouts
+def test_batches_of_another_size_find_their_rows(asked: Place, answers: Path) -> None:
     more = ("train.batch_size=4", "distill.top_k=5")
     asked.train("half", *more, *asked.stored(answers))
     asked.train("half-asked", *more)
-    found, wanted = asked.losses("half"), asked.losses("half-asked")
-    np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=SAME)
+    same(asked.losses("half"), asked.losses("half-asked"))
 
 
 def test_a_student_that_was_killed_goes_on_bit_for_bit(asked: Place, start: Start) -> None:
@@ -147,7 +172,7 @@ def test_a_student_that_was_killed_goes_on_bit_for_bit(asked: Place, start: Star
 
 
 def test_another_teacher_is_refused(asked: Place) -> None:
-    """And another one's answers, when a student goes on; as a new run may start from weights."""
+    """When a student goes on: one that has trained on, or an earlier step of it."""
     runs = asked.folder / "runs"
     shutil.copytree(runs / "asked", runs / "changed")
     forget_after(runs / "changed", EVERY)
@@ -160,24 +185,28 @@ def test_another_teacher_is_refused(asked: Place) -> None:
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("model.vocab_size=300",), "must have the vocabulary of the student: it has 259 ids"),
     (("distill.top_k=260",), "must be at most model.vocab_size (259)"),
-    (("distill.devices=1",), "Set distill.devices=0 or less, or 0 to take turns"),
+    (("distill.devices=8",), "Set distill.devices=7 or less, or 0 to take turns"),
+    (("distill.devices=2", "distill.layout=[mesh.ici_stage=3]"), "distill.layout: mesh = stage 3"),
     (
-        (*STAGED, "distill.devices=2", "distill.layout=[mesh.ici_stage=3]"),
-        "distill.layout: mesh = stage 3",
+        ("distill.devices=2", "distill.layout=[mesh.ici_fsdp=2,pipeline.microbatches=3]"),
+        "distill.layout: train.batch_size = 8",
     ),
-    (
-        (*STAGED, "distill.devices=2", "distill.layout=[mesh.ici_fsdp=2,pipeline.microbatches=3]"),
-        "distill.layout: train.batch_size",
-    ),
-    (("distill.teacher=nobody",), "command line: distill.teacher = nobody"),
+    (("distill.layout=[mesh.ici_nothing=2]",), "distill.layout: mesh.ici_nothing"),
+    (("distill.layout=[train.steps=2]",), "must hold keys of the sections mesh and pipeline"),
+    (("distill.teacher=nobody",), "distill.teacher = nobody"),
+    (("distill.teacher=hf:nobody",), "nobody"),
+    (("distill.stored=answers",), "must be empty with distill.teacher"),
 ]
 
 
 @pytest.mark.parametrize(("keys", "text"), REFUSED, ids=[text[:24] for _, text in REFUSED])
 def test_what_does_not_fit_is_refused(place: Place, keys: tuple[str, ...], text: str) -> None:
-    said = place.train("refused", *keys, code=2)
-    is_explained(said)
-    assert text in said
+    with pytest.raises(ConfigError) as refused:
+        loaded = load([str(each) for each in place.keys("refused", *keys)])
+        devices_of(loaded.config)
+        open_teacher(loaded, ByteTokenizer())
+    assert text in str(refused.value)
+    is_explained(str(refused.value))
 
 
 def test_stored_answers_of_something_else_are_refused(
@@ -194,42 +223,55 @@ def test_stored_answers_of_something_else_are_refused(
     ):
         sizes = {"vocab_size": 259, "temperature": 1.5, "top_k": COUNT, "row_tokens": 24}
         given = {"sources": found["sources"], **sizes, **changes}
-        with pytest.raises(Exception, match="(?s)" + text):
-            open_stored(str(answers), **given)
-    with pytest.raises(Exception, match="wrote: it has no logits.json"):
+        with pytest.raises(ConfigError, match="(?s)" + text):
+            open_stored(str(answers), **given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="wrote: it has no logits.json"):
         read_manifest(str(tmp_path))
 
 
-def test_a_flipped_bit_ends_the_run(place: Place, answers: Path, tmp_path: Path, run: Run) -> None:
-    damaged = tmp_path / "damaged"
-    shutil.copytree(answers, damaged)
-    file = damaged / "shard-00000.bin"
-    raw = bytearray(file.read_bytes())
-    raw[len(raw) // 2] ^= 4
-    file.write_bytes(raw)
-    said = place.train("damaged", *place.stored(damaged), code=74)
-    assert "is damaged" in said and str(file) in said
-    assert "damaged: copy or prepare" in run("data", "verify", damaged, code=74)
+def opened(folder: Path) -> StoredAnswers:
+    sizes = {"vocab_size": 259, "temperature": 1.5, "top_k": 3, "row_tokens": 24}
+    return open_stored(str(folder), read_manifest(str(folder))["sources"], **sizes)
+
+
+def test_every_flipped_bit_is_found(answers: Path, tmp_path: Path, run: Run) -> None:
+    """Before the row with it is used, and by a pass over all files."""
+    draw = random.Random(1)
+    for number in range(40):
+        damaged = tmp_path / str(number)
+        shutil.copytree(answers, damaged)
+        file = draw.choice(sorted(damaged.iterdir()))
+        raw = bytearray(file.read_bytes())
+        raw[draw.randrange(len(raw))] ^= 1 << draw.randrange(8)
+        file.write_bytes(raw)
+        with pytest.raises((StorageError, ConfigError)) as found:
+            stored = opened(damaged)
+            for sequence in range(read_manifest(str(damaged))["sources"][""]["sequences"]):
+                with contextlib.suppress(ConfigError):  # other rows than these were asked
+                    stored.read("", sequence, NOTHING)
+        assert "is damaged" in str(found.value) and str(file) in str(found.value)
+    said = run("data", "verify", damaged, code=74)
+    assert "damaged" in said
     assert "every byte is what was written" in run("data", "verify", answers)
 
 
-def test_rows_that_have_changed_are_refused(place: Place, answers: Path, tmp_path: Path) -> None:
+NOTHING = {name: np.zeros(24, np.int32) for name in ("tokens", "segment_ids")}
+
+
+def test_rows_that_have_changed_are_refused(answers: Path) -> None:
     """Where names, sizes and edges of files are what they were, and a digest of the row is not."""
-    stored = open_stored(
-        str(answers),
-        read_manifest(str(answers))["sources"],
-        **{"vocab_size": 259, "temperature": 1.5, "top_k": 3, "row_tokens": 24},
-    )
-    row = {name: np.zeros(24, np.int32) for name in ("tokens", "segment_ids")}
-    with pytest.raises(Exception, match="sequence 2 has other tokens"):
-        stored.read("", 2, row)
+    with pytest.raises(ConfigError, match="sequence 2 has other tokens"):
+        opened(answers).read("", 2, NOTHING)
 
 
 def stop(process: object) -> None:
     process.send_signal(signal.SIGINT)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("end", [stop, lambda process: process.kill()], ids=["ctrl-c", "kill"])
+ENDS = [stop, pytest.param(lambda process: process.kill(), marks=pytest.mark.layouts)]
+
+
+@pytest.mark.parametrize("end", ENDS, ids=["ctrl-c", "kill"])
 def test_preparing_goes_on_after_a_stop(
     place: Place,
     answers: Path,
@@ -250,17 +292,13 @@ def test_preparing_goes_on_after_a_stop(
     if process.returncode == 130:
         assert "Run the same command again" in said
     assert not (out / MANIFEST).exists()
-    with pytest.raises(Exception, match="has no manifest yet"):
+    with pytest.raises(ConfigError, match="has no manifest yet"):
         read_manifest(str(out))
     again = start(*command)
     said = again.communicate()[0]
     assert again.returncode == 0, said
     assert sum(each["rows"] for each in read_manifest(str(out))["shards"]) > 0
     assert content(out) == content(answers)
-    assert "is complete" in place.prepare(
-        out, *STAGED, "distill.devices=2", LAYOUT, "--shard-bytes", 9000
-    )
-    is_explained(place.prepare(out, "distill.temperature=2", code=2))
 
 
 def content(folder: Path) -> bytes:
@@ -268,16 +306,12 @@ def content(folder: Path) -> bytes:
     return b"".join(each.read_bytes() for each in sorted(folder.glob("shard-*.bin")))
 
 
+@pytest.mark.layouts
+@pytest.mark.multihost
 def test_several_processes_train_the_same(asked: Place, start: Start) -> None:
     """Each with devices of both meshes."""
-    from tests.train.runs import ends, pair
-
     keys = asked.keys("pair", *STAGED, "mesh.cpu_devices=2", "distill.devices=2", LAYOUT)
     with pair(start, *keys) as processes:
         said = ends(processes)
     assert [each.returncode for each in processes] == [0, 0], said
-    found, wanted = asked.losses("pair"), asked.losses("asked")
-    np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=SAME)
-
-
-assert wait_for
+    same(asked.losses("pair"), asked.losses("asked"))
