@@ -349,7 +349,7 @@ def _value_and_grad(
     if scale is None:
         lost, reports = run(scores)
         return lost, (), reports
-    # Scores are the same on all stages: their cotangents would be summed over these.
+    # Of scores that are known to be the same on devices jax would sum the cotangents over these.
     lost, vjp, reports = jax.vjp(run, vary(scores), has_aux=True)
     return lost, vjp(weight * scale)[0], reports
 
