@@ -118,15 +118,13 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
     return Mesh(grid, AXES, axis_types=tuple(types))
 
 
-def divided(
-    devices: Sequence[jax.Device], count: int, key: str
-) -> tuple[list[jax.Device], list[jax.Device]]:
+def divided(devices: Sequence[Device], count: int, key: str) -> tuple[list[Device], list[Device]]:
     """All devices but `count`, and these: the last ones of each process.
 
     Raises:
         ConfigError: none would be left, or processes would not have as many; `key` gave the count.
     """
-    of_process: dict[int, list[jax.Device]] = {}
+    of_process: dict[int, list[Device]] = {}
     for device in devices:
         of_process.setdefault(device.process_index, []).append(device)
     sizes, processes = {len(each) for each in of_process.values()}, len(of_process)

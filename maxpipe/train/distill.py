@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ from maxpipe.parallel.sharding import local_rows, place_rows
 from maxpipe.processes.phases import STEP, Phases
 from maxpipe.train.step import Steps
 from maxpipe.train.teacher import Answer, Teacher, open_teacher, sent_to
+
+Stage = Callable[[str], contextlib.AbstractContextManager[object]]
+"""Shows, by these words, what takes a while."""
 
 
 class Lessons:
@@ -95,6 +98,13 @@ class Taught:
         """What a checkpoint keeps."""
         return {} if self.teacher is None else {"teacher": self.teacher}
 
+    def compile(self, sizes: Iterable[int], stage: Stage) -> None:
+        """Makes the teacher ready for batches of so many rows."""
+        if self.lessons is not None:
+            with stage("compiling the teacher"):
+                for rows in sizes:
+                    self.lessons.teacher.compile(rows)
+
     def take(self) -> dict[str, float]:
         """Metrics of a step, means since the last call."""
         return {} if self.lessons is None else self.lessons.take()
@@ -105,9 +115,9 @@ def taught_by(
     datasets: Datasets,
     steps: Steps,
     phases: Phases,
-    stage: Callable[[str], contextlib.AbstractContextManager[object]],
+    stage: Stage,
 ) -> Taught:
-    """What the config says of a teacher; `stage` shows what takes a while.
+    """What the config says of a teacher.
 
     Raises:
         ConfigError: there is no such teacher, or it does not fit the run.

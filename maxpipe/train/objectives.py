@@ -10,6 +10,6 @@ from maxpipe.pipeline.objective import CrossEntropy, Objective
 def objective_of(config: Config) -> Objective:
     """What training minimises."""
     if config.train.objective == "distill":
-        own = config.distill
-        return Distill(own.direction, own.temperature, own.top_k, own.weight)
+        distill = config.distill
+        return Distill(distill.direction, distill.temperature, distill.top_k, distill.weight)
     return CrossEntropy()

@@ -247,8 +247,7 @@ def set_up(
     with phases.enter(DATA_SET_UP), console.stage("reading data"):
         datasets = datasets_of(config, phases.progress)
     stack.callback(datasets.close)
-    mesh = build_mesh(config.mesh, devices_of(config)[0])
-    steps = steps_of(config, mesh, datasets.tokenizer.byte_lengths)
+    steps = _steps(config, datasets)
     with phases.enter(RESTORE):
         taught = taught_by(loaded, datasets, steps, phases, console.stage)
     console.banner([*_facts(config, steps, datasets, length), *taught.words])
@@ -270,9 +269,7 @@ def set_up(
         attention_check.check(run_dir, steps, link, console, events)
     with phases.enter(COMPILE):
         train_steps, eval_step = _programs(config, steps, datasets, console, begin, last)
-        for rows in train_steps if taught.lessons else ():
-            with console.stage("compiling the teacher"):
-                taught.lessons.teacher.compile(rows)
+        taught.compile(train_steps, console.stage)
     events.write("start", step=first, **_begun(datasets, phases))
     open_writer = partial(
         MetricWriter, run_dir, config.log.tensorboard, process_index=process, ours=ours
@@ -296,21 +293,33 @@ def set_up(
         state=begin.state,
         train_steps=train_steps,
         eval_step=eval_step,
-        watch=Watch(
-            config.guard,
-            run_dir=str(run_dir),
-            loader=datasets.train,
-            events=events,
-            console=console,
-            offset=begin.offset,
-            facts=begin.facts,
-        ),
+        watch=_watch(config, datasets, events, console, begin),
         restore=restore,
         samples=samples,
         taught=taught,
     )
     stack.callback(lambda: run.writer.close())  # a roll back opens another one
     return run
+
+
+def _steps(config: Config, datasets: Datasets) -> Steps:
+    """On the devices that are not a teacher's."""
+    mesh = build_mesh(config.mesh, devices_of(config)[0])
+    return steps_of(config, mesh, datasets.tokenizer.byte_lengths)
+
+
+def _watch(
+    config: Config, datasets: Datasets, events: EventLog, console: Console, begin: Start
+) -> Watch:
+    return Watch(
+        config.guard,
+        run_dir=str(run_folder(config.run)),
+        loader=datasets.train,
+        events=events,
+        console=console,
+        offset=begin.offset,
+        facts=begin.facts,
+    )
 
 
 def _warn(loaded: Loaded, datasets: Datasets, console: Console, phases: Phases) -> None:

@@ -30,7 +30,7 @@ from maxpipe.errors import ConfigError, Problem
 from maxpipe.exchange.named import named
 from maxpipe.exchange.source import folder_of
 from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
-from maxpipe.parallel.mesh import build_mesh, describe, divided, resolve
+from maxpipe.parallel.mesh import Device, build_mesh, describe, divided, resolve
 from maxpipe.parallel.sharding import local_rows, place_rows
 from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.train.build import steps_of
@@ -109,7 +109,7 @@ def sent_to(answer: Answer, sharding: NamedSharding) -> Answer:
 # Opening one.
 
 
-def devices_of(config: Config) -> tuple[list[jax.Device], list[jax.Device]]:
+def devices_of(config: Config) -> tuple[list[Device], list[Device]]:
     """Those of the student, and those of its teacher: the same, or others.
 
     Raises:
@@ -172,7 +172,7 @@ def _layout(config: Config, *, same: bool) -> dict[str, Any]:
     return {"mesh": mesh, "pipeline": {"microbatches": config.pipeline.microbatches}}
 
 
-def _fitted(loaded: Loaded, devices: Sequence[jax.Device]) -> Config:
+def _fitted(loaded: Loaded, devices: Sequence[Device]) -> Config:
     """The config on these devices.
 
     Raises:

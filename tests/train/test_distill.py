@@ -236,7 +236,7 @@ def opened(folder: Path) -> StoredAnswers:
 
 def test_every_flipped_bit_is_found(answers: Path, tmp_path: Path, run: Run) -> None:
     """Before the row with it is used, and by a pass over all files."""
-    draw = random.Random(1)
+    draw, damaged = random.Random(1), answers
     for number in range(40):
         damaged = tmp_path / str(number)
         shutil.copytree(answers, damaged)
