@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from maxpipe.config.data_schema import DataConfig
+from maxpipe.config.tuning_schema import DistillConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -235,8 +236,11 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Length of the run and shape of a step."""
+    """What is learned, length of the run and shape of a step."""
 
+    objective: Literal["pretrain", "distill"] = "pretrain"
+    """What is learned: `pretrain`, the next token of documents; `distill`, besides what a teacher
+    says of it: the section `distill`."""
     steps: int = 0
     """Number of optimizer steps. 0 takes the length from `train.tokens`."""
     tokens: int = 0
@@ -559,6 +563,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

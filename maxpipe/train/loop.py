@@ -87,7 +87,7 @@ def _train_on(run: Run) -> None:
     if run.link.stops_here() and first < last:
         _leave(run, first)
     position = run.watch.offset
-    with run.batches(run.datasets.train, first + position, last + position) as batches:
+    with run.train_batches(first + position, last + position) as batches:
         for step in range(first + 1, last + 1):
             batch = meter.wait_for(batches)
             run.phases.progress(step)
@@ -248,6 +248,7 @@ class Meter:
         if run.datasets.train.ramp.stages:
             metrics["train/batch_size"] = float(self._rows_of_step)
         metrics |= _read(run, step, self._row)
+        metrics |= run.taught.take()
         metrics |= memory_in_use()
         if self._peak is not None:
             metrics["perf/mfu"] = self._flops_per_token * rate / self._peak

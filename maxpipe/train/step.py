@@ -48,6 +48,7 @@ from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.loss_head import by_source
 from maxpipe.pipeline.network import Network
 from maxpipe.pipeline.objective import CrossEntropy, Objective
+from maxpipe.pipeline.program import Reader
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.trainable import joined
 from maxpipe.processes.runtime import compiler_options
@@ -206,11 +207,31 @@ class Steps:
         `rows` is the size of the global batch, any multiple of the devices that split it; 0 takes
         the training batch's. A microbatch gets at most as many rows as in training.
         """
+        if (objective := self.objective.evaluated) is not self.objective:
+            network = replace(self.engine.network, objective=objective)
+            return replace(self, engine=replace(self.engine, network=network)).compile_eval(rows)
         rows = rows or self.shape[0]
         step = jax.jit(
             partial(self._eval_step, self._eval_schedule(rows)),
             in_shardings=(self.state_sharding.params, self.batch_sharding),
             out_shardings=NamedSharding(self.partition.mesh, PartitionSpec()),
+        )
+        with jax.set_mesh(self.partition.mesh):
+            lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
+            return lowered.compile(self.compiler_options)
+
+    def compile_rows(self, reader: Reader, rows: int = 0, *, everywhere: bool = False) -> Any:
+        """(params, batch) -> what a reader finds of each row, arrays `[rows, ...]`.
+
+        They are divided as the batch is, or on all devices `everywhere`; `rows` as above.
+        """
+        rows = rows or self.shape[0]
+        read = self.engine.rows(self._eval_schedule(rows), reader)
+        whole = NamedSharding(self.partition.mesh, PartitionSpec())
+        step = jax.jit(
+            lambda params, batch: read(params, batch, None),
+            in_shardings=(self.state_sharding.params, self.batch_sharding),
+            out_shardings=whole if everywhere else self.batch_sharding,
         )
         with jax.set_mesh(self.partition.mesh):
             lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
