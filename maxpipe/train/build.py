@@ -13,6 +13,7 @@ from maxpipe.config.check import total_steps
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Loader
 from maxpipe.parallel.sharding import AxisRules, local_rows, place_rows
+from maxpipe.train.objectives import objective_of
 from maxpipe.train.step import Steps, partition
 
 
@@ -30,6 +31,7 @@ def steps_of(config: Config, mesh: Mesh, byte_lengths: np.ndarray) -> Steps:
         byte_lengths=byte_lengths,
         guard=config.guard,
         num_sources=len(config.data.mixture),
+        objective=objective_of(config),
     )
 
 

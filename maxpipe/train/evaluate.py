@@ -21,6 +21,8 @@ class Totals:
     bytes: float
     of_sources: Mapping[str, Totals] = field(default_factory=dict)
     """Those of each source of a mixture, by name."""
+    reports: Mapping[str, float] = field(default_factory=dict)
+    """What the objective reports beside its loss, by name."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -29,6 +31,8 @@ class Totals:
             "eval/loss": self.loss / max(self.targets, 1.0),
             "eval/nats_per_byte": self.loss / max(self.bytes, 1.0),
         }
+        for name, report in self.reports.items():
+            found[f"eval/{name}"] = report / max(self.targets, 1.0)
         for name, each in self.of_sources.items():
             if each.targets:
                 found[of_source(name, "eval_loss")] = each.loss / each.targets
@@ -41,8 +45,14 @@ class Totals:
         return {tag.replace("eval/", inner): value for tag, value in self.metrics.items()}
 
     def __add__(self, other: Totals) -> Totals:
+        names = dict.fromkeys([*self.reports, *other.reports])
         return Totals(
-            self.loss + other.loss, self.targets + other.targets, self.bytes + other.bytes
+            self.loss + other.loss,
+            self.targets + other.targets,
+            self.bytes + other.bytes,
+            reports={
+                name: self.reports.get(name, 0.0) + other.reports.get(name, 0.0) for name in names
+            },
         )
 
 
@@ -63,8 +73,8 @@ def evaluate(
     total = {name: np.zeros(()) for name in ("loss", "targets", "bytes")}
 
     def add(sums: Mapping[str, jax.Array]) -> None:
-        for name in total:
-            total[name] = total[name] + np.asarray(sums[name], np.float64)
+        for name, value in sums.items():
+            total[name] = total.get(name, 0.0) + np.asarray(value, np.float64)
 
     # Added one batch late: at most two are on the devices.
     before: Mapping[str, jax.Array] | None = None
@@ -79,9 +89,12 @@ def evaluate(
             add(before)
     finally:
         jax.block_until_ready(before)
-    loss, targets, num_bytes = total.values()
+    loss, targets, num_bytes = (total.pop(name) for name in ("loss", "targets", "bytes"))
     of_sources = {
         name: Totals(float(loss[number]), float(targets[number]), float(num_bytes[number]))
         for number, name in enumerate(sources)
     }
-    return Totals(float(loss.sum()), float(targets.sum()), float(num_bytes.sum()), of_sources)
+    reports = {name: float(value.sum()) for name, value in total.items()}
+    return Totals(
+        float(loss.sum()), float(targets.sum()), float(num_bytes.sum()), of_sources, reports
+    )

@@ -45,10 +45,11 @@ from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
 from maxpipe.pipeline import ahead, scopes
 from maxpipe.pipeline.executor import Engine
 from maxpipe.pipeline.layout import Layout
+from maxpipe.pipeline.loss_head import by_source
 from maxpipe.pipeline.network import Network
+from maxpipe.pipeline.objective import CrossEntropy, Objective
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.trainable import joined
-from maxpipe.pipeline.vocabulary import by_source
 from maxpipe.processes.runtime import compiler_options
 from maxpipe.schedule.balance import balanced_cut
 from maxpipe.schedule.catalog import build, forward_only
@@ -88,6 +89,11 @@ class Steps:
     byte_lengths: np.ndarray
     """Bytes of text that each token id stands for."""
     guard: GuardConfig
+
+    @property
+    def objective(self) -> Objective:
+        """What a step minimises."""
+        return self.engine.network.objective
 
     @property
     def num_sources(self) -> int:
@@ -246,6 +252,10 @@ class Steps:
             {name: ids(shape, jnp.int32) for name in names}
             | {"loss_mask": ids(shape, jnp.float32)}
             | {name: ids(shape[:1], jnp.int32) for name in by_row}
+            | {
+                name: ids((*shape[: 2 - extra.by_row], *extra.shape), extra.dtype)
+                for name, extra in self.objective.arrays.items()
+            }
         )
 
     @cached_property
@@ -370,6 +380,7 @@ class Steps:
             metrics["train/spikes"] = guard.spikes
         layers = found.statistics["layers"], found.statistics.get("outside", {})
         model, layout = self.partition.decoder.model, self.partition.layout
+        metrics |= {f"train/{name}": mean for name, mean in found.reports.items()}
         metrics |= {f"train/loss_{name}": found.losses[name] for name in model.ends.losses}
         if found.by_source is not None:
             metrics |= dict(zip(BY_SOURCE, found.by_source, strict=True))
@@ -380,19 +391,20 @@ class Steps:
         return TrainState(state.step + 1, params, optimizer, guard), metrics
 
     def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:
-        loss, targets = self.engine.loss(schedule)(params, batch, None)
+        sums, targets = self.engine.loss(schedule)(params, batch, None)
+        found = dict(zip(("loss", *self.objective.reported), sums, strict=True))
         lengths = jnp.asarray(self.byte_lengths, jnp.float32)
         # Picked by index: divided as the indices are.
         size = left_to_compiler(operator.getitem, BATCH_SPEC)(lengths, batch["targets"])
         size = size * batch["loss_mask"]
         if not self.num_sources:
-            return {"loss": loss, "targets": targets, "bytes": size.sum()}
+            return found | {"targets": targets, "bytes": size.sum()}
 
         def summed(size: Array, sources: Array) -> Array:
             return by_source(size, self.num_sources, sources[:, None])
 
         summed = left_to_compiler(summed, PartitionSpec())
-        return {"loss": loss, "targets": targets, "bytes": summed(size, batch["source_ids"])}
+        return found | {"targets": targets, "bytes": summed(size, batch["source_ids"])}
 
 
 def partition(
@@ -408,8 +420,9 @@ def partition(
     byte_lengths: np.ndarray,
     guard: GuardConfig = GuardConfig(),  # noqa: B008  frozen
     num_sources: int = 0,
+    objective: Objective | None = None,
 ) -> Steps:
-    """Everything that training this model on this mesh needs.
+    """Everything that training this model on this mesh needs, by default for cross entropy.
 
     Batches of a mixture have `num_sources`, and losses of each are summed apart.
 
@@ -444,6 +457,7 @@ def partition(
         _loss_block(mesh, model, pipeline, train),
         _heads_ahead(decoder),
         num_sources,
+        objective or CrossEntropy(),
     )
     rate, targets = learning_rate(optim, total_steps), parts.targets(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
