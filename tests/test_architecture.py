@@ -23,7 +23,7 @@ ROWS = (
     (
         *("maxpipe.schedule", "maxpipe.config.schema", "maxpipe.config.data_schema"),
         "maxpipe.config.bounds",
-        "maxpipe.config.shipped",
+        *("maxpipe.config.shipped", "maxpipe.config.tuning_schema"),
         *("maxpipe.processes.phases", "maxpipe.processes.secret"),
     ),
     (
@@ -39,6 +39,7 @@ ROWS = (
             "maxpipe.processes",
             "maxpipe.data.tokenizers",
             "maxpipe.data.formats",
+            "maxpipe.rewards",
         ),
         *("maxpipe.model.count", "maxpipe.model.choice"),
     ),
@@ -55,7 +56,7 @@ ROWS = (
     ("maxpipe.data.prepared",),
     (
         *("maxpipe.data.corpus", "maxpipe.data.overlap", "maxpipe.data.loader"),
-        *("maxpipe.data.look", "maxpipe.optim"),
+        *("maxpipe.data.look", "maxpipe.data.prompts", "maxpipe.optim", "maxpipe.objectives"),
     ),
     (
         *("maxpipe.train", "maxpipe.generate", "maxpipe.exchange"),
@@ -66,6 +67,7 @@ ROWS = (
         *("maxpipe.train.loop", "maxpipe.train.run", "maxpipe.train.resume"),
         *("maxpipe.train.room", "maxpipe.train.evaluation", "maxpipe.train.chosen"),
         *("maxpipe.train.weights", "maxpipe.train.decoders", "maxpipe.train.samples"),
+        "maxpipe.train.rollouts",
         *("maxpipe.plan", "maxpipe.diagnosis"),
     ),
     ("maxpipe.launch", "maxpipe.generate.weights"),
@@ -128,6 +130,8 @@ JAX_FREE = (
     "maxpipe.exchange.named",
     "maxpipe.exchange.source",
     "maxpipe.train.datasets",
+    "maxpipe.rewards",
+    "maxpipe.objectives.advantages",
     "maxpipe.optim.kept",
     "maxpipe.generate.text",
     "maxpipe.pipeline.scopes",
@@ -144,6 +148,7 @@ ROOT_CONFIG = (
     "maxpipe.config",
     "maxpipe.train.build",
     "maxpipe.train.datasets",
+    "maxpipe.train.objectives",
     "maxpipe.train.loop",
     "maxpipe.train.room",
     "maxpipe.train.run",
@@ -418,7 +423,12 @@ def _section_classes() -> list[ast.ClassDef]:
     declaring = [module for module in MODULES if _within(module, "maxpipe.model.families")]
     return [
         node
-        for module in ("maxpipe.config.schema", "maxpipe.config.data_schema", *declaring)
+        for module in (
+            "maxpipe.config.schema",
+            "maxpipe.config.data_schema",
+            "maxpipe.config.tuning_schema",
+            *declaring,
+        )
         for node in tree(module).body
         if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
     ]

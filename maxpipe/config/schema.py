@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from maxpipe.config.data_schema import DataConfig
+from maxpipe.config.tuning_schema import GrpoConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -235,8 +236,11 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Length of the run and shape of a step."""
+    """What is learned, length of the run and shape of a step."""
 
+    objective: Literal["pretrain", "grpo"] = "pretrain"
+    """What is learned: `pretrain`, the next token of documents; `grpo`, completions of prompts that
+    a function rewards (reinforcement learning), as the section `grpo` says."""
     steps: int = 0
     """Number of optimizer steps. 0 takes the length from `train.tokens`."""
     tokens: int = 0
@@ -557,6 +561,7 @@ class Config:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

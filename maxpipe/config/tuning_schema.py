@@ -9,7 +9,8 @@ from typing import Literal
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrpoConfig:
     """Reinforcement learning with verifiable rewards: completions are drawn, rewarded, and compared
-    within groups. Read with `train.objective=grpo`."""
+    within groups. Read with `train.objective=grpo`.
+    """
 
     prompts: str = ""
     """A file with a JSON object a line: `prompt`, a text, or `messages`, which the chat template

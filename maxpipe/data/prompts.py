@@ -218,9 +218,7 @@ def messages_of(record: Mapping[str, Any]) -> list[Message]:
     return messages
 
 
-def _encoded(
-    records: list[tuple[str, dict[str, Any]]], tokenizer: Tokenizer
-) -> list[PromptRecord]:
+def _encoded(records: list[tuple[str, dict[str, Any]]], tokenizer: Tokenizer) -> list[PromptRecord]:
     texts = [record["prompt"] for _, record in records if _is_text(record)]
     chats = [messages_of(record) for _, record in records if not _is_text(record)]
     if chats and tokenizer.chat is None:

@@ -15,4 +15,6 @@ def advantages(rewards: np.ndarray, scale: Literal["std", "mean"]) -> np.ndarray
     rewards = np.asarray(rewards, np.float64)
     flat = rewards.min(axis=1, keepdims=True) == rewards.max(axis=1, keepdims=True)
     gain = np.where(flat, 0.0, rewards - rewards.mean(axis=1, keepdims=True))
-    return gain if scale == "mean" else gain / np.where(flat, 1.0, rewards.std(axis=1, keepdims=True))
+    if scale == "mean":
+        return gain
+    return gain / np.where(flat, 1.0, rewards.std(axis=1, keepdims=True))

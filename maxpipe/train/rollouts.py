@@ -18,10 +18,9 @@ import numpy as np
 from jax import Array
 
 from maxpipe.config.tuning_schema import GrpoConfig
-from maxpipe.data.loader import Batch, Loader
+from maxpipe.data.loader import Batch, Datasets
 from maxpipe.data.prompts import PromptRecord, PromptRows
 from maxpipe.data.stream import seed_of
-from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError
 from maxpipe.generate.completions import Completion, Limits, Prompt, complete
 from maxpipe.generate.sampling import Sampling
@@ -29,8 +28,10 @@ from maxpipe.objectives.advantages import advantages
 from maxpipe.objectives.policy import AS_THEY_ARE
 from maxpipe.parallel.explicit import placed_on
 from maxpipe.parallel.sharding import local_rows, place_rows
+from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.rewards.process import Rewards
 from maxpipe.train.decoders import decoding_of, for_decoding, prepared, prepared_shardings
+from maxpipe.train.reference import Reference
 from maxpipe.train.step import Steps
 
 Tree = Any
@@ -63,18 +64,15 @@ class Rollouts:
         self,
         grpo_config: GrpoConfig,
         steps: Steps,
-        loader: Loader,
-        tokenizer: Tokenizer,
+        datasets: Datasets,
         *,
-        reference: Callable[[Tree], Tree] | None,
+        reference: Reference | None,
         same: Callable[[str, str], Mapping[str, Sequence[int]]],
     ):
-        """`reference` makes the parameters of the reference of those that are trained; `same` says
-        which processes have which value, see `Link.same`.
-        """
-        self._config, self._steps, self._loader = grpo_config, steps, loader
-        self._tokenizer, self._reference, self._same = tokenizer, reference, same
-        rows = loader.sequences
+        """`same` says which processes have which value, see `Link.same`."""
+        self._config, self._steps, self._loader = grpo_config, steps, datasets.train
+        self._tokenizer, self._reference, self._same = datasets.tokenizer, reference, same
+        rows = datasets.train.sequences
         assert isinstance(rows, PromptRows)
         self._prompts = rows.prompts
         self._rewards = Rewards(grpo_config)
@@ -235,11 +233,11 @@ class Rollouts:
             if number:
                 batch["old_logp"] = self._logp(params, batch)
             if self._reference is not None:
-                batch["reference_logp"] = self._logp(self._reference(params), batch)
+                batch["reference_logp"] = self._logp(self._reference.of(params), batch)
 
     def _logp(self, params: Tree, batch: Mapping[str, Array]) -> Array:
         if self._scores is None:
-            self._scores = self._steps.compile_scores()
+            self._scores = self._steps.compile_rows(LossHead.scores)
         (found,) = self._scores(params, batch)
         return found
 

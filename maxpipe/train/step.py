@@ -48,6 +48,7 @@ from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.loss_head import by_source
 from maxpipe.pipeline.network import Network
 from maxpipe.pipeline.objective import CrossEntropy, Objective
+from maxpipe.pipeline.program import Reader
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.trainable import joined
 from maxpipe.processes.runtime import compiler_options
@@ -169,6 +170,11 @@ class Steps:
             options["xla_backend_optimization_level"] = 0
         return init.compile(options)()
 
+    def init_params(self) -> Tree:
+        """The parameters of a fresh state alone."""
+        init = partial(self.partition.init, self._key(_PARAMETERS))
+        return self._jit(init, self.state_sharding.params)()
+
     def compile_train(self) -> Any:
         """(state, batch) -> (state, metrics); the state passed in is used up."""
         return self.lower_train().compile(self.compiler_options)
@@ -227,6 +233,22 @@ class Steps:
             d_model=self.partition.decoder.config.d_model,
             spares_memory=spares_memory,
         )
+
+    def compile_rows(self, reader: Reader, rows: int = 0) -> Any:
+        """(params, batch) -> what a reader finds of each row, divided as the batch is.
+
+        `rows` as in `compile_eval`.
+        """
+        rows = rows or self.shape[0]
+        run = self.engine.rows(self._eval_schedule(rows), reader)
+        step = jax.jit(
+            lambda params, batch: run(params, batch, None),
+            in_shardings=(self.state_sharding.params, self.batch_sharding),
+            out_shardings=self.batch_sharding,
+        )
+        with jax.set_mesh(self.partition.mesh):
+            lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
+            return lowered.compile(self.compiler_options)
 
     def _eval_schedule(self, rows: int) -> Schedule:
         shards = math.prod(self.partition.mesh.shape[axis] for axis in BATCH_AXES)
