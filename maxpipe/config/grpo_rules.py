@@ -6,14 +6,18 @@ import re
 from collections.abc import Iterator
 
 from maxpipe.config.ramp import Ramp
-from maxpipe.config.rules import divisors, rule, shown, up, value_of
+from maxpipe.config.rules import listed, rule, shown, up, value_of
 from maxpipe.config.schema import Config
 from maxpipe.errors import Finding
 
 _OBJECTIVE = "train.objective"
 _GROUP, _UPDATES, _FILE = "grpo.group_size", "grpo.updates_per_rollout", "grpo.reward_file"
 _CODE, _PROMPTS = "grpo.allow_code", "grpo.prompts"
-_LENGTH = ("train.steps", "train.tokens", "train.batch_size", "train.sequence_length")
+_LENGTH = (
+    *("train.steps", "train.tokens", "train.batch_size", "train.batch_ramp"),
+    "train.sequence_length",
+)
+"""What the number of steps depends on."""
 
 
 def _trains(config: Config) -> bool:
@@ -37,7 +41,8 @@ def _groups_fill_a_batch(config: Config) -> Iterator[Finding]:
         yield Finding(
             _GROUP,
             f"must divide train.batch_size ({rows}): a step has whole groups.",
-            f"Set train.batch_size={up(rows, size)}, or grpo.group_size to {divisors(rows)}.",
+            f"Set train.batch_size={up(rows, size)}, or grpo.group_size to "
+            f"{listed(each for each in range(2, rows + 1) if rows % each == 0) or 2}.",
         )
 
 

@@ -108,4 +108,5 @@ def number(text: str) -> Fraction | None:
     if len(text) > _MOST_CHARACTERS or not _NUMBER.fullmatch(text):
         return None
     top, _, bottom = text.partition("/")
-    return Fraction(top) / int(bottom) if int(bottom or "1") else None
+    below = int(bottom or 1)
+    return Fraction(top) / below if below else None
