@@ -310,8 +310,8 @@ class Datasets:
     unreadable: int
     sets: Mapping[str, Loader]
     """Those of `data.validation` by name."""
-    corpora: tuple[Corpus, Mapping[str, Corpus]]
-    """The documents themselves, of the training and of each set."""
+    corpora: tuple[Corpus, Mapping[str, Corpus]] | None
+    """The documents themselves, of the training and of each set; None if it reads prompts."""
 
     def evaluated(self) -> dict[str, Loader]:
         """What is evaluated: under no name what is held out, and each set."""
@@ -476,6 +476,9 @@ _WORDS = {
     "chat": "the chat template, fields or roles",
     "packing": "the packing",
     "order_version": "the order of samples",
+    "group_size": "grpo.group_size",
+    "updates_per_rollout": "grpo.updates_per_rollout",
+    "reward": "the reward",
     "batch_size": "train.batch_size",
     "batch_ramp": "the stages of train.batch_ramp, as rows and steps,",
 }

@@ -23,6 +23,7 @@ class Metric:
 
 _DISTILLED = "with `train.objective=distill`"
 _EVALUATED, _MIXED = "after an evaluation", "with `data.mixture`"
+_GRPO = "with `train.objective=grpo`"
 
 
 def of_source(name: str, what: str) -> str:
@@ -35,7 +36,8 @@ METRICS = (
         "train/loss",
         "nats per token",
         "Cross-entropy of the step's batch, before its update, over all tokens that are predicted. "
-        "Losses that layers and heads ahead add to the objective are not in it.",
+        "Losses that layers and heads ahead add to the objective are not in it. With "
+        "`train.objective=grpo` the loss of the policy, in no unit.",
     ),
     Metric(
         "train/loss_ahead_1",
@@ -92,6 +94,45 @@ METRICS = (
         "nats per byte",
         "The same per byte of text, which compares across tokenizers.",
         _EVALUATED,
+    ),
+    Metric(
+        "rollout/reward",
+        "",
+        "Mean reward of the completions that the step is trained on.",
+        _GRPO,
+    ),
+    Metric("rollout/reward_std", "", "Standard deviation of these rewards.", _GRPO),
+    Metric(
+        "rollout/flat_groups",
+        "fraction",
+        "Groups of them whose rewards are all the same, which say nothing.",
+        _GRPO,
+    ),
+    Metric("rollout/tokens", "tokens", "Mean length of these completions.", _GRPO),
+    Metric(
+        "rollout/cut",
+        "fraction",
+        "These completions that were ended by `grpo.max_tokens`.",
+        _GRPO,
+    ),
+    Metric(
+        "train/entropy",
+        "nats per token",
+        "Entropy of the policy, estimated from the tokens that were drawn: of `train/loss`, its "
+        "kind of mean.",
+        _GRPO,
+    ),
+    Metric(
+        "train/clipped",
+        "fraction",
+        "Tokens that `grpo.clip` keeps from being learned from; 0 in the first step of a rollout.",
+        _GRPO,
+    ),
+    Metric(
+        "train/kl",
+        "nats per token",
+        "Divergence from the reference, estimated from the tokens that were drawn.",
+        "with `grpo.kl`",
     ),
     Metric("train/epochs", "", "How often the documents were read.", "without `data.mixture`"),
     Metric(
@@ -153,6 +194,12 @@ METRICS = (
         "The same as a fraction of the device's peak.",
         "on devices with a file in `configs/hardware`",
     ),
+    Metric(
+        "perf/rollout_s",
+        "seconds",
+        "Time for each step, beside `perf/step_s`, in which completions were drawn and rewarded.",
+        _GRPO,
+    ),
     Metric("perf/data_wait_s", "seconds", "Part of a step's time that waited for its batch."),
     Metric(
         "pipe/bubble_pct",
@@ -174,6 +221,7 @@ METRICS = (
 
 CHARTS = (
     ("loss", ("train/loss", "eval/loss")),
+    ("reward", ("rollout/reward",)),
     ("loss of sources", ("source/NAME/loss", "source/NAME/eval_loss")),
     ("throughput", ("perf/tokens_per_s",)),
     ("MFU", ("perf/mfu",)),

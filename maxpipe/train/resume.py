@@ -51,6 +51,7 @@ from maxpipe.model.frozen import trained
 from maxpipe.telemetry.console import Console
 from maxpipe.train import weights
 from maxpipe.train.guard import initial
+from maxpipe.train.reference import Reference
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
 
@@ -116,6 +117,7 @@ class Position(TypedDict):
     fingerprint: dict[str, Any]
     guard: NotRequired[Guarded | None]
     teacher: NotRequired[TeacherEntry]
+    reference: NotRequired[str]
 
 
 _NEW_START = "checkpoint.restore_from to a run with this model, or to '' for a fresh start"
@@ -130,6 +132,10 @@ class Start(NamedTuple):
     """See `Watch.offset`."""
     facts: Mapping[str, Any] | None = None
     """The guard's counts."""
+    reference: str | None = None
+    """Digest of the parameters that a run which goes on began with, if it has kept one."""
+    goes_on: bool = False
+    """Whether these parameters are other ones than those."""
 
 
 def restore_or_init(
@@ -181,7 +187,9 @@ def restore_or_init(
             for name, before, now in _changed_keys(facts.config, config):
                 console.note(f"config: {name} was {before} {words} and is {now}")
 
-    if (found := checkpoints.restore_newest(steps.abstract_saved, accept)) is not None:
+    found = checkpoints.restore_newest(steps.abstract_saved, accept)
+    goes_on = found is not None
+    if found is not None:
         words = f"resuming {run_folder(config.run)} after step {found.step}"
         if found.folder.parent != checkpoints.durable.path:
             words += f", from {found.folder}"
@@ -189,10 +197,12 @@ def restore_or_init(
             words += ": its own checkpoints come before checkpoint.restore_from"
     elif config.checkpoint.restore_from:
         if (folder := folder_of(config.checkpoint.restore_from)) is not None:
-            return _with_folder(folder, loaded, steps, console)
+            params, words = _of_folder(folder, loaded, steps, console)
+            return Start(steps.with_weights(params), words)
         other = _of_other(loaded)
         if config.checkpoint.restore == "weights" or (other and other.data.get(WEIGHTS_ONLY)):
-            return _with_weights(loaded, steps, datasets, console, other)
+            params, words = _weights_of(loaded, steps, datasets, console, other)
+            return Start(steps.with_weights(params), words)
         found = restore_other(loaded, steps.abstract_saved, partial(accept, own=False))
         words = f"starting from {config.checkpoint.restore_from} after step {found.step}"
     else:
@@ -203,13 +213,44 @@ def restore_or_init(
         console.note(f"data: weights of the mixture change with step {found.step + 1}")
     guarded = data.get("guard")
     state = steps.from_saved(found.state, initial(config.guard, guarded))
-    return Start(state, words, data["step"] - found.step, guarded)
+    reference = data.get("reference") if goes_on else None
+    return Start(state, words, data["step"] - found.step, guarded, reference, goes_on)
 
 
-def _with_weights(
+def reference_of(
+    loaded: Loaded, steps: Steps, datasets: Datasets, console: Console, begin: Start
+) -> Reference | None:
+    """The parameters that the run has begun with, where it is held near them.
+
+    Raises:
+        ConfigError, StorageError: as `restore_or_init`.
+    """
+    config = loaded.config
+    if config.train.objective != "grpo" or not config.grpo.kl:
+        return None
+    params = begin.state.params
+    if begin.goes_on:
+        params = _first_params(loaded, steps, datasets, console)
+    key = where("checkpoint.restore_from", loaded.origins)
+    return Reference(steps, params, begin.reference, key)
+
+
+def _first_params(loaded: Loaded, steps: Steps, datasets: Datasets, console: Console) -> Any:
+    """Parameters alone, on the mesh, as those of a new start."""
+    origin = loaded.config.checkpoint.restore_from
+    if not origin:
+        return steps.init_params()
+    if (folder := folder_of(origin)) is not None:
+        params, _ = _of_folder(folder, loaded, steps, console)
+    else:
+        params, _ = _weights_of(loaded, steps, datasets, console, _of_other(loaded))
+    return steps.stack_params(params)
+
+
+def _weights_of(
     loaded: Loaded, steps: Steps, datasets: Datasets, console: Console, other: Facts | None
-) -> Start:
-    """A new run, but for its parameters, which are those of `other` as a rule."""
+) -> tuple[Any, str]:
+    """The parameters of a checkpoint, of `other` as a rule, for a new run; and its first words."""
     config = loaded.config
     wanted = steps.abstract_saved["params"]
     said = other.config.get("model", {}).get("vocab_size") if other else None
@@ -238,11 +279,11 @@ def _with_weights(
     if found.facts.data.get(WEIGHTS_ONLY):
         source += ", which has nothing else"
     text = f"starting a new run in {run_folder(config.run)} with the weights of {source}"
-    return Start(steps.with_weights(params), text)
+    return params, text
 
 
-def _with_folder(folder: str, loaded: Loaded, steps: Steps, console: Console) -> Start:
-    """A new run with the parameters of a Hugging Face folder."""
+def _of_folder(folder: str, loaded: Loaded, steps: Steps, console: Console) -> tuple[Any, str]:
+    """The parameters of a Hugging Face folder for a new run, and its first words."""
     config = loaded.config
     source = open_folder(folder, where("checkpoint.restore_from", loaded.origins))
     wanted = to_dict(config)["model"]
@@ -265,7 +306,7 @@ def _with_folder(folder: str, loaded: Loaded, steps: Steps, console: Console) ->
         console.note(weights.words(before, config.model.vocab_size))
     params = weights.of_folder(source, steps.abstract_saved["params"])
     text = f"starting a new run in {run_folder(config.run)} with the weights of {source.folder}"
-    return Start(steps.with_weights(params), text)
+    return params, text
 
 
 def _check_weights(saved: Mapping[str, Any], loaded: Loaded) -> None:

@@ -35,6 +35,7 @@ from maxpipe.config.paths import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, SAMPLES
 from maxpipe.config.schema import Config, DataConfig
 from maxpipe.data.loader import Datasets, Loader
 from maxpipe.data.packing import efficiency_of
+from maxpipe.data.prompts import PromptRows
 from maxpipe.data.stream import Part
 from maxpipe.errors import ConfigError, ExitCode, Preempted, ReplicaError, StorageError
 from maxpipe.model import choice
@@ -55,8 +56,10 @@ from maxpipe.train.build import batches, steps_of
 from maxpipe.train.datasets import check_overlap, datasets_of
 from maxpipe.train.distill import Taught, taught_by
 from maxpipe.train.evaluate import Totals, evaluate
+from maxpipe.train.reference import Reference
 from maxpipe.train.replicas import explain
-from maxpipe.train.resume import Start, may_differ, restore_or_init
+from maxpipe.train.resume import Start, may_differ, reference_of, restore_or_init
+from maxpipe.train.rollouts import Rollouts
 from maxpipe.train.room import check_forecast, check_program
 from maxpipe.train.samples import Samples
 from maxpipe.train.state import TrainState
@@ -99,6 +102,9 @@ class Run:
     samples: Samples | None
     taught: Taught
     """What a teacher says of batches, if there is one."""
+    rollouts: Rollouts | None
+    """What steps train on, with prompts in place of documents."""
+    reference: Reference | None
     compared: int = -1
     """The last step after which replicas were compared."""
     evaluated: tuple[int, dict[str, float]] = (0, {})
@@ -122,7 +128,12 @@ class Run:
         return metrics
 
     def train_batches(self, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
-        """Global batches of the steps from `start` to before `stop`, read ahead."""
+        """Those of training from `start` to before `stop`: of documents, read ahead, with what a
+        teacher says of them; of rollouts, once they are there.
+        """
+        if self.rollouts is not None:
+            rollouts = self.rollouts
+            return contextlib.closing(rollouts.batch(each) for each in range(start, stop))
         lessons = self.taught.lessons
         if lessons is None:
             return self._batches(self.datasets.train, start, stop)
@@ -130,6 +141,10 @@ class Run:
 
     def _batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
         return batches(self.steps.batch_sharding, loader, start, stop)
+
+    def can_stop_behind(self, step: int) -> bool:
+        """Whether the run can be saved after `step`: what it goes on with is not half used."""
+        return self.rollouts is None or self.rollouts.begins(step + self.watch.offset)
 
     def save(self, step: int, *, last: bool = False) -> None:
         """Start saving the state after `step`, unless that was done; `last` waits for the end."""
@@ -139,6 +154,8 @@ class Run:
         data = self.datasets.train.state(step + self.watch.offset)
         data["guard"] = self.state.guard.facts() | self.watch.facts()
         data |= self.taught.facts
+        if self.reference is not None:
+            data["reference"] = self.reference.digest
         self.checkpoints.save(
             step,
             lambda: self.steps.to_saved(self.state),
@@ -176,12 +193,18 @@ class Run:
         return metrics
 
     def sample(self, step: int) -> None:
-        """Shows and records what the model makes of the prompts after `step`."""
-        assert self.samples is not None
-        found = self.samples.take(self.state.params)
+        """Shows and records what the model makes of the prompts after `step`; of rollouts, what
+        the step was trained on.
+        """
+        if self.rollouts is not None:
+            found = self.rollouts.samples(step - 1 + self.watch.offset)
+        else:
+            assert self.samples is not None
+            found = self.samples.take(self.state.params)
         self.writer.samples(step, found)
         for each in found:
-            self.console.note(f"sample after step {step}: {each['prompt']}{each['text']}")
+            worth = f" (reward {each['reward']:g})" if "reward" in each else ""
+            self.console.note(f"sample after step {step}: {each['prompt']}{each['text']}{worth}")
 
     def compare_replicas(self, step: int) -> None:
         """Check that copies on several devices are the same.
@@ -265,6 +288,11 @@ def set_up(
     phases.progress(first := int(begin.state.step))
     last = data_end.checked(loaded, datasets.train, begin.offset, first, console)
     console.note(begin.words)
+    reference = reference_of(loaded, steps, datasets, console, begin)
+    rollouts = None
+    if config.train.objective == "grpo":
+        rollouts = Rollouts(config.grpo, steps, datasets, reference=reference, same=link.same)
+        stack.callback(rollouts.close)
     if first < last:
         attention_check.check(run_dir, steps, link, console, events)
     with phases.enter(COMPILE):
@@ -297,6 +325,8 @@ def set_up(
         restore=restore,
         samples=samples,
         taught=taught,
+        rollouts=rollouts,
+        reference=reference,
     )
     stack.callback(lambda: run.writer.close())  # a roll back opens another one
     return run
@@ -336,7 +366,7 @@ def _begun(datasets: Datasets, phases: Phases) -> dict[str, Any]:
 
 def _samples(config: Config, steps: Steps, datasets: Datasets) -> Samples | None:
     """What samples are taken with, if any are."""
-    if not config.eval.sample_every:
+    if not config.eval.sample_every or config.train.objective == "grpo":
         return None
     room, seed = config.train.sequence_length, config.run.seed
     return Samples(config.eval, steps.partition, datasets.tokenizer, room=room, seed=seed)
@@ -509,6 +539,8 @@ def _write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
 
 def _sources(data: DataConfig, train: Loader, length: int) -> Iterator[tuple[str, str]]:
     """How each source fills its sequences; of a mixture its share of the run, too."""
+    if isinstance(train.sequences, PromptRows):
+        return
     if train.stream.mixture is None:
         yield "packing", _packed(data, train.stream.parts[0])
         return

@@ -170,6 +170,11 @@ class Steps:
             options["xla_backend_optimization_level"] = 0
         return init.compile(options)()
 
+    def init_params(self) -> Tree:
+        """The parameters of a fresh state alone."""
+        init = partial(self.partition.init, self._key(_PARAMETERS))
+        return self._jit(init, self.state_sharding.params)()
+
     def compile_train(self) -> Any:
         """(state, batch) -> (state, metrics); the state passed in is used up."""
         return self.lower_train().compile(self.compiler_options)
