@@ -52,10 +52,10 @@ ROWS = (
         *("maxpipe.plan.hlo", "maxpipe.plan.hlo_text", "maxpipe.plan.gpu_target"),
         *("maxpipe.diagnosis.environment", "maxpipe.diagnosis.probe"),
     ),
-    ("maxpipe.data.prepared",),
+    ("maxpipe.data.prepared", "maxpipe.objectives"),
     (
         *("maxpipe.data.corpus", "maxpipe.data.overlap", "maxpipe.data.loader"),
-        *("maxpipe.data.look", "maxpipe.data.prompts", "maxpipe.optim", "maxpipe.objectives"),
+        *("maxpipe.data.look", "maxpipe.data.prompts", "maxpipe.optim"),
     ),
     (
         *("maxpipe.train", "maxpipe.generate", "maxpipe.exchange"),

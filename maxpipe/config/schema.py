@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from maxpipe.config.data_schema import DataConfig
-from maxpipe.config.tuning_schema import DistillConfig, GrpoConfig
+from maxpipe.config.tuning_schema import DistillConfig, GrpoConfig, PreferenceConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -238,10 +238,11 @@ class PipelineConfig:
 class TrainConfig:
     """What is learned, length of the run and shape of a step."""
 
-    objective: Literal["pretrain", "distill", "grpo"] = "pretrain"
-    """What is learned: `pretrain`, the next token of documents; `distill`, besides what a teacher
-    says of it: the section `distill`; `grpo`, completions of prompts that a function rewards
-    (reinforcement learning), as the section `grpo` says."""
+    objective: Literal["pretrain", "preference", "distill", "grpo"] = "pretrain"
+    """What is learned: `pretrain`, the next token of documents; `preference`, which of two
+    responses is preferred, as `preference.loss` says; `distill`, besides the next token what a
+    teacher says of it: the section `distill`; `grpo`, completions of prompts that a function
+    rewards (reinforcement learning): the section `grpo`."""
     steps: int = 0
     """Number of optimizer steps. 0 takes the length from `train.tokens`."""
     tokens: int = 0
@@ -569,6 +570,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     log: LogConfig = field(default_factory=LogConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -8,6 +8,7 @@ Source: the idea of one call that partitions a model is Pax's.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -58,7 +59,7 @@ from maxpipe.schedule.table import Schedule
 from maxpipe.train import executable
 from maxpipe.train.follow import followed
 from maxpipe.train.guard import GuardState, assess, initial
-from maxpipe.train.replicas import ReplicaCheck
+from maxpipe.train.replicas import ReplicaCheck, digest
 from maxpipe.train.state import VOCABULARY, Partition, TrainState
 from maxpipe.train.summaries import summarised
 
@@ -242,6 +243,18 @@ class Steps:
             lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
             return lowered.compile(self.compiler_options)
 
+    def digest(self, params: Tree) -> str:
+        """Of parameters, the same under every layout."""
+        parts = self.partition
+
+        def digests(params: Tree) -> Array:
+            saved = parts.to_saved(params, vocabulary=VOCABULARY)
+            return jnp.stack([digest(leaf) for leaf in jax.tree.leaves(saved)])
+
+        everywhere = NamedSharding(parts.mesh, PartitionSpec())
+        found = self._jit(left_to_compiler(digests, PartitionSpec()), everywhere)(params)
+        return hashlib.sha256(np.asarray(found, "<u4").tobytes()).hexdigest()
+
     @property
     def compiler_options(self) -> dict[str, Any]:
         """What XLA should do differently for this mesh."""
@@ -419,6 +432,8 @@ class Steps:
     def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:
         sums, targets = self.engine.loss(schedule)(params, batch, None)
         found = dict(zip(("loss", *self.objective.reported), sums, strict=True))
+        if self.objective.by_segment:
+            return found | {"targets": targets}
         lengths = jnp.asarray(self.byte_lengths, jnp.float32)
         # Picked by index: divided as the indices are.
         size = left_to_compiler(operator.getitem, BATCH_SPEC)(lengths, batch["targets"])
