@@ -24,6 +24,7 @@ from maxpipe.commands import (
     configs,
     curves,
     data,
+    distill,
     doctor,
     eval,
     generate,
@@ -194,8 +195,10 @@ def _parser() -> Parser:
     goodput.add(commands)
     curves.add(commands)
     board.add(commands)
+    curves.add(commands)
     tokenizer.add(commands)
     data.add(commands)
+    distill.add(commands)
     doctor.add(commands)
     configs.add(commands)
     completion.add(commands, parser)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from maxpipe.config.data_schema import DataConfig
-from maxpipe.config.tuning_schema import PreferenceConfig
+from maxpipe.config.tuning_schema import DistillConfig, GrpoConfig, PreferenceConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -236,11 +236,13 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Length of the run and shape of a step."""
+    """What is learned, length of the run and shape of a step."""
 
-    objective: Literal["pretrain", "preference"] = "pretrain"
-    """What is learned: `pretrain`, the next token; `preference`, which of two responses is
-    preferred, as `preference.loss` says."""
+    objective: Literal["pretrain", "preference", "distill", "grpo"] = "pretrain"
+    """What is learned: `pretrain`, the next token of documents; `preference`, which of two
+    responses is preferred, as `preference.loss` says; `distill`, besides the next token what a
+    teacher says of it: the section `distill`; `grpo`, completions of prompts that a function
+    rewards (reinforcement learning): the section `grpo`."""
     steps: int = 0
     """Number of optimizer steps. 0 takes the length from `train.tokens`."""
     tokens: int = 0
@@ -561,8 +563,10 @@ class Config:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -48,6 +48,7 @@ def _built_in_for_a_public_model(
     vocabulary = config.model.vocab_size
     if not {"model.vocab_size", "tokenizer.kind", "data.source"}.isdisjoint(skip):
         return []
+    prompts = config.train.objective == "grpo"
     if vocabulary <= LARGEST_FOR_BYTES or is_synthetic(config.data):
         return []
     problems = []
@@ -62,7 +63,7 @@ def _built_in_for_a_public_model(
                 f"its folder), or model.vocab_size={BYTES_VOCABULARY} to train on bytes.",
             )
         )
-    if origins.get("data.source", DEFAULT) == DEFAULT and not config.data.mixture:
+    if not prompts and origins.get("data.source", DEFAULT) == DEFAULT and not config.data.mixture:
         problems.append(
             Problem(
                 where("data.source", origins),

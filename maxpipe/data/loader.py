@@ -37,7 +37,7 @@ from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 
 # Increased whenever the same seed and data give other batches than before.
-_ORDER_VERSION = 1
+_ORDER, _ORDER_VERSION = "order_version", 1
 
 Batch = dict[str, np.ndarray]
 Rows = Sequence[int] | slice
@@ -270,6 +270,25 @@ class Loader:
         """JSON values that decide which tokens a step gets."""
         return dict(self._fingerprint)
 
+    def facts_of_rows(self) -> dict[str, dict[str, Any]]:
+        """By name of a source what decides each of its sequences, and how many `sequences` it has.
+
+        Not what decides their order, or how many are in a batch.
+        """
+        facts, common = self.fingerprint(), {}
+        for name in (_ORDER, *config_ramp.FACTS, mixture.FACTS):
+            facts.pop(name, None)
+        for name in ("tokenizer", "seed", "validation_fraction", "sequence_length"):
+            common[name] = facts.pop(name)
+        return {
+            part.name: {
+                **facts.get(SOURCES, {"": facts})[part.name],
+                **common,
+                "sequences": len(part.sequences),
+            }
+            for part in self.stream.parts
+        }
+
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps: resuming is `batches(start_step=step)`."""
         return {"step": step, "fingerprint": self.fingerprint()}
@@ -295,8 +314,8 @@ class Datasets:
     unreadable: int
     sets: Mapping[str, Loader]
     """Those of `data.validation` by name."""
-    corpora: tuple[Corpus, Mapping[str, Corpus]]
-    """The documents themselves, of the training and of each set."""
+    corpora: tuple[Corpus, Mapping[str, Corpus]] | None
+    """The documents themselves, of the training and of each set; None if it reads prompts."""
 
     def evaluated(self) -> dict[str, Loader]:
         """What is evaluated: under no name what is held out, and each set."""
@@ -359,7 +378,7 @@ def _once(corpus: Corpus, split: Split, rows: int) -> Loader | None:
 
 
 def _facts(corpus: Corpus, ramp: Ramp) -> dict[str, Any]:
-    return {"order_version": _ORDER_VERSION, **corpus.fingerprint(), **ramp.facts()}
+    return {_ORDER: _ORDER_VERSION, **corpus.fingerprint(), **ramp.facts()}
 
 
 def _loader(
@@ -480,6 +499,9 @@ _WORDS = {
     "packing": "the packing",
     "pairs_per_row": "data.pairs_per_row",
     "order_version": "the order of samples",
+    "group_size": "grpo.group_size",
+    "updates_per_rollout": "grpo.updates_per_rollout",
+    "reward": "the reward",
     "batch_size": "train.batch_size",
     "batch_ramp": "the stages of train.batch_ramp, as rows and steps,",
 }

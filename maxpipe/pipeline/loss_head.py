@@ -349,7 +349,8 @@ def _value_and_grad(
     if scale is None:
         lost, reports = run(scores)
         return lost, (), reports
-    lost, vjp, reports = jax.vjp(run, scores, has_aux=True)
+    # Of scores that are known to be the same on devices jax would sum the cotangents over these.
+    lost, vjp, reports = jax.vjp(run, vary(scores), has_aux=True)
     return lost, vjp(weight * scale)[0], reports
 
 

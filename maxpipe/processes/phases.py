@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 START, DATA_SET_UP, RESTORE, COMPILE = "start", "data set-up", "restore", "compile"
 LOOP, DATA, STEP, EVAL, SAVE = "loop", "data", "step", "eval", "save"
+ROLLOUT = "rollout"
 SET_UP = (START, DATA_SET_UP, RESTORE, COMPILE)
 """Before the first step."""
-WAITING = (STEP, EVAL, SAVE, RESTORE)
+WAITING = (STEP, ROLLOUT, EVAL, SAVE, RESTORE)
 """Phases that may wait for other processes; in all others a process delays them itself."""
 UNTIMED = (COMPILE,)
 """Of unknown length: from outside, progress cannot be seen."""

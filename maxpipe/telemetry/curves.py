@@ -5,9 +5,8 @@ Tags that end alike, as `train/loss` and `eval/loss`, share a panel.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from maxpipe.boundary.files import full, records
 from maxpipe.config.paths import METRICS_FILE
 from maxpipe.config.rules import did_you_mean
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.schedule.canvas import Area, Box, Canvas, Label, text_width
+from maxpipe.schedule.canvas import Box, Canvas, Label, text_width
+from maxpipe.schedule.canvas import Curve as Line
 
 FORMS = (".svg", ".png")
 _INK, _GREY, _PALE = "#1d2633", "#667085", "#e4e7ec"
@@ -100,21 +100,12 @@ def _panel(title: str, lines: Mapping[str, Curve]) -> Canvas:
         canvas.boxes.append(Box(x, y - 9, 14, 5, colour, radius=2))
         canvas.labels.append(Label(x + 20, y, name, 12, _INK, "l"))
         width = max(width, x + 20 + text_width(name, 12))
-        canvas.areas += _drawn([place(*point) for point in curve], colour)
+        canvas.curves.append(Line([place(*point) for point in curve], colour, _LINE))
+        if len(curve) == 1:  # a point alone is a small square
+            u, v = place(*curve[0])
+            canvas.boxes.append(Box(u - 3, v - 3, 6, 6, colour))
     canvas.width, canvas.height = round(width + 20), round(bottom + _BELOW)
     return canvas
-
-
-def _drawn(points: Sequence[tuple[float, float]], colour: str) -> Iterable[Area]:
-    """A line as narrow areas; a point alone as a small square."""
-    if len(points) == 1:
-        ((x, y),) = points
-        yield Area([(x - 3, y - 3), (x + 3, y - 3), (x + 3, y + 3), (x - 3, y + 3)], colour)
-    for (x, y), (u, v) in itertools.pairwise(points):
-        length = math.hypot(u - x, v - y) or 1.0
-        across, along = (v - y) / length * _LINE / 2, (u - x) / length * _LINE / 2
-        corners = [(x - across, y + along), (u - across, v + along)]
-        yield Area([*corners, (u + across, v - along), (x + across, y - along)], colour)
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:

@@ -21,7 +21,9 @@ class Metric:
     when: str = "each record"
 
 
+_DISTILLED = "with `train.objective=distill`"
 _EVALUATED, _MIXED = "after an evaluation", "with `data.mixture`"
+_GRPO = "with `train.objective=grpo`"
 _PREFERENCE = "with `train.objective=preference`"
 _OF_PAIRS = {
     "reward_chosen": (
@@ -49,7 +51,8 @@ METRICS = (
         "nats per token",
         "Cross-entropy of the step's batch, before its update, over all tokens that are predicted. "
         "Losses that layers and heads ahead add to the objective are not in it. Of preferences it "
-        "is what `preference.loss` says, the mean over pairs, and so in evaluations.",
+        "is what `preference.loss` says, the mean over pairs, and so in evaluations; with "
+        "`train.objective=grpo` the loss of the policy, in no unit.",
     ),
     Metric(
         "train/loss_ahead_1",
@@ -75,12 +78,76 @@ METRICS = (
         "Spikes of loss or gradient norm so far.",
         "with `guard.spike_sigmas`",
     ),
+    Metric(
+        "train/cross_entropy",
+        "nats per token",
+        "Cross-entropy of the step's batch; `train/loss` is its mean with the divergence.",
+        _DISTILLED,
+    ),
+    Metric(
+        "train/divergence",
+        "nats per token",
+        "Divergence of student and teacher, times `distill.temperature` squared.",
+        _DISTILLED,
+    ),
+    Metric(
+        "distill/teacher_wait_s",
+        "seconds",
+        "Part of a step's time that waited for the teacher; it is in `perf/data_wait_s`, too.",
+        f"{_DISTILLED} and `distill.teacher`",
+    ),
+    Metric(
+        "distill/transfer_bytes",
+        "bytes",
+        "What a step sends between devices of teacher and student: batch one way, answers the "
+        "other.",
+        f"{_DISTILLED} and `distill.teacher`",
+    ),
     Metric("eval/loss", "nats per token", "Cross-entropy of validation documents.", _EVALUATED),
     Metric(
         "eval/nats_per_byte",
         "nats per byte",
         "The same per byte of text, which compares across tokenizers.",
         _EVALUATED,
+    ),
+    Metric(
+        "rollout/reward",
+        "",
+        "Mean reward of the completions that the step is trained on.",
+        _GRPO,
+    ),
+    Metric("rollout/reward_std", "", "Standard deviation of these rewards.", _GRPO),
+    Metric(
+        "rollout/flat_groups",
+        "fraction",
+        "Groups of them whose rewards are all the same, which say nothing.",
+        _GRPO,
+    ),
+    Metric("rollout/tokens", "tokens", "Mean length of these completions.", _GRPO),
+    Metric(
+        "rollout/cut",
+        "fraction",
+        "These completions that were ended by `grpo.max_tokens`.",
+        _GRPO,
+    ),
+    Metric(
+        "train/entropy",
+        "nats per token",
+        "Entropy of the policy, estimated from the tokens that were drawn: of `train/loss`, its "
+        "kind of mean.",
+        _GRPO,
+    ),
+    Metric(
+        "train/clipped",
+        "fraction",
+        "Tokens that `grpo.clip` keeps from being learned from; 0 in the first step of a rollout.",
+        _GRPO,
+    ),
+    Metric(
+        "train/kl",
+        "nats per token",
+        "Divergence from the reference, estimated from the tokens that were drawn.",
+        "with `grpo.kl`",
     ),
     *(Metric(f"train/{name}", *each, _PREFERENCE) for name, each in _OF_PAIRS.items()),
     *(
@@ -147,6 +214,12 @@ METRICS = (
         "The same as a fraction of the device's peak.",
         "on devices with a file in `configs/hardware`",
     ),
+    Metric(
+        "perf/rollout_s",
+        "seconds",
+        "Time for each step, beside `perf/step_s`, in which completions were drawn and rewarded.",
+        _GRPO,
+    ),
     Metric("perf/data_wait_s", "seconds", "Part of a step's time that waited for its batch."),
     Metric(
         "pipe/bubble_pct",
@@ -168,6 +241,7 @@ METRICS = (
 
 CHARTS = (
     ("loss", ("train/loss", "eval/loss")),
+    ("reward", ("rollout/reward",)),
     ("loss of sources", ("source/NAME/loss", "source/NAME/eval_loss")),
     ("margin of rewards", ("train/margin", "eval/margin")),
     ("accuracy of rewards", ("train/accuracy", "eval/accuracy")),

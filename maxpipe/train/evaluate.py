@@ -111,5 +111,11 @@ def evaluate(
         for number, name in enumerate(sources)
     }
     reports = {name: float(value.sum()) for name, value in total.items()}
-    sums = (float(each.sum()) for each in (loss, targets, num_bytes))
-    return Totals(*sums, of_sources, reports, of_text)
+    return Totals(
+        float(loss.sum()),
+        float(targets.sum()),
+        float(num_bytes.sum()),
+        of_sources,
+        reports,
+        of_text,
+    )

@@ -30,7 +30,7 @@ from maxpipe.errors import ConfigError, NumbersError, Preempted
 from maxpipe.parallel.mesh import build_mesh, describe
 from maxpipe.processes import runtime
 from maxpipe.processes.phases import COMPILE, DATA_SET_UP, EVAL, RESTORE, Phases
-from maxpipe.train import reference
+from maxpipe.train import pair_references
 from maxpipe.train.build import batches, steps_of
 from maxpipe.train.chosen import Chosen, choose, deferred, interrupts
 from maxpipe.train.evaluate import Totals, evaluate
@@ -113,9 +113,9 @@ def evaluate_model(
             with phases.enter(RESTORE):
                 say(f"restoring the parameters of {chosen.name}")
                 params = steps.stack_params(chosen.params(steps))
-            if reference.is_needed(steps):
+            if pair_references.are_needed(steps):
                 run_dir = Path(named.run_dir) if isinstance(named, Address) else named
-                reference.attach_stored(run_dir, loader)
+                pair_references.attach_stored(run_dir, loader)
             with phases.enter(COMPILE):
                 say("compiling")
                 step = steps.compile_eval(config.eval.batch_size)

@@ -41,6 +41,7 @@ from maxpipe.config.paths import EVENTS_FILE
 from maxpipe.config.rules import shown
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, compare
+from maxpipe.data.prepared.logits import TeacherEntry
 from maxpipe.errors import ConfigError, Problem, StorageError
 from maxpipe.exchange.incoming import WEIGHTS_ONLY, remarks
 from maxpipe.exchange.source import WITHOUT_AHEAD, folder_of
@@ -50,6 +51,7 @@ from maxpipe.model.frozen import trained
 from maxpipe.telemetry.console import Console
 from maxpipe.train import weights
 from maxpipe.train.guard import initial
+from maxpipe.train.reference import Reference
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
 
@@ -114,6 +116,8 @@ class Position(TypedDict):
     step: int
     fingerprint: dict[str, Any]
     guard: NotRequired[Guarded | None]
+    teacher: NotRequired[TeacherEntry]
+    reference: NotRequired[str]
 
 
 _NEW_START = "checkpoint.restore_from to a run with this model, or to '' for a fresh start"
@@ -128,14 +132,21 @@ class Start(NamedTuple):
     """See `Watch.offset`."""
     facts: Mapping[str, Any] | None = None
     """The guard's counts."""
-    is_new: bool = True
-    """Whether the run has no checkpoint of its own yet."""
+    reference: str | None = None
+    """Digest of the parameters that a run which goes on began with, if it has kept one."""
+    goes_on: bool = False
+    """Whether these parameters are other ones than those."""
 
 
 def restore_or_init(
-    loaded: Loaded, steps: Steps, checkpoints: Checkpoints, datasets: Datasets, console: Console
+    loaded: Loaded,
+    steps: Steps,
+    checkpoints: Checkpoints,
+    datasets: Datasets,
+    console: Console,
+    teacher: TeacherEntry | None = None,
 ) -> Start:
-    """The state to continue from.
+    """The state to continue from; `teacher` is that of the run.
 
     Raises:
         ConfigError: the checkpoint is of another model, or other data.
@@ -160,6 +171,7 @@ def restore_or_init(
         check_model(model, to_dict(config)["model"], loaded.origins, otherwise)
         _check_trained(frozen, loaded, facts.step, own=own)
         _check_optimizer(facts, loaded, own=own)
+        _check_teacher(data.get("teacher"), teacher, loaded, facts.step, own=own)
         if own and facts.step == total_steps(config.train):
             _check_finished(facts, loaded)
         others = compare(data["fingerprint"], datasets.train.fingerprint(), data["step"])
@@ -175,8 +187,9 @@ def restore_or_init(
             for name, before, now in _changed_keys(facts.config, config):
                 console.note(f"config: {name} was {before} {words} and is {now}")
 
-    is_new = False
-    if (found := checkpoints.restore_newest(steps.abstract_saved, accept)) is not None:
+    found = checkpoints.restore_newest(steps.abstract_saved, accept)
+    goes_on = found is not None
+    if found is not None:
         words = f"resuming {run_folder(config.run)} after step {found.step}"
         if found.folder.parent != checkpoints.durable.path:
             words += f", from {found.folder}"
@@ -184,11 +197,12 @@ def restore_or_init(
             words += ": its own checkpoints come before checkpoint.restore_from"
     elif config.checkpoint.restore_from:
         if (folder := folder_of(config.checkpoint.restore_from)) is not None:
-            return _with_folder(folder, loaded, steps, console)
+            params, words = _of_folder(folder, loaded, steps, console)
+            return Start(steps.with_weights(params), words)
         other = _of_other(loaded)
         if config.checkpoint.restore == "weights" or (other and other.data.get(WEIGHTS_ONLY)):
-            return _with_weights(loaded, steps, datasets, console, other)
-        is_new = True
+            params, words = _weights_of(loaded, steps, datasets, console, other)
+            return Start(steps.with_weights(params), words)
         found = restore_other(loaded, steps.abstract_saved, partial(accept, own=False))
         words = f"starting from {config.checkpoint.restore_from} after step {found.step}"
     else:
@@ -199,13 +213,44 @@ def restore_or_init(
         console.note(f"data: weights of the mixture change with step {found.step + 1}")
     guarded = data.get("guard")
     state = steps.from_saved(found.state, initial(config.guard, guarded))
-    return Start(state, words, data["step"] - found.step, guarded, is_new)
+    reference = data.get("reference") if goes_on else None
+    return Start(state, words, data["step"] - found.step, guarded, reference, goes_on)
 
 
-def _with_weights(
+def reference_of(
+    loaded: Loaded, steps: Steps, datasets: Datasets, console: Console, begin: Start
+) -> Reference | None:
+    """The parameters that the run has begun with, where it is held near them.
+
+    Raises:
+        ConfigError, StorageError: as `restore_or_init`.
+    """
+    config = loaded.config
+    if config.train.objective != "grpo" or not config.grpo.kl:
+        return None
+    params = begin.state.params
+    if begin.goes_on:
+        params = _first_params(loaded, steps, datasets, console)
+    key = where("checkpoint.restore_from", loaded.origins)
+    return Reference(steps, params, begin.reference, key)
+
+
+def _first_params(loaded: Loaded, steps: Steps, datasets: Datasets, console: Console) -> Any:
+    """Parameters alone, on the mesh, as those of a new start."""
+    origin = loaded.config.checkpoint.restore_from
+    if not origin:
+        return steps.init_params()
+    if (folder := folder_of(origin)) is not None:
+        params, _ = _of_folder(folder, loaded, steps, console)
+    else:
+        params, _ = _weights_of(loaded, steps, datasets, console, _of_other(loaded))
+    return steps.stack_params(params)
+
+
+def _weights_of(
     loaded: Loaded, steps: Steps, datasets: Datasets, console: Console, other: Facts | None
-) -> Start:
-    """A new run, but for its parameters, which are those of `other` as a rule."""
+) -> tuple[Any, str]:
+    """The parameters of a checkpoint, of `other` as a rule, for a new run; and its first words."""
     config = loaded.config
     wanted = steps.abstract_saved["params"]
     said = other.config.get("model", {}).get("vocab_size") if other else None
@@ -234,11 +279,11 @@ def _with_weights(
     if found.facts.data.get(WEIGHTS_ONLY):
         source += ", which has nothing else"
     text = f"starting a new run in {run_folder(config.run)} with the weights of {source}"
-    return Start(steps.with_weights(params), text)
+    return params, text
 
 
-def _with_folder(folder: str, loaded: Loaded, steps: Steps, console: Console) -> Start:
-    """A new run with the parameters of a Hugging Face folder."""
+def _of_folder(folder: str, loaded: Loaded, steps: Steps, console: Console) -> tuple[Any, str]:
+    """The parameters of a Hugging Face folder for a new run, and its first words."""
     config = loaded.config
     source = open_folder(folder, where("checkpoint.restore_from", loaded.origins))
     wanted = to_dict(config)["model"]
@@ -261,7 +306,7 @@ def _with_folder(folder: str, loaded: Loaded, steps: Steps, console: Console) ->
         console.note(weights.words(before, config.model.vocab_size))
     params = weights.of_folder(source, steps.abstract_saved["params"])
     text = f"starting a new run in {run_folder(config.run)} with the weights of {source.folder}"
-    return Start(steps.with_weights(params), text)
+    return params, text
 
 
 def _check_weights(saved: Mapping[str, Any], loaded: Loaded) -> None:
@@ -451,6 +496,26 @@ def _check_optimizer(facts: Facts, loaded: Loaded, *, own: bool) -> None:
                 "state is of its own kind.",
                 f"Set {key}={shown(then)}, or {_from_weights(loaded, own=own)}.",
             )
+
+
+def _check_teacher(
+    before: TeacherEntry | None, now: TeacherEntry | None, loaded: Loaded, step: int, *, own: bool
+) -> None:
+    """A student goes on with its teacher.
+
+    Raises:
+        ConfigError: it has other parameters than the one that taught before.
+    """
+    if before is None or now is None or before["digest"] == now["digest"]:
+        return
+    key = "distill.teacher" if loaded.config.distill.teacher else "distill.stored"
+    raise ConfigError.one(
+        where(key, loaded.origins),
+        now["name"],
+        f"must be the teacher that step {step} was saved with, {before['name']}: this one has "
+        "other parameters.",
+        f"Bring that one back, or set {_from_weights(loaded, own=own)}.",
+    )
 
 
 def _from_weights(loaded: Loaded, *, own: bool) -> str:

@@ -41,6 +41,7 @@ from maxpipe.config.paths import (
 from maxpipe.config.schema import Config, DataConfig
 from maxpipe.data.loader import Datasets, Loader
 from maxpipe.data.packing import efficiency_of
+from maxpipe.data.prompts import PromptRows
 from maxpipe.data.stream import Part
 from maxpipe.errors import ConfigError, ExitCode, Preempted, ReplicaError, StorageError
 from maxpipe.model import choice
@@ -56,16 +57,20 @@ from maxpipe.schedule.table import Schedule
 from maxpipe.telemetry import board
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
-from maxpipe.train import attention_check, data_end, pictures, reference
+from maxpipe.train import attention_check, data_end, pair_references, pictures
 from maxpipe.train.build import batches, steps_of
 from maxpipe.train.datasets import check_overlap, datasets_of
+from maxpipe.train.distill import Taught, taught_by
 from maxpipe.train.evaluate import Totals, evaluate
+from maxpipe.train.reference import Reference
 from maxpipe.train.replicas import explain
-from maxpipe.train.resume import Start, may_differ, restore_or_init
+from maxpipe.train.resume import Start, may_differ, reference_of, restore_or_init
+from maxpipe.train.rollouts import Rollouts
 from maxpipe.train.room import check_forecast, check_program
 from maxpipe.train.samples import Samples
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
+from maxpipe.train.teacher import devices_of
 from maxpipe.train.watch import Watch
 from maxpipe.words import counted
 
@@ -101,6 +106,11 @@ class Run:
     watch: Watch
     restore: Callable[[], Start]
     samples: Samples | None
+    taught: Taught
+    """What a teacher says of batches, if there is one."""
+    rollouts: Rollouts | None
+    """What steps train on, with prompts in place of documents."""
+    reference: Reference | None
     compared: int = -1
     """The last step after which replicas were compared."""
     evaluated: tuple[int, dict[str, float]] = (0, {})
@@ -123,9 +133,24 @@ class Run:
         self.state, metrics = run(self.state, batch)
         return metrics
 
-    def batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
-        """Global batches of the steps from `start` to before `stop`, read ahead."""
+    def train_batches(self, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
+        """Those of training from `start` to before `stop`: of documents, read ahead, with what a
+        teacher says of them; of rollouts, once they are there.
+        """
+        if self.rollouts is not None:
+            rollouts = self.rollouts
+            return contextlib.closing(rollouts.batch(each) for each in range(start, stop))
+        lessons = self.taught.lessons
+        if lessons is None:
+            return self._batches(self.datasets.train, start, stop)
+        return lessons.batches(self.datasets.train, start, stop)
+
+    def _batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
         return batches(self.steps.batch_sharding, loader, start, stop)
+
+    def can_stop_behind(self, step: int) -> bool:
+        """Whether the run can be saved after `step`: what it goes on with is not half used."""
+        return self.rollouts is None or self.rollouts.begins(step + self.watch.offset)
 
     def save(self, step: int, *, last: bool = False) -> None:
         """Start saving the state after `step`, unless that was done; `last` waits for the end."""
@@ -134,6 +159,9 @@ class Run:
             self.compare_replicas(step)
         data = self.datasets.train.state(step + self.watch.offset)
         data["guard"] = self.state.guard.facts() | self.watch.facts()
+        data |= self.taught.facts
+        if self.reference is not None:
+            data["reference"] = self.reference.digest
         self.checkpoints.save(
             step,
             lambda: self.steps.to_saved(self.state),
@@ -149,7 +177,7 @@ class Run:
         loaders = self.datasets.evaluated() if self.config.eval.batches else {}
         for name, loader in loaders.items():
             count = min(self.config.eval.batches, loader.num_batches)
-            with self.batches(loader, 0, count) as batches:
+            with self._batches(loader, 0, count) as batches:
                 stops = self.link.stops_here
                 totals = evaluate(self.eval_step, self.state.params, batches, stops, loader.sources)
             if totals is None:
@@ -168,12 +196,18 @@ class Run:
         return metrics
 
     def sample(self, step: int) -> None:
-        """Shows and records what the model makes of the prompts after `step`."""
-        assert self.samples is not None
-        found = self.samples.take(self.state.params)
+        """Shows and records what the model makes of the prompts after `step`; of rollouts, what
+        the step was trained on.
+        """
+        if self.rollouts is not None:
+            found = self.rollouts.samples(step - 1 + self.watch.offset)
+        else:
+            assert self.samples is not None
+            found = self.samples.take(self.state.params)
         self.writer.samples(step, found)
         for each in found:
-            self.console.note(f"sample after step {step}: {each['prompt']}{each['text']}")
+            worth = f" (reward {each['reward']:g})" if "reward" in each else ""
+            self.console.note(f"sample after step {step}: {each['prompt']}{each['text']}{worth}")
 
     def compare_replicas(self, step: int) -> None:
         """Check that copies on several devices are the same.
@@ -205,7 +239,7 @@ class Run:
 
 def fit_to_devices(loaded: Loaded) -> Loaded:
     """The config with the mesh's -1 resolved, and the rules that depend on it checked."""
-    mesh = resolve(loaded.config.mesh, jax.devices())
+    mesh = resolve(loaded.config.mesh, devices_of(loaded.config)[0])
     config = dataclasses.replace(loaded.config, mesh=mesh)
     problems = check(config, loaded.origins)
     if problems:
@@ -239,13 +273,17 @@ def set_up(
     with phases.enter(DATA_SET_UP), console.stage("reading data"):
         datasets = datasets_of(config, phases.progress)
     stack.callback(datasets.close)
-    steps = steps_of(config, build_mesh(config.mesh), datasets.tokenizer.byte_lengths)
-    console.banner(_facts(config, steps, datasets, length))
+    steps = _steps(config, datasets)
+    with phases.enter(RESTORE):
+        taught = taught_by(loaded, datasets, steps, phases, console.stage)
+    console.banner([*_facts(config, steps, datasets, length), *taught.words])
     if process == 0:
         _warn(loaded, datasets, console, phases)
     _check_same_data(link, datasets)
     samples = _samples(config, steps, datasets)
-    restore = partial(restore_or_init, loaded, steps, checkpoints, datasets, console)
+    restore = partial(
+        restore_or_init, loaded, steps, checkpoints, datasets, console, taught.teacher
+    )
     with phases.enter(RESTORE):
         begin = restore()
     # All leaves: on CPUs, waiting for one array of a state that failed to allocate never ends.
@@ -253,14 +291,20 @@ def set_up(
     phases.progress(first := int(begin.state.step))
     last = data_end.checked(loaded, datasets.train, begin.offset, first, console)
     console.note(begin.words)
+    reference = reference_of(loaded, steps, datasets, console, begin)
+    rollouts = None
+    if config.train.objective == "grpo":
+        rollouts = Rollouts(config.grpo, steps, datasets, reference=reference, same=link.same)
+        stack.callback(rollouts.close)
     if first < last:
         attention_check.check(run_dir, steps, link, console, events)
-    if reference.is_needed(steps) and first < last:
+    if pair_references.are_needed(steps) and first < last:
         loaders = datasets.all_once(config.eval.batch_size or config.train.batch_size)
-        found = reference.Reference(run_dir, steps, loaders, console, link, phases)
-        found.attach(begin.state.params, is_new=begin.is_new)
+        found = pair_references.PairReferences(run_dir, steps, loaders, console, link, phases)
+        found.attach(begin.state.params, is_new=not begin.goes_on)
     with phases.enter(COMPILE):
         train_steps, eval_step = _programs(config, steps, datasets, console, begin, last)
+        taught.compile(train_steps, console.stage)
     events.write("start", step=first, **_begun(datasets, phases))
     open_writer = partial(
         MetricWriter, run_dir, config.log.tensorboard, process_index=process, ours=ours
@@ -284,20 +328,35 @@ def set_up(
         state=begin.state,
         train_steps=train_steps,
         eval_step=eval_step,
-        watch=Watch(
-            config.guard,
-            run_dir=str(run_dir),
-            loader=datasets.train,
-            events=events,
-            console=console,
-            offset=begin.offset,
-            facts=begin.facts,
-        ),
+        watch=_watch(config, datasets, events, console, begin),
         restore=restore,
         samples=samples,
+        taught=taught,
+        rollouts=rollouts,
+        reference=reference,
     )
     stack.callback(lambda: run.writer.close())  # a roll back opens another one
     return run
+
+
+def _steps(config: Config, datasets: Datasets) -> Steps:
+    """On the devices that are not a teacher's."""
+    mesh = build_mesh(config.mesh, devices_of(config)[0])
+    return steps_of(config, mesh, datasets.tokenizer.byte_lengths)
+
+
+def _watch(
+    config: Config, datasets: Datasets, events: EventLog, console: Console, begin: Start
+) -> Watch:
+    return Watch(
+        config.guard,
+        run_dir=str(run_folder(config.run)),
+        loader=datasets.train,
+        events=events,
+        console=console,
+        offset=begin.offset,
+        facts=begin.facts,
+    )
 
 
 def _warn(loaded: Loaded, datasets: Datasets, console: Console, phases: Phases) -> None:
@@ -316,7 +375,7 @@ def _begun(datasets: Datasets, phases: Phases) -> dict[str, Any]:
 
 def _samples(config: Config, steps: Steps, datasets: Datasets) -> Samples | None:
     """What samples are taken with, if any are."""
-    if not config.eval.sample_every:
+    if not config.eval.sample_every or config.train.objective == "grpo":
         return None
     room, seed = config.train.sequence_length, config.run.seed
     return Samples(config.eval, steps.partition, datasets.tokenizer, room=room, seed=seed)
@@ -489,6 +548,8 @@ def _write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
 
 def _sources(data: DataConfig, train: Loader, length: int) -> Iterator[tuple[str, str]]:
     """How each source fills its sequences; of a mixture its share of the run, too."""
+    if isinstance(train.sequences, PromptRows):
+        return
     if train.stream.mixture is None:
         yield "packing", _packed(data, train.stream.parts[0])
         return

@@ -46,9 +46,10 @@ from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
 from maxpipe.pipeline import ahead, scopes
 from maxpipe.pipeline.executor import Engine
 from maxpipe.pipeline.layout import Layout
-from maxpipe.pipeline.loss_head import LossHead, by_source
+from maxpipe.pipeline.loss_head import by_source
 from maxpipe.pipeline.network import Network
 from maxpipe.pipeline.objective import CrossEntropy, Objective
+from maxpipe.pipeline.program import Reader
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.trainable import joined
 from maxpipe.processes.runtime import compiler_options
@@ -170,6 +171,11 @@ class Steps:
             options["xla_backend_optimization_level"] = 0
         return init.compile(options)()
 
+    def init_params(self) -> Tree:
+        """The parameters of a fresh state alone."""
+        init = partial(self.partition.init, self._key(_PARAMETERS))
+        return self._jit(init, self.state_sharding.params)()
+
     def compile_train(self) -> Any:
         """(state, batch) -> (state, metrics); the state passed in is used up."""
         return self.lower_train().compile(self.compiler_options)
@@ -207,6 +213,9 @@ class Steps:
         `rows` is the size of the global batch, any multiple of the devices that split it; 0 takes
         the training batch's. A microbatch gets at most as many rows as in training.
         """
+        if (objective := self.objective.evaluated) is not self.objective:
+            network = replace(self.engine.network, objective=objective)
+            return replace(self, engine=replace(self.engine, network=network)).compile_eval(rows)
         rows = rows or self.shape[0]
         step = jax.jit(
             partial(self._eval_step, self._eval_schedule(rows)),
@@ -217,19 +226,19 @@ class Steps:
             lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
             return lowered.compile(self.compiler_options)
 
-    def compile_segments(self, rows: int) -> Any:
-        """(params, batch) -> sums of log-probabilities of each segment `[rows, S]`, everywhere.
+    def compile_rows(self, reader: Reader, rows: int = 0, *, everywhere: bool = False) -> Any:
+        """(params, batch) -> what a reader finds of each row, arrays `[rows, ...]`.
 
-        For an objective by segment; `rows` as for `compile_eval`.
+        They are divided as the batch is, or on all devices `everywhere`; `rows` as above.
         """
-
-        def run(params: Tree, batch: Tree) -> Array:
-            schedule = self._eval_schedule(rows)
-            return self.engine.rows(schedule, LossHead.scores)(params, batch, None)[0]
-
-        everywhere = NamedSharding(self.partition.mesh, PartitionSpec())
-        given = self.state_sharding.params, self.batch_sharding
-        step = jax.jit(run, in_shardings=given, out_shardings=everywhere)
+        rows = rows or self.shape[0]
+        read = self.engine.rows(self._eval_schedule(rows), reader)
+        whole = NamedSharding(self.partition.mesh, PartitionSpec())
+        step = jax.jit(
+            lambda params, batch: read(params, batch, None),
+            in_shardings=(self.state_sharding.params, self.batch_sharding),
+            out_shardings=whole if everywhere else self.batch_sharding,
+        )
         with jax.set_mesh(self.partition.mesh):
             lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
             return lowered.compile(self.compiler_options)
@@ -452,7 +461,7 @@ def partition(
     byte_lengths: np.ndarray,
     guard: GuardConfig = GuardConfig(),  # noqa: B008  frozen
     num_sources: int = 0,
-    objective: Objective | None = None,
+    objective: Objective = CrossEntropy(),  # noqa: B008
 ) -> Steps:
     """Everything that training this model on this mesh needs, by default for cross entropy.
 
@@ -471,9 +480,8 @@ def partition(
     schedule = scheduled(pipeline.microbatches)
     ring = schedule.ring
     # Embedding and loss head are spread over all stages: only layers weigh on the cut.
-    outside = pipeline.layers_outside
-    costs = layer_costs(decoder.model, train.sequence_length)[outside:]
-    cut = pipeline.cut or balanced_cut(costs, ring.num_chunks)
+    outside, costs = pipeline.layers_outside, layer_costs(decoder.model, train.sequence_length)
+    cut = pipeline.cut or balanced_cut(costs[outside:], ring.num_chunks)
     layout = Layout(ring, tuple(cut), outside, decoder.model.layers)
     parts = Partition(decoder, layout, mesh)
     ends = decoder.model.ends
@@ -489,7 +497,7 @@ def partition(
         _loss_block(mesh, model, pipeline, train),
         _heads_ahead(decoder),
         num_sources,
-        objective or CrossEntropy(),
+        objective,
     )
     rate, targets = learning_rate(optim, total_steps), parts.targets(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
