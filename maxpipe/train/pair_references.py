@@ -160,7 +160,7 @@ class PairReferences:
     # The search.
 
     def _find(self, params: Any, missing: int) -> None:
-        total = sum(len(each) for each in self._values.values())
+        total = sum(int((each.lengths > 0).sum()) for each in self._documents.values())
         with self._phases.enter(COMPILE), self._console.stage("compiling the reference pass"):
             step = self._steps.compile_rows(
                 LossHead.scores, self._loaders[0].ramp.rows, everywhere=True
