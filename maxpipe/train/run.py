@@ -51,6 +51,7 @@ from maxpipe.telemetry import board
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
 from maxpipe.train import attention_check, data_end, pictures
+from maxpipe.train.adapters import BASE, Base
 from maxpipe.train.build import batches, steps_of
 from maxpipe.train.datasets import check_overlap, datasets_of
 from maxpipe.train.evaluate import Totals, evaluate
@@ -95,6 +96,8 @@ class Run:
     watch: Watch
     restore: Callable[[], Start]
     samples: Samples | None
+    base: Base | None
+    """Of adapters."""
     compared: int = -1
     """The last step after which replicas were compared."""
     evaluated: tuple[int, dict[str, float]] = (0, {})
@@ -128,6 +131,8 @@ class Run:
             self.compare_replicas(step)
         data = self.datasets.train.state(step + self.watch.offset)
         data["guard"] = self.state.guard.facts() | self.watch.facts()
+        if self.base is not None:
+            data[BASE] = self.base
         self.checkpoints.save(
             step,
             lambda: self.steps.to_saved(self.state),
@@ -288,6 +293,7 @@ def set_up(
         ),
         restore=restore,
         samples=samples,
+        base=begin.base,
     )
     stack.callback(lambda: run.writer.close())  # a roll back opens another one
     return run

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.model.initial import initial, normal_approximation
-from maxpipe.model.modules.block import dropout
+from maxpipe.parallel.dropout import dropout
 from maxpipe.model.modules.mlp import GatedMLP
 from maxpipe.model.modules.norm import LayerNorm, RMSNorm
 from maxpipe.model.parts import mlp, norm
