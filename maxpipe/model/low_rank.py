@@ -15,8 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from maxpipe.config.tuning_schema import AdapterConfig
-from maxpipe.model.frozen import names_in_layers, without_match
-from maxpipe.model.frozen import picked as matched
+from maxpipe.model.frozen import names_in_layers, picked, without_match
 from maxpipe.model.spec import Adapter, Kind, Made, Model, Normal, Param
 
 Key = tuple[str, str]
@@ -67,14 +66,14 @@ def names_of_adaptable(model: Model) -> list[str]:
     ]
 
 
-def unmatched(model: Model, config: AdapterConfig) -> list[str]:
+def unpicked(model: Model, config: AdapterConfig) -> list[str]:
     """Targets that no parameter's name matches."""
     return without_match(model, config.targets)
 
 
 def _targets(model: Model, config: AdapterConfig) -> set[str]:
     can = set(names_of_adaptable(model))
-    return can & matched(model, config.targets) if config.targets else can
+    return can & picked(model, config.targets) if config.targets else can
 
 
 def _change(key: Key, param: Param, config: AdapterConfig) -> Iterator[tuple[Key, Param]]:
@@ -124,6 +123,15 @@ def dim_of_scales(param: Param) -> int | None:
 def block_size(size: int) -> int:
     """Numbers of such a dim that share a scale in 4 bits."""
     return math.gcd(size, BLOCK)
+
+
+def factors_of(kind: Kind) -> dict[Key, Param]:
+    """Both factors of each change of a layer."""
+    return {
+        (part, name + end): kind.params[part, name + end]
+        for part, name in kind.adapters
+        for end in (DOWN, UP)
+    }
 
 
 def is_held(kind: Kind, key: Key) -> bool:

@@ -16,6 +16,7 @@ from maxpipe.config.schema import Config
 from maxpipe.model.choice import Divided, resolved
 from maxpipe.model.count import (
     computed_share,
+    counted,
     even_blocks,
     layer_costs,
     matrices_ahead,
@@ -265,7 +266,7 @@ class Sizes:
         Experts that are divided over an axis meet the tokens of all its devices: as many for each
         of its own tokens as if it had all of them.
         """
-        params = self.model.kinds[kind].params
+        params = counted(self.model.kinds[kind])
         return sum(
             share
             * self.elements(params[name].dims, whole=True)
@@ -382,13 +383,6 @@ class Sizes:
             for (name, *_), param in self.model.ends.params.items()
             if name == first and self.counts(param)
         )
-
-    @cached_property
-    def shard_elements(self) -> int:
-        """Parameters on one device."""
-        found = self.held_elements() + self.outside_elements() + self.norm_elements
-        found += self.embedding_elements() + self.ahead_elements()
-        return found if self.model.ends.head is None else found + self.head_elements()
 
     # Activations, in elements, of a microbatch on one device.
 
