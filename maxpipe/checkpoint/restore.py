@@ -234,6 +234,10 @@ def _over_processes(sums: dict[str, Sum]) -> dict[str, Sum]:
 
 def content_digest(tree: Tree) -> str:
     """One digest of all arrays on devices, by their names, which depends on no layout."""
-    sums = _over_processes(copies.local_sums(tree))
+    return digest_of(_over_processes(copies.local_sums(tree)))
+
+
+def digest_of(sums: Mapping[str, Sum]) -> str:
+    """The same from the sums of all arrays."""
     entries = {name: one.entry() for name, one in sums.items()}
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()

@@ -18,6 +18,7 @@ from maxpipe.model.low_rank import (
     matrices,
     names_of_adaptable,
     picked,
+    summed,
     unmatched,
 )
 
@@ -74,7 +75,7 @@ def _rank_is_low(config: Config) -> Iterator[Finding]:
     if not adapter.rank:
         return
     for name, param in matrices(describe(replace(config.model, adapter=None)), adapter).items():
-        sides = param.dims[: param.summed], param.dims[param.summed :]
+        sides = param.dims[: summed(param)], param.dims[summed(param) :]
         small = min(math.prod(size for size, _ in side) for side in sides)
         if adapter.rank > small:
             yield Finding(

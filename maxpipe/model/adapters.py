@@ -31,11 +31,9 @@ def completed(kind: Kind, found: Mapping[Key, Array]) -> dict[Key, Array]:
     for key, weight in found.items():
         part, name = key
         if is_held(kind, key):
-            param, scales = kind.stored[key], kind.stored[part, name + SCALE]
-            dim = _dim(kind, key)
-            numbers = held(weight, param.exact, dim, scales.shape[dim])
-            stored[key], stored[part, name + SCALE] = numbers
-            base[key] = restored(*numbers, dim, weight.dtype)
+            numbers, scales = _held(kind, key, weight)
+            stored[key], stored[part, name + SCALE] = numbers, scales
+            base[key] = restored(numbers, scales, _dim(kind, key), weight.dtype)
     for (part, name), adapter in kind.adapters.items():
         if (length := (part, name + LENGTH)) in kind.stored:
             weight = base[part, name]
@@ -45,6 +43,16 @@ def completed(kind: Kind, found: Mapping[Key, Array]) -> dict[Key, Array]:
                 norms = jax.vmap(norms)
             stored[length] = norms(weight)
     return {name: stored[name] if name in stored else found[name] for name in kind.params}
+
+
+def held_and_back(kind: Kind, key: Key, weight: Array) -> Array:
+    """What a matrix that is held in few bits stands for."""
+    return restored(*_held(kind, key, weight), _dim(kind, key), weight.dtype)
+
+
+def _held(kind: Kind, key: Key, weight: Array) -> tuple[Array, Array]:
+    scales, dim = kind.stored[key[0], key[1] + SCALE], _dim(kind, key)
+    return held(weight, kind.stored[key].exact, dim, scales.shape[dim])
 
 
 def applied(

@@ -43,7 +43,7 @@ def with_adapters(model: Model, config: AdapterConfig) -> Model:
         for key, param in mine.items():
             stored |= _change(key, param, config)
         scale = config.alpha / (config.rank if config.scale_by == "rank" else config.rank**0.5)
-        adapters = {key: Adapter(scale, config.dropout, each.summed) for key, each in mine.items()}
+        adapters = {key: Adapter(scale, config.dropout, summed(each)) for key, each in mine.items()}
         frozen = frozenset(base_of({**kind.declared, **stored}))
         return replace(kind, frozen=frozen, stored=stored, adapters=adapters)
 
@@ -54,7 +54,12 @@ def with_adapters(model: Model, config: AdapterConfig) -> Model:
 
 def adaptable(kind: Kind) -> list[Key]:
     """Matrices of a layer that can have a change: those of which activations see only a product."""
-    return [key for key, param in kind.declared.items() if param.summed]
+    return [key for key, param in kind.declared.items() if summed(param)]
+
+
+def summed(param: Param) -> int:
+    """Over how many of a matrix' first dims its product sums; 0 of what has more uses than one."""
+    return param.summed or param.linear
 
 
 def names_of_adaptable(model: Model) -> list[str]:
@@ -79,7 +84,7 @@ def _targets(model: Model, config: AdapterConfig) -> set[str]:
 def _change(key: Key, param: Param, config: AdapterConfig) -> Iterator[tuple[Key, Param]]:
     """The factors of a matrix' change; the first is drawn as PEFT draws it, the second is 0."""
     part, name = key
-    inside, outside = param.dims[: param.summed], param.dims[param.summed :]
+    inside, outside = param.dims[: summed(param)], param.dims[summed(param) :]
     rank = (config.rank, RANK)
     width = math.prod(size for size, _ in inside)
     yield (part, name + DOWN), Param((*inside, rank), Normal(width, 3**-0.5))
@@ -114,8 +119,8 @@ def dim_of_scales(param: Param) -> int | None:
 
     It is one that no fsdp divides: scales are divided as the numbers are.
     """
-    if not isinstance(param.init, Normal):
-        return None
+    if not isinstance(param.init, Normal) or not param.axes[-1]:
+        return None  # the latter are taps of convolutions
     axes = (param.axes.index(axis) for axis in _WITHIN if axis in param.axes)
     return next(axes, None)
 

@@ -62,6 +62,8 @@ class Param:
     summed: int = 0
     """Of a weight that is used in nothing but one product, which `model.matmul` may turn to 8 bits:
     how many of its first dims the product sums over."""
+    linear: int = 0
+    """The same of one that `model.matmul` leaves as it is."""
 
     @property
     def is_of_heads(self) -> bool:

@@ -108,6 +108,16 @@ def column_norms(weight: Float[Array, "*K *N"], summed: int) -> Float[Array, "*N
     return jnp.where(squares == 0, 1.0, jnp.sqrt(jnp.where(squares == 0, 1.0, squares)))
 
 
+def by_columns(change: Callable[[Array], Array], weight: Any) -> Any:
+    """What `change` makes of a weight's last dim, with one that has a change or without."""
+    return weight.by_columns(change) if isinstance(weight, Adapted) else change(weight)
+
+
+def whole(weight: Any) -> Any:
+    """One array, where there is more to do with a weight than a product."""
+    return weight.merged() if isinstance(weight, Adapted) else weight
+
+
 def plain(weights: Sequence[Any]) -> list[Any]:
     """The weights without changes."""
     return [each.weight if isinstance(each, Adapted) else each for each in weights]

@@ -111,6 +111,15 @@ class TokenSplit:
         inner = how._out_of(weight.dropped(x), weight.down, (*axes[:-1], None))
         return weight.joined(found, how._products(inner, [weight.up], into=False)[0])
 
+    def on_own(
+        self, x: Float[Array, "B T *K"], weight: Array | Adapted, dims: int = 1
+    ) -> Float[Array, "B T *N"]:
+        """Times a weight whose first `dims` are summed over, in compute type, token by token."""
+        if not isinstance(weight, Adapted):
+            return jnp.tensordot(x, weight, dims)
+        inner = jnp.tensordot(weight.dropped(x), weight.down, dims)
+        return weight.joined(self.on_own(x, weight.weight, dims), self.on_own(inner, weight.up))
+
     def _out_of(self, x: Array, weight: Any, axes: Axes) -> Float[Array, "B T D"]:
         spec = self._spec(axes)
         if self.axis and any(spec):

@@ -7,10 +7,10 @@ compared by a digest each time it is read.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any
 
 from maxpipe.boundary.typed import checked
-from maxpipe.checkpoint.folder import Facts
+from maxpipe.checkpoint.folder import BASE, Base, Facts
 from maxpipe.checkpoint.restore import content_digest
 from maxpipe.config.check import where
 from maxpipe.config.keys import default_of, names_in
@@ -23,22 +23,9 @@ from maxpipe.model.families.registry import describe
 from maxpipe.train.start import KEY, Says, Weights, read_weights
 from maxpipe.train.step import Steps
 
-BASE = "base"
-"""Of a checkpoint's facts about data: which base its adapters belong to."""
 _SECTION = "adapter"
 _FREE = frozenset({"dropout", "targets"})
 """Keys that may change: what targets mean is compared by itself."""
-
-
-class Base(TypedDict):
-    """Which base adapters belong to."""
-
-    address: str
-    """Of its weights, as `checkpoint.restore_from` names them."""
-    given: str
-    """What that key was."""
-    digest: str
-    """Of all its arrays."""
 
 
 def said_of(found: Weights, given: str) -> Base:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import records
 from maxpipe.boundary.typed import AnyFloat, checked
-from maxpipe.checkpoint.folder import Facts, Folder
+from maxpipe.checkpoint.folder import Base, Facts, Folder
 from maxpipe.checkpoint.manager import Checkpoints
 from maxpipe.checkpoint.storage import FOLDER, home, home_of, in_bucket, run_folder
 from maxpipe.config.check import total_steps, where
@@ -40,7 +40,7 @@ from maxpipe.exchange.source import folder_of
 from maxpipe.model.families.registry import describe
 from maxpipe.model.frozen import trained
 from maxpipe.telemetry.console import Console
-from maxpipe.train.adapters import Base, check_adapter, read_base, said_of
+from maxpipe.train.adapters import check_adapter, read_base, said_of
 from maxpipe.train.guard import initial
 from maxpipe.train.start import (
     NEW_START,

@@ -24,6 +24,7 @@ import jax
 import maxpipe
 from maxpipe.boundary import files, redact
 from maxpipe.boundary.files import check_writable, full
+from maxpipe.checkpoint.folder import BASE, Base
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, local_folder
 from maxpipe.checkpoint.storage import home, run_folder
@@ -51,7 +52,6 @@ from maxpipe.telemetry import board
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
 from maxpipe.train import attention_check, data_end, pictures
-from maxpipe.train.adapters import BASE, Base
 from maxpipe.train.build import batches, steps_of
 from maxpipe.train.datasets import check_overlap, datasets_of
 from maxpipe.train.evaluate import Totals, evaluate
