@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from maxpipe.config.tuning_schema import AdapterConfig
-from maxpipe.model.frozen import names_in_layers, picked, without_match
+from maxpipe.model.frozen import declared, names_in_layers, picked, without_match
 from maxpipe.model.spec import Adapter, Kind, Made, Model, Normal, Param
 
 Key = tuple[str, str]
@@ -71,7 +71,13 @@ def names_of_adaptable(model: Model) -> list[str]:
     ]
 
 
-def unpicked(model: Model, config: AdapterConfig) -> list[str]:
+def matrices(model: Model, config: AdapterConfig) -> dict[str, Param]:
+    """By their names in checkpoints those that get a change, as the model declares them."""
+    targets = _targets(model, config)
+    return {name: param for name, param in declared(model).items() if name in targets}
+
+
+def unmatched(model: Model, config: AdapterConfig) -> list[str]:
     """Targets that no parameter's name matches."""
     return without_match(model, config.targets)
 

@@ -19,9 +19,9 @@ from tests.cases import TOLERANCE, Case, batch_of, thinned
 from tests.pipeline.test_executor import check_gradients, with_changes
 from tests.pipeline.test_families import GROUPED, NEXT, ROOM, V3
 
-LORA, DORA = AdapterConfig(rank=3), AdapterConfig(rank=2, kind="dora", alpha=3.0)
+LORA, DORA = AdapterConfig(rank=3, alpha=6.0), AdapterConfig(rank=2, kind="dora", alpha=3.0)
 DROPPED = AdapterConfig(rank=2, dropout=0.4, scale_by="root", targets=["*.query", "*.down"])
-INT8 = AdapterConfig(rank=2, base="int8", kind="dora")
+INT8 = AdapterConfig(rank=2, base="int8", kind="dora", alpha=3.0)
 NF4 = AdapterConfig(rank=4, base="nf4", targets=["layers.attention.*"])
 
 CASES = [
@@ -93,13 +93,13 @@ def test_the_plain_loop_equals_a_merged_model(own: Any, adapter: AdapterConfig) 
             found[kind] = layers
         return both | {"layers": found}
 
-    def reference(mine: Any) -> jax.Array:
+    def reference(mine: Any, batch: Any) -> jax.Array:
         return merged.objective(put_together(mine), batch)
 
-    def ours(mine: Any) -> jax.Array:
+    def ours(mine: Any, batch: Any) -> jax.Array:
         return decoder.objective(joined(params, mine), batch)
 
-    wanted, found = (jax.jit(jax.value_and_grad(run))(mine) for run in (reference, ours))
+    wanted, found = (jax.jit(jax.value_and_grad(run))(mine, batch) for run in (reference, ours))
     np.testing.assert_allclose(found[0], wanted[0], rtol=TOLERANCE)
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(wanted[1]), jax.tree.leaves(found[1]), strict=True
