@@ -43,6 +43,7 @@ from maxpipe.exchange.beside import readable as readable_array
 from maxpipe.exchange.folders import appearing, travel
 from maxpipe.exchange.incoming import FOLDER, ORIGIN, Origin
 from maxpipe.exchange.mapping import Mapped, mapped, part_of, readable
+from maxpipe.exchange.peft import write_adapters
 from maxpipe.exchange.reports import Bytes, Report, Say, unreported
 from maxpipe.exchange.safetensors import DTYPES, Writer
 from maxpipe.exchange.sections import FILE, table_for, to_json
@@ -124,6 +125,26 @@ def export(
     if not copied:
         say("no tokenizer files: the run's tokenizer is built in, or is not on this machine")
     say(f"wrote {target}: {counted(len(names), 'file')} of weights in {most}")
+
+
+def export_adapters(address: Address, out: str, dtype: str | None, say: Say) -> None:
+    """Writes the adapters of a checkpoint alone, in PEFT's format.
+
+    Raises:
+        ConfigError: it has none, or the format has none like them, or `out` is there.
+        StorageError: the checkpoint is damaged, or `out` cannot be written.
+    """
+    chosen = _choose(address)
+    if chosen.adapters is None:
+        rule = "has no adapters: its run trained a whole model."
+        raise address.wrong(rule, "Leave --adapter out.")
+    model = chosen.config.model
+    table, _ = table_for(model)
+    both = mapped(describe(replace(model, adapter=None)), table)
+    target, short = full(out, _OUT).absolute(), TYPES[dtype or model.param_dtype]
+    with appearing(out, _OUT) as here, _checking(chosen):
+        modules = write_adapters(chosen.adapters, describe(model), both, here, short)
+    say(f"wrote {target}: adapters of {counted(len(modules), 'module')} in PEFT's format")
 
 
 _OUT = "command line: OUT"
