@@ -88,7 +88,8 @@ class Adapted:
 
     def _stretch(self) -> Float[Array, "*N"]:
         assert self.lengths is not None
-        return self.lengths / jax.lax.stop_gradient(column_norms(self._sum(), self.summed))
+        norms = jax.lax.stop_gradient(column_norms(self._sum(), self.summed))
+        return self.lengths / jnp.where(norms == 0, 1.0, norms)  # of padding they are 0
 
     def _sum(self) -> Float[Array, "*K *N"]:
         assert not isinstance(self.weight, Rounded)
@@ -103,9 +104,8 @@ class Adapted:
 
 
 def column_norms(weight: Float[Array, "*K *N"], summed: int) -> Float[Array, "*N"]:
-    """Norms over the first dims, float32; 1 for columns of zeros, which padding has."""
-    squares = jnp.square(weight.astype(jnp.float32)).sum(tuple(range(summed)))
-    return jnp.where(squares == 0, 1.0, jnp.sqrt(jnp.where(squares == 0, 1.0, squares)))
+    """Norms over the first dims, float32."""
+    return jnp.sqrt(jnp.square(weight.astype(jnp.float32)).sum(tuple(range(summed))))
 
 
 def by_columns(change: Callable[[Array], Array], weight: Any) -> Any:

@@ -18,7 +18,7 @@ from maxpipe.checkpoint.folder import Facts, Folder
 from maxpipe.checkpoint.manager import Checkpoints, open_run
 from maxpipe.checkpoint.selection import step_of
 from maxpipe.checkpoint.storage import FOLDER, first_line
-from maxpipe.config.check import DEFAULT
+from maxpipe.config.check import DEFAULT, where
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, StorageError
@@ -173,6 +173,10 @@ def _choose_folder(
     }
     name = str(source.folder)
     loaded = load(inputs, saved_of(known), name)
+    if rank := loaded.config.adapter.rank:
+        rule = f"must be 0: {name} holds a whole model, and no adapters beside it."
+        action = "Leave it out, or name the run of the adapters."
+        raise ConfigError.one(where("adapter.rank", loaded.origins), rank, rule, action)
     wanted = to_dict(loaded.config)["model"]
     check_model(model, wanted, loaded.origins, "leave it out", weights_alone=True)
 
