@@ -34,7 +34,8 @@ def held(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, Array
         return jnp.round(found * 127).astype(jnp.int8).reshape(weight.shape), scales / 127
     middle = [(a + b) / 2 for a, b in itertools.pairwise(_LEVELS)]
     # A sum of comparisons: the number of levels below, without an array of all levels.
-    codes = sum((found > each).astype(jnp.uint8) for each in middle).reshape(weight.shape)
+    below = ((found > each).astype(jnp.uint8) for each in middle)
+    codes = sum(below, jnp.zeros(found.shape, jnp.uint8)).reshape(weight.shape)
     pairs = jnp.moveaxis(codes, dim, -1)
     pairs = pairs.reshape(*pairs.shape[:-1], -1, 2)
     return jnp.moveaxis(pairs[..., 0] | pairs[..., 1] << 4, -1, dim), scales

@@ -16,7 +16,7 @@ from typing import Any
 
 from maxpipe.config.tuning_schema import AdapterConfig
 from maxpipe.model.frozen import declared, names_in_layers, picked, without_match
-from maxpipe.model.spec import Adapter, Kind, Made, Model, Normal, Param
+from maxpipe.model.spec import Adapter, Held, Kind, Made, Model, Normal, Param
 
 Key = tuple[str, str]
 """(part, name) of a parameter."""
@@ -143,6 +143,20 @@ def factors_of(kind: Kind) -> dict[Key, Param]:
         for part, name in kind.adapters
         for end in (DOWN, UP)
     }
+
+
+def residuals_of_changes(kind: Kind) -> Held:
+    """What differentiating the changes of a layer's matrices keeps besides their inputs.
+
+    Between both factors; with lengths the product that they stretch, with dropout a mask.
+    """
+    found = Held()
+    for (part, name), adapter in kind.adapters.items():
+        down, up = (kind.params[part, name + end].dims for end in (DOWN, UP))
+        stretched = ((1.0, up[1:]),) if (part, name + LENGTH) in kind.stored else ()
+        masks = ((1.0, down[:-1]),) if adapter.dropout else ()
+        found += Held(narrow=((1.0, down[-1:]), *stretched), flags=masks)
+    return found
 
 
 def is_held(kind: Kind, key: Key) -> bool:

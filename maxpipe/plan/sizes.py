@@ -24,6 +24,7 @@ from maxpipe.model.count import (
     scored_pairs,
 )
 from maxpipe.model.families.registry import describe
+from maxpipe.model.low_rank import residuals_of_changes
 from maxpipe.model.spec import Dims, Held, Kind, Model, Param, Part, Products, Scores
 from maxpipe.optim.kept import BYTES
 from maxpipe.parallel.axes import MESH_AXES, with_tokens
@@ -535,6 +536,7 @@ class Sizes:
         """All that a layer's differentiation keeps."""
         parts, size = kind.parts.values(), BYTES[self.config.model.compute_dtype]
         declared = sum(self.held_bytes(part, part.residuals) for part in parts)
+        declared += self.held_bytes(kind.branches[0].part, residuals_of_changes(kind))
         return declared + size * sum(map(self.far_keys, parts)) + kind.num_masks * self.activation
 
     def report_bytes(self, layers: Mapping[str, int]) -> float:
@@ -570,7 +572,11 @@ class Sizes:
                     found += size * self.activation  # cotangent of a norm's output
             if recomputed and trained:
                 found += (size * kind.num_streams + kind.num_masks) * self.activation
-            return found
+            # Sums over tokens may be smaller than what they are made of.
+            sums = sum(
+                self.elements(p.dims, whole=True) for p in kind.params.values() if p.trainable
+            )
+            return min(found, size * sums) if kind.adapters else found
 
         return {name: waiting(kind) for name, kind in self._kinds}
 

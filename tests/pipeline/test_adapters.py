@@ -11,13 +11,18 @@ import numpy as np
 import pytest
 
 from maxpipe.config.tuning_schema import AdapterConfig
+from maxpipe.model.count import num_trained, size
 from maxpipe.model.decoder import Decoder
 from maxpipe.model.low_rank import DOWN, LENGTH, UP
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.trainable import joined, trained
-from tests.cases import TOLERANCE, Case, batch_of, thinned
+from maxpipe.plan.memory import buffers, memory, state
+from maxpipe.plan.sizes import Sizes
+from tests.cases import TOLERANCE, Case, batch_of, buffer_bytes, thinned
 from tests.pipeline.test_executor import check_gradients, with_changes
 from tests.pipeline.test_families import GROUPED, NEXT, ROOM, V3
+from tests.pipeline.test_frozen import compiled_traffic, held_by
+from tests.plan.test_memory import config_of, steps_of
 
 LORA, DORA = AdapterConfig(rank=3, alpha=6.0), AdapterConfig(rank=2, kind="dora", alpha=3.0)
 DROPPED = AdapterConfig(rank=2, dropout=0.4, scale_by="root", targets=["*.query", "*.down"])
@@ -106,3 +111,57 @@ def test_the_plain_loop_equals_a_merged_model(own: Any, adapter: AdapterConfig) 
     ):
         error = np.abs(a - b).max() / np.abs(a).max()
         assert error < TOLERANCE, f"{jax.tree_util.keystr(path)}: {error:.1e}"
+
+
+# What is predicted, and what the compiler makes of it.
+
+PLANS: list[tuple[AdapterConfig, dict[str, int], dict[str, Any]]] = [
+    (LORA, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
+    (INT8, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4, "weight_gather": "step"}),
+    (NF4, {"ici_stage": 2, "ici_tensor": 2}, {"microbatches": 4, "layers_outside": 2}),
+    (
+        DORA,
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 5, "repeats": 5, "weight_gather": "visit", "group": 4},
+    ),
+]
+
+
+@pytest.mark.parametrize(("adapter", "mesh", "pipeline"), PLANS)
+def test_buffers_and_state_are_predicted(
+    adapter: AdapterConfig, mesh: dict[str, int], pipeline: dict[str, Any]
+) -> None:
+    plain = config_of({}, mesh, pipeline)
+    config = replace(plain, adapter=adapter)
+    steps, sizes = steps_of(config), Sizes(config)
+    found, predicted = buffer_bytes(steps), buffers(sizes, steps.train_schedule)
+    deferred = predicted.pop("deferred")
+    assert found["deferred"] <= deferred and bool(found["deferred"]) == bool(deferred)
+    assert predicted == {name: found[name] for name in predicted}
+    assert state(sizes)["state"] == pytest.approx(held_by(steps), abs=64)
+    trained_leaves = jax.tree.leaves(steps.abstract_saved["optimizer"]["mu"])
+    assert sum(leaf.size for leaf in trained_leaves) == num_trained(sizes.model)
+    less, more = (
+        memory(Sizes(each), steps.train_schedule, platform="tpu") for each in (config, plain)
+    )
+    assert less.total < more.total and less.arguments < more.arguments
+    assert less.terms["gradients"] < 0.2 * more.terms["gradients"]
+
+
+@pytest.mark.layouts
+def test_no_product_makes_a_gradient_of_the_base() -> None:
+    """Counted in the compiled program, beside that of frozen layers behind a trained embedding."""
+    mesh, pipeline = {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4, "schedule": "1f1b"}
+    frozen = ["head", "final_norm.scale", "layers.*"]
+    plain = config_of({"compute_dtype": "float32", "frozen": frozen}, mesh, pipeline)
+    adapted = config_of({"compute_dtype": "float32"}, mesh, pipeline)
+    adapted = replace(adapted, adapter=AdapterConfig(rank=1))
+    (_, before), (_, after) = compiled_traffic(plain), compiled_traffic(adapted)
+    sizes = Sizes(adapted)
+    kind = sizes.model.kinds["layer"]
+    factors = sum(size(kind.params[key]) for key in kind.params if kind.params[key].trainable)
+    tokens = sizes.microbatches * sizes.tokens * sum(sizes.cut) // sizes.stages
+    # Forward, forward again, and both gradients.
+    assert 0 < after - before <= 2 * tokens * 4 * factors
+    base = sum(size(param) for param in kind.declared.values() if len(param.dims) > 1)
+    assert 4 * factors < base / 4
