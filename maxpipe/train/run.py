@@ -24,6 +24,7 @@ import jax
 import maxpipe
 from maxpipe.boundary import files, redact
 from maxpipe.boundary.files import check_writable, full
+from maxpipe.checkpoint.folder import BASE, Base
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, local_folder
 from maxpipe.checkpoint.storage import home, run_folder
@@ -111,6 +112,8 @@ class Run:
     rollouts: Rollouts | None
     """What steps train on, with prompts in place of documents."""
     reference: Reference | None
+    base: Base | None
+    """Of adapters."""
     compared: int = -1
     """The last step after which replicas were compared."""
     evaluated: tuple[int, dict[str, float]] = (0, {})
@@ -162,6 +165,8 @@ class Run:
         data |= self.taught.facts
         if self.reference is not None:
             data["reference"] = self.reference.digest
+        if self.base is not None:
+            data[BASE] = self.base
         self.checkpoints.save(
             step,
             lambda: self.steps.to_saved(self.state),
@@ -334,6 +339,7 @@ def set_up(
         taught=taught,
         rollouts=rollouts,
         reference=reference,
+        base=begin.base,
     )
     stack.callback(lambda: run.writer.close())  # a roll back opens another one
     return run
