@@ -9,11 +9,13 @@ earlier sequence has to be read first. It does not know batches, epochs or proce
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from maxpipe.data.documents import Documents
+from maxpipe.data.formats.reads import reading
 from maxpipe.errors import ConfigError
 
 _FEISTEL_ROUNDS = 8
@@ -160,7 +162,8 @@ def assembled(
     positions = np.zeros(size, np.int32)
     at = 0
     for segment, (number, begin, end) in enumerate(pieces, 1):
-        document = documents[number]
+        with reading(partial(documents.where, number)):
+            document = documents[number]
         here, inside = slice(at, at + end - begin), slice(begin, end)
         window[here] = document.ids[inside]
         if document.trained is not None:

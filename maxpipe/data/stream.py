@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxpipe.config.data import section_of
+from maxpipe.data.formats.reads import reading
 from maxpipe.data.mixture import Mixture
 from maxpipe.data.packing import Sequences
 from maxpipe.data.sections import in_section
@@ -96,7 +98,7 @@ class Stream:
         if sequence < 0:
             return self.parts[0].sequences.padding()
         part = self.parts[source]
-        with in_section(part.name):
+        with in_section(part.name), reading(section_of(part.name)):
             return part.sequences[sequence]
 
     def counts(self, number: int) -> dict[str, int]:

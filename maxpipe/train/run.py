@@ -58,6 +58,7 @@ from maxpipe.train.replicas import explain
 from maxpipe.train.resume import Start, may_differ, restore_or_init
 from maxpipe.train.room import check_forecast, check_program
 from maxpipe.train.samples import Samples
+from maxpipe.train.slow_data import SlowData
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
 from maxpipe.train.watch import Watch
@@ -95,6 +96,7 @@ class Run:
     watch: Watch
     restore: Callable[[], Start]
     samples: Samples | None
+    slow_data: SlowData
     compared: int = -1
     """The last step after which replicas were compared."""
     evaluated: tuple[int, dict[str, float]] = (0, {})
@@ -233,9 +235,7 @@ def set_up(
     checkpoints = stack.enter_context(
         Checkpoints(run_dir, config.checkpoint, record=events.write, locks=locks)
     )
-    with phases.enter(DATA_SET_UP), console.stage("reading data"):
-        datasets = datasets_of(config, phases.progress)
-    stack.callback(datasets.close)
+    datasets, slow_data = _datasets(config, console, phases, stack)
     steps = steps_of(config, build_mesh(config.mesh), datasets.tokenizer.byte_lengths)
     console.banner(_facts(config, steps, datasets, length))
     if process == 0:
@@ -288,9 +288,21 @@ def set_up(
         ),
         restore=restore,
         samples=samples,
+        slow_data=slow_data,
     )
     stack.callback(lambda: run.writer.close())  # a roll back opens another one
     return run
+
+
+def _datasets(
+    config: Config, console: Console, phases: Phases, stack: contextlib.ExitStack
+) -> tuple[Datasets, SlowData]:
+    """What is read, and what says so if that is slow."""
+    slow_data = stack.enter_context(SlowData(phases, console.warn, config.data.threads))
+    with phases.enter(DATA_SET_UP), console.stage("reading data"):
+        datasets = datasets_of(config, phases.progress)
+    stack.callback(datasets.close)
+    return datasets, slow_data
 
 
 def _warn(loaded: Loaded, datasets: Datasets, console: Console, phases: Phases) -> None:

@@ -72,6 +72,7 @@ class ChatProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={"PYTHONPATH": paths},
+            start_new_session=True,  # Ctrl-C is for the one that asks, which saves and ends it
         )
         self.close = weakref.finalize(self, _end, self._process)
         """Ends the process; also when nothing refers to this any more."""
