@@ -346,12 +346,13 @@ def _encoded(
 ) -> Generator[Piece, None, None]:
     """The documents from `first` on, in order, as processes encode them."""
     workers = plan.workers or len(os.sched_getaffinity(0))
-    pool = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=encode.start,
-        initargs=(plan.data, plan.tokenizer, plan.seed, source),
-    )
+    with _held():  # it starts Python's tracker of semaphores, which SIGHUP would end
+        pool = ProcessPoolExecutor(
+            workers,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=encode.start,
+            initargs=(plan.data, plan.tokenizer, plan.seed, source),
+        )
     waiting: deque[tuple[range, Future[Any]]] = deque()
     size = _PIECE
 
