@@ -250,6 +250,7 @@ class Meter:
             metrics |= self._sources.take()
         seconds = time.perf_counter() - self._start
         rate, run = self._rows * self._row / seconds, self._run  # tokens per second
+        run.slow_data.stepped(self._waited, seconds)
         seconds /= self._steps
         metrics |= {
             "train/tokens": float(run.watch.rows_done(step) * self._row),

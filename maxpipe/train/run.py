@@ -69,6 +69,7 @@ from maxpipe.train.resume import Start, may_differ, reference_of, restore_or_ini
 from maxpipe.train.rollouts import Rollouts
 from maxpipe.train.room import check_forecast, check_program
 from maxpipe.train.samples import Samples
+from maxpipe.train.slow_data import SlowData
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
 from maxpipe.train.teacher import devices_of
@@ -114,6 +115,7 @@ class Run:
     reference: Reference | None
     base: Base | None
     """Of adapters."""
+    slow_data: SlowData
     compared: int = -1
     """The last step after which replicas were compared."""
     evaluated: tuple[int, dict[str, float]] = (0, {})
@@ -275,9 +277,7 @@ def set_up(
     checkpoints = stack.enter_context(
         Checkpoints(run_dir, config.checkpoint, record=events.write, locks=locks)
     )
-    with phases.enter(DATA_SET_UP), console.stage("reading data"):
-        datasets = datasets_of(config, phases.progress)
-    stack.callback(datasets.close)
+    datasets, slow_data = _datasets(config, console, phases, stack)
     steps = _steps(config, datasets)
     with phases.enter(RESTORE):
         taught = taught_by(loaded, datasets, steps, phases, console.stage)
@@ -340,6 +340,7 @@ def set_up(
         rollouts=rollouts,
         reference=reference,
         base=begin.base,
+        slow_data=slow_data,
     )
     stack.callback(lambda: run.writer.close())  # a roll back opens another one
     return run
@@ -363,6 +364,17 @@ def _watch(
         offset=begin.offset,
         facts=begin.facts,
     )
+
+
+def _datasets(
+    config: Config, console: Console, phases: Phases, stack: contextlib.ExitStack
+) -> tuple[Datasets, SlowData]:
+    """What is read, and what says so if that is slow."""
+    slow_data = stack.enter_context(SlowData(phases, console.warn, config.data.threads))
+    with phases.enter(DATA_SET_UP), console.stage("reading data"):
+        datasets = datasets_of(config, phases.progress)
+    stack.callback(datasets.close)
+    return datasets, slow_data
 
 
 def _warn(loaded: Loaded, datasets: Datasets, console: Console, phases: Phases) -> None:
