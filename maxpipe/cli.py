@@ -22,6 +22,7 @@ from maxpipe.commands import (
     completion,
     config,
     configs,
+    curves,
     data,
     doctor,
     eval,
@@ -191,6 +192,7 @@ def _parser() -> Parser:
     generate.add(commands)
     huggingface.add(commands)
     goodput.add(commands)
+    curves.add(commands)
     board.add(commands)
     tokenizer.add(commands)
     data.add(commands)

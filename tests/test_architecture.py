@@ -22,6 +22,7 @@ ROWS = (
     ("maxpipe.boundary",),
     (
         *("maxpipe.schedule", "maxpipe.config.schema", "maxpipe.config.data_schema"),
+        "maxpipe.config.eval_schema",
         "maxpipe.config.bounds",
         "maxpipe.config.shipped",
         *("maxpipe.processes.phases", "maxpipe.processes.secret"),
@@ -55,10 +56,11 @@ ROWS = (
     ("maxpipe.data.prepared",),
     (
         *("maxpipe.data.corpus", "maxpipe.data.overlap", "maxpipe.data.loader"),
-        *("maxpipe.data.look", "maxpipe.optim"),
+        *("maxpipe.data.look", "maxpipe.data.turns", "maxpipe.optim"),
     ),
     (
         *("maxpipe.train", "maxpipe.generate", "maxpipe.exchange"),
+        *("maxpipe.scoring.choices", "maxpipe.scoring.texts"),
         *("maxpipe.plan.sizes", "maxpipe.plan.memory", "maxpipe.plan.advice"),
         *("maxpipe.plan.reach", "maxpipe.plan.optimizer", "maxpipe.plan.gathered"),
     ),
@@ -66,6 +68,7 @@ ROWS = (
         *("maxpipe.train.loop", "maxpipe.train.run", "maxpipe.train.resume"),
         *("maxpipe.train.room", "maxpipe.train.evaluation", "maxpipe.train.chosen"),
         *("maxpipe.train.weights", "maxpipe.train.decoders", "maxpipe.train.samples"),
+        *("maxpipe.train.tasks", "maxpipe.train.evaluations"),
         *("maxpipe.plan", "maxpipe.diagnosis"),
     ),
     ("maxpipe.launch", "maxpipe.generate.weights"),
@@ -150,6 +153,7 @@ ROOT_CONFIG = (
     "maxpipe.train.resume",
     "maxpipe.train.evaluation",
     "maxpipe.train.chosen",
+    "maxpipe.train.tasks",
     "maxpipe.generate.weights",
     "maxpipe.exchange.outgoing",
     "maxpipe.plan",

@@ -111,6 +111,19 @@ METRICS = (
         "after an evaluation, with `data.validation`",
     ),
     Metric(
+        "eval/NAME/accuracy",
+        "",
+        "Share of the questions of the task NAME in `eval.tasks` whose most likely choice is the "
+        "answer.",
+        "after an evaluation, with `eval.tasks`",
+    ),
+    Metric(
+        "eval/NAME/accuracy_by_bytes",
+        "",
+        "The same with likelihoods by byte of the choice.",
+        "after an evaluation, with `eval.tasks`",
+    ),
+    Metric(
         "perf/step_s",
         "seconds",
         "Mean time of a step since the record before, without evaluations and saves.",
@@ -149,6 +162,7 @@ METRICS = (
 CHARTS = (
     ("loss", ("train/loss", "eval/loss")),
     ("loss of sources", ("source/NAME/loss", "source/NAME/eval_loss")),
+    ("accuracy of tasks", ("eval/NAME/accuracy",)),
     ("throughput", ("perf/tokens_per_s",)),
     ("MFU", ("perf/mfu",)),
     ("learning rate", ("train/lr",)),

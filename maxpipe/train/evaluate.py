@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,10 +25,13 @@ class Totals:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`eval/loss` in nats per target token and `eval/nats_per_byte` of the text."""
+        """`eval/loss` in nats per target token and `eval/nats_per_byte` of the text.
+
+        NaN where there is none, as of conversations without an answer: 0 would be the best loss.
+        """
         found = {
-            "eval/loss": self.loss / max(self.targets, 1.0),
-            "eval/nats_per_byte": self.loss / max(self.bytes, 1.0),
+            "eval/loss": self.loss / self.targets if self.targets else math.nan,
+            "eval/nats_per_byte": self.loss / max(self.bytes, 1.0) if self.targets else math.nan,
         }
         for name, each in self.of_sources.items():
             if each.targets:

@@ -50,6 +50,7 @@ from maxpipe.model.frozen import trained
 from maxpipe.telemetry.console import Console
 from maxpipe.train import weights
 from maxpipe.train.guard import initial
+from maxpipe.train.patience import Waited
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
 
@@ -114,6 +115,7 @@ class Position(TypedDict):
     step: int
     fingerprint: dict[str, Any]
     guard: NotRequired[Guarded | None]
+    patience: NotRequired[Waited | None]
 
 
 _NEW_START = "checkpoint.restore_from to a run with this model, or to '' for a fresh start"
@@ -128,6 +130,8 @@ class Start(NamedTuple):
     """See `Watch.offset`."""
     facts: Mapping[str, Any] | None = None
     """The guard's counts."""
+    waited: Mapping[str, Any] | None = None
+    """What `Patience` has counted."""
 
 
 def restore_or_init(
@@ -158,6 +162,8 @@ def restore_or_init(
         check_model(model, to_dict(config)["model"], loaded.origins, otherwise)
         _check_trained(frozen, loaded, facts.step, own=own)
         _check_optimizer(facts, loaded, own=own)
+        if not own:
+            _check_objective(facts, loaded)
         if own and facts.step == total_steps(config.train):
             _check_finished(facts, loaded)
         others = compare(data["fingerprint"], datasets.train.fingerprint(), data["step"])
@@ -173,7 +179,8 @@ def restore_or_init(
             for name, before, now in _changed_keys(facts.config, config):
                 console.note(f"config: {name} was {before} {words} and is {now}")
 
-    if (found := checkpoints.restore_newest(steps.abstract_saved, accept)) is not None:
+    found = checkpoints.restore_newest(steps.abstract_saved, accept)
+    if is_own := found is not None:
         words = f"resuming {run_folder(config.run)} after step {found.step}"
         if found.folder.parent != checkpoints.durable.path:
             words += f", from {found.folder}"
@@ -195,7 +202,9 @@ def restore_or_init(
         console.note(f"data: weights of the mixture change with step {found.step + 1}")
     guarded = data.get("guard")
     state = steps.from_saved(found.state, initial(config.guard, guarded))
-    return Start(state, words, data["step"] - found.step, guarded)
+    # Another run may have had enough, and this one has not.
+    waited = data.get("patience") if is_own else None
+    return Start(state, words, data["step"] - found.step, guarded, waited)
 
 
 def _with_weights(
@@ -447,6 +456,24 @@ def _check_optimizer(facts: Facts, loaded: Loaded, *, own: bool) -> None:
                 "state is of its own kind.",
                 f"Set {key}={shown(then)}, or {_from_weights(loaded, own=own)}.",
             )
+
+
+def _check_objective(facts: Facts, loaded: Loaded) -> None:
+    """A run that goes on where another one was learns the same.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    key, now = "train.objective", loaded.config.train.objective
+    then = facts.config.get("train", {}).get("objective", before_of(key))
+    if then != now:
+        raise ConfigError.one(
+            where("checkpoint.restore", loaded.origins),
+            "all",
+            f"goes on with optimizer state, step and data position of a run with {key}={then}, and "
+            f"this one has {key}={now}.",
+            f"Set {_from_weights(loaded, own=False)}.",
+        )
 
 
 def _from_weights(loaded: Loaded, *, own: bool) -> str:
