@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from maxpipe.plan.advice import TERMS
 from maxpipe.telemetry import metrics
 from maxpipe.train.evaluate import Totals
 from maxpipe.train.step import BY_SOURCE
+from maxpipe.train.tasks import metrics_of
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -139,6 +141,8 @@ def test_every_metric_that_is_written_is_declared() -> None:
     written |= {f"train/loss_{name}" for name in Ahead(1, 1, 1.0).losses}
     written |= set(Totals(1.0, 1.0, 1.0).named("NAME"))
     written |= {f"{when}/{name}" for when in ("train", "eval") for name in Preference.reported}
+    accuracies: Any = {"accuracy": 1.0, "accuracy_by_bytes": 1.0}
+    written |= set(metrics_of("NAME", accuracies))
     assert written | {tag for tag, *_ in summaries()} == set(declared)
     assert {tag for _, tags in metrics.CHARTS for tag in tags} <= set(declared)
 

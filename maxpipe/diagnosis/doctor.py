@@ -266,7 +266,8 @@ def _folder(name: str, path: Path, config: Config | None = None, *, key: str = "
     words = f"{path} can be written, {_size(free)} free"
     if config is not None:
         model, keep = config.model, config.checkpoint.keep
-        saved = partial(saved_bytes, config.optim, param_dtype=model.param_dtype)
+        trained_only, dtype = model.adapter is not None, model.param_dtype
+        saved = partial(saved_bytes, config.optim, param_dtype=dtype, trained_only=trained_only)
         one = int(total(describe(model), saved))
         words += f", a checkpoint takes {_size(one)}"
         if free < one * (keep + 1):
