@@ -14,6 +14,7 @@ import pytest
 
 from maxpipe.config.paths import REFERENCE_FILE
 from maxpipe.train.pair_references import load, save
+from tests.cases import thinned
 from tests.data.conversations import write_records
 from tests.train.runs import (
     SAME,
@@ -76,7 +77,7 @@ def test_the_margin_rises(whole: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["orpo", "ipo"])
+@pytest.mark.parametrize("loss", thinned(["orpo", "ipo"], 2))
 def test_other_losses_learn_likewise(given: list[str], loss: str, run: Run, tmp_path: Path) -> None:
     """IPO wants a margin of beta / (2 beta) and no more."""
     keys = [f"preference.loss={loss}", "checkpoint.every=0"]
