@@ -56,9 +56,9 @@ def test_the_commands_of_the_page(written: tuple[Path, list[str]]) -> None:
     assert answers == ["Yes", "No"]
     assert re.search(r"^margin +\d", told, re.M)
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 23))
-    after = logits(folder, "preferred", tokens)
-    assert (after == logits(folder, "runs/prefer@40", tokens)).all()
-    assert np.abs(after - logits(folder, "base", tokens)).max() > 0.1
+    after = logits(folder, "preferred", tokens, VOCAB)
+    assert (after == logits(folder, "runs/prefer@40", tokens, VOCAB)).all()
+    assert np.abs(after - logits(folder, "base", tokens, VOCAB)).max() > 0.1
     assert (folder / "margin.svg").read_text().startswith("<svg")
 
 
@@ -69,8 +69,8 @@ def test_transformers_loads_what_goes_out(written: tuple[Path, list[str]], tmp_p
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     folder, _ = written
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 23))
-    np.save(tmp_path / "tokens.npy", tokens)
+    np.save(tmp_path / "tokens.npy", tokens, VOCAB)
     job = {"folder": str(folder / "preferred"), "tokens": str(tmp_path / "tokens.npy")}
     job["logits"] = str(tmp_path / "logits.npy")
     asked("load", [job], tmp_path)
-    close(logits(folder, "preferred", tokens), np.load(job["logits"]))
+    close(logits(folder, "preferred", tokens, VOCAB), np.load(job["logits"]))

@@ -91,6 +91,7 @@ def test_other_losses_learn_likewise(given: list[str], loss: str, run: Run, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.layouts
 def test_the_layout_changes_nothing(
     given: list[str], whole: Path, run: Run, tmp_path: Path
 ) -> None:
