@@ -69,7 +69,7 @@ def test_transformers_loads_what_goes_out(written: tuple[Path, list[str]], tmp_p
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     folder, _ = written
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 23))
-    np.save(tmp_path / "tokens.npy", tokens, VOCAB)
+    np.save(tmp_path / "tokens.npy", tokens)
     job = {"folder": str(folder / "preferred"), "tokens": str(tmp_path / "tokens.npy")}
     job["logits"] = str(tmp_path / "logits.npy")
     asked("load", [job], tmp_path)
