@@ -28,7 +28,7 @@ ROOT = TESTS.parent
 DOCS = ROOT / "docs"
 PICTURES = [
     picture
-    for page in ("engine.md", "plan.md")
+    for page in ("engine.md", "plan.md", "adapters.md")
     for picture in re.findall(
         r"<!-- maxpipe (.*?) -->\n!\[\w+\]\((.*?)\)", (DOCS / page).read_text(encoding="utf-8")
     )

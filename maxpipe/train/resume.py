@@ -159,6 +159,7 @@ def restore_or_init(
             for name, before, now in _changed_keys(facts.config, config):
                 console.note(f"config: {name} was {before} {words} and is {now}")
 
+    own = True
     if (found := checkpoints.restore_newest(steps.abstract_saved, accept)) is not None:
         words = f"resuming {run_folder(config.run)} after step {found.step}"
         if found.folder.parent != checkpoints.durable.path:
@@ -169,6 +170,7 @@ def restore_or_init(
         tokenizer = datasets.train.fingerprint().get("tokenizer", "")
         if _takes_weights(loaded):
             return _with_weights(loaded, steps, console, tokenizer)
+        own = False
         found = restore_other(text, loaded, steps.abstract_saved, partial(accept, own=False))
         words = f"starting from {config.checkpoint.restore_from} after step {found.step}"
     else:
@@ -180,7 +182,7 @@ def restore_or_init(
     guarded = data.get("guard")
     params, base = None, None
     if config.adapter.rank:
-        params, base = read_base(found.facts, loaded, steps, console)
+        params, base = read_base(found.facts, loaded, steps, console, own=own)
     state = steps.from_saved(found.state, initial(config.guard, guarded), params)
     return Start(state, words, data["step"] - found.step, guarded, base)
 
