@@ -20,6 +20,7 @@ from maxpipe.model.spec import Branch, Model, Part
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
+from maxpipe.pipeline.objective import CrossEntropy, Objective
 from maxpipe.train.step import Steps, partition
 
 TOLERANCE = 1e-5  # float32; of a gradient leaf's largest entry, relative for losses
@@ -208,7 +209,13 @@ def with_attention(model: Model, part: Part) -> Model:
 OPTIM = OptimConfig(learning_rate=3e-3, warmup_steps=2)
 
 
-def steps_of(case: Case, rows: int, total_steps: int = 10, optim: OptimConfig = OPTIM) -> Steps:
+def steps_of(
+    case: Case,
+    rows: int,
+    total_steps: int = 10,
+    optim: OptimConfig = OPTIM,
+    objective: Objective = CrossEntropy(),  # noqa: B008
+) -> Steps:
     config = case.model
     mesh = case.mesh
     size = math.prod(axis_size(mesh, axis) or 1 for axis in MESH_AXES)
@@ -236,6 +243,7 @@ def steps_of(case: Case, rows: int, total_steps: int = 10, optim: OptimConfig = 
         seed=0,
         byte_lengths=np.ones(config.vocab_size, np.int32),
         num_sources=case.sources,
+        objective=objective,
     )
 
 

@@ -22,9 +22,8 @@ ROWS = (
     ("maxpipe.boundary",),
     (
         *("maxpipe.schedule", "maxpipe.config.schema", "maxpipe.config.data_schema"),
-        "maxpipe.config.tuning_schema",
-        "maxpipe.config.bounds",
-        "maxpipe.config.shipped",
+        *("maxpipe.config.eval_schema", "maxpipe.config.tuning_schema"),
+        *("maxpipe.config.bounds", "maxpipe.config.shipped"),
         *("maxpipe.processes.phases", "maxpipe.processes.secret"),
     ),
     (
@@ -40,6 +39,7 @@ ROWS = (
             "maxpipe.processes",
             "maxpipe.data.tokenizers",
             "maxpipe.data.formats",
+            "maxpipe.rewards",
         ),
         *("maxpipe.model.count", "maxpipe.model.choice"),
     ),
@@ -53,13 +53,14 @@ ROWS = (
         *("maxpipe.plan.hlo", "maxpipe.plan.hlo_text", "maxpipe.plan.gpu_target"),
         *("maxpipe.diagnosis.environment", "maxpipe.diagnosis.probe"),
     ),
-    ("maxpipe.data.prepared",),
+    ("maxpipe.data.prepared", "maxpipe.objectives"),
     (
         *("maxpipe.data.corpus", "maxpipe.data.overlap", "maxpipe.data.loader"),
-        *("maxpipe.data.look", "maxpipe.optim"),
+        *("maxpipe.data.look", "maxpipe.data.prompts", "maxpipe.data.turns", "maxpipe.optim"),
     ),
     (
         *("maxpipe.train", "maxpipe.generate", "maxpipe.exchange"),
+        *("maxpipe.scoring.choices", "maxpipe.scoring.texts"),
         *("maxpipe.plan.sizes", "maxpipe.plan.memory", "maxpipe.plan.advice"),
         *("maxpipe.plan.reach", "maxpipe.plan.optimizer", "maxpipe.plan.gathered"),
     ),
@@ -68,6 +69,9 @@ ROWS = (
         *("maxpipe.train.start", "maxpipe.train.adapters"),
         *("maxpipe.train.room", "maxpipe.train.evaluation", "maxpipe.train.chosen"),
         *("maxpipe.train.weights", "maxpipe.train.decoders", "maxpipe.train.samples"),
+        *("maxpipe.train.teacher", "maxpipe.train.distill", "maxpipe.train.prepare_answers"),
+        "maxpipe.train.rollouts",
+        *("maxpipe.train.tasks", "maxpipe.train.evaluations"),
         *("maxpipe.plan", "maxpipe.diagnosis"),
     ),
     ("maxpipe.launch", "maxpipe.generate.weights"),
@@ -131,6 +135,8 @@ JAX_FREE = (
     "maxpipe.exchange.named",
     "maxpipe.exchange.source",
     "maxpipe.train.datasets",
+    "maxpipe.rewards",
+    "maxpipe.objectives.advantages",
     "maxpipe.optim.kept",
     "maxpipe.generate.text",
     "maxpipe.pipeline.scopes",
@@ -148,6 +154,7 @@ ROOT_CONFIG = (
     "maxpipe.train.build",
     "maxpipe.train.datasets",
     "maxpipe.train.loop",
+    "maxpipe.train.objectives",
     "maxpipe.train.room",
     "maxpipe.train.run",
     "maxpipe.train.resume",
@@ -155,6 +162,10 @@ ROOT_CONFIG = (
     "maxpipe.train.adapters",
     "maxpipe.train.evaluation",
     "maxpipe.train.chosen",
+    "maxpipe.train.teacher",
+    "maxpipe.train.distill",
+    "maxpipe.train.prepare_answers",
+    "maxpipe.train.tasks",
     "maxpipe.generate.weights",
     "maxpipe.exchange.outgoing",
     "maxpipe.exchange.beside",
@@ -419,12 +430,15 @@ def section_names() -> dict[str, str]:
     return {section.name: "own" for section in _section_classes()} | named
 
 
+_SCHEMAS = ("maxpipe.config.schema", "maxpipe.config.data_schema", "maxpipe.config.tuning_schema")
+
+
 def _section_classes() -> list[ast.ClassDef]:
     """Of the schema, and of the families of models."""
     declaring = [module for module in MODULES if _within(module, "maxpipe.model.families")]
     return [
         node
-        for module in ("maxpipe.config.schema", "maxpipe.config.data_schema", *declaring)
+        for module in (*_SCHEMAS, *declaring)
         for node in tree(module).body
         if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
     ]

@@ -34,6 +34,7 @@ from maxpipe.config.paths import EVENTS_FILE
 from maxpipe.config.rules import shown
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, compare
+from maxpipe.data.prepared.logits import TeacherEntry
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.exchange.incoming import WEIGHTS_ONLY
 from maxpipe.exchange.source import folder_of
@@ -42,6 +43,8 @@ from maxpipe.model.frozen import trained
 from maxpipe.telemetry.console import Console
 from maxpipe.train.adapters import check_adapter, read_base, said_of
 from maxpipe.train.guard import initial
+from maxpipe.train.patience import Waited
+from maxpipe.train.reference import Reference
 from maxpipe.train.start import (
     NEW_START,
     as_known,
@@ -100,6 +103,9 @@ class Position(TypedDict):
     step: int
     fingerprint: dict[str, Any]
     guard: NotRequired[Guarded | None]
+    teacher: NotRequired[TeacherEntry]
+    reference: NotRequired[str]
+    patience: NotRequired[Waited | None]
 
 
 class Start(NamedTuple):
@@ -111,14 +117,25 @@ class Start(NamedTuple):
     """See `Watch.offset`."""
     facts: Mapping[str, Any] | None = None
     """The guard's counts."""
+    reference: str | None = None
+    """Digest of the parameters that a run which goes on began with, if it has kept one."""
+    goes_on: bool = False
+    """Whether these parameters are other ones than those."""
     base: Base | None = None
     """Of adapters."""
+    waited: Mapping[str, Any] | None = None
+    """What `Patience` has counted."""
 
 
 def restore_or_init(
-    loaded: Loaded, steps: Steps, checkpoints: Checkpoints, datasets: Datasets, console: Console
+    loaded: Loaded,
+    steps: Steps,
+    checkpoints: Checkpoints,
+    datasets: Datasets,
+    console: Console,
+    teacher: TeacherEntry | None = None,
 ) -> Start:
-    """The state to continue from.
+    """The state to continue from; `teacher` is that of the run.
 
     Raises:
         ConfigError: the checkpoint is of another model, or other data.
@@ -144,6 +161,9 @@ def restore_or_init(
         check_adapter(facts, loaded, own=own)
         _check_trained(frozen, loaded, facts.step, own=own)
         _check_optimizer(facts, loaded, own=own)
+        _check_teacher(data.get("teacher"), teacher, loaded, facts.step, own=own)
+        if not own:
+            _check_objective(facts, loaded)
         if own and facts.step == total_steps(config.train):
             _check_finished(facts, loaded)
         others = compare(data["fingerprint"], datasets.train.fingerprint(), data["step"])
@@ -159,8 +179,8 @@ def restore_or_init(
             for name, before, now in _changed_keys(facts.config, config):
                 console.note(f"config: {name} was {before} {words} and is {now}")
 
-    own = True
-    if (found := checkpoints.restore_newest(steps.abstract_saved, accept)) is not None:
+    found = checkpoints.restore_newest(steps.abstract_saved, accept)
+    if goes_on := found is not None:
         words = f"resuming {run_folder(config.run)} after step {found.step}"
         if found.folder.parent != checkpoints.durable.path:
             words += f", from {found.folder}"
@@ -170,7 +190,6 @@ def restore_or_init(
         tokenizer = datasets.train.fingerprint().get("tokenizer", "")
         if _takes_weights(loaded):
             return _with_weights(loaded, steps, console, tokenizer)
-        own = False
         found = restore_other(text, loaded, steps.abstract_saved, partial(accept, own=False))
         words = f"starting from {config.checkpoint.restore_from} after step {found.step}"
     else:
@@ -182,9 +201,35 @@ def restore_or_init(
     guarded = data.get("guard")
     params, base = None, None
     if config.adapter.rank:
-        params, base = read_base(found.facts, loaded, steps, console, own=own)
+        params, base = read_base(found.facts, loaded, steps, console, own=goes_on)
     state = steps.from_saved(found.state, initial(config.guard, guarded), params)
-    return Start(state, words, data["step"] - found.step, guarded, base)
+    offset = data["step"] - found.step
+    # Another run may have had enough, and this one has not; nor is its reference that one's.
+    waited, reference = (data.get("patience"), data.get("reference")) if goes_on else (None, None)
+    return Start(state, words, offset, guarded, reference, goes_on, base, waited)
+
+
+def reference_of(
+    loaded: Loaded, steps: Steps, datasets: Datasets, console: Console, begin: Start
+) -> Reference | None:
+    """The parameters that the run has begun with, where it is held near them.
+
+    Raises:
+        ConfigError, StorageError: as `restore_or_init`.
+    """
+    config = loaded.config
+    if config.train.objective != "grpo" or not config.grpo.kl:
+        return None
+    params = begin.state.params
+    if begin.goes_on:
+        if origin := config.checkpoint.restore_from:
+            tokenizer = datasets.train.fingerprint().get("tokenizer", "")
+            found = read_weights(origin, loaded, steps, console, tokenizer)
+            params = steps.first_params(found.params)
+        else:
+            params = steps.init_params()
+    key = where("checkpoint.restore_from", loaded.origins)
+    return Reference(steps, params, begin.reference, key)
 
 
 def _takes_weights(loaded: Loaded) -> bool:
@@ -318,6 +363,44 @@ def _check_optimizer(facts: Facts, loaded: Loaded, *, own: bool) -> None:
                 "state is of its own kind.",
                 f"Set {key}={shown(then)}, or {_from_weights(loaded, own=own)}.",
             )
+
+
+def _check_teacher(
+    before: TeacherEntry | None, now: TeacherEntry | None, loaded: Loaded, step: int, *, own: bool
+) -> None:
+    """A student goes on with its teacher.
+
+    Raises:
+        ConfigError: it has other parameters than the one that taught before.
+    """
+    if before is None or now is None or before["digest"] == now["digest"]:
+        return
+    key = "distill.teacher" if loaded.config.distill.teacher else "distill.stored"
+    raise ConfigError.one(
+        where(key, loaded.origins),
+        now["name"],
+        f"must be the teacher that step {step} was saved with, {before['name']}: this one has "
+        "other parameters.",
+        f"Bring that one back, or set {_from_weights(loaded, own=own)}.",
+    )
+
+
+def _check_objective(facts: Facts, loaded: Loaded) -> None:
+    """A run that goes on where another one was learns the same.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    key, now = "train.objective", loaded.config.train.objective
+    then = facts.config.get("train", {}).get("objective", before_of(key))
+    if then != now:
+        raise ConfigError.one(
+            where("checkpoint.restore", loaded.origins),
+            "all",
+            f"goes on with optimizer state, step and data position of a run with {key}={then}, and "
+            f"this one has {key}={now}.",
+            f"Set {_from_weights(loaded, own=False)}.",
+        )
 
 
 def _from_weights(loaded: Loaded, *, own: bool) -> str:

@@ -8,6 +8,7 @@ Source: the idea of one call that partitions a model is Pax's.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -45,10 +46,12 @@ from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
 from maxpipe.pipeline import ahead, scopes
 from maxpipe.pipeline.executor import Engine
 from maxpipe.pipeline.layout import Layout
+from maxpipe.pipeline.loss_head import by_source
 from maxpipe.pipeline.network import Network
+from maxpipe.pipeline.objective import CrossEntropy, Objective
+from maxpipe.pipeline.program import Reader
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.trainable import joined
-from maxpipe.pipeline.vocabulary import by_source
 from maxpipe.processes.runtime import compiler_options
 from maxpipe.schedule.balance import balanced_cut
 from maxpipe.schedule.catalog import build, forward_only
@@ -56,7 +59,7 @@ from maxpipe.schedule.table import Schedule
 from maxpipe.train import executable
 from maxpipe.train.follow import followed
 from maxpipe.train.guard import GuardState, assess, initial
-from maxpipe.train.replicas import ReplicaCheck
+from maxpipe.train.replicas import ReplicaCheck, digest
 from maxpipe.train.state import VOCABULARY, Partition, TrainState
 from maxpipe.train.summaries import summarised
 
@@ -88,6 +91,11 @@ class Steps:
     byte_lengths: np.ndarray
     """Bytes of text that each token id stands for."""
     guard: GuardConfig
+
+    @property
+    def objective(self) -> Objective:
+        """What a step minimises."""
+        return self.engine.network.objective
 
     @property
     def num_sources(self) -> int:
@@ -163,6 +171,11 @@ class Steps:
             options["xla_backend_optimization_level"] = 0
         return init.compile(options)()
 
+    def init_params(self) -> Tree:
+        """The parameters of a fresh state alone."""
+        init = partial(self.partition.init, self._key(_PARAMETERS))
+        return self._jit(init, self.state_sharding.params)()
+
     def compile_train(self) -> Any:
         """(state, batch) -> (state, metrics); the state passed in is used up."""
         return self.lower_train().compile(self.compiler_options)
@@ -200,6 +213,9 @@ class Steps:
         `rows` is the size of the global batch, any multiple of the devices that split it; 0 takes
         the training batch's. A microbatch gets at most as many rows as in training.
         """
+        if (objective := self.objective.evaluated) is not self.objective:
+            network = replace(self.engine.network, objective=objective)
+            return replace(self, engine=replace(self.engine, network=network)).compile_eval(rows)
         rows = rows or self.shape[0]
         step = jax.jit(
             partial(self._eval_step, self._eval_schedule(rows)),
@@ -209,6 +225,35 @@ class Steps:
         with jax.set_mesh(self.partition.mesh):
             lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
             return lowered.compile(self.compiler_options)
+
+    def compile_rows(self, reader: Reader, rows: int = 0, *, everywhere: bool = False) -> Any:
+        """(params, batch) -> what a reader finds of each row, arrays `[rows, ...]`.
+
+        They are divided as the batch is, or on all devices `everywhere`; `rows` as above.
+        """
+        rows = rows or self.shape[0]
+        read = self.engine.rows(self._eval_schedule(rows), reader)
+        whole = NamedSharding(self.partition.mesh, PartitionSpec())
+        step = jax.jit(
+            lambda params, batch: read(params, batch, None),
+            in_shardings=(self.state_sharding.params, self.batch_sharding),
+            out_shardings=whole if everywhere else self.batch_sharding,
+        )
+        with jax.set_mesh(self.partition.mesh):
+            lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
+            return lowered.compile(self.compiler_options)
+
+    def digest(self, params: Tree) -> str:
+        """Of parameters, the same under every layout."""
+        parts = self.partition
+
+        def digests(params: Tree) -> Array:
+            saved = parts.to_saved(params, vocabulary=VOCABULARY)
+            return jnp.stack([digest(leaf) for leaf in jax.tree.leaves(saved)])
+
+        everywhere = NamedSharding(parts.mesh, PartitionSpec())
+        found = self._jit(left_to_compiler(digests, PartitionSpec()), everywhere)(params)
+        return hashlib.sha256(np.asarray(found, "<u4").tobytes()).hexdigest()
 
     @property
     def compiler_options(self) -> dict[str, Any]:
@@ -246,6 +291,10 @@ class Steps:
             {name: ids(shape, jnp.int32) for name in names}
             | {"loss_mask": ids(shape, jnp.float32)}
             | {name: ids(shape[:1], jnp.int32) for name in by_row}
+            | {
+                name: ids((*shape[: 2 - extra.by_row], *extra.shape), extra.dtype)
+                for name, extra in self.objective.arrays.items()
+            }
         )
 
     @cached_property
@@ -349,6 +398,13 @@ class Steps:
         return self._jit(convert, self.state_sharding)(params)
 
     @cached_property
+    def first_params(self) -> Any:
+        """Parameters in the form that a checkpoint holds -> those of a new run that starts from
+        them, as the steps take them; with adapters these are the base's.
+        """
+        return self._jit(self._around, self.state_sharding.params)
+
+    @cached_property
     def abstract_saved(self) -> Tree:
         """Shapes, types and shardings of the saved form."""
         state = jax.eval_shape(self._init)
@@ -412,6 +468,7 @@ class Steps:
             metrics["train/spikes"] = guard.spikes
         layers = found.statistics["layers"], found.statistics.get("outside", {})
         model, layout = self.partition.decoder.model, self.partition.layout
+        metrics |= {f"train/{name}": mean for name, mean in found.reports.items()}
         metrics |= {f"train/loss_{name}": found.losses[name] for name in model.ends.losses}
         if found.by_source is not None:
             metrics |= dict(zip(BY_SOURCE, found.by_source, strict=True))
@@ -422,19 +479,22 @@ class Steps:
         return TrainState(state.step + 1, params, optimizer, guard), metrics
 
     def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:
-        loss, targets = self.engine.loss(schedule)(params, batch, None)
+        sums, targets = self.engine.loss(schedule)(params, batch, None)
+        found = dict(zip(("loss", *self.objective.reported), sums, strict=True))
+        if self.objective.by_segment:
+            return found | {"targets": targets}
         lengths = jnp.asarray(self.byte_lengths, jnp.float32)
         # Picked by index: divided as the indices are.
         size = left_to_compiler(operator.getitem, BATCH_SPEC)(lengths, batch["targets"])
         size = size * batch["loss_mask"]
         if not self.num_sources:
-            return {"loss": loss, "targets": targets, "bytes": size.sum()}
+            return found | {"targets": targets, "bytes": size.sum()}
 
         def summed(size: Array, sources: Array) -> Array:
             return by_source(size, self.num_sources, sources[:, None])
 
         summed = left_to_compiler(summed, PartitionSpec())
-        return {"loss": loss, "targets": targets, "bytes": summed(size, batch["source_ids"])}
+        return found | {"targets": targets, "bytes": summed(size, batch["source_ids"])}
 
 
 def partition(
@@ -450,8 +510,9 @@ def partition(
     byte_lengths: np.ndarray,
     guard: GuardConfig = GuardConfig(),  # noqa: B008  frozen
     num_sources: int = 0,
+    objective: Objective = CrossEntropy(),  # noqa: B008
 ) -> Steps:
-    """Everything that training this model on this mesh needs.
+    """Everything that training this model on this mesh needs, by default for cross entropy.
 
     Batches of a mixture have `num_sources`, and losses of each are summed apart.
 
@@ -468,9 +529,8 @@ def partition(
     schedule = scheduled(pipeline.microbatches)
     ring = schedule.ring
     # Embedding and loss head are spread over all stages: only layers weigh on the cut.
-    outside = pipeline.layers_outside
-    costs = layer_costs(decoder.model, train.sequence_length)[outside:]
-    cut = pipeline.cut or balanced_cut(costs, ring.num_chunks)
+    outside, costs = pipeline.layers_outside, layer_costs(decoder.model, train.sequence_length)
+    cut = pipeline.cut or balanced_cut(costs[outside:], ring.num_chunks)
     layout = Layout(ring, tuple(cut), outside, decoder.model.layers)
     parts = Partition(decoder, layout, mesh)
     ends = decoder.model.ends
@@ -486,6 +546,7 @@ def partition(
         _loss_block(mesh, model, pipeline, train),
         _heads_ahead(decoder),
         num_sources,
+        objective,
     )
     rate, targets = learning_rate(optim, total_steps), parts.targets(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
