@@ -63,7 +63,7 @@ class Lessons:
         return contextlib.closing(taught())
 
     def _answered(self, batch: Any, answer: Answer, sent: int) -> Any:
-        """The batch with the answer, for which so many bytes were sent."""
+        """The batch with the answer; `sent` are the bytes that went to the teacher."""
         begin = time.perf_counter()
         with self._phases.enter(STEP):
             jax.block_until_ready(answer)
@@ -99,7 +99,7 @@ class Taught:
         return {} if self.teacher is None else {"teacher": self.teacher}
 
     def compile(self, sizes: Iterable[int], stage: Stage) -> None:
-        """Makes the teacher ready for batches of so many rows."""
+        """Compiles the teacher for batches of these sizes."""
         if self.lessons is not None:
             with stage("compiling the teacher"):
                 for rows in sizes:

@@ -78,7 +78,7 @@ class Teacher:
         return local_rows(self.steps.batch_sharding, count)
 
     def compile(self, count: int) -> None:
-        """Makes it ready for batches of so many rows."""
+        """Compiles it for batches of this number of rows."""
         if count not in self._programs:
             # Processes exchange no parts of arrays of two meshes: each gets all.
             everywhere = jax.process_count() > 1

@@ -193,8 +193,8 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     ),
     (("distill.layout=[mesh.ici_nothing=2]",), "distill.layout: mesh.ici_nothing"),
     (("distill.layout=[train.steps=2]",), "must hold keys of the sections mesh and pipeline"),
-    (("distill.teacher=nobody",), "distill.teacher = nobody"),
-    (("distill.teacher=hf:nobody",), "nobody"),
+    (("distill.teacher=absent",), "distill.teacher = absent"),
+    (("distill.teacher=hf:absent",), "absent"),
     (("distill.stored=answers",), "must be empty with distill.teacher"),
 ]
 
