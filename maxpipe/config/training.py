@@ -16,6 +16,12 @@ LARGEST_FOR_BYTES = 4096
 be even. Vocabularies of public models begin at 30,000."""
 
 
+def teacher_devices(config: Config) -> int:
+    """How many devices are those of a teacher alone."""
+    asks = config.train.objective == "distill" and config.distill.teacher
+    return config.distill.devices if asks else 0
+
+
 def check_training(
     config: Config, origins: Mapping[str, str], skip: Collection[str] = ()
 ) -> list[Problem]:

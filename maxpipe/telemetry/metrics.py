@@ -35,7 +35,8 @@ METRICS = (
         "train/loss",
         "nats per token",
         "Cross-entropy of the step's batch, before its update, over all tokens that are predicted. "
-        "Losses that layers and heads ahead add to the objective are not in it.",
+        "Losses that layers and heads ahead add to the objective are not in it. With "
+        "`train.objective=distill` its mean with the divergence from the teacher.",
     ),
     Metric(
         "train/loss_ahead_1",
@@ -64,13 +65,13 @@ METRICS = (
     Metric(
         "train/cross_entropy",
         "nats per token",
-        "Cross-entropy of the step's batch; `train/loss` is its mean with the divergence.",
+        "Cross-entropy of the step's batch, a part of `train/loss`.",
         _DISTILLED,
     ),
     Metric(
         "train/divergence",
         "nats per token",
-        "Divergence of student and teacher, times `distill.temperature` squared.",
+        "Divergence of student and teacher, times `distill.temperature` squared: the other part.",
         _DISTILLED,
     ),
     Metric(
@@ -174,6 +175,7 @@ METRICS = (
 
 CHARTS = (
     ("loss", ("train/loss", "eval/loss")),
+    ("distillation", ("train/cross_entropy", "train/divergence")),
     ("loss of sources", ("source/NAME/loss", "source/NAME/eval_loss")),
     ("throughput", ("perf/tokens_per_s",)),
     ("MFU", ("perf/mfu",)),

@@ -49,16 +49,19 @@ class Lessons:
 
         def taught() -> Generator[Any]:
             asked: tuple[Any, Answer, int] | None = None
-            with source:
-                for step, host in enumerate(source, start):
-                    _, count = loader.ramp.place(step)
-                    answer, sent = self.teacher.ask(host, rows[count], count)
-                    batch = place_rows(host, rows[count], count, self._sharding)
-                    if asked is not None:
-                        yield self._answered(*asked)
-                    asked = batch, answer, sent
-            if asked is not None:
-                yield self._answered(*asked)
+            try:
+                with source:
+                    for step, host in enumerate(source, start):
+                        _, count = loader.ramp.place(step)
+                        answer, sent = self.teacher.ask(host, rows[count], count)
+                        batch = place_rows(host, rows[count], count, self._sharding)
+                        before, asked = asked, (batch, answer, sent)
+                        if before is not None:
+                            yield self._answered(*before)
+                if asked is not None:
+                    yield self._answered(*asked)
+            finally:  # Python that ends while devices compute may crash
+                jax.block_until_ready(asked and asked[1])
 
         return contextlib.closing(taught())
 

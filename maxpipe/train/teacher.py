@@ -23,6 +23,7 @@ from maxpipe.checkpoint.copies import local_sums
 from maxpipe.config.check import check, where
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.schema import Config, TokenizerConfig
+from maxpipe.config.training import teacher_devices
 from maxpipe.data.loader import Batch
 from maxpipe.data.prepared.logits import TeacherEntry
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
@@ -115,10 +116,7 @@ def devices_of(config: Config) -> tuple[list[Device], list[Device]]:
     Raises:
         ConfigError: there are not enough, or each process would not have as many.
     """
-    everything, count = jax.devices(), config.distill.devices
-    if not (config.train.objective == "distill" and config.distill.teacher and count):
-        return everything, everything
-    return divided(everything, count, "distill.devices")
+    return divided(jax.devices(), teacher_devices(config), "distill.devices")
 
 
 def open_teacher(loaded: Loaded, tokenizer: Tokenizer) -> Teacher:
