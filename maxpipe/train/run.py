@@ -436,7 +436,7 @@ def _check_same_data(link: Link, datasets: Datasets) -> None:
         )
 
 
-_HYPERPARAMETERS = ("model", "mesh", "pipeline", "train", "optim", "data", "tokenizer")
+_HYPERPARAMETERS = ("model", "mesh", "pipeline", "train", "optim", "data", "tokenizer", "distill")
 
 
 def _show(
