@@ -13,13 +13,14 @@ import pytest
 
 from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
+from maxpipe.config.tuning_schema import AdapterConfig
 from maxpipe.model.families.registry import FAMILIES
 from maxpipe.model.parts.norm import LayerNorm
 from maxpipe.model.spec import Branch, Model, Part
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.pipeline.objective import Objective
+from maxpipe.pipeline.objective import CrossEntropy, Objective
 from maxpipe.train.step import Steps, partition
 
 TOLERANCE = 1e-5  # float32; of a gradient leaf's largest entry, relative for losses
@@ -77,6 +78,7 @@ class Case:
     attention: str = "xla"
     frozen: tuple[str, ...] = ()
     """Patterns of `model.frozen`."""
+    adapter: AdapterConfig | None = None
     length: int = 0
     """T. 0: one that divides over context."""
     width: int = 0
@@ -148,6 +150,7 @@ class Case:
             matmul_weight_gradients=self.low[2],  # type: ignore[arg-type]
             matmul_parts=self.low_parts,  # type: ignore[arg-type]
             frozen=list(self.frozen),
+            adapter=self.adapter,
         )
         if self.own is not None:
             name = next(name for name, each in FAMILIES.items() if each.section is type(self.own))
@@ -162,7 +165,10 @@ class Case:
         named = ("stages", "repeats", "microbatches", "schedule")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in named and value != field.default:
+            if isinstance(value, AdapterConfig):
+                drops = "-dropped" if value.dropout else ""
+                shown.append(f"{value.kind}-{value.base}{drops}")
+            elif field.name not in named and value != field.default:
                 shown.append(
                     f"{field.name}{value}" if field.name != "own" else type(value).__name__
                 )
@@ -208,7 +214,7 @@ def steps_of(
     rows: int,
     total_steps: int = 10,
     optim: OptimConfig = OPTIM,
-    objective: Objective | None = None,
+    objective: Objective = CrossEntropy(),  # noqa: B008
 ) -> Steps:
     config = case.model
     mesh = case.mesh

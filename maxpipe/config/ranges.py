@@ -10,6 +10,8 @@ BYTES_VOCABULARY = 259
 
 _SHARE_LEFT = "1 would leave nothing"
 _INT32 = 2**31 - 1
+MOST_STEPS = 10**11
+"""Of a run: the numbers of its rows have 63 bits."""
 _RANGES = (
     Bound("run.seed", 0, 0, 2**32 - 1, "the random generator takes 32 bits"),
     Bound("model.num_layers", 1, 1, 2048, "plans and cuts look at every layer"),
@@ -35,8 +37,8 @@ _RANGES = (
     Bound("pipeline.group", 0, 0, why="0 means the number of stages"),
     Bound("pipeline.layers_outside", 0, 0),
     Bound("pipeline.loss_block_tokens", -1, -1, why="-1 takes blocks where logits are large"),
-    Bound("train.steps", 100, 0, why="0 takes the length from train.tokens"),
-    Bound("train.tokens", 1000000, 0, why="0 takes the length from train.steps"),
+    Bound("train.steps", 100, 0, MOST_STEPS, "0 takes the length from train.tokens"),
+    Bound("train.tokens", 1000000, 0, 10**18, "0 takes the length from train.steps"),
     Bound("train.batch_size", 8, 1, 2**24, "a step lists its rows"),
     Bound(
         "train.sequence_length",
@@ -46,6 +48,9 @@ _RANGES = (
         "the last token has no target, and positions are int32",
     ),
     Bound("optim.learning_rate", 3e-4, 1e-30, LARGEST, "devices compute in float32"),
+    Bound("adapter.rank", 16, 0, why="0 trains the whole model"),
+    Bound("adapter.alpha", 16.0, SMALLEST, LARGEST, "devices compute in float32"),
+    Bound("adapter.dropout", 0.1, 0, 1, _SHARE_LEFT, high_is_inside=False),
     Bound("optim.warmup_steps", 0, 0),
     Bound("optim.decay_fraction", 0.2, 0, 1),
     Bound("optim.final_fraction", 0.1, 0, 1),
@@ -56,6 +61,14 @@ _RANGES = (
     Bound("optim.epsilon", 1e-8, SMALLEST, LARGEST, "it keeps a divisor away from 0 in float32"),
     Bound("optim.weight_decay", 0.1, 0, LARGEST, "devices compute in float32"),
     Bound("optim.clip_norm", 1.0, 0, LARGEST, "0 turns clipping off; devices compute in float32"),
+    Bound("grpo.group_size", 8, 2, why="a completion is compared with others"),
+    Bound("grpo.max_tokens", 64, 1),
+    Bound("grpo.temperature", 1.0, 0.01, 100, "probabilities of what was drawn are compared"),
+    Bound("grpo.reward_seconds", 10.0, 0, 86400, low_is_inside=False),
+    Bound("grpo.clip", 0.2, 0, 1, "no probability is negative", low_is_inside=False),
+    Bound("grpo.clip_high", 0.0, 0, LARGEST, "0 takes grpo.clip; devices compute in float32"),
+    Bound("grpo.kl", 0.04, 0, LARGEST, "0 takes no reference; devices compute in float32"),
+    Bound("grpo.updates_per_rollout", 1, 1, 1024, "their completions are drawn at once"),
     Bound(
         "data.mixture_temperature",
         1.0,
@@ -65,6 +78,7 @@ _RANGES = (
         low_is_inside=False,
     ),
     Bound("data.validation_fraction", 0.05, 0, 0.5),
+    Bound("data.pairs_per_row", 16, 1, 4096, "each batch has room for as many in every row"),
     Bound("data.unreadable_limit", 100, 1),
     Bound("data.largest_unpacked_bytes", 2**36, 1),
     Bound("data.prefetch_batches", 4, 1),
@@ -91,6 +105,9 @@ _RANGES = (
     Bound("eval.sample_every", 100, 0, why="0 takes no samples"),
     Bound("eval.sample_tokens", 64, 1),
     Bound("eval.sample_temperature", 1.0, 0, LARGEST, "devices compute in float32"),
+    Bound("preference.beta", 0.1, 0, LARGEST, "devices compute in float32", low_is_inside=False),
+    Bound("preference.label_smoothing", 0.1, 0, 0.5, "0.5 says nothing", high_is_inside=False),
+    Bound("preference.odds_weight", 0.1, 0, LARGEST, "devices compute in float32"),
     Bound("log.every", 10, 1),
     Bound("runtime.num_processes", 1, 0, why="0 asks the cluster"),
     Bound("runtime.process_id", 0, 0),

@@ -41,6 +41,8 @@ class Limits:
     """Tokens of a row, its prompt included."""
     stops: tuple[str, ...] = ()
     batch_size: int = 16
+    longest: int = 0
+    """Tokens of the longest prompt there may be: other prompts take the same compiled program."""
 
 
 @dataclass
@@ -208,7 +210,7 @@ def complete(
 def size_of(prompts: Sequence[Prompt], limits: Limits, shards: int) -> Size:
     """The size of all batches."""
     rows = min(limits.batch_size, len(prompts))
-    longest = max(len(prompt.ids) for prompt in prompts)
+    longest = max(limits.longest, *(len(prompt.ids) for prompt in prompts))
     more = min(limits.max_tokens, limits.room)
     return Size(math.ceil(rows / shards) * shards, padded(longest), more)
 

@@ -24,6 +24,7 @@ import jax
 import maxpipe
 from maxpipe.boundary import files, redact
 from maxpipe.boundary.files import check_writable, full
+from maxpipe.checkpoint.folder import BASE, Base
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, local_folder
 from maxpipe.checkpoint.storage import home, run_folder
@@ -31,10 +32,17 @@ from maxpipe.config.check import cautions, check, total_steps
 from maxpipe.config.keys import flat
 from maxpipe.config.load import Loaded, to_dict, to_yaml
 from maxpipe.config.mixture import sources
-from maxpipe.config.paths import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, SAMPLES_FILE
+from maxpipe.config.paths import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    METRICS_FILE,
+    REFERENCE_FILE,
+    SAMPLES_FILE,
+)
 from maxpipe.config.schema import Config, DataConfig
 from maxpipe.data.loader import Datasets, Loader
 from maxpipe.data.packing import efficiency_of
+from maxpipe.data.prompts import PromptRows
 from maxpipe.data.stream import Part
 from maxpipe.errors import ConfigError, ExitCode, Preempted, ReplicaError, StorageError
 from maxpipe.model import choice
@@ -50,15 +58,18 @@ from maxpipe.schedule.table import Schedule
 from maxpipe.telemetry import board
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
-from maxpipe.train import attention_check, data_end, pictures
+from maxpipe.train import attention_check, data_end, pair_references, pictures
 from maxpipe.train.build import batches, steps_of
 from maxpipe.train.datasets import check_overlap, datasets_of
 from maxpipe.train.distill import Taught, taught_by
 from maxpipe.train.evaluate import Totals, evaluate
+from maxpipe.train.reference import Reference
 from maxpipe.train.replicas import explain
-from maxpipe.train.resume import Start, may_differ, restore_or_init
+from maxpipe.train.resume import Start, may_differ, reference_of, restore_or_init
+from maxpipe.train.rollouts import Rollouts
 from maxpipe.train.room import check_forecast, check_program
 from maxpipe.train.samples import Samples
+from maxpipe.train.slow_data import SlowData
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
 from maxpipe.train.teacher import devices_of
@@ -70,7 +81,7 @@ _MOST_TICKS = 160
 """Of the timeline that TensorBoard shows."""
 
 _RECORDS = (METRICS_FILE, f"{METRICS_FILE}.new", SAMPLES_FILE, f"{SAMPLES_FILE}.new", EVENTS_FILE)
-WRITTEN_FILES = (CONFIG_FILE, *_RECORDS)
+WRITTEN_FILES = (CONFIG_FILE, REFERENCE_FILE, *_RECORDS)
 
 
 @dataclass
@@ -99,6 +110,12 @@ class Run:
     samples: Samples | None
     taught: Taught
     """What a teacher says of batches, if there is one."""
+    rollouts: Rollouts | None
+    """What steps train on, with prompts in place of documents."""
+    reference: Reference | None
+    base: Base | None
+    """Of adapters."""
+    slow_data: SlowData
     compared: int = -1
     """The last step after which replicas were compared."""
     evaluated: tuple[int, dict[str, float]] = (0, {})
@@ -122,7 +139,12 @@ class Run:
         return metrics
 
     def train_batches(self, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
-        """Global batches of the steps from `start` to before `stop`, read ahead."""
+        """Those of training from `start` to before `stop`: of documents, read ahead, with what a
+        teacher says of them; of rollouts, once they are there.
+        """
+        if self.rollouts is not None:
+            rollouts = self.rollouts
+            return contextlib.closing(rollouts.batch(each) for each in range(start, stop))
         lessons = self.taught.lessons
         if lessons is None:
             return self._batches(self.datasets.train, start, stop)
@@ -130,6 +152,10 @@ class Run:
 
     def _batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
         return batches(self.steps.batch_sharding, loader, start, stop)
+
+    def can_stop_behind(self, step: int) -> bool:
+        """Whether the run can be saved after `step`: what it goes on with is not half used."""
+        return self.rollouts is None or self.rollouts.begins(step + self.watch.offset)
 
     def save(self, step: int, *, last: bool = False) -> None:
         """Start saving the state after `step`, unless that was done; `last` waits for the end."""
@@ -139,6 +165,10 @@ class Run:
         data = self.datasets.train.state(step + self.watch.offset)
         data["guard"] = self.state.guard.facts() | self.watch.facts()
         data |= self.taught.facts
+        if self.reference is not None:
+            data["reference"] = self.reference.digest
+        if self.base is not None:
+            data[BASE] = self.base
         self.checkpoints.save(
             step,
             lambda: self.steps.to_saved(self.state),
@@ -168,20 +198,23 @@ class Run:
         self.evaluated = (step, metrics)
         self.writer.write(step, metrics)
         for name, totals in found.items():
-            of, sums = f" on {name}" if name else "", totals.metrics
-            self.console.note(
-                f"validation{of} after step {step}: {sums['eval/loss']:.4f} nats per token, "
-                f"{sums['eval/nats_per_byte']:.4f} nats per byte"
-            )
+            of = f" on {name}" if name else ""
+            self.console.note(f"validation{of} after step {step}: {totals.words}")
         return metrics
 
     def sample(self, step: int) -> None:
-        """Shows and records what the model makes of the prompts after `step`."""
-        assert self.samples is not None
-        found = self.samples.take(self.state.params)
+        """Shows and records what the model makes of the prompts after `step`; of rollouts, what
+        the step was trained on.
+        """
+        if self.rollouts is not None:
+            found = self.rollouts.samples(step - 1 + self.watch.offset)
+        else:
+            assert self.samples is not None
+            found = self.samples.take(self.state.params)
         self.writer.samples(step, found)
         for each in found:
-            self.console.note(f"sample after step {step}: {each['prompt']}{each['text']}")
+            worth = f" (reward {each['reward']:g})" if "reward" in each else ""
+            self.console.note(f"sample after step {step}: {each['prompt']}{each['text']}{worth}")
 
     def compare_replicas(self, step: int) -> None:
         """Check that copies on several devices are the same.
@@ -244,9 +277,7 @@ def set_up(
     checkpoints = stack.enter_context(
         Checkpoints(run_dir, config.checkpoint, record=events.write, locks=locks)
     )
-    with phases.enter(DATA_SET_UP), console.stage("reading data"):
-        datasets = datasets_of(config, phases.progress)
-    stack.callback(datasets.close)
+    datasets, slow_data = _datasets(config, console, phases, stack)
     steps = _steps(config, datasets)
     with phases.enter(RESTORE):
         taught = taught_by(loaded, datasets, steps, phases, console.stage)
@@ -265,8 +296,17 @@ def set_up(
     phases.progress(first := int(begin.state.step))
     last = data_end.checked(loaded, datasets.train, begin.offset, first, console)
     console.note(begin.words)
+    reference = reference_of(loaded, steps, datasets, console, begin)
+    rollouts = None
+    if config.train.objective == "grpo":
+        rollouts = Rollouts(config.grpo, steps, datasets, reference=reference, same=link.same)
+        stack.callback(rollouts.close)
     if first < last:
         attention_check.check(run_dir, steps, link, console, events)
+    if pair_references.are_needed(steps) and first < last:
+        loaders = datasets.all_once(config.eval.batch_size or config.train.batch_size)
+        found = pair_references.PairReferences(run_dir, steps, loaders, console, link, phases)
+        found.attach(begin.state.params, is_new=not begin.goes_on)
     with phases.enter(COMPILE):
         train_steps, eval_step = _programs(config, steps, datasets, console, begin, last)
         taught.compile(train_steps, console.stage)
@@ -297,6 +337,10 @@ def set_up(
         restore=restore,
         samples=samples,
         taught=taught,
+        rollouts=rollouts,
+        reference=reference,
+        base=begin.base,
+        slow_data=slow_data,
     )
     stack.callback(lambda: run.writer.close())  # a roll back opens another one
     return run
@@ -322,9 +366,22 @@ def _watch(
     )
 
 
+def _datasets(
+    config: Config, console: Console, phases: Phases, stack: contextlib.ExitStack
+) -> tuple[Datasets, SlowData]:
+    """What is read, and what says so if that is slow."""
+    slow_data = stack.enter_context(SlowData(phases, console.warn, config.data.threads))
+    with phases.enter(DATA_SET_UP), console.stage("reading data"):
+        datasets = datasets_of(config, phases.progress)
+    stack.callback(datasets.close)
+    return datasets, slow_data
+
+
 def _warn(loaded: Loaded, datasets: Datasets, console: Console, phases: Phases) -> None:
     for each in (*loaded.cautions, *cautions(loaded.config)):
         console.warn(each.line)
+    for remark in datasets.remarks:
+        console.warn(remark)
     with phases.enter(DATA_SET_UP):
         check_overlap(loaded.config, datasets, console.warn, phases.progress)
 
@@ -336,7 +393,7 @@ def _begun(datasets: Datasets, phases: Phases) -> dict[str, Any]:
 
 def _samples(config: Config, steps: Steps, datasets: Datasets) -> Samples | None:
     """What samples are taken with, if any are."""
-    if not config.eval.sample_every:
+    if not config.eval.sample_every or config.train.objective == "grpo":
         return None
     room, seed = config.train.sequence_length, config.run.seed
     return Samples(config.eval, steps.partition, datasets.tokenizer, room=room, seed=seed)
@@ -509,6 +566,8 @@ def _write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
 
 def _sources(data: DataConfig, train: Loader, length: int) -> Iterator[tuple[str, str]]:
     """How each source fills its sequences; of a mixture its share of the run, too."""
+    if isinstance(train.sequences, PromptRows):
+        return
     if train.stream.mixture is None:
         yield "packing", _packed(data, train.stream.parts[0])
         return
