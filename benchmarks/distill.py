@@ -125,7 +125,7 @@ def main() -> None:
         if options.write:
             PAGE.write_text(text)
             runs = ("alone-0", "taught-0")
-            maxpipe(folder, "curves", *runs, "--tag", "eval/loss", "--svg", str(PICTURE))
+            maxpipe(folder, "curves", *runs, "--tags", "eval/loss", "--out", str(PICTURE))
 
 
 if __name__ == "__main__":

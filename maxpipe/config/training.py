@@ -16,10 +16,9 @@ LARGEST_FOR_BYTES = 4096
 be even. Vocabularies of public models begin at 30,000."""
 
 
-def teacher_devices(config: Config) -> int:
-    """How many devices are those of a teacher alone."""
-    asks = config.train.objective == "distill" and config.distill.teacher
-    return config.distill.devices if asks else 0
+def asks_teacher(config: Config) -> bool:
+    """Whether a run has a teacher beside it, and not what one has said."""
+    return config.train.objective == "distill" and bool(config.distill.teacher)
 
 
 def check_training(

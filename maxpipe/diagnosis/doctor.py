@@ -40,7 +40,7 @@ from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
-from maxpipe.config.training import check_training, teacher_devices
+from maxpipe.config.training import asks_teacher, check_training
 from maxpipe.data.corpus import chat_records
 from maxpipe.data.prepared.open import IDS, open_documents
 from maxpipe.data.sections import in_section
@@ -96,7 +96,8 @@ class Target:
     def of(cls, loaded: Loaded) -> Target:
         """The target of a loaded config."""
         config = loaded.config
-        return cls(config, config.run, config.mesh, config.runtime, teacher_devices(config))
+        others = config.distill.devices if asks_teacher(config) else 0
+        return cls(config, config.run, config.mesh, config.runtime, others)
 
 
 def examine(inputs: Sequence[str]) -> Iterator[Check]:

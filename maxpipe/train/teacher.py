@@ -23,7 +23,7 @@ from maxpipe.checkpoint.copies import local_sums
 from maxpipe.config.check import check, where
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.schema import Config, TokenizerConfig
-from maxpipe.config.training import teacher_devices
+from maxpipe.config.training import asks_teacher
 from maxpipe.data.loader import Batch
 from maxpipe.data.prepared.logits import TeacherEntry
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
@@ -116,7 +116,8 @@ def devices_of(config: Config) -> tuple[list[Device], list[Device]]:
     Raises:
         ConfigError: there are not enough, or each process would not have as many.
     """
-    return divided(jax.devices(), teacher_devices(config), "distill.devices")
+    count = config.distill.devices if asks_teacher(config) else 0
+    return divided(jax.devices(), count, "distill.devices")
 
 
 def open_teacher(loaded: Loaded, tokenizer: Tokenizer) -> Teacher:
