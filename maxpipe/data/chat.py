@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from maxpipe.boundary import files
-from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.data import all_sources
+from maxpipe.config.data_schema import DataConfig, SourceConfig
 from maxpipe.config.rules import did_you_mean
 from maxpipe.data.documents import (
     DocumentIndex,
@@ -66,6 +67,16 @@ def template_of(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
             "tokenizer.path.",
         )
     return tokenizer.chat
+
+
+def spoken(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template of a run's conversations, or where it has none that of the tokenizer's folder.
+
+    Raises:
+        ConfigError: its file cannot be read.
+    """
+    chats = [each for each in all_sources(data).values() if each.chat != "off"]
+    return template_of(chats[0], tokenizer) if chats else tokenizer.chat
 
 
 def messages_of(record: object, config: SourceConfig) -> list[Message]:

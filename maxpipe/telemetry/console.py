@@ -205,6 +205,7 @@ def _highlights(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     forms = {
         "train/loss": lambda value: f"loss {value:.4f}",
         "eval/loss": lambda value: f"eval loss {value:.4f}",
+        "train/epochs": lambda value: f"epochs {value:.2f}",
         "perf/tokens_per_s": lambda value: f"{_si(value)} tokens/s",
         "perf/tflops_per_device": lambda value: f"{_short(value)} TFLOP/s/device",
         "perf/mfu": lambda value: f"MFU {value:.1%}",
