@@ -56,6 +56,8 @@ def held_out(datasets: Datasets, fraction: float, count: int, room: int) -> list
 
 
 def _documents(datasets: Datasets, fraction: float) -> Iterator[Encoded]:
+    if datasets.corpora is None:
+        return
     train, sets = datasets.corpora
     splits: list[tuple[Corpus, Split]] = [(train, "validation")]
     splits += [(each, "all") for each in sets.values()]

@@ -58,11 +58,8 @@ class Evaluations:
             return {}
         metrics = {tag: value for name in found for tag, value in found[name].named(name).items()}
         for name, totals in found.items():
-            of, sums = f" on {name}" if name else "", totals.metrics
-            self.console.note(
-                f"validation{of} after step {number}: {sums['eval/loss']:.4f} nats per token, "
-                f"{sums['eval/nats_per_byte']:.4f} nats per byte"
-            )
+            of = f" on {name}" if name else ""
+            self.console.note(f"validation{of} after step {number}: {totals.words}")
         for task in self.tasks:
             if (answered := task.answered(params, self.stops, self.moved)) is None:
                 return {}
