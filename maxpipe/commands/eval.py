@@ -139,7 +139,7 @@ def _page(found: Report) -> str:
         f"            in rows of {counted(found['sequence_length'], 'token')}",
         f"mesh        {found['mesh']}",
     ]
-    if "preference" in found:
+    if "pairs" in found:
         rows = [f"{name:16}{value:.6f}" for name, value in found["preference"].items()]
         sources = found["sources"].items()
         return "\n".join([*head, *rows, *(f"of {name}  {loss:.6f}" for name, loss in sources)])

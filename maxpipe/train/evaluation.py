@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 import jax
 
@@ -50,8 +50,8 @@ _ORDER = ("order_version", "source", "documents", "source_digest", "seed", "vali
 _REPORT_SECONDS = 10.0
 
 
-class Report(TypedDict):
-    """The result. Losses are means over target `tokens`, or over `bytes` of their text."""
+class _Evaluated(TypedDict):
+    """What was evaluated."""
 
     checkpoint: str
     step: int | None
@@ -59,20 +59,32 @@ class Report(TypedDict):
     split: str
     batches: int
     all_batches: int
-    tokens: NotRequired[int]
-    bytes: NotRequired[int]
-    nats_per_token: NotRequired[float]
-    nats_per_byte: NotRequired[float]
-    bits_per_byte: NotRequired[float]
-    perplexity: NotRequired[float]
-    pairs: NotRequired[int]
-    """With `train.objective=preference`, in place of tokens and what is of them."""
-    preference: NotRequired[dict[str, float]]
-    """Then the mean loss over pairs, and what the objective reports."""
     sources: dict[str, float]
     """Loss of each source of a mixture that was read."""
     sequence_length: int
     mesh: str
+
+
+class TextReport(_Evaluated):
+    """The result. Losses are means over target `tokens`, or over `bytes` of their text."""
+
+    tokens: int
+    bytes: int
+    nats_per_token: float
+    nats_per_byte: float
+    bits_per_byte: float
+    perplexity: float
+
+
+class PairReport(_Evaluated):
+    """The result with `train.objective=preference`."""
+
+    pairs: int
+    preference: dict[str, float]
+    """Mean loss over pairs, and what the objective reports."""
+
+
+Report = TextReport | PairReport
 
 
 def evaluate_model(
@@ -318,7 +330,7 @@ def _report(
             "  its parameters give numbers that are not finite.\n"
             "  Evaluate an earlier step, or with model.compute_dtype=float32."
         )
-    found: Report = {
+    found: _Evaluated = {
         "checkpoint": chosen.name,
         "step": chosen.step,
         "source": loader.fingerprint()["source"],

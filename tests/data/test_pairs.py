@@ -90,8 +90,9 @@ def test_messages_go_through_the_template(template: str, tmp_path: Path) -> None
     assert (mine, other) == (f"2<|im_end|>{newline}", f"Two!<|im_end|>{newline}")
     # The same as whole conversations, and with a text as the only answer.
     whole = {"chosen": [*ASKED, *pair["chosen"]], "rejected": [*ASKED, *pair["rejected"]]}
-    for other_record, keys in ((whole, {"prompt_field": ""}), (record(ASKED, "2", "Two!"), {})):
-        again = encoded(other_record, tmp_path, template=template, **keys)
+    forms: list[tuple[Any, dict[str, Any]]] = [(whole, {"prompt_field": ""})]
+    for other_record, keys in [*forms, (record(ASKED, "2", "Two!"), {})]:
+        again = pairs_of([other_record], tmp_path, template=template, **keys).encode(0)
         assert again.ids.tolist() == found.ids.tolist() and again.border == found.border
         assert (again.trained == found.trained).all()
 
@@ -286,7 +287,8 @@ def test_padding_has_no_pair(tmp_path: Path) -> None:
 
 def test_what_decides_a_pair_is_in_the_fingerprint(tmp_path: Path) -> None:
     one = datasets(tmp_path).train.fingerprint()
-    for keys in ({"long_pairs": "drop"}, {"pairs_per_row": 4}):
+    changes: list[dict[str, Any]] = [{"long_pairs": "drop"}, {"pairs_per_row": 4}]
+    for keys in changes:
         other = datasets(tmp_path, **keys).train.fingerprint()
         assert loader.compare(one, other)
 

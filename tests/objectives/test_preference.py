@@ -83,7 +83,7 @@ def called(objective: Preference, pairs: np.ndarray) -> tuple[np.ndarray, dict[s
     filled[:count] = pairs
     there = (np.arange(2 * rows) < count).astype(np.float32).reshape(rows, 2)
     halves = [filled[:, first : first + 2].reshape(rows, 4) for first in (0, 2, 4)]
-    inputs = {"pairs": there, "reference": halves[1], "response_tokens": halves[2]}
+    inputs: Any = {"pairs": there, "reference": halves[1], "response_tokens": halves[2]}
     lost, reports = jax.jit(lambda scores: objective((scores,), inputs))(halves[0])
     assert all(np.isfinite(each).all() for each in (lost, *reports))
     flat = [np.asarray(each).reshape(-1)[:count] for each in (lost, *reports)]
@@ -97,7 +97,7 @@ def test_losses_are_those_of_trl(
     objective = of_config(PreferenceConfig(**keys), most_pairs=2)
     lost, reports = called(objective, PAIRS)
     np.testing.assert_allclose(lost, wanted, rtol=1e-5)
-    near = {"rtol": 1e-5, "atol": 1e-5}
+    near: Any = {"rtol": 1e-5, "atol": 1e-5}
     np.testing.assert_allclose(reports["reward_chosen"], chosen, **near)
     np.testing.assert_allclose(reports["reward_rejected"], rejected, **near)
     np.testing.assert_allclose(reports["margin"], np.subtract(chosen, rejected), **near)

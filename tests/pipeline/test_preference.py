@@ -14,6 +14,7 @@ import pytest
 from maxpipe.data.documents import Encoded
 from maxpipe.data.sequences import Packer
 from maxpipe.objectives.preference import Dpo, Ipo, Orpo, Preference
+from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.pipeline.objective import CrossEntropy
 from tests.cases import TOLERANCE, Case, steps_of, thinned
 from tests.pipeline.test_families import GROUPED
@@ -162,8 +163,9 @@ def test_segments_are_what_pairs_alone_say() -> None:
         steps = steps_of(case, case.rows, objective=LOSSES[0])
         batch, made, inside = packed(case)
         state = steps.init()
-        step = steps.compile_segments(case.rows)
-        found = np.asarray(step(state.params, jax.device_put(batch, steps.batch_sharding)))
+        step = steps.compile_rows(LossHead.scores, case.rows, everywhere=True)
+        (found,) = step(state.params, jax.device_put(batch, steps.batch_sharding))
+        found = np.asarray(found)
         assert found.shape == (case.rows, 2 * MOST)
         unpacked = jax.jit(steps.partition.unstack)(state.params)
         digests.add(steps.digest(state.params))
