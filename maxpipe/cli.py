@@ -22,7 +22,9 @@ from maxpipe.commands import (
     completion,
     config,
     configs,
+    curves,
     data,
+    distill,
     doctor,
     eval,
     generate,
@@ -192,8 +194,10 @@ def _parser() -> Parser:
     huggingface.add(commands)
     goodput.add(commands)
     board.add(commands)
+    curves.add(commands)
     tokenizer.add(commands)
     data.add(commands)
+    distill.add(commands)
     doctor.add(commands)
     configs.add(commands)
     completion.add(commands, parser)

@@ -19,7 +19,7 @@ from maxpipe.model.spec import Branch, Model, Part
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
-from maxpipe.pipeline.objective import Objective
+from maxpipe.pipeline.objective import CrossEntropy, Objective
 from maxpipe.train.step import Steps, partition
 
 TOLERANCE = 1e-5  # float32; of a gradient leaf's largest entry, relative for losses
@@ -208,7 +208,7 @@ def steps_of(
     rows: int,
     total_steps: int = 10,
     optim: OptimConfig = OPTIM,
-    objective: Objective | None = None,
+    objective: Objective = CrossEntropy(),  # noqa: B008
 ) -> Steps:
     config = case.model
     mesh = case.mesh

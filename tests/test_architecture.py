@@ -22,8 +22,7 @@ ROWS = (
     ("maxpipe.boundary",),
     (
         *("maxpipe.schedule", "maxpipe.config.schema", "maxpipe.config.data_schema"),
-        "maxpipe.config.bounds",
-        *("maxpipe.config.shipped", "maxpipe.config.tuning_schema"),
+        *("maxpipe.config.tuning_schema", "maxpipe.config.bounds", "maxpipe.config.shipped"),
         *("maxpipe.processes.phases", "maxpipe.processes.secret"),
     ),
     (
@@ -67,6 +66,7 @@ ROWS = (
         *("maxpipe.train.loop", "maxpipe.train.run", "maxpipe.train.resume"),
         *("maxpipe.train.room", "maxpipe.train.evaluation", "maxpipe.train.chosen"),
         *("maxpipe.train.weights", "maxpipe.train.decoders", "maxpipe.train.samples"),
+        *("maxpipe.train.teacher", "maxpipe.train.distill", "maxpipe.train.prepare_answers"),
         "maxpipe.train.rollouts",
         *("maxpipe.plan", "maxpipe.diagnosis"),
     ),
@@ -148,13 +148,16 @@ ROOT_CONFIG = (
     "maxpipe.config",
     "maxpipe.train.build",
     "maxpipe.train.datasets",
-    "maxpipe.train.objectives",
     "maxpipe.train.loop",
+    "maxpipe.train.objectives",
     "maxpipe.train.room",
     "maxpipe.train.run",
     "maxpipe.train.resume",
     "maxpipe.train.evaluation",
     "maxpipe.train.chosen",
+    "maxpipe.train.teacher",
+    "maxpipe.train.distill",
+    "maxpipe.train.prepare_answers",
     "maxpipe.generate.weights",
     "maxpipe.exchange.outgoing",
     "maxpipe.plan",
@@ -418,17 +421,15 @@ def section_names() -> dict[str, str]:
     return {section.name: "own" for section in _section_classes()} | named
 
 
+_SCHEMAS = ("maxpipe.config.schema", "maxpipe.config.data_schema", "maxpipe.config.tuning_schema")
+
+
 def _section_classes() -> list[ast.ClassDef]:
     """Of the schema, and of the families of models."""
     declaring = [module for module in MODULES if _within(module, "maxpipe.model.families")]
     return [
         node
-        for module in (
-            "maxpipe.config.schema",
-            "maxpipe.config.data_schema",
-            "maxpipe.config.tuning_schema",
-            *declaring,
-        )
+        for module in (*_SCHEMAS, *declaring)
         for node in tree(module).body
         if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
     ]

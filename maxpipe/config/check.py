@@ -20,7 +20,8 @@ import maxpipe.config.grpo_rules
 import maxpipe.config.mesh_rules
 import maxpipe.config.model_rules
 import maxpipe.config.pipeline_rules
-import maxpipe.config.tokenizer_rules  # noqa: F401  all six register their rules
+import maxpipe.config.tokenizer_rules
+import maxpipe.config.tuning_rules  # noqa: F401  all seven register their rules
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import scheme
 from maxpipe.config import ramp

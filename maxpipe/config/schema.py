@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from maxpipe.config.data_schema import DataConfig
-from maxpipe.config.tuning_schema import GrpoConfig
+from maxpipe.config.tuning_schema import DistillConfig, GrpoConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -238,9 +238,10 @@ class PipelineConfig:
 class TrainConfig:
     """What is learned, length of the run and shape of a step."""
 
-    objective: Literal["pretrain", "grpo"] = "pretrain"
-    """What is learned: `pretrain`, the next token of documents; `grpo`, completions of prompts that
-    a function rewards (reinforcement learning), as the section `grpo` says."""
+    objective: Literal["pretrain", "distill", "grpo"] = "pretrain"
+    """What is learned: `pretrain`, the next token of documents; `distill`, besides what a teacher
+    says of it: the section `distill`; `grpo`, completions of prompts that a function rewards
+    (reinforcement learning), as the section `grpo` says."""
     steps: int = 0
     """Number of optimizer steps. 0 takes the length from `train.tokens`."""
     tokens: int = 0
@@ -564,6 +565,7 @@ class Config:
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -35,7 +35,7 @@ from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 
 # Increased whenever the same seed and data give other batches than before.
-_ORDER_VERSION = 1
+_ORDER, _ORDER_VERSION = "order_version", 1
 
 Batch = dict[str, np.ndarray]
 Rows = Sequence[int] | slice
@@ -266,6 +266,25 @@ class Loader:
         """JSON values that decide which tokens a step gets."""
         return dict(self._fingerprint)
 
+    def facts_of_rows(self) -> dict[str, dict[str, Any]]:
+        """By name of a source what decides each of its sequences, and how many `sequences` it has.
+
+        Not what decides their order, or how many are in a batch.
+        """
+        facts, common = self.fingerprint(), {}
+        for name in (_ORDER, *config_ramp.FACTS, mixture.FACTS):
+            facts.pop(name, None)
+        for name in ("tokenizer", "seed", "validation_fraction", "sequence_length"):
+            common[name] = facts.pop(name)
+        return {
+            part.name: {
+                **facts.get(SOURCES, {"": facts})[part.name],
+                **common,
+                "sequences": len(part.sequences),
+            }
+            for part in self.stream.parts
+        }
+
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps: resuming is `batches(start_step=step)`."""
         return {"step": step, "fingerprint": self.fingerprint()}
@@ -338,7 +357,7 @@ def _once(corpus: Corpus, split: Split, rows: int) -> Loader | None:
 
 
 def _facts(corpus: Corpus, ramp: Ramp) -> dict[str, Any]:
-    return {"order_version": _ORDER_VERSION, **corpus.fingerprint(), **ramp.facts()}
+    return {_ORDER: _ORDER_VERSION, **corpus.fingerprint(), **ramp.facts()}
 
 
 def _loader(

@@ -118,6 +118,31 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
     return Mesh(grid, AXES, axis_types=tuple(types))
 
 
+def divided(devices: Sequence[Device], count: int, key: str) -> tuple[list[Device], list[Device]]:
+    """All devices but `count`, and these: the last ones of each process.
+
+    Raises:
+        ConfigError: none would be left, or processes would not have as many; `key` gave the count.
+    """
+    of_process: dict[int, list[Device]] = {}
+    for device in devices:
+        of_process.setdefault(device.process_index, []).append(device)
+    sizes, processes = {len(each) for each in of_process.values()}, len(of_process)
+    mine, rest = divmod(count, processes)
+    if rest or len(sizes) > 1 or mine >= min(sizes):
+        most = min(sizes) - 1
+        among = f" in {processes} processes" if processes > 1 else ""
+        rule = f"must leave devices to the rest of the run: there are {len(devices)}{among}"
+        rule += ", and each process gives as many." if processes > 1 else "."
+        action = f"Set {key}={processes * max(most, 0)} or less, or 0 to take turns on all."
+        if devices[0].platform == "cpu":
+            action = f"{action[:-1]}, or mesh.cpu_devices={mine + bool(rest) + max(1, mine)}."
+        raise ConfigError.one(key, count, rule, action)
+    first = [device for each in of_process.values() for device in each[: len(each) - mine]]
+    last = [device for each in of_process.values() for device in each[len(each) - mine :]]
+    return first, last
+
+
 def _type_of(axis: str, size: int, config: MeshConfig) -> AxisType:
     # The pipeline's program is manual over explicit axes. Those of one device stay out of it, and
     # tensor is automatic in it.

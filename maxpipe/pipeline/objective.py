@@ -63,6 +63,11 @@ class Objective(ABC):
         """What a batch has for it."""
         return {}
 
+    @property
+    def evaluated(self) -> Objective:
+        """What documents for evaluation are measured by."""
+        return self
+
     @abstractmethod
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
         """(scores, `arrays` of a microbatch and what `reads` names) -> losses, reports."""

@@ -21,6 +21,7 @@ class Metric:
     when: str = "each record"
 
 
+_DISTILLED = "with `train.objective=distill`"
 _EVALUATED, _MIXED = "after an evaluation", "with `data.mixture`"
 _GRPO = "with `train.objective=grpo`"
 
@@ -61,6 +62,31 @@ METRICS = (
         "steps",
         "Spikes of loss or gradient norm so far.",
         "with `guard.spike_sigmas`",
+    ),
+    Metric(
+        "train/cross_entropy",
+        "nats per token",
+        "Cross-entropy of the step's batch; `train/loss` is its mean with the divergence.",
+        _DISTILLED,
+    ),
+    Metric(
+        "train/divergence",
+        "nats per token",
+        "Divergence of student and teacher, times `distill.temperature` squared.",
+        _DISTILLED,
+    ),
+    Metric(
+        "distill/teacher_wait_s",
+        "seconds",
+        "Part of a step's time that waited for the teacher; it is in `perf/data_wait_s`, too.",
+        f"{_DISTILLED} and `distill.teacher`",
+    ),
+    Metric(
+        "distill/transfer_bytes",
+        "bytes",
+        "What a step sends between devices of teacher and student: batch one way, answers the "
+        "other.",
+        f"{_DISTILLED} and `distill.teacher`",
     ),
     Metric("eval/loss", "nats per token", "Cross-entropy of validation documents.", _EVALUATED),
     Metric(

@@ -123,7 +123,7 @@ def _choose_checkpoint(
             f"  {first_line(error)}.\n"
             "  Try again when the storage answers."
         ) from error
-    saved = saved_of(facts.config)
+    saved = saved_of(_untaught(facts.config))
     if isinstance(own := saved.get("runtime"), Mapping):
         saved["runtime"] = {key: own[key] for key in own if key not in _OF_ITS_PROCESSES}
     name = address.at(step)
@@ -149,6 +149,14 @@ def _choose_checkpoint(
 
     fingerprint = facts.data.get("fingerprint", {})
     return Chosen(name, load(inputs, saved, name), step, fingerprint, params)
+
+
+def _untaught(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a run without its teacher: what a model has learned from does not matter."""
+    found = {section: keys for section, keys in config.items() if section != "distill"}
+    if isinstance(train := found.get("train"), Mapping) and train.get("objective") == "distill":
+        found["train"] = {key: value for key, value in train.items() if key != "objective"}
+    return found
 
 
 def _choose_folder(

@@ -265,6 +265,7 @@ class Meter:
             metrics |= run.rollouts.metrics(step - 1 + run.watch.offset)
             metrics["perf/rollout_s"] = self._drawn / self._steps
         metrics |= _read(run, step, self._row)
+        metrics |= run.taught.take()
         metrics |= memory_in_use()
         if self._peak is not None:
             metrics["perf/mfu"] = self._flops_per_token * rate / self._peak

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from maxpipe.config.schema import Config
 from maxpipe.config.tuning_schema import GrpoConfig
+from maxpipe.objectives.distill import Distill
 from maxpipe.objectives.policy import Policy, PolicyNearReference
 from maxpipe.pipeline.objective import CrossEntropy, Objective
 
 
 def objective_of(config: Config) -> Objective:
     """What training minimises."""
+    if config.train.objective == "distill":
+        distill = config.distill
+        return Distill(distill.direction, distill.temperature, distill.top_k, distill.weight)
     if config.train.objective == "grpo":
         return policy_of(config.grpo)
     return CrossEntropy()

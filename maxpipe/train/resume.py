@@ -41,6 +41,7 @@ from maxpipe.config.paths import EVENTS_FILE
 from maxpipe.config.rules import shown
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import Datasets, compare
+from maxpipe.data.prepared.logits import TeacherEntry
 from maxpipe.errors import ConfigError, Problem, StorageError
 from maxpipe.exchange.incoming import WEIGHTS_ONLY, remarks
 from maxpipe.exchange.source import WITHOUT_AHEAD, folder_of
@@ -115,6 +116,7 @@ class Position(TypedDict):
     step: int
     fingerprint: dict[str, Any]
     guard: NotRequired[Guarded | None]
+    teacher: NotRequired[TeacherEntry]
     reference: NotRequired[str]
 
 
@@ -137,9 +139,14 @@ class Start(NamedTuple):
 
 
 def restore_or_init(
-    loaded: Loaded, steps: Steps, checkpoints: Checkpoints, datasets: Datasets, console: Console
+    loaded: Loaded,
+    steps: Steps,
+    checkpoints: Checkpoints,
+    datasets: Datasets,
+    console: Console,
+    teacher: TeacherEntry | None = None,
 ) -> Start:
-    """The state to continue from.
+    """The state to continue from; `teacher` is that of the run.
 
     Raises:
         ConfigError: the checkpoint is of another model, or other data.
@@ -164,6 +171,7 @@ def restore_or_init(
         check_model(model, to_dict(config)["model"], loaded.origins, otherwise)
         _check_trained(frozen, loaded, facts.step, own=own)
         _check_optimizer(facts, loaded, own=own)
+        _check_teacher(data.get("teacher"), teacher, loaded, facts.step, own=own)
         if own and facts.step == total_steps(config.train):
             _check_finished(facts, loaded)
         others = compare(data["fingerprint"], datasets.train.fingerprint(), data["step"])
@@ -488,6 +496,26 @@ def _check_optimizer(facts: Facts, loaded: Loaded, *, own: bool) -> None:
                 "state is of its own kind.",
                 f"Set {key}={shown(then)}, or {_from_weights(loaded, own=own)}.",
             )
+
+
+def _check_teacher(
+    before: TeacherEntry | None, now: TeacherEntry | None, loaded: Loaded, step: int, *, own: bool
+) -> None:
+    """A student goes on with its teacher.
+
+    Raises:
+        ConfigError: it has other parameters than the one that taught before.
+    """
+    if before is None or now is None or before["digest"] == now["digest"]:
+        return
+    key = "distill.teacher" if loaded.config.distill.teacher else "distill.stored"
+    raise ConfigError.one(
+        where(key, loaded.origins),
+        now["name"],
+        f"must be the teacher that step {step} was saved with, {before['name']}: this one has "
+        "other parameters.",
+        f"Bring that one back, or set {_from_weights(loaded, own=own)}.",
+    )
 
 
 def _from_weights(loaded: Loaded, *, own: bool) -> str:

@@ -54,6 +54,7 @@ from maxpipe.telemetry.records import EventLog, MetricWriter
 from maxpipe.train import attention_check, data_end, pictures
 from maxpipe.train.build import batches, steps_of
 from maxpipe.train.datasets import check_overlap, datasets_of
+from maxpipe.train.distill import Taught, taught_by
 from maxpipe.train.evaluate import Totals, evaluate
 from maxpipe.train.reference import Reference
 from maxpipe.train.replicas import explain
@@ -63,6 +64,7 @@ from maxpipe.train.room import check_forecast, check_program
 from maxpipe.train.samples import Samples
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
+from maxpipe.train.teacher import devices_of
 from maxpipe.train.watch import Watch
 from maxpipe.words import counted
 
@@ -98,6 +100,8 @@ class Run:
     watch: Watch
     restore: Callable[[], Start]
     samples: Samples | None
+    taught: Taught
+    """What a teacher says of batches, if there is one."""
     rollouts: Rollouts | None
     """What steps train on, with prompts in place of documents."""
     reference: Reference | None
@@ -123,16 +127,20 @@ class Run:
         self.state, metrics = run(self.state, batch)
         return metrics
 
-    def batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
-        """Global batches of the steps from `start` to before `stop`, read ahead."""
-        return batches(self.steps.batch_sharding, loader, start, stop)
-
     def train_batches(self, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
-        """Those of training, by their positions; of rollouts, once they are there."""
-        rollouts = self.rollouts
-        if rollouts is None:
-            return self.batches(self.datasets.train, start, stop)
-        return contextlib.closing(rollouts.batch(each) for each in range(start, stop))
+        """Those of training from `start` to before `stop`: of documents, read ahead, with what a
+        teacher says of them; of rollouts, once they are there.
+        """
+        if self.rollouts is not None:
+            rollouts = self.rollouts
+            return contextlib.closing(rollouts.batch(each) for each in range(start, stop))
+        lessons = self.taught.lessons
+        if lessons is None:
+            return self._batches(self.datasets.train, start, stop)
+        return lessons.batches(self.datasets.train, start, stop)
+
+    def _batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
+        return batches(self.steps.batch_sharding, loader, start, stop)
 
     def can_stop_behind(self, step: int) -> bool:
         """Whether the run can be saved after `step`: what it goes on with is not half used."""
@@ -145,6 +153,7 @@ class Run:
             self.compare_replicas(step)
         data = self.datasets.train.state(step + self.watch.offset)
         data["guard"] = self.state.guard.facts() | self.watch.facts()
+        data |= self.taught.facts
         if self.reference is not None:
             data["reference"] = self.reference.digest
         self.checkpoints.save(
@@ -162,7 +171,7 @@ class Run:
         loaders = self.datasets.evaluated() if self.config.eval.batches else {}
         for name, loader in loaders.items():
             count = min(self.config.eval.batches, loader.num_batches)
-            with self.batches(loader, 0, count) as batches:
+            with self._batches(loader, 0, count) as batches:
                 stops = self.link.stops_here
                 totals = evaluate(self.eval_step, self.state.params, batches, stops, loader.sources)
             if totals is None:
@@ -227,7 +236,7 @@ class Run:
 
 def fit_to_devices(loaded: Loaded) -> Loaded:
     """The config with the mesh's -1 resolved, and the rules that depend on it checked."""
-    mesh = resolve(loaded.config.mesh, jax.devices())
+    mesh = resolve(loaded.config.mesh, devices_of(loaded.config)[0])
     config = dataclasses.replace(loaded.config, mesh=mesh)
     problems = check(config, loaded.origins)
     if problems:
@@ -261,13 +270,17 @@ def set_up(
     with phases.enter(DATA_SET_UP), console.stage("reading data"):
         datasets = datasets_of(config, phases.progress)
     stack.callback(datasets.close)
-    steps = steps_of(config, build_mesh(config.mesh), datasets.tokenizer.byte_lengths)
-    console.banner(_facts(config, steps, datasets, length))
+    steps = _steps(config, datasets)
+    with phases.enter(RESTORE):
+        taught = taught_by(loaded, datasets, steps, phases, console.stage)
+    console.banner([*_facts(config, steps, datasets, length), *taught.words])
     if process == 0:
         _warn(loaded, datasets, console, phases)
     _check_same_data(link, datasets)
     samples = _samples(config, steps, datasets)
-    restore = partial(restore_or_init, loaded, steps, checkpoints, datasets, console)
+    restore = partial(
+        restore_or_init, loaded, steps, checkpoints, datasets, console, taught.teacher
+    )
     with phases.enter(RESTORE):
         begin = restore()
     # All leaves: on CPUs, waiting for one array of a state that failed to allocate never ends.
@@ -284,6 +297,7 @@ def set_up(
         attention_check.check(run_dir, steps, link, console, events)
     with phases.enter(COMPILE):
         train_steps, eval_step = _programs(config, steps, datasets, console, begin, last)
+        taught.compile(train_steps, console.stage)
     events.write("start", step=first, **_begun(datasets, phases))
     open_writer = partial(
         MetricWriter, run_dir, config.log.tensorboard, process_index=process, ours=ours
@@ -307,22 +321,35 @@ def set_up(
         state=begin.state,
         train_steps=train_steps,
         eval_step=eval_step,
-        watch=Watch(
-            config.guard,
-            run_dir=str(run_dir),
-            loader=datasets.train,
-            events=events,
-            console=console,
-            offset=begin.offset,
-            facts=begin.facts,
-        ),
+        watch=_watch(config, datasets, events, console, begin),
         restore=restore,
         samples=samples,
+        taught=taught,
         rollouts=rollouts,
         reference=reference,
     )
     stack.callback(lambda: run.writer.close())  # a roll back opens another one
     return run
+
+
+def _steps(config: Config, datasets: Datasets) -> Steps:
+    """On the devices that are not a teacher's."""
+    mesh = build_mesh(config.mesh, devices_of(config)[0])
+    return steps_of(config, mesh, datasets.tokenizer.byte_lengths)
+
+
+def _watch(
+    config: Config, datasets: Datasets, events: EventLog, console: Console, begin: Start
+) -> Watch:
+    return Watch(
+        config.guard,
+        run_dir=str(run_folder(config.run)),
+        loader=datasets.train,
+        events=events,
+        console=console,
+        offset=begin.offset,
+        facts=begin.facts,
+    )
 
 
 def _warn(loaded: Loaded, datasets: Datasets, console: Console, phases: Phases) -> None:

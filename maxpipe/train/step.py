@@ -212,11 +212,31 @@ class Steps:
         `rows` is the size of the global batch, any multiple of the devices that split it; 0 takes
         the training batch's. A microbatch gets at most as many rows as in training.
         """
+        if (objective := self.objective.evaluated) is not self.objective:
+            network = replace(self.engine.network, objective=objective)
+            return replace(self, engine=replace(self.engine, network=network)).compile_eval(rows)
         rows = rows or self.shape[0]
         step = jax.jit(
             partial(self._eval_step, self._eval_schedule(rows)),
             in_shardings=(self.state_sharding.params, self.batch_sharding),
             out_shardings=NamedSharding(self.partition.mesh, PartitionSpec()),
+        )
+        with jax.set_mesh(self.partition.mesh):
+            lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
+            return lowered.compile(self.compiler_options)
+
+    def compile_rows(self, reader: Reader, rows: int = 0, *, everywhere: bool = False) -> Any:
+        """(params, batch) -> what a reader finds of each row, arrays `[rows, ...]`.
+
+        They are divided as the batch is, or on all devices `everywhere`; `rows` as above.
+        """
+        rows = rows or self.shape[0]
+        read = self.engine.rows(self._eval_schedule(rows), reader)
+        whole = NamedSharding(self.partition.mesh, PartitionSpec())
+        step = jax.jit(
+            lambda params, batch: read(params, batch, None),
+            in_shardings=(self.state_sharding.params, self.batch_sharding),
+            out_shardings=whole if everywhere else self.batch_sharding,
         )
         with jax.set_mesh(self.partition.mesh):
             lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
@@ -233,22 +253,6 @@ class Steps:
             d_model=self.partition.decoder.config.d_model,
             spares_memory=spares_memory,
         )
-
-    def compile_rows(self, reader: Reader, rows: int = 0) -> Any:
-        """(params, batch) -> what a reader finds of each row, divided as the batch is.
-
-        `rows` as in `compile_eval`.
-        """
-        rows = rows or self.shape[0]
-        run = self.engine.rows(self._eval_schedule(rows), reader)
-        step = jax.jit(
-            lambda params, batch: run(params, batch, None),
-            in_shardings=(self.state_sharding.params, self.batch_sharding),
-            out_shardings=self.batch_sharding,
-        )
-        with jax.set_mesh(self.partition.mesh):
-            lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
-            return lowered.compile(self.compiler_options)
 
     def _eval_schedule(self, rows: int) -> Schedule:
         shards = math.prod(self.partition.mesh.shape[axis] for axis in BATCH_AXES)
@@ -442,7 +446,7 @@ def partition(
     byte_lengths: np.ndarray,
     guard: GuardConfig = GuardConfig(),  # noqa: B008  frozen
     num_sources: int = 0,
-    objective: Objective | None = None,
+    objective: Objective = CrossEntropy(),  # noqa: B008
 ) -> Steps:
     """Everything that training this model on this mesh needs, by default for cross entropy.
 
@@ -461,9 +465,8 @@ def partition(
     schedule = scheduled(pipeline.microbatches)
     ring = schedule.ring
     # Embedding and loss head are spread over all stages: only layers weigh on the cut.
-    outside = pipeline.layers_outside
-    costs = layer_costs(decoder.model, train.sequence_length)[outside:]
-    cut = pipeline.cut or balanced_cut(costs, ring.num_chunks)
+    outside, costs = pipeline.layers_outside, layer_costs(decoder.model, train.sequence_length)
+    cut = pipeline.cut or balanced_cut(costs[outside:], ring.num_chunks)
     layout = Layout(ring, tuple(cut), outside, decoder.model.layers)
     parts = Partition(decoder, layout, mesh)
     ends = decoder.model.ends
@@ -479,7 +482,7 @@ def partition(
         _loss_block(mesh, model, pipeline, train),
         _heads_ahead(decoder),
         num_sources,
-        objective or CrossEntropy(),
+        objective,
     )
     rate, targets = learning_rate(optim, total_steps), parts.targets(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)

@@ -194,13 +194,13 @@ def test_a_process_that_finishes_first(
 ) -> None:
     """Between the look into the folder and its lock another process may have written all of it."""
     folder = tmp_path / "out"
-    locked = prepare_module._locked
+    locked = prepare_module.locked
 
     def late(of: Path) -> Any:
         shutil.copytree(whole, of, dirs_exist_ok=True)
         return locked(of)
 
-    monkeypatch.setattr(prepare_module, "_locked", late)
+    monkeypatch.setattr(prepare_module, "locked", late)
     assert "is complete" in prepare(plan(str(path), folder), silent)
     assert digests(folder) == digests(whole)
 
