@@ -39,6 +39,7 @@ class DistillConfig:
     devices."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GrpoConfig:
     """Reinforcement learning with verifiable rewards: completions are drawn, rewarded, and compared
     within groups. Read with `train.objective=grpo`.
