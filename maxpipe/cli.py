@@ -193,6 +193,7 @@ def _parser() -> Parser:
     generate.add(commands)
     huggingface.add(commands)
     goodput.add(commands)
+    curves.add(commands)
     board.add(commands)
     curves.add(commands)
     tokenizer.add(commands)

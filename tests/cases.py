@@ -13,6 +13,7 @@ import pytest
 
 from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import MeshConfig, ModelConfig, OptimConfig, PipelineConfig, TrainConfig
+from maxpipe.config.tuning_schema import AdapterConfig
 from maxpipe.model.families.registry import FAMILIES
 from maxpipe.model.parts.norm import LayerNorm
 from maxpipe.model.spec import Branch, Model, Part
@@ -77,6 +78,7 @@ class Case:
     attention: str = "xla"
     frozen: tuple[str, ...] = ()
     """Patterns of `model.frozen`."""
+    adapter: AdapterConfig | None = None
     length: int = 0
     """T. 0: one that divides over context."""
     width: int = 0
@@ -148,6 +150,7 @@ class Case:
             matmul_weight_gradients=self.low[2],  # type: ignore[arg-type]
             matmul_parts=self.low_parts,  # type: ignore[arg-type]
             frozen=list(self.frozen),
+            adapter=self.adapter,
         )
         if self.own is not None:
             name = next(name for name, each in FAMILIES.items() if each.section is type(self.own))
@@ -162,7 +165,10 @@ class Case:
         named = ("stages", "repeats", "microbatches", "schedule")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in named and value != field.default:
+            if isinstance(value, AdapterConfig):
+                drops = "-dropped" if value.dropout else ""
+                shown.append(f"{value.kind}-{value.base}{drops}")
+            elif field.name not in named and value != field.default:
                 shown.append(
                     f"{field.name}{value}" if field.name != "own" else type(value).__name__
                 )

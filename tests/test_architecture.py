@@ -27,9 +27,9 @@ ROWS = (
     ),
     (
         *("maxpipe.parallel.axes", "maxpipe.hardware"),
-        *("maxpipe.model.spec", "maxpipe.model.huggingface"),
+        *("maxpipe.model.spec", "maxpipe.model.family", "maxpipe.model.huggingface"),
     ),
-    ("maxpipe.model.parts", "maxpipe.model.frozen"),
+    ("maxpipe.model.parts", "maxpipe.model.frozen", "maxpipe.model.low_rank"),
     ("maxpipe.model.families",),
     ("maxpipe.config",),
     (
@@ -52,10 +52,10 @@ ROWS = (
         *("maxpipe.plan.hlo", "maxpipe.plan.hlo_text", "maxpipe.plan.gpu_target"),
         *("maxpipe.diagnosis.environment", "maxpipe.diagnosis.probe"),
     ),
-    ("maxpipe.data.prepared",),
+    ("maxpipe.data.prepared", "maxpipe.objectives"),
     (
         *("maxpipe.data.corpus", "maxpipe.data.overlap", "maxpipe.data.loader"),
-        *("maxpipe.data.look", "maxpipe.data.prompts", "maxpipe.optim", "maxpipe.objectives"),
+        *("maxpipe.data.look", "maxpipe.data.prompts", "maxpipe.optim"),
     ),
     (
         *("maxpipe.train", "maxpipe.generate", "maxpipe.exchange"),
@@ -64,6 +64,7 @@ ROWS = (
     ),
     (
         *("maxpipe.train.loop", "maxpipe.train.run", "maxpipe.train.resume"),
+        *("maxpipe.train.start", "maxpipe.train.adapters"),
         *("maxpipe.train.room", "maxpipe.train.evaluation", "maxpipe.train.chosen"),
         *("maxpipe.train.weights", "maxpipe.train.decoders", "maxpipe.train.samples"),
         *("maxpipe.train.teacher", "maxpipe.train.distill", "maxpipe.train.prepare_answers"),
@@ -94,6 +95,7 @@ FORBIDDEN = [
     ("maxpipe.model.parts", "jax", "a description is data"),
     ("maxpipe.model.families", "jax", "a description is data"),
     ("maxpipe.model.frozen", "jax", "a description is data"),
+    ("maxpipe.model.low_rank", "jax", "a description is data"),
     ("maxpipe.errors", "jax", "errors are raised everywhere"),
     ("maxpipe.hardware", "jax", "plans are made without devices"),
     ("maxpipe.plan.gpu_target", "jax", "a compiler is looked at before jax loads it"),
@@ -153,6 +155,8 @@ ROOT_CONFIG = (
     "maxpipe.train.room",
     "maxpipe.train.run",
     "maxpipe.train.resume",
+    "maxpipe.train.start",
+    "maxpipe.train.adapters",
     "maxpipe.train.evaluation",
     "maxpipe.train.chosen",
     "maxpipe.train.teacher",
@@ -160,6 +164,7 @@ ROOT_CONFIG = (
     "maxpipe.train.prepare_answers",
     "maxpipe.generate.weights",
     "maxpipe.exchange.outgoing",
+    "maxpipe.exchange.beside",
     "maxpipe.plan",
     "maxpipe.launch",
     "maxpipe.diagnosis.doctor",

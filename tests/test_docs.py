@@ -18,6 +18,7 @@ from maxpipe.cli import main
 from maxpipe.config.schema import Config
 from maxpipe.model.families.registry import summaries
 from maxpipe.model.spec import Ahead
+from maxpipe.objectives.preference import Preference
 from maxpipe.plan.advice import TERMS
 from maxpipe.telemetry import metrics
 from maxpipe.train.evaluate import Totals
@@ -135,6 +136,7 @@ def test_every_metric_that_is_written_is_declared() -> None:
     written -= set(BY_SOURCE)  # of which losses are made
     written |= {f"train/loss_{name}" for name in Ahead(1, 1, 1.0).losses}
     written |= set(Totals(1.0, 1.0, 1.0).named("NAME"))
+    written |= {f"{when}/{name}" for when in ("train", "eval") for name in Preference.reported}
     assert written | {tag for tag, *_ in summaries()} == set(declared)
     assert {tag for _, tags in metrics.CHARTS for tag in tags} <= set(declared)
 

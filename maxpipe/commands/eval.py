@@ -121,6 +121,7 @@ def _documents(options: argparse.Namespace) -> list[str]:
     found = [f"data.source={source}", f"data.path={one_line(path)}", "data.paths=[]"]
     found += ["data.mixture={}", "data.mixture_stages=[]", "data.mixture_temperature=1"]
     without = ["data.template=", "data.chat=off", "data.chat_template="]
+    without.append("train.objective=pretrain")
     return found if source in COLUMNS else [*found, *without]
 
 
@@ -129,14 +130,21 @@ def _say(text: str) -> None:
 
 
 def _page(found: Report) -> str:
-    documents = f"{found['split']} documents"
+    what = f"{found['pairs']:,} pairs" if "pairs" in found else f"{found['tokens']:,} tokens"
+    head = [
+        f"checkpoint  {found['checkpoint']}",
+        f"data        {found['source']}, {found['split']} documents, {found['batches']} of "
+        f"{counted(found['all_batches'], 'batch')}, {what}",
+        f"            in rows of {counted(found['sequence_length'], 'token')}",
+        f"mesh        {found['mesh']}",
+    ]
+    if "preference" in found:
+        rows = [f"{name:16}{value:.6f}" for name, value in found["preference"].items()]
+        sources = found["sources"].items()
+        return "\n".join([*head, *rows, *(f"of {name}  {loss:.6f}" for name, loss in sources)])
     return "\n".join(
         (
-            f"checkpoint  {found['checkpoint']}",
-            f"data        {found['source']}, {documents}, {found['batches']} of "
-            f"{counted(found['all_batches'], 'batch')}, {found['tokens']:,} tokens",
-            f"            in rows of {counted(found['sequence_length'], 'token')}",
-            f"mesh        {found['mesh']}",
+            *head,
             f"loss        {found['nats_per_token']:.6f} nats per token",
             f"            {found['nats_per_byte']:.6f} nats per byte",
             f"            {found['bits_per_byte']:.6f} bits per byte",

@@ -15,13 +15,15 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 
+import maxpipe.config.adapter_rules
 import maxpipe.config.data_rules
+import maxpipe.config.distill_rules
 import maxpipe.config.grpo_rules
 import maxpipe.config.mesh_rules
 import maxpipe.config.model_rules
 import maxpipe.config.pipeline_rules
-import maxpipe.config.tokenizer_rules
-import maxpipe.config.tuning_rules  # noqa: F401  all seven register their rules
+import maxpipe.config.preference_rules
+import maxpipe.config.tokenizer_rules  # noqa: F401  all nine register their rules
 from maxpipe.boundary import redact
 from maxpipe.boundary.files import scheme
 from maxpipe.config import ramp

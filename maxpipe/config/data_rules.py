@@ -141,6 +141,24 @@ def _chat(section: str, source: SourceConfig) -> Iterator[Finding]:
         )
 
 
+@_of_each("chat", "packing")
+def _pairs_are_whole(section: str, source: SourceConfig) -> Iterator[Finding]:
+    if source.chat == "pairs" and source.packing == "cut":
+        yield Finding(
+            f"{section}.packing",
+            f"must not be cut with {section}.chat=pairs: a pair is in one sequence, whole.",
+            f"Set {section}.packing=best_fit.",
+        )
+
+
+@_of_each("chat", "chosen_field", "rejected_field")
+def _halves_are_two(section: str, source: SourceConfig) -> Iterator[Finding]:
+    if source.chat == "pairs" and source.chosen_field == source.rejected_field:
+        key = f"{section}.rejected_field"
+        rule = f"must be another field than {section}.chosen_field: a pair is of two responses."
+        yield Finding(key, rule, f"Set {key}=rejected.")
+
+
 @_of_each("chat_roles", "trained_roles")
 def _roles(section: str, source: SourceConfig) -> Iterator[Finding]:
     roles, trained = source.chat_roles, source.trained_roles

@@ -34,7 +34,9 @@ def _frozen_parameters_exist(config: Config) -> Iterator[Finding]:
 
 @rule(*_MODEL_KEYS)
 def _something_is_trained(config: Config) -> Iterator[Finding]:
-    if not trained(describe(config.model)):
+    model = describe(config.model)
+    wanted = config.adapter.rank and not any(kind.adapters for kind in model.kinds.values())
+    if not trained(model) and not wanted:
         yield Finding(
             _KEY,
             "freezes every parameter: nothing would be trained.",

@@ -66,6 +66,11 @@ _SAME_KEY = {
     "model.param_dtype": "params_dtype weight_dtype",
     "model.frozen": "freeze freeze_layers freeze_params freeze_modules frozen_layers frozen_params "
     "frozen_parameters frozen_modules",
+    "adapter.rank": "lora_rank lora_r lora_dim r",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.targets": "target_modules lora_target_modules lora_target",
+    "adapter.base": "load_in_4bit load_in_8bit bnb_4bit_quant_type quantization_bit",
     "mesh.ici_stage": "pp pp_size pipeline_parallel pipeline_parallel_size stages num_stages "
     "pipeline_model_parallel_size pipeline_parallel_degree ici_pipeline_parallelism",
     "mesh.ici_tensor": "tp tp_size tensor_parallel tensor_parallel_size mp model_parallel_size "
@@ -237,10 +242,9 @@ _NOT_SAME_KEY = {
         "sharding is said by the mesh.",
         "Set mesh.ici_fsdp to the number of shards of parameters, gradients and optimizer state.",
     ),
-    "lora peft qlora adapter lora_rank": (
-        "adapters are not supported.",
-        "Leave it out; checkpoint.restore_from starts from another run's parameters, and "
-        "model.frozen leaves some of them as they are.",
+    "lora peft qlora peft_type peft_config": (
+        "adapters have a section of their own.",
+        "Set adapter.rank=16; `maxpipe config explain adapter` lists its keys.",
     ),
     "model_name model_name_or_path pretrained pretrained_model_name_or_path hf_model "
     "hf_checkpoint": (

@@ -10,11 +10,16 @@ that `maxpipe --help` stays fast.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from maxpipe.config.data_schema import DataConfig
-from maxpipe.config.tuning_schema import DistillConfig, GrpoConfig
+from maxpipe.config.tuning_schema import (
+    AdapterConfig,
+    DistillConfig,
+    GrpoConfig,
+    PreferenceConfig,
+)
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -118,6 +123,8 @@ class ModelConfig:
     same ones frozen; `checkpoint.restore=weights` starts with others."""
     own: Any = None
     """The section of the family. None: its defaults."""
+    adapter: Any = None
+    """The section `adapter` of a config that has adapters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,10 +245,11 @@ class PipelineConfig:
 class TrainConfig:
     """What is learned, length of the run and shape of a step."""
 
-    objective: Literal["pretrain", "distill", "grpo"] = "pretrain"
-    """What is learned: `pretrain`, the next token of documents; `distill`, besides what a teacher
-    says of it: the section `distill`; `grpo`, completions of prompts that a function rewards
-    (reinforcement learning), as the section `grpo` says."""
+    objective: Literal["pretrain", "preference", "distill", "grpo"] = "pretrain"
+    """What is learned: `pretrain`, the next token of documents; `preference`, which of two
+    responses is preferred, as `preference.loss` says; `distill`, besides the next token what a
+    teacher says of it: the section `distill`; `grpo`, completions of prompts that a function
+    rewards (reinforcement learning): the section `grpo`."""
     steps: int = 0
     """Number of optimizer steps. 0 takes the length from `train.tokens`."""
     tokens: int = 0
@@ -562,6 +570,7 @@ class Config:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -569,6 +578,13 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     log: LogConfig = field(default_factory=LogConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    def __post_init__(self) -> None:
+        """The model is described by its own section: it has that of adapters."""
+        adapter = self.adapter if self.adapter.rank else None
+        if self.model.adapter != adapter:
+            object.__setattr__(self, "model", replace(self.model, adapter=adapter))

@@ -25,7 +25,23 @@ def check_training(
     """
     wrong = not {"data.source", "data.mixture", "data.validation"}.isdisjoint(skip)
     unread = [] if wrong else unread_path(config, origins)
-    return unread + _built_in_for_a_public_model(config, origins, skip)
+    return [
+        *unread,
+        *_built_in_for_a_public_model(config, origins, skip),
+        *_without_base(config, origins, skip),
+    ]
+
+
+def _without_base(
+    config: Config, origins: Mapping[str, str], skip: Collection[str]
+) -> list[Problem]:
+    """Adapters beside random weights learn nothing of use, and could not be used without them."""
+    key = "checkpoint.restore_from"
+    if not config.adapter.rank or config.checkpoint.restore_from or key in skip:
+        return []
+    rule = f"must name the weights that adapters (adapter.rank={config.adapter.rank}) belong to."
+    action = f"Set {key}=hf:DIR, the folder of a public model, or RUN@STEP."
+    return [Problem(where(key, origins), "''", rule, action)]
 
 
 def unread_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:

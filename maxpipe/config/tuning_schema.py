@@ -91,3 +91,51 @@ class GrpoConfig:
     updates_per_rollout: int = 1
     """Steps that train on completions of the same weights. They are drawn for all these steps at
     once, with the weights before the first one. Checkpoints are of steps behind a whole rollout."""
+
+
+class PreferenceConfig:
+    """How a model learns which of two responses is preferred. Read with
+    `train.objective=preference`.
+    """
+
+    loss: Literal["dpo", "ipo", "orpo"] = "dpo"
+    """`dpo` (arXiv:2305.18290) makes the chosen response likelier and the rejected one less likely,
+    both beside the reference: the weights that the run starts from. `ipo` (arXiv:2310.12036)
+    wants a margin and no more. `orpo` (arXiv:2403.07691) has no reference: it adds the odds of the
+    two responses to the cross-entropy of the chosen one."""
+    beta: float = 0.1
+    """How much a distance from the reference costs: the beta of `dpo`, the tau of `ipo`. Rewards in
+    the metrics are in its unit. Not read by `orpo`."""
+    label_smoothing: float = 0.0
+    """Share of the pairs that are taken to be the wrong way round, for `dpo`
+    (arXiv:2306.15479)."""
+    length_normalised: Literal["auto", "on", "off"] = "auto"
+    """Whether the log-probability of a response is the mean over its tokens in place of the sum.
+    `auto`: the mean for `ipo` and `orpo`, the sum for `dpo`."""
+    odds_weight: float = 0.1
+    """What the odds count beside the cross-entropy, the lambda of `orpo`. Read by it alone."""
+
+
+class AdapterConfig:
+    """Low-rank changes of a frozen model's matrices, which are trained in place of it."""
+
+    rank: int = 0
+    """Rank of each change (LoRA, arXiv:2106.09685): of a matrix W of `K x N` the product of a
+    `K x rank` and a `rank x N` matrix. 0 trains the model itself."""
+    kind: Literal["lora", "dora"] = "lora"
+    """`lora` adds the change to the matrix. `dora` norms each column of the sum besides, and
+    multiplies it with a length that is trained, too (arXiv:2402.09353)."""
+    alpha: float = 16.0
+    """Changes are multiplied with `alpha / rank`."""
+    scale_by: Literal["rank", "root"] = "rank"
+    """`root` multiplies them with `alpha / sqrt(rank)` (rsLoRA, arXiv:2312.03732)."""
+    dropout: float = 0.0
+    """Fraction of the inputs of changes set to zero in training."""
+    targets: list[str] = field(default_factory=list, hash=False)  # a list has no hash
+    """Matrices that get a change: patterns over their names in checkpoints, as in `model.frozen`,
+    such as `layers.attention.*`. Empty: all that can have one, the projections of attention and of
+    MLPs. Embeddings, norms, routers and experts that are chosen by one have none."""
+    base: Literal["default", "int8", "nf4"] = "default"
+    """How the frozen matrices of layers are held: in `model.param_dtype`; in `int8`, with a scale
+    for each row; or in `nf4`, 4 bits with a scale for each 64 numbers (QLoRA, arXiv:2305.14314).
+    They are gathered as they are held and multiplied in `model.compute_dtype`."""

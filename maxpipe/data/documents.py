@@ -14,7 +14,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
 import numpy as np
@@ -38,6 +38,10 @@ class Encoded:
     """Unsigned integers [tokens]."""
     trained: np.ndarray | None = None
     """bool [tokens]: whether a token counts in the loss as a target; None where all do."""
+    border: int = 0
+    """Of a pair the token with which its second half begins; 0 of what is no pair."""
+    marks: int = 0
+    """What was done with it, for counts: see `pairs.py`."""
 
 
 class Documents(Protocol):
@@ -74,6 +78,8 @@ class DocumentIndex:
     """int64: the documents that are empty because their records could not be read."""
     digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
     """uint64 [documents]: `digest_of` each text, or the ids of each conversation."""
+    marks: np.ndarray | None = None
+    """uint8 [documents]: those of each pair."""
 
     @property
     def tokens_trained(self) -> int:
@@ -174,8 +180,9 @@ def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentI
     trained = arrays.get("trained")
     unreadable = arrays["unreadable"]
     digests = arrays["digests"]
-    index = DocumentIndex(arrays["lengths"], arrays["byte_counts"], trained, unreadable, digests)
-    shapes = {each.shape for each in (index.lengths, trained, digests) if each is not None}
+    lengths, counts, marks = arrays["lengths"], arrays["byte_counts"], arrays.get("marks")
+    index = DocumentIndex(lengths, counts, trained, unreadable, digests, marks)
+    shapes = {each.shape for each in (lengths, trained, digests, marks) if each is not None}
     if shapes != {(num_documents,)} or index.byte_counts.shape != (256,):
         raise ValueError("arrays of another shape")
     return index
@@ -233,7 +240,7 @@ class EncodedDocuments:
                 "indexed, and documents must not change.\n"
                 "  Restore the document, or start a new run with the changed one."
             )
-        return Encoded(found.ids.astype(self._dtype), found.trained)
+        return replace(found, ids=found.ids.astype(self._dtype))
 
     def _read(self, document: int) -> Encoded:
         tokenizer = self.tokenizer

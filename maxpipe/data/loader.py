@@ -23,12 +23,14 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 
 from maxpipe.config import ramp as config_ramp
+from maxpipe.config.data import section_of
 from maxpipe.config.ramp import Ramp
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data import mixture
 from maxpipe.data.corpus import SOURCES, Corpus, Split, open_corpus
 from maxpipe.data.mixture import Mixture
 from maxpipe.data.packing import Sequences
+from maxpipe.data.pairs import PairDocuments
 from maxpipe.data.sources import Moved
 from maxpipe.data.stream import Stream
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
@@ -116,12 +118,14 @@ class Loader:
         fingerprint: Mapping[str, Any],
         mixed: Sequence[str] = (),
         ending: Ending | None = None,
+        pairs: Mapping[str, PairDocuments] | None = None,
     ):
         """`mixed` are the names of all sources of the run's mixture; `ending` says how what a
-        stream repeats ends.
+        stream repeats ends; `pairs` are the documents of sources that have some.
         """
         self.stream = stream
         self.ending = ending
+        self.pairs = dict(pairs or {})
         self.ramp = ramp
         self.threads = threads
         self.prefetch_batches = prefetch_batches
@@ -318,6 +322,23 @@ class Datasets:
         held_out = {} if self.validation is None else {"": self.validation}
         return {**held_out, **self.sets}
 
+    def all_once(self, rows: int) -> list[Loader]:
+        """All documents of the training and those of each set, each once, in batches of `rows`."""
+        corpora = self.corpora[0], *self.corpora[1].values()
+        loaders = [_once(corpus, "all", rows) for corpus in corpora]
+        return [loader for loader in loaders if loader is not None]
+
+    @property
+    def remarks(self) -> list[str]:
+        """Lines about documents that are not read as they are, of all sources."""
+        corpora = self.corpora[0], *self.corpora[1].values()
+        return [
+            f"{section_of(each.name)}: {remark}"
+            for corpus in corpora
+            for each in corpus.indexed
+            for remark in each.remarks
+        ]
+
     def fingerprint(self) -> dict[str, Any]:
         """JSON values by which processes know whether all have the same documents."""
         sets = {name: each.fingerprint() for name, each in self.sets.items()}
@@ -375,6 +396,7 @@ def _loader(
         fingerprint=facts,
         mixed=corpus.mixed,
         ending=ending,
+        pairs=corpus.pairs,
     )
 
 
@@ -475,6 +497,7 @@ _WORDS = {
     "tokenizer": "the tokenizer",
     "chat": "the chat template, fields or roles",
     "packing": "the packing",
+    "pairs_per_row": "data.pairs_per_row",
     "order_version": "the order of samples",
     "group_size": "grpo.group_size",
     "updates_per_rollout": "grpo.updates_per_rollout",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from maxpipe.data.loader import Loader
+from maxpipe.data.pairs import HALVES
+from maxpipe.data.sequences import PAIRS
 from maxpipe.data.tokenizer import Tokenizer, stream
 from maxpipe.errors import ConfigError
 from maxpipe.words import counted
@@ -35,6 +38,8 @@ class Segment(NamedTuple):
     """Tokens of the whole document: the others are in other rows."""
     num_trained: int
     pieces: list[Piece]
+    half: str = ""
+    """Which one of a pair: `chosen` or `rejected`."""
 
 
 class Shown(NamedTuple):
@@ -76,7 +81,8 @@ def _segments(
     arrays: dict[str, np.ndarray],
 ) -> Iterator[Segment]:
     ids, numbers, mask = arrays["tokens"], arrays["segment_ids"], arrays["loss_mask"] > 0
-    for number, document in enumerate(documents, 1):
+    halves = HALVES if PAIRS in arrays else ("",)
+    for number, (document, half) in enumerate(itertools.product(documents, halves), 1):
         inside = np.flatnonzero(numbers == number)
         first, last = int(inside[0]), int(inside[-1]) + 1
         # Token t is the target at t - 1; the row's first one is predicted nowhere.
@@ -89,9 +95,10 @@ def _segments(
             where=loader.where(source, document),
             first=first,
             num_tokens=len(tokens),
-            of_tokens=loader.size(source, document),
+            of_tokens=len(tokens) if half else loader.size(source, document),
             num_trained=int(trained.sum()),
             pieces=list(pieces(tokenizer, tokens, trained)),
+            half=half,
         )
 
 

@@ -45,6 +45,10 @@ class _Tuple(Protocol):
 Kept = TypeVar("Kept", bound=_Tuple)
 
 
+PAIRS, REFERENCE, RESPONSE_TOKENS = "pairs", "reference", "response_tokens"
+"""Names of the arrays of a row of pairs, which have no dim of tokens."""
+
+
 class FittedSequences:
     """Rows of whole documents, padded behind them. `fitting.py` says what is in a row."""
 
@@ -88,6 +92,46 @@ class FittedSequences:
             yield Piece(document, begin, min(begin + self.sequence_length + 1, self.size(document)))
 
 
+class PairSequences(FittedSequences):
+    """Rows of whole pairs: the halves of the i-th one are the segments 2i + 1 and 2i + 2.
+
+    A row has three more arrays, float32: `pairs` [N], 1 where there is one; `response_tokens` [2N],
+    tokens of each half that count; and `reference` [2N], what `documents` has for each half, or 0.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        order: np.ndarray,
+        plan: Plan,
+        sequence_length: int,
+        most_pairs: int,
+    ):
+        """N is `most_pairs`."""
+        super().__init__(documents, order, plan, sequence_length)
+        lengths = documents.lengths[order]
+        self.num_targets -= int(np.count_nonzero(lengths))  # each half begins with no target
+        self._most_pairs = most_pairs
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return self._with_pairs(super().__getitem__(index), self.documents(index))
+
+    def padding(self) -> dict[str, np.ndarray]:
+        return self._with_pairs(super().padding(), [])
+
+    def _with_pairs(
+        self, row: dict[str, np.ndarray], documents: list[int]
+    ) -> dict[str, np.ndarray]:
+        halves = 2 * self._most_pairs
+        tokens = np.bincount(row["segment_ids"], row["loss_mask"], minlength=halves + 1)[1:]
+        pairs = (np.arange(self._most_pairs) < len(documents)).astype(np.float32)
+        reference = np.zeros(halves, np.float32)
+        known = getattr(self._documents, REFERENCE, None)
+        if known is not None:
+            reference[: 2 * len(documents)] = known[documents].ravel()
+        return {**row, PAIRS: pairs, REFERENCE: reference, RESPONSE_TOKENS: tokens.astype("f4")}
+
+
 @dataclass(frozen=True, slots=True)
 class Packer:
     """Makes sequences of documents, the same in any process."""
@@ -102,24 +146,30 @@ class Packer:
     """Which documents these are, for what is kept of them."""
     moved: Moved | None = None
     """Called for each part of what takes long."""
+    most_pairs: int = 0
+    """The most pairs of a row; 0 of documents that are no pairs."""
 
     def __call__(self, documents: Documents, order: np.ndarray) -> Sequences:
         """The sequences of the documents that `order` int64 [documents] numbers."""
         if self.packing == "cut":
             return PackedSequences(documents, order, self.sequence_length)
         plan = self._plan(documents.lengths, order, self.packing)
-        return FittedSequences(documents, order, plan, self.sequence_length)
+        given = (documents, order, plan, self.sequence_length)
+        if self.most_pairs:
+            return PairSequences(*given, self.most_pairs)
+        return FittedSequences(*given)
 
     def _plan(self, lengths: np.ndarray, order: np.ndarray, strategy: Strategy) -> Plan:
         def make() -> Plan:
-            return fitted(lengths, order, self.sequence_length, strategy)
+            return fitted(lengths, order, self.sequence_length, strategy, self.most_pairs)
 
         if len(order) < _KEPT_DOCUMENTS or strategy == "pad":
             return make()
         digest = hashlib.sha256()
         for part in (order, lengths[order]):
             digest.update(np.ascontiguousarray(part, "<i8").data)
-        return self.remembered("plan", [digest.hexdigest()], _plan_of, make)
+        key = [digest.hexdigest(), *([self.most_pairs] if self.most_pairs else [])]
+        return self.remembered("plan", key, _plan_of, make)
 
     def remembered(
         self,

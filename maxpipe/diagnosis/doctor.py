@@ -41,7 +41,7 @@ from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
 from maxpipe.config.training import check_training
-from maxpipe.data.chat import Conversations
+from maxpipe.data.corpus import chat_records
 from maxpipe.data.prepared.open import IDS, open_documents
 from maxpipe.data.sections import in_section
 from maxpipe.data.sources import open_source
@@ -266,7 +266,8 @@ def _folder(name: str, path: Path, config: Config | None = None, *, key: str = "
     words = f"{path} can be written, {_size(free)} free"
     if config is not None:
         model, keep = config.model, config.checkpoint.keep
-        saved = partial(saved_bytes, config.optim, param_dtype=model.param_dtype)
+        trained_only, dtype = model.adapter is not None, model.param_dtype
+        saved = partial(saved_bytes, config.optim, param_dtype=dtype, trained_only=trained_only)
         one = int(total(describe(model), saved))
         words += f", a checkpoint takes {_size(one)}"
         if free < one * (keep + 1):
@@ -333,7 +334,7 @@ def data(config: Config) -> Iterator[Check]:
         if each.source in IDS:
             yield from _prepared(name, each, tokenizer)
         elif each.chat != "off":
-            yield from _conversations(name, each, tokenizer, kept)
+            yield from _conversations(name, each, tokenizer, kept, config.train.sequence_length)
 
 
 def _stored(name: str, error: StorageError) -> Check:
@@ -343,19 +344,22 @@ def _stored(name: str, error: StorageError) -> Check:
 
 
 def _conversations(
-    name: str, config: SourceConfig, tokenizer: Tokenizer, kept: str
+    name: str, config: SourceConfig, tokenizer: Tokenizer, kept: str, row_tokens: int
 ) -> Iterator[Check]:
-    """Whether records can be read as conversations."""
+    """Whether records can be read as conversations, or pairs."""
     section = section_of(name)
     try:
         with in_section(name):
             source = open_source(config, 0, cache_dir=kept)
-            first = Conversations(source, tokenizer, config).encode(0)
+            records = chat_records(source, tokenizer, config, row_tokens)
+            assert records is not None
+            first = records.encode(0)
     except ConfigError as error:
         yield from _explained(section, error)
         return
     assert first.trained is not None
-    text = f"{source.name}, {counted(len(source), 'conversation')}, the first of "
+    what = "pair" if config.chat == "pairs" else "conversation"
+    text = f"{source.name}, {counted(len(source), what)}, the first of "
     text += f"{counted(len(first.ids), 'token')}, {int(first.trained.sum())} of them trained"
     yield Check(section, "ok", text)
 

@@ -43,7 +43,7 @@ from maxpipe.words import counted
 
 Say = Callable[[str], None]
 
-_TAKEN = ("run", "model", "tokenizer", "runtime")
+_TAKEN = ("run", "model", "adapter", "tokenizer", "runtime")
 _ANY_COUNT = 16 * math.lcm(*range(1, 17))
 """A batch that the rules of training allow on every mesh: generation has rows of its own."""
 

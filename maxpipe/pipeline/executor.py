@@ -137,7 +137,7 @@ class Engine:
 
         def measure(plan: Plan, schedule: Schedule, params: Tree, batch: Tree, *_: Any):
             scale = vary(jnp.float32(1)) if schedule.trains else None
-            buffers = Program(plan, schedule, params, batch, None, scale).buffers()
+            buffers = Program(plan, schedule, params, batch, None, scale, by_token=scale).buffers()
             found.update((name, jax.tree.leaves(tree)) for name, tree in buffers._asdict().items())
             return jnp.float32(0)
 
@@ -220,7 +220,12 @@ def _train(
 ) -> Differentiated:
     targets = sum_over(_targets(plan, batch), TOKEN_AXES)
     count = jnp.maximum(_total(targets), 1.0)
-    program = Program(plan, schedule, params, batch, key, vary(1.0 / count))
+    tokens = count
+    if plan.network.objective.by_segment:
+        tokens = jnp.maximum(sum_over(batch["loss_mask"].sum(), TOKEN_AXES), 1.0)
+    program = Program(
+        plan, schedule, params, batch, key, vary(1.0 / count), by_token=vary(1.0 / tokens)
+    )
     carry = program.run(table)
     assert carry.gradients is not None
     total = sum_over(_of_one_stage(carry.loss), TOKEN_AXES)
@@ -230,7 +235,7 @@ def _train(
         assert plan.network.ahead is not None
         ahead = sum_over(_of_one_stage(carry.ahead.losses), TOKEN_AXES)
         sums |= zip(plan.network.ahead.loss_weights, ahead, strict=True)
-    losses = {name: found / count for name, found in sums.items()}
+    losses = {name: found / tokens for name, found in sums.items()}
     gradients = program.finish(carry.gradients)
     sources = BySource(total[0], targets) if plan.network.num_sources else None
     mean = [_total(each) / count for each in total]

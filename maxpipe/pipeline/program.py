@@ -49,16 +49,18 @@ class Program:
         key: jax.Array | None,
         scale: jax.Array | None,
         reader: Reader | None = None,
+        by_token: jax.Array | None = None,
     ):
-        """`scale` multiplies the gradients; forward only needs none.
+        """`scale` multiplies the gradients, `by_token` those of losses of the layers, which are
+        sums over tokens; forward only needs neither.
 
         Forward only, a `reader` takes arrays of rows in place of losses.
         """
         self.scale, self.reader = scale, reader
         self.seeds = (
             {}
-            if scale is None
-            else {name: weight * scale for name, weight in plan.network.loss_weights.items()}
+            if by_token is None
+            else {name: weight * by_token for name, weight in plan.network.loss_weights.items()}
         )
         self.plan, self.schedule, self.network = plan, schedule, plan.network
         self.stage = index_on(STAGE)

@@ -8,6 +8,7 @@ holds the total against the peak that the compiler states. No jax.
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -92,15 +93,31 @@ def memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
 
 def state(sizes: Sizes) -> dict[str, float]:
     """Arguments of the step."""
-    model, train = sizes.config.model, sizes.config.train
+    train = sizes.config.train
     # Four arrays of ids and the mask, int32 and float32.
     batch = sizes.rows_per_device * (5 * 4 * train.sequence_length + 4)
-    params = BYTES[model.param_dtype] * sizes.shard_elements
+    ends = sizes.norm_elements + sizes.embedding_elements() + sizes.ahead_elements()
+    ends += 0 if sizes.model.ends.head is None else sizes.head_elements()
+    params = _stored(sizes, sizes.layer_slots) + _stored(sizes, sizes.outside)
+    params += BYTES[sizes.config.model.param_dtype] * ends
     kept = 0.0 if sizes.config.optim.offload_state else optimizer_bytes(sizes)
     return {
         "state": float(params + kept + 12),
         "batch": float(batch),
     }
+
+
+def _stored(sizes: Sizes, layers: Mapping[str, int]) -> float:
+    """Parameters of this number of layers of each kind on one device, as they are stored."""
+    return float(
+        sum(
+            count
+            * BYTES[param.exact or sizes.config.model.param_dtype]
+            * sizes.elements(param.dims)
+            for kind, count in layers.items()
+            for param in sizes.model.kinds[kind].params.values()
+        )
+    )
 
 
 def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
@@ -146,7 +163,7 @@ def outside(sizes: Sizes, schedule: Schedule) -> float:
     What one layer's backward needs besides is not theirs alone, and left out.
     """
     once = sizes.config.pipeline.weight_gather != "iteration"
-    found = float(BYTES[sizes.config.model.param_dtype] * sizes.outside_elements())
+    found = _stored(sizes, sizes.outside)
     found += optimizer_bytes_of(sizes, sizes.outside)
     found += 4.0 * sizes.trained.outside_elements(whole=once)
     if once:
@@ -199,7 +216,12 @@ def _copies(sizes: Sizes) -> float:
     pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
     elements = sizes.embedding_elements()
     if pipeline.remat != "chunk" and pipeline.weight_gather != "step":
-        elements += sizes.held_elements()
+        elements += sum(
+            count * sizes.elements(param.dims)
+            for kind, count in sizes.layer_slots.items()
+            for param in sizes.model.kinds[kind].params.values()
+            if not param.exact
+        )
         if pipeline.weight_gather == "iteration":
             elements += sizes.head_elements()
     return float(size * elements)

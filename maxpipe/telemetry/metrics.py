@@ -24,6 +24,20 @@ class Metric:
 _DISTILLED = "with `train.objective=distill`"
 _EVALUATED, _MIXED = "after an evaluation", "with `data.mixture`"
 _GRPO = "with `train.objective=grpo`"
+_PREFERENCE = "with `train.objective=preference`"
+_OF_PAIRS = {
+    "reward_chosen": (
+        "",
+        "What the chosen response gained beside the reference, times `preference.beta`; of `orpo` "
+        "its log-probability, times `preference.odds_weight`. As all of these a mean over pairs.",
+    ),
+    "reward_rejected": ("", "The same of the rejected response."),
+    "margin": ("", "The first less the second."),
+    "accuracy": ("fraction", "Pairs whose chosen response has the larger reward."),
+    "nats_chosen": ("nats per token", "Cross-entropy of the chosen response, the mean of each."),
+    "nats_rejected": ("nats per token", "The same of the rejected response."),
+}
+"""What preferences report: unit and meaning."""
 
 
 def of_source(name: str, what: str) -> str:
@@ -36,7 +50,8 @@ METRICS = (
         "train/loss",
         "nats per token",
         "Cross-entropy of the step's batch, before its update, over all tokens that are predicted. "
-        "Losses that layers and heads ahead add to the objective are not in it. With "
+        "Losses that layers and heads ahead add to the objective are not in it. Of preferences it "
+        "is what `preference.loss` says, the mean over pairs, and so in evaluations; with "
         "`train.objective=grpo` the loss of the policy, in no unit.",
     ),
     Metric(
@@ -134,6 +149,11 @@ METRICS = (
         "Divergence from the reference, estimated from the tokens that were drawn.",
         "with `grpo.kl`",
     ),
+    *(Metric(f"train/{name}", *each, _PREFERENCE) for name, each in _OF_PAIRS.items()),
+    *(
+        Metric(f"eval/{name}", unit, f"`train/{name}` of validation documents.", _PREFERENCE)
+        for name, (unit, _) in _OF_PAIRS.items()
+    ),
     Metric("train/epochs", "", "How often the documents were read.", "without `data.mixture`"),
     Metric(
         "source/NAME/loss",
@@ -223,6 +243,8 @@ CHARTS = (
     ("loss", ("train/loss", "eval/loss")),
     ("reward", ("rollout/reward",)),
     ("loss of sources", ("source/NAME/loss", "source/NAME/eval_loss")),
+    ("margin of rewards", ("train/margin", "eval/margin")),
+    ("accuracy of rewards", ("train/accuracy", "eval/accuracy")),
     ("throughput", ("perf/tokens_per_s",)),
     ("MFU", ("perf/mfu",)),
     ("learning rate", ("train/lr",)),

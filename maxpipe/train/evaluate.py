@@ -23,21 +23,35 @@ class Totals:
     """Those of each source of a mixture, by name."""
     reports: Mapping[str, float] = field(default_factory=dict)
     """What the objective reports beside its loss, by name."""
+    of_text: bool = True
+    """Whether they are of tokens: those of pairs stand for no bytes."""
 
     @property
     def metrics(self) -> dict[str, float]:
         """`eval/loss` in nats per target token and `eval/nats_per_byte` of the text."""
-        found = {
-            "eval/loss": self.loss / max(self.targets, 1.0),
-            "eval/nats_per_byte": self.loss / max(self.bytes, 1.0),
-        }
+        found = {"eval/loss": self.loss / max(self.targets, 1.0)}
+        if self.of_text:
+            found["eval/nats_per_byte"] = self.loss / max(self.bytes, 1.0)
         for name, report in self.reports.items():
             found[f"eval/{name}"] = report / max(self.targets, 1.0)
         for name, each in self.of_sources.items():
             if each.targets:
                 found[of_source(name, "eval_loss")] = each.loss / each.targets
-                found[of_source(name, "eval_nats_per_byte")] = each.loss / max(each.bytes, 1.0)
+                if self.of_text:
+                    found[of_source(name, "eval_nats_per_byte")] = each.loss / max(each.bytes, 1.0)
         return found
+
+    @property
+    def words(self) -> str:
+        """The metrics in a line, for people."""
+        found = self.metrics
+        if self.of_text:
+            return (
+                f"{found['eval/loss']:.4f} nats per token, "
+                f"{found['eval/nats_per_byte']:.4f} nats per byte"
+            )
+        reports = (f", {name} {found[f'eval/{name}']:.4f}" for name in self.reports)
+        return f"loss {found['eval/loss']:.4f}{''.join(reports)}"
 
     def named(self, name: str) -> dict[str, float]:
         """The same of a set of documents that has a name, or none: `eval/NAME/loss`."""
@@ -53,6 +67,7 @@ class Totals:
             reports={
                 name: self.reports.get(name, 0.0) + other.reports.get(name, 0.0) for name in names
             },
+            of_text=self.of_text and other.of_text,
         )
 
 
@@ -70,7 +85,7 @@ def evaluate(
 
     No device computes when it is over: Python that ends meanwhile may crash.
     """
-    total = {name: np.zeros(()) for name in ("loss", "targets", "bytes")}
+    total = {name: np.zeros(()) for name in ("loss", "targets")}
 
     def add(sums: Mapping[str, jax.Array]) -> None:
         for name, value in sums.items():
@@ -89,12 +104,18 @@ def evaluate(
             add(before)
     finally:
         jax.block_until_ready(before)
-    loss, targets, num_bytes = (total.pop(name) for name in ("loss", "targets", "bytes"))
+    loss, targets, of_text = total.pop("loss"), total.pop("targets"), "bytes" in total
+    num_bytes = total.pop("bytes", np.zeros_like(loss))
     of_sources = {
         name: Totals(float(loss[number]), float(targets[number]), float(num_bytes[number]))
         for number, name in enumerate(sources)
     }
     reports = {name: float(value.sum()) for name, value in total.items()}
     return Totals(
-        float(loss.sum()), float(targets.sum()), float(num_bytes.sum()), of_sources, reports
+        float(loss.sum()),
+        float(targets.sum()),
+        float(num_bytes.sum()),
+        of_sources,
+        reports,
+        of_text,
     )

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import jax
 
@@ -30,6 +30,7 @@ from maxpipe.errors import ConfigError, NumbersError, Preempted
 from maxpipe.parallel.mesh import build_mesh, describe
 from maxpipe.processes import runtime
 from maxpipe.processes.phases import COMPILE, DATA_SET_UP, EVAL, RESTORE, Phases
+from maxpipe.train import pair_references
 from maxpipe.train.build import batches, steps_of
 from maxpipe.train.chosen import Chosen, choose, deferred, interrupts
 from maxpipe.train.evaluate import Totals, evaluate
@@ -58,14 +59,18 @@ class Report(TypedDict):
     split: str
     batches: int
     all_batches: int
-    tokens: int
-    bytes: int
-    nats_per_token: float
-    nats_per_byte: float
-    bits_per_byte: float
-    perplexity: float
+    tokens: NotRequired[int]
+    bytes: NotRequired[int]
+    nats_per_token: NotRequired[float]
+    nats_per_byte: NotRequired[float]
+    bits_per_byte: NotRequired[float]
+    perplexity: NotRequired[float]
+    pairs: NotRequired[int]
+    """With `train.objective=preference`, in place of tokens and what is of them."""
+    preference: NotRequired[dict[str, float]]
+    """Then the mean loss over pairs, and what the objective reports."""
     sources: dict[str, float]
-    """Nats per token of each source of a mixture that was read."""
+    """Loss of each source of a mixture that was read."""
     sequence_length: int
     mesh: str
 
@@ -108,6 +113,9 @@ def evaluate_model(
             with phases.enter(RESTORE):
                 say(f"restoring the parameters of {chosen.name}")
                 params = steps.stack_params(chosen.params(steps))
+            if pair_references.are_needed(steps):
+                run_dir = Path(named.run_dir) if isinstance(named, Address) else named
+                pair_references.attach_stored(run_dir, loader)
             with phases.enter(COMPILE):
                 say("compiling")
                 step = steps.compile_eval(config.eval.batch_size)
@@ -310,19 +318,13 @@ def _report(
             "  its parameters give numbers that are not finite.\n"
             "  Evaluate an earlier step, or with model.compute_dtype=float32."
         )
-    return {
+    found: Report = {
         "checkpoint": chosen.name,
         "step": chosen.step,
         "source": loader.fingerprint()["source"],
         "split": split,
         "batches": count,
         "all_batches": loader.num_batches,
-        "tokens": int(totals.targets),
-        "bytes": int(totals.bytes),
-        "nats_per_token": loss,
-        "nats_per_byte": metrics["eval/nats_per_byte"],
-        "bits_per_byte": metrics["eval/nats_per_byte"] / math.log(2),
-        "perplexity": math.exp(min(loss, 700.0)),
         "sources": {
             name: each.loss / each.targets
             for name, each in totals.of_sources.items()
@@ -330,4 +332,16 @@ def _report(
         },
         "sequence_length": loader.sequences.sequence_length,
         "mesh": mesh,
+    }
+    if not totals.of_text:
+        of_pairs = {name: metrics[f"eval/{name}"] for name in ("loss", *totals.reports)}
+        return {**found, "pairs": int(totals.targets), "preference": of_pairs}
+    return {
+        **found,
+        "tokens": int(totals.targets),
+        "bytes": int(totals.bytes),
+        "nats_per_token": loss,
+        "nats_per_byte": metrics["eval/nats_per_byte"],
+        "bits_per_byte": metrics["eval/nats_per_byte"] / math.log(2),
+        "perplexity": math.exp(min(loss, 700.0)),
     }

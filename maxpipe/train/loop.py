@@ -147,7 +147,7 @@ def _closing_words(run: Run, evaluated: dict[str, float]) -> str:
     lines = [f"done: {counted(run.total_steps, 'step')}, files in {run_folder(run.config.run)}"]
     if run.total_steps < run.length:
         lines.append(f"all documents were read: the run has ended before step {run.length}")
-    if evaluated:
+    if "eval/nats_per_byte" in evaluated:
         lines.append(f"final validation loss {evaluated['eval/nats_per_byte']:.4f} nats per byte")
         if (entropy := run.datasets.unigram_entropy) is not None:
             lines[-1] += f" (unigram byte entropy of the text: {entropy:.4f})"

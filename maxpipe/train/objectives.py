@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from maxpipe.config.schema import Config
 from maxpipe.config.tuning_schema import GrpoConfig
+from maxpipe.objectives import preference
 from maxpipe.objectives.distill import Distill
 from maxpipe.objectives.policy import Policy, PolicyNearReference
 from maxpipe.pipeline.objective import CrossEntropy, Objective
@@ -11,12 +12,16 @@ from maxpipe.pipeline.objective import CrossEntropy, Objective
 
 def objective_of(config: Config) -> Objective:
     """What training minimises."""
-    if config.train.objective == "distill":
-        distill = config.distill
-        return Distill(distill.direction, distill.temperature, distill.top_k, distill.weight)
-    if config.train.objective == "grpo":
-        return policy_of(config.grpo)
-    return CrossEntropy()
+    match config.train.objective:
+        case "pretrain":
+            return CrossEntropy()
+        case "preference":
+            return preference.of_config(config.preference, config.data.pairs_per_row)
+        case "distill":
+            distill = config.distill
+            return Distill(distill.direction, distill.temperature, distill.top_k, distill.weight)
+        case "grpo":
+            return policy_of(config.grpo)
 
 
 def policy_of(grpo_config: GrpoConfig) -> Policy:

@@ -24,6 +24,7 @@ import jax
 import maxpipe
 from maxpipe.boundary import files, redact
 from maxpipe.boundary.files import check_writable, full
+from maxpipe.checkpoint.folder import BASE, Base
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import Checkpoints, local_folder
 from maxpipe.checkpoint.storage import home, run_folder
@@ -31,7 +32,13 @@ from maxpipe.config.check import cautions, check, total_steps
 from maxpipe.config.keys import flat
 from maxpipe.config.load import Loaded, to_dict, to_yaml
 from maxpipe.config.mixture import sources
-from maxpipe.config.paths import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, SAMPLES_FILE
+from maxpipe.config.paths import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    METRICS_FILE,
+    REFERENCE_FILE,
+    SAMPLES_FILE,
+)
 from maxpipe.config.schema import Config, DataConfig
 from maxpipe.data.loader import Datasets, Loader
 from maxpipe.data.packing import efficiency_of
@@ -51,7 +58,7 @@ from maxpipe.schedule.table import Schedule
 from maxpipe.telemetry import board
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
-from maxpipe.train import attention_check, data_end, pictures
+from maxpipe.train import attention_check, data_end, pair_references, pictures
 from maxpipe.train.build import batches, steps_of
 from maxpipe.train.datasets import check_overlap, datasets_of
 from maxpipe.train.distill import Taught, taught_by
@@ -73,7 +80,7 @@ _MOST_TICKS = 160
 """Of the timeline that TensorBoard shows."""
 
 _RECORDS = (METRICS_FILE, f"{METRICS_FILE}.new", SAMPLES_FILE, f"{SAMPLES_FILE}.new", EVENTS_FILE)
-WRITTEN_FILES = (CONFIG_FILE, *_RECORDS)
+WRITTEN_FILES = (CONFIG_FILE, REFERENCE_FILE, *_RECORDS)
 
 
 @dataclass
@@ -105,6 +112,8 @@ class Run:
     rollouts: Rollouts | None
     """What steps train on, with prompts in place of documents."""
     reference: Reference | None
+    base: Base | None
+    """Of adapters."""
     compared: int = -1
     """The last step after which replicas were compared."""
     evaluated: tuple[int, dict[str, float]] = (0, {})
@@ -156,6 +165,8 @@ class Run:
         data |= self.taught.facts
         if self.reference is not None:
             data["reference"] = self.reference.digest
+        if self.base is not None:
+            data[BASE] = self.base
         self.checkpoints.save(
             step,
             lambda: self.steps.to_saved(self.state),
@@ -185,11 +196,8 @@ class Run:
         self.evaluated = (step, metrics)
         self.writer.write(step, metrics)
         for name, totals in found.items():
-            of, sums = f" on {name}" if name else "", totals.metrics
-            self.console.note(
-                f"validation{of} after step {step}: {sums['eval/loss']:.4f} nats per token, "
-                f"{sums['eval/nats_per_byte']:.4f} nats per byte"
-            )
+            of = f" on {name}" if name else ""
+            self.console.note(f"validation{of} after step {step}: {totals.words}")
         return metrics
 
     def sample(self, step: int) -> None:
@@ -295,6 +303,10 @@ def set_up(
         stack.callback(rollouts.close)
     if first < last:
         attention_check.check(run_dir, steps, link, console, events)
+    if pair_references.are_needed(steps) and first < last:
+        loaders = datasets.all_once(config.eval.batch_size or config.train.batch_size)
+        found = pair_references.PairReferences(run_dir, steps, loaders, console, link, phases)
+        found.attach(begin.state.params, is_new=not begin.goes_on)
     with phases.enter(COMPILE):
         train_steps, eval_step = _programs(config, steps, datasets, console, begin, last)
         taught.compile(train_steps, console.stage)
@@ -327,6 +339,7 @@ def set_up(
         taught=taught,
         rollouts=rollouts,
         reference=reference,
+        base=begin.base,
     )
     stack.callback(lambda: run.writer.close())  # a roll back opens another one
     return run
@@ -355,6 +368,8 @@ def _watch(
 def _warn(loaded: Loaded, datasets: Datasets, console: Console, phases: Phases) -> None:
     for each in (*loaded.cautions, *cautions(loaded.config)):
         console.warn(each.line)
+    for remark in datasets.remarks:
+        console.warn(remark)
     with phases.enter(DATA_SET_UP):
         check_overlap(loaded.config, datasets, console.warn, phases.progress)
 

@@ -8,6 +8,7 @@ Source: the idea of one call that partitions a model is Pax's.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -58,7 +59,7 @@ from maxpipe.schedule.table import Schedule
 from maxpipe.train import executable
 from maxpipe.train.follow import followed
 from maxpipe.train.guard import GuardState, assess, initial
-from maxpipe.train.replicas import ReplicaCheck
+from maxpipe.train.replicas import ReplicaCheck, digest
 from maxpipe.train.state import VOCABULARY, Partition, TrainState
 from maxpipe.train.summaries import summarised
 
@@ -131,7 +132,7 @@ class Steps:
     @cached_property
     def saved_sharding(self) -> Tree:
         """Of the saved form of the state, in network order."""
-        specs, trees = self.partition.saved_specs, self._saved_trees_specs
+        specs, trees = self._saved_part(self.partition.saved_specs), self._saved_trees_specs
         saved = {"step": PartitionSpec(), "params": specs, "optimizer": trees}
         found = self.partition.shardings(saved)
         return found | {"optimizer": self._where_kept(found["optimizer"])}
@@ -242,6 +243,18 @@ class Steps:
             lowered = step.lower(self.abstract_state.params, self.abstract_batch(rows))
             return lowered.compile(self.compiler_options)
 
+    def digest(self, params: Tree) -> str:
+        """Of parameters, the same under every layout."""
+        parts = self.partition
+
+        def digests(params: Tree) -> Array:
+            saved = parts.to_saved(params, vocabulary=VOCABULARY)
+            return jnp.stack([digest(leaf) for leaf in jax.tree.leaves(saved)])
+
+        everywhere = NamedSharding(parts.mesh, PartitionSpec())
+        found = self._jit(left_to_compiler(digests, PartitionSpec()), everywhere)(params)
+        return hashlib.sha256(np.asarray(found, "<u4").tobytes()).hexdigest()
+
     @property
     def compiler_options(self) -> dict[str, Any]:
         """What XLA should do differently for this mesh."""
@@ -307,16 +320,26 @@ class Steps:
             name: unstack(_on_device(tree), specs[name], vocabulary[name])
             for name, tree in state.optimizer.trees.items()
         }
-        params = unstack(state.params, parts.saved_specs)
+        params = self._saved_part(unstack(state.params, parts.saved_specs))
         return {"step": state.step, "params": params, "optimizer": saved}
+
+    def _saved_part(self, params: Tree) -> Tree:
+        """Of all parameters in the form of checkpoints those that these hold: adapters alone."""
+        parts = self.partition
+        return params if parts.base is parts else parts.trained_of_saved(params)
 
     @cached_property
     def from_saved(self) -> Any:
-        """(what a checkpoint holds, the guard's state, by default a new run's) -> state."""
+        """(what a checkpoint holds, the guard's state, the base of adapters) -> state.
 
-        def convert(saved: Tree, guard: GuardState | None = None) -> TrainState:
+        By default the guard's is a new run's, and there is no base.
+        """
+
+        def convert(
+            saved: Tree, guard: GuardState | None = None, base: Tree | None = None
+        ) -> TrainState:
             guard = initial(self.guard) if guard is None else guard
-            step, params = saved["step"], self._stack(saved["params"])
+            step, params = saved["step"], self._stack(saved["params"], base)
             specs, vocabulary = self.optimizer.specs, self.optimizer.vocabulary
             trees = {}
             for name, tree in saved["optimizer"].items():
@@ -332,29 +355,68 @@ class Steps:
         """Parameters as a checkpoint holds them -> as the steps take them."""
         return self._jit(self._stack, self.state_sharding.params)
 
-    def _stack(self, params: Tree) -> Tree:
+    @cached_property
+    def whole(self) -> Any:
+        """(base, adapters) as checkpoints hold them -> all parameters in the same form."""
+        parts, specs = self.partition, self.partition.saved_specs
+
+        def convert(base: Tree, adapters: Tree) -> Tree:
+            return left_to_compiler(parts.to_saved, specs)(self._stack(adapters, base))
+
+        return self._jit(convert, parts.shardings(specs))
+
+    def _stack(self, params: Tree, base: Tree | None = None) -> Tree:
+        """With a `base` the parameters are those beside it."""
         # Layers are dealt out to stages, and the vocabulary is padded.
-        return left_to_compiler(self.partition.from_saved, self.partition.specs)(params)
+        parts = self.partition
+        if base is None:
+            return left_to_compiler(parts.from_saved, parts.specs)(params)
+        mine = left_to_compiler(parts.from_saved, parts.trained(parts.specs))(params)
+        return joined(self._around(base), mine)
+
+    def _around(self, base: Tree) -> Tree:
+        """Stacked parameters of a base in the form of checkpoints, with new adapters."""
+        plain = self.partition.base
+        stacked = left_to_compiler(plain.from_saved, plain.specs)(base)
+        return self.partition.with_adapters(stacked, self._key(_PARAMETERS))
 
     def _jit(self, run: Callable[..., Tree], shardings: Tree) -> Any:
         """A jitted function with these shardings of its results."""
         return jax.jit(on_mesh(self.partition.mesh, run), out_shardings=shardings)
 
     def with_weights(self, params: Tree) -> TrainState:
-        """A fresh state, but for parameters in the form that a checkpoint holds."""
+        """A fresh state, but for parameters in the form that a checkpoint holds.
+
+        With adapters these are the base's.
+        """
 
         def convert(saved: Tree) -> TrainState:
-            params, guard = self._stack(saved), initial(self.guard)
+            params, guard = self._around(saved), initial(self.guard)
             optimizer, step = self._optimizer_state(params), jnp.zeros((), jnp.int32)
             return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
 
         return self._jit(convert, self.state_sharding)(params)
 
     @cached_property
+    def first_params(self) -> Any:
+        """Parameters in the form that a checkpoint holds -> those of a new run that starts from
+        them, as the steps take them; with adapters these are the base's.
+        """
+        return self._jit(self._around, self.state_sharding.params)
+
+    @cached_property
     def abstract_saved(self) -> Tree:
         """Shapes, types and shardings of the saved form."""
         state = jax.eval_shape(self._init)
         return with_shardings(jax.eval_shape(self._to_saved, state), self.saved_sharding)
+
+    @cached_property
+    def abstract_base(self) -> Tree:
+        """Of the parameters that a run starts from: without adapters."""
+        plain = self.partition.base
+        stacked = jax.eval_shape(plain.init, self._key(_PARAMETERS))
+        saved = jax.eval_shape(left_to_compiler(plain.to_saved, plain.saved_specs), stacked)
+        return with_shardings(saved, plain.shardings(plain.saved_specs))
 
     # The computations.
 
@@ -371,8 +433,8 @@ class Steps:
         return TrainState(jnp.zeros((), jnp.int32), params, self._optimizer_state(params), guard)
 
     def _train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        key = None
-        if self.partition.decoder.config.dropout > 0:
+        key, model = None, self.partition.decoder.config
+        if model.dropout > 0 or (model.adapter is not None and model.adapter.dropout > 0):
             key = jax.random.fold_in(self._key(_DROPOUT), state.step)
         found = self.engine.value_and_grad(self.train_schedule)(state.params, batch, key)
         loss, gradients = found.loss, found.gradients
@@ -419,6 +481,8 @@ class Steps:
     def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:
         sums, targets = self.engine.loss(schedule)(params, batch, None)
         found = dict(zip(("loss", *self.objective.reported), sums, strict=True))
+        if self.objective.by_segment:
+            return found | {"targets": targets}
         lengths = jnp.asarray(self.byte_lengths, jnp.float32)
         # Picked by index: divided as the indices are.
         size = left_to_compiler(operator.getitem, BATCH_SPEC)(lengths, batch["targets"])

@@ -1,8 +1,9 @@
 """Runs in an environment with transformers: makes folders, and logits of folders.
 
-Usage: oracle.py make | logits | quantise | add_ahead | ahead | train | losses | greedy JOBS. JOBS
-is a JSON list; of each entry `folder` is the Hugging Face folder, `tokens` the file with ids
-`[rows, tokens]`, `logits` the file to write. The last three read `documents`, a JSON file, and
+Usage: oracle.py make | logits | adapted | quantise | add_ahead | ahead | train | losses | greedy
+JOBS. JOBS is a JSON list; of each entry `folder` is the Hugging Face folder, `tokens` the file with
+ids `[rows, tokens]`, `logits` the file to write; with `adapted`, which needs PEFT, `adapter` is the
+folder of an adapter. The last three read `documents`, a JSON file, and
 write `trained`, a folder, or `found`, a JSON file.
 """
 
@@ -43,6 +44,10 @@ def main() -> None:
         )
         assert not any(info.values()), info
         tokens = torch.from_numpy(np.load(job["tokens"]))
+        if action == "adapted":
+            from peft import PeftModel  # pyright: ignore[reportMissingImports]
+
+            model = PeftModel.from_pretrained(model, job["adapter"])
         with torch.no_grad():
             np.save(job["logits"], model.eval()(tokens).logits.numpy())
 

@@ -1,4 +1,4 @@
-"""Rules on what is done with trained models: distillation."""
+"""Rules on distillation."""
 
 from __future__ import annotations
 
