@@ -195,7 +195,6 @@ def _parser() -> Parser:
     goodput.add(commands)
     curves.add(commands)
     board.add(commands)
-    curves.add(commands)
     tokenizer.add(commands)
     data.add(commands)
     distill.add(commands)

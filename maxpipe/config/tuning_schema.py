@@ -93,6 +93,7 @@ class GrpoConfig:
     once, with the weights before the first one. Checkpoints are of steps behind a whole rollout."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PreferenceConfig:
     """How a model learns which of two responses is preferred. Read with
     `train.objective=preference`.
@@ -116,6 +117,7 @@ class PreferenceConfig:
     """What the odds count beside the cross-entropy, the lambda of `orpo`. Read by it alone."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterConfig:
     """Low-rank changes of a frozen model's matrices, which are trained in place of it."""
 

@@ -42,6 +42,7 @@ class Rewards:
     """
 
     def __init__(self, config: GrpoConfig):
+        assert config.allow_code or not config.reward_file, "a rule of the config asks for this"
         self._config = config
         self._path, _, self._function = config.reward_file.rpartition(":")
         self._process: AskedProcess | None = None
