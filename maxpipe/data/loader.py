@@ -322,19 +322,21 @@ class Datasets:
         held_out = {} if self.validation is None else {"": self.validation}
         return {**held_out, **self.sets}
 
+    @property
+    def _all_corpora(self) -> list[Corpus]:
+        return [] if self.corpora is None else [self.corpora[0], *self.corpora[1].values()]
+
     def all_once(self, rows: int) -> list[Loader]:
         """All documents of the training and those of each set, each once, in batches of `rows`."""
-        corpora = self.corpora[0], *self.corpora[1].values()
-        loaders = [_once(corpus, "all", rows) for corpus in corpora]
+        loaders = [_once(corpus, "all", rows) for corpus in self._all_corpora]
         return [loader for loader in loaders if loader is not None]
 
     @property
     def remarks(self) -> list[str]:
         """Lines about documents that are not read as they are, of all sources."""
-        corpora = self.corpora[0], *self.corpora[1].values()
         return [
             f"{section_of(each.name)}: {remark}"
-            for corpus in corpora
+            for corpus in self._all_corpora
             for each in corpus.indexed
             for remark in each.remarks
         ]
