@@ -22,7 +22,8 @@ ROWS = (
     ("maxpipe.boundary",),
     (
         *("maxpipe.schedule", "maxpipe.config.schema", "maxpipe.config.data_schema"),
-        *("maxpipe.config.tuning_schema", "maxpipe.config.bounds", "maxpipe.config.shipped"),
+        *("maxpipe.config.eval_schema", "maxpipe.config.tuning_schema"),
+        *("maxpipe.config.bounds", "maxpipe.config.shipped"),
         *("maxpipe.processes.phases", "maxpipe.processes.secret"),
     ),
     (
@@ -55,10 +56,11 @@ ROWS = (
     ("maxpipe.data.prepared", "maxpipe.objectives"),
     (
         *("maxpipe.data.corpus", "maxpipe.data.overlap", "maxpipe.data.loader"),
-        *("maxpipe.data.look", "maxpipe.data.prompts", "maxpipe.optim"),
+        *("maxpipe.data.look", "maxpipe.data.prompts", "maxpipe.data.turns", "maxpipe.optim"),
     ),
     (
         *("maxpipe.train", "maxpipe.generate", "maxpipe.exchange"),
+        *("maxpipe.scoring.choices", "maxpipe.scoring.texts"),
         *("maxpipe.plan.sizes", "maxpipe.plan.memory", "maxpipe.plan.advice"),
         *("maxpipe.plan.reach", "maxpipe.plan.optimizer", "maxpipe.plan.gathered"),
     ),
@@ -69,6 +71,7 @@ ROWS = (
         *("maxpipe.train.weights", "maxpipe.train.decoders", "maxpipe.train.samples"),
         *("maxpipe.train.teacher", "maxpipe.train.distill", "maxpipe.train.prepare_answers"),
         "maxpipe.train.rollouts",
+        *("maxpipe.train.tasks", "maxpipe.train.evaluations"),
         *("maxpipe.plan", "maxpipe.diagnosis"),
     ),
     ("maxpipe.launch", "maxpipe.generate.weights"),
@@ -162,6 +165,7 @@ ROOT_CONFIG = (
     "maxpipe.train.teacher",
     "maxpipe.train.distill",
     "maxpipe.train.prepare_answers",
+    "maxpipe.train.tasks",
     "maxpipe.generate.weights",
     "maxpipe.exchange.outgoing",
     "maxpipe.exchange.beside",

@@ -191,7 +191,7 @@ class Folder:
                 return Saved(step, (self / step).stat().mtime)
             except FileNotFoundError:
                 return None
-        return Saved(step, facts.time, (facts.metrics or {}).get("eval/loss"))
+        return Saved(step, facts.time, facts.metrics or {})
 
     def arrays(self, step: int, abstract: Tree | None = None) -> Tree:
         """The saved arrays, placed like `abstract`, by default as numpy arrays.

@@ -347,7 +347,7 @@ def _add_show(actions: Commands) -> None:
     )
     add_inputs(show, "RUN|", RUN_HELP)
     show.add_argument("-n", type=count, metavar="N", help="rows; default 3, or 1 with --row")
-    show.add_argument("--step", type=count, default=1, metavar="K", help="counted from 1 (1)")
+    show.add_argument("--step", type=step_number, default=1, metavar="K", help="counted from 1 (1)")
     show.add_argument("--row", type=_natural, metavar="R", help="of the step's batch, from 0 (0)")
     show.add_argument(
         "--split",
@@ -383,11 +383,23 @@ def _add_find(actions: Commands) -> None:
         "  maxpipe data find my-run.yml 1200 7 data.path='*.jsonl'",
     )
     find.add_argument("config", metavar=OF_RUN, help=f"{RUN_HELP}{INPUTS_HELP}")
-    find.add_argument("step", type=count, metavar="STEP", help="counted from 1, as in the log")
+    find.add_argument(
+        "step", type=step_number, metavar="STEP", help="counted from 1, as in the log"
+    )
     find.add_argument("row", type=_natural, metavar="ROW", help="of the step's batch, from 0")
     add_inputs(find)
     find.add_argument("--json", action="store_true", help="print one JSON object")
     find.set_defaults(command=_find)
+
+
+def step_number(text: str) -> int:
+    """The type of an argument that is a step."""
+    from maxpipe.config.ranges import MOST_STEPS
+
+    found = count(text)
+    if found > MOST_STEPS:
+        raise argparse.ArgumentTypeError(f"{text} is not at most {MOST_STEPS}")
+    return found
 
 
 def _natural(text: str) -> int:

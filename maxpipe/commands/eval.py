@@ -54,7 +54,8 @@ def _ask(options: argparse.Namespace, model: Address | Path) -> int:
     from maxpipe.generate.weights import open_model
     from maxpipe.parallel.mesh import describe
     from maxpipe.scoring.choices import Exam, read, summary, written
-    from maxpipe.scoring.requests import Requests, Texts
+    from maxpipe.scoring.requests import Requests
+    from maxpipe.scoring.texts import Texts
     from maxpipe.train.chosen import deferred, interrupts
 
     path, batch_size = options.choices, options.batch_size or 16

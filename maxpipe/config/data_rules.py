@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 
 from maxpipe.config import mixture
+from maxpipe.config.bounds import LARGEST
 from maxpipe.config.data import (
     COLUMNS,
     FILES,
@@ -27,6 +27,8 @@ from maxpipe.errors import Finding
 
 _SOURCES = ("data.source", "data.path", "data.paths", "data.mixture")
 _NAMED = ("data.mixture", "data.validation")
+_MOST_EPOCHS = 1e9
+"""Numbers of a source's samples have 63 bits."""
 _WITHOUT_FIELDS = ("corpus", "text", "tokens", "megatron", "synthetic")
 
 _Find = Callable[[str, SourceConfig], Iterator[Finding]]
@@ -203,10 +205,13 @@ def _packing_is_of_a_source(config: Config) -> Iterator[Finding]:
 def _weights_or_epochs(config: Config) -> Iterator[Finding]:
     found = config.data.mixture
     for name, each in found.items():
-        for key, value in (("weight", each.weight), ("epochs", each.epochs)):
-            if not 0 <= value < math.inf:
+        for key, value, most in (
+            ("weight", each.weight, LARGEST),
+            ("epochs", each.epochs, _MOST_EPOCHS),
+        ):
+            if not 0 <= value <= most:
                 full = f"data.mixture.{name}.{key}"
-                yield Finding(full, "must be a number from 0 on.", f"Set {full}=1.")
+                yield Finding(full, f"must be from 0 to {most:.2g}.", f"Set {full}=1.")
     with_weight = [name for name, each in found.items() if each.weight]
     with_epochs = [name for name, each in found.items() if each.epochs]
     if with_weight and with_epochs:

@@ -10,6 +10,8 @@ BYTES_VOCABULARY = 259
 
 _SHARE_LEFT = "1 would leave nothing"
 _INT32 = 2**31 - 1
+MOST_STEPS = 10**11
+"""Of a run: the numbers of its rows have 63 bits."""
 _RANGES = (
     Bound("run.seed", 0, 0, 2**32 - 1, "the random generator takes 32 bits"),
     Bound("model.num_layers", 1, 1, 2048, "plans and cuts look at every layer"),
@@ -35,8 +37,8 @@ _RANGES = (
     Bound("pipeline.group", 0, 0, why="0 means the number of stages"),
     Bound("pipeline.layers_outside", 0, 0),
     Bound("pipeline.loss_block_tokens", -1, -1, why="-1 takes blocks where logits are large"),
-    Bound("train.steps", 100, 0, why="0 takes the length from train.tokens"),
-    Bound("train.tokens", 1000000, 0, why="0 takes the length from train.steps"),
+    Bound("train.steps", 100, 0, MOST_STEPS, "0 takes the length from train.tokens"),
+    Bound("train.tokens", 1000000, 0, 10**18, "0 takes the length from train.steps"),
     Bound("train.batch_size", 8, 1, 2**24, "a step lists its rows"),
     Bound(
         "train.sequence_length",
@@ -99,7 +101,10 @@ _RANGES = (
     Bound("checkpoint.local_every", 0, 0),
     Bound("eval.every", 100, 0, why="0 evaluates after the last step only"),
     Bound("eval.batch_size", 8, 0, why="0 takes train.batch_size"),
-    Bound("eval.batches", 8, 0, why="0 turns evaluation off"),
+    Bound("eval.batches", 8, 0, why="0 reads no documents"),
+    Bound("eval.patience", 3, 0, why="0 never ends the run for that"),
+    Bound("eval.min_gain", 0.0, 0, LARGEST, "a gain of less than 0 is a loss"),
+    Bound("eval.sample_documents", 4, 0, why="0 takes none"),
     Bound("eval.sample_every", 100, 0, why="0 takes no samples"),
     Bound("eval.sample_tokens", 64, 1),
     Bound("eval.sample_temperature", 1.0, 0, LARGEST, "devices compute in float32"),

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from maxpipe.config.check import DEFAULT, where
-from maxpipe.config.data import is_synthetic, paths_of
+from maxpipe.config.data import is_synthetic, paths_of, section_of
 from maxpipe.config.data_rules import named_sources
+from maxpipe.config.eval_rules import beside_training
+from maxpipe.config.mixture import sources
 from maxpipe.config.ranges import BYTES_VOCABULARY
+from maxpipe.config.rules import shown, value_of
 from maxpipe.config.schema import Config
 from maxpipe.errors import Problem
 
@@ -24,12 +27,40 @@ def check_training(
     Forecasts and compiled steps need neither text nor tokenizer.
     """
     wrong = not {"data.source", "data.mixture", "data.validation"}.isdisjoint(skip)
-    unread = [] if wrong else unread_path(config, origins)
+    problems = [] if wrong else unread_path(config, origins)
+    problems += [] if wrong else _answers_to_learn(config, origins)
+    problems += _evaluated(config, origins, skip)
+    problems += _without_base(config, origins, skip)
+    return problems + _built_in_for_a_public_model(config, origins, skip)
+
+
+def _evaluated(config: Config, origins: Mapping[str, str], skip: Collection[str]) -> list[Problem]:
+    if not {"eval.tasks", "eval.batches", "data.mixture", "data.validation"}.isdisjoint(skip):
+        return []
     return [
-        *unread,
-        *_built_in_for_a_public_model(config, origins, skip),
-        *_without_base(config, origins, skip),
+        Problem(where(key, origins), shown(value_of(config, key)), text, action)
+        for key, text, action in beside_training(config)
     ]
+
+
+def _answers_to_learn(config: Config, origins: Mapping[str, str]) -> list[Problem]:
+    """Documents that do not say what is trained, for an objective that is about nothing else."""
+    if config.train.objective != "sft":
+        return []
+    problems = []
+    for name, each in sources(config.data).items():
+        if each.chat == "off":
+            section = section_of(name)
+            rule = "must be messages or prompt with train.objective=sft, which trains on answers: "
+            rule += (
+                f"documents of {section}.source={each.source} do not say which tokens those are."
+            )
+            action = f"Set {section}.source=jsonl, {section}.path=chats.jsonl (your own) and "
+            action += (
+                f"{section}.chat=messages, or train.objective=pretrain to train on all tokens."
+            )
+            problems.append(Problem(where(f"{section}.chat", origins), "off", rule, action))
+    return problems
 
 
 def _without_base(

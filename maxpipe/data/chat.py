@@ -11,12 +11,14 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from maxpipe.boundary import files
-from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.data import all_sources
+from maxpipe.config.data_schema import DataConfig, SourceConfig
 from maxpipe.config.rules import did_you_mean
 from maxpipe.data.documents import (
     DocumentIndex,
@@ -25,6 +27,7 @@ from maxpipe.data.documents import (
     digest_of,
     kept_index,
 )
+from maxpipe.data.formats.reads import reading
 from maxpipe.data.formats.text_of import BadRecord, shortened
 from maxpipe.data.sources import Moved, Progress, Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
@@ -64,6 +67,16 @@ def template_of(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
             "tokenizer.path.",
         )
     return tokenizer.chat
+
+
+def spoken(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template of a run's conversations, or where it has none that of the tokenizer's folder.
+
+    Raises:
+        ConfigError: its file cannot be read.
+    """
+    chats = [each for each in all_sources(data).values() if each.chat != "off"]
+    return template_of(chats[0], tokenizer) if chats else tokenizer.chat
 
 
 def messages_of(record: object, config: SourceConfig) -> list[Message]:
@@ -160,6 +173,19 @@ def named(source: Source, document: int) -> Iterator[None]:
         raise UnreadableRecord([problem]) from error
 
 
+class Counted(NamedTuple):
+    """A conversation as ids, with what is counted of it."""
+
+    ids: np.ndarray
+    trained: np.ndarray
+    raw: bytes
+    """UTF-8 of what is trained."""
+    digest: int
+    """`digest_of` the ids, as int64."""
+    marks: int
+    """See `Encoded.marks`."""
+
+
 class Conversations:
     """The records of a source, encoded. Safe in threads: each takes a process of its own."""
 
@@ -213,14 +239,7 @@ class Conversations:
         """
         if index.trained is None or index.trained.any():
             return
-        raise ConfigError.one(
-            self.template.path,
-            None,
-            f"must mark what is trained: none of {counted(len(self.source), 'conversation')} has "
-            "any.",
-            "Set data.trained_roles to roles that speak there, or correct the template's "
-            "{% generation %} blocks.",
-        )
+        raise nothing_trained(self.template.path, len(self.source))
 
     @contextlib.contextmanager
     def _process(self) -> Iterator[ChatProcess]:
@@ -304,35 +323,51 @@ def build_chat_index(
         ["chat", 2, *parts],
         len(source),
         cache_dir,
-        lambda: _read_all(conversations, moved, threads),
+        lambda moved: _read_all(conversations, moved, threads),
         keep=keep,
+        moved=moved,
+        task=f"rendering conversations of {source.name}",
     )
     conversations.check(index)
     return index
 
 
+def nothing_trained(template: str, count: int) -> ConfigError:
+    """The error for conversations of which no token is trained."""
+    return ConfigError.one(
+        template,
+        None,
+        f"must mark what is trained: none of {counted(count, 'conversation')} has any.",
+        "Set data.trained_roles to roles that speak there, or correct the template's "
+        "{% generation %} blocks.",
+    )
+
+
+def count(conversations: ChatRecords, document: int) -> Counted:
+    """A record as `encode` has it, with what is counted of it; raises as that does."""
+    with reading(partial(conversations.source.where, document)):
+        found = conversations.encode(document)
+    assert found.trained is not None
+    text = conversations.tokenizer.decode(found.ids[found.trained].tolist())
+    digest = digest_of(found.ids.astype("<i8").tobytes())
+    return Counted(found.ids, found.trained, text.encode(), digest, found.marks)
+
+
 def _read_all(conversations: ChatRecords, moved: Moved | None, threads: int) -> DocumentIndex:
-    source, tokenizer = conversations.source, conversations.tokenizer
+    source = conversations.source
     lengths, trained = np.zeros(len(source), np.int64), np.zeros(len(source), np.int64)
     byte_counts, digests = np.zeros(256, np.int64), np.zeros(len(source), np.uint64)
     marks = np.zeros(len(source), np.uint8)
     progress = Progress(f"rendering conversations of {source.name}", len(source), moved)
 
-    def read(document: int) -> tuple[int, int, int, int, bytes]:
-        found = conversations.encode(document)
-        assert found.trained is not None
-        text = tokenizer.decode(found.ids[found.trained].tolist())
-        digest = digest_of(found.ids.astype("<i8").tobytes())
-        return len(found.ids), int(found.trained.sum()), digest, found.marks, text.encode()
-
     with ThreadPoolExecutor(max(1, threads), "conversations") as pool:
         for first in range(0, len(source), _PASS_RECORDS):
             numbers = range(first, min(first + _PASS_RECORDS, len(source)))
-            for document, found in zip(numbers, pool.map(read, numbers), strict=True):
-                lengths[document], trained[document], digests[document], marks[document], raw = (
-                    found
-                )
-                byte_counts += np.bincount(np.frombuffer(raw, np.uint8), minlength=256)
+            read = pool.map(partial(count, conversations), numbers)
+            for document, found in zip(numbers, read, strict=True):
+                lengths[document], trained[document] = len(found.ids), int(found.trained.sum())
+                digests[document], marks[document] = found.digest, found.marks
+                byte_counts += np.bincount(np.frombuffer(found.raw, np.uint8), minlength=256)
             progress.update(numbers.stop)
     found_marks = marks if marks.any() else None
     return DocumentIndex(lengths, byte_counts, trained, digests=digests, marks=found_marks)

@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from maxpipe.config.data import paths_of, validation_key, validation_sets
+from maxpipe.config.data import paths_of, section_of, validation_key, validation_sets
 from maxpipe.config.data_schema import DataConfig, Packing, SourceConfig
 from maxpipe.config.mixture import sources
 from maxpipe.data.chat import ChatDocuments, Conversations, build_chat_index
 from maxpipe.data.documents import Documents, EncodedDocuments, build_index, entropy
+from maxpipe.data.formats.reads import reading
 from maxpipe.data.packing import Sequences, split_documents
 from maxpipe.data.pairs import PairDocuments, Pairs, remarks
 from maxpipe.data.prepared.manifest import SPAN
@@ -223,7 +224,7 @@ def open_corpus(
     opening["row_tokens"] = sequence_length
     indexed = []
     for each, config in chosen.items():
-        with in_section(each):
+        with in_section(each), reading(section_of(each)):
             mine = seed_of(each, seed)
             if config.source in IDS:
                 indexed.append(_of_ids(each, config, tokenizer, mine))

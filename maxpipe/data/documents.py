@@ -15,11 +15,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from maxpipe.data import kept
+from maxpipe.data.formats.reads import reading
 from maxpipe.data.sources import Moved, Progress, Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import StorageError
@@ -122,8 +124,10 @@ def build_index(
         [2, source.fingerprint(), tokenizer.fingerprint(), len(source)],
         len(source),
         cache_dir,
-        lambda: _read_all(source, tokenizer, moved),
+        lambda moved: _read_all(source, tokenizer, moved),
         keep=keep,
+        moved=moved,
+        task=f"indexing documents of {source.name}",
     )
     for document in index.unreadable.tolist():
         source[document]  # counted, and refused where that is not allowed any more
@@ -134,23 +138,30 @@ def kept_index(
     key: Sequence[object],
     num_documents: int,
     cache_dir: str | None,
-    read: Callable[[], DocumentIndex],
+    read: Callable[[Moved | None], DocumentIndex],
     *,
     keep: bool,
+    moved: Moved | None,
+    task: str,
 ) -> DocumentIndex:
     """What `cache_dir` has for a key of JSON values, or what `read` returns; see `build_index`."""
-    path = None
-    if cache_dir is not None:
-        name = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:32]
-        path = os.path.join(os.path.expanduser(cache_dir), f"index-{name}.npz")
-        cached = kept.load(path, lambda arrays: _index_of(arrays, num_documents))
-        if cached is not None:
-            return cached
-    index = read()
-    if path is not None and keep:
-        arrays = {each.name: getattr(index, each.name) for each in fields(index)}
-        kept.save(path, {name: each for name, each in arrays.items() if each is not None})
-    return index
+    if cache_dir is None:
+        return read(moved)
+    name = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:32]
+    return kept.made_once(
+        os.path.join(os.path.expanduser(cache_dir), f"index-{name}.npz"),
+        lambda arrays: _index_of(arrays, num_documents),
+        read,
+        _arrays_of,
+        kept.Words(task, "reading all documents again", "the next start reads all documents"),
+        keep=keep,
+        moved=moved,
+    )
+
+
+def _arrays_of(index: DocumentIndex) -> dict[str, np.ndarray]:
+    arrays = {each.name: getattr(index, each.name) for each in fields(index)}
+    return {name: each for name, each in arrays.items() if each is not None}
 
 
 def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> DocumentIndex:
@@ -161,7 +172,8 @@ def _read_all(source: Source, tokenizer: Tokenizer, moved: Moved | None) -> Docu
     texts: list[str] = []
     characters = 0
     for i in range(len(source)):
-        text = source[i]
+        with reading(partial(source.where, i)):
+            text = source[i]
         texts.append(text)
         characters += len(text)
         raw = text.encode()

@@ -317,18 +317,22 @@ class Datasets:
     corpora: tuple[Corpus, Mapping[str, Corpus]] | None
     """The documents themselves, of the training and of each set; None if it reads prompts."""
 
+    @property
+    def _all(self) -> list[Corpus]:
+        """The documents of the training and of all sets."""
+        if self.corpora is None:
+            return []
+        train, sets = self.corpora
+        return [train, *sets.values()]
+
     def evaluated(self) -> dict[str, Loader]:
         """What is evaluated: under no name what is held out, and each set."""
         held_out = {} if self.validation is None else {"": self.validation}
         return {**held_out, **self.sets}
 
-    @property
-    def _all_corpora(self) -> list[Corpus]:
-        return [] if self.corpora is None else [self.corpora[0], *self.corpora[1].values()]
-
     def all_once(self, rows: int) -> list[Loader]:
         """All documents of the training and those of each set, each once, in batches of `rows`."""
-        loaders = [_once(corpus, "all", rows) for corpus in self._all_corpora]
+        loaders = [_once(corpus, "all", rows) for corpus in self._all]
         return [loader for loader in loaders if loader is not None]
 
     @property
@@ -336,7 +340,7 @@ class Datasets:
         """Lines about documents that are not read as they are, of all sources."""
         return [
             f"{section_of(each.name)}: {remark}"
-            for corpus in self._all_corpora
+            for corpus in self._all
             for each in corpus.indexed
             for remark in each.remarks
         ]

@@ -63,6 +63,10 @@ def shown(loader: Loader, tokenizer: Tokenizer, batch: int, row: int) -> Shown:
         ConfigError: the batch has no such row.
     """
     rows = loader.rows(batch)
+    if not rows:
+        rule = f"must be a step with text: it takes batch {batch + 1}, and the documents end with "
+        rule += f"batch {loader.num_batches}."
+        raise ConfigError.one("command line: step", None, rule, "Give a smaller one.")
     if row >= len(rows):
         rule = f"must be below the rows of the batch: {counted(len(rows), 'row')} with text."
         raise ConfigError.one("command line: row", row, rule, "Give a smaller one.")

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from maxpipe.data.documents import Documents
+from maxpipe.data.formats.reads import reading
 from maxpipe.errors import ConfigError
 
 _FEISTEL_ROUNDS = 8
@@ -161,7 +163,8 @@ def assembled(
     positions = np.zeros(size, np.int32)
     at = segment = 0
     for number, begin, end in pieces:
-        document = documents[number]
+        with reading(partial(documents.where, number)):
+            document = documents[number]
         here, inside = slice(at, at + end - begin), slice(begin, end)
         window[here] = document.ids[inside]
         if document.trained is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -33,7 +33,11 @@ _KEPT_DOCUMENTS = 1 << 17
 """Plans of fewer documents are made again, in about the time that reading them takes."""
 _PLAN_VERSION = 1
 
-Arrays = Mapping[str, np.ndarray]
+_WORDS = kept.Words(
+    "planning rows of documents",
+    "planning the rows again",
+    "the next start plans the rows again",
+)
 
 
 class _Tuple(Protocol):
@@ -160,7 +164,7 @@ class Packer:
         return FittedSequences(*given)
 
     def _plan(self, lengths: np.ndarray, order: np.ndarray, strategy: Strategy) -> Plan:
-        def make() -> Plan:
+        def make(moved: Moved | None = None) -> Plan:
             return fitted(lengths, order, self.sequence_length, strategy, self.most_pairs)
 
         if len(order) < _KEPT_DOCUMENTS or strategy == "pad":
@@ -175,27 +179,29 @@ class Packer:
         self,
         name: str,
         key: Iterable[object],
-        of: Callable[[Arrays], Kept],
-        make: Callable[[], Kept],
+        of: Callable[[kept.Arrays], Kept],
+        make: Callable[[Moved | None], Kept],
     ) -> Kept:
         """What `of` makes of the arrays kept for a key of JSON values, or else what `make` does.
 
         Only numpy arrays are in it. `of` raises ValueError or KeyError for arrays of another shape.
         """
         if self.cache_dir is None:
-            return make()
+            return make(self.moved)
         facts = [_PLAN_VERSION, self.packing, self.sequence_length, self.key, *key]
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-        path = os.path.join(os.path.expanduser(self.cache_dir), f"{name}-{digest}.npz")
-        found = kept.load(path, of, "planning the rows again")
-        if found is None:
-            found = make()
-            if self.keep:
-                kept.save(path, found._asdict(), "the next start plans the rows again")
-        return found
+        return kept.made_once(
+            os.path.join(os.path.expanduser(self.cache_dir), f"{name}-{digest}.npz"),
+            of,
+            make,
+            lambda made: made._asdict(),
+            _WORDS,
+            keep=self.keep,
+            moved=self.moved,
+        )
 
 
-def _plan_of(arrays: Arrays) -> Plan:
+def _plan_of(arrays: kept.Arrays) -> Plan:
     plan = Plan(**{name: arrays[name] for name in Plan._fields})
     if not len(plan.documents) == len(plan.begins) == plan.starts[-1]:
         raise ValueError("arrays of another shape")

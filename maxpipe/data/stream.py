@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxpipe.config.data import section_of
+from maxpipe.data.formats.reads import reading
 from maxpipe.data.mixture import Mixture
 from maxpipe.data.packing import Sequences
 from maxpipe.data.sections import in_section
@@ -104,7 +106,7 @@ class Stream:
         if sequence < 0:
             found = part.sequences.padding()
         else:
-            with in_section(part.name):
+            with in_section(part.name), reading(section_of(part.name)):
                 found = part.sequences[sequence]
         if self.beside is None:
             return found

@@ -1,4 +1,0 @@
-"""Objectives beside cross entropy: pure functions of log-probabilities.
-
-What an objective is stands in `maxpipe.pipeline.objective`.
-"""

@@ -34,6 +34,8 @@ class Where:
     """Since the last progress."""
     own_seconds: float
     """In total after set-up, without waits for devices or other processes."""
+    detail: str = ""
+    """What it waits for there, where that is known."""
 
 
 class Phases:
@@ -47,6 +49,8 @@ class Phases:
         self._seconds: dict[str, float] = {}
         self._own = 0.0
         self.step = 0
+        self.detail = ""
+        """As in `Where`."""
 
     @contextlib.contextmanager
     def enter(self, phase: str) -> Iterator[None]:
@@ -74,7 +78,7 @@ class Phases:
         with self._lock:
             self._pass()
             idle = self._clock() - self._progressed
-            return Where(self._open[-1], self.step, idle, self._own)
+            return Where(self._open[-1], self.step, idle, self._own, self.detail)
 
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last call."""

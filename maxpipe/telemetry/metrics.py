@@ -198,6 +198,19 @@ METRICS = (
         "after an evaluation, with `data.validation`",
     ),
     Metric(
+        "eval/NAME/accuracy",
+        "",
+        "Share of the questions of the task NAME in `eval.tasks` whose most likely choice is the "
+        "answer.",
+        "after an evaluation, with `eval.tasks`",
+    ),
+    Metric(
+        "eval/NAME/accuracy_by_bytes",
+        "",
+        "The same with likelihoods by byte of the choice.",
+        "after an evaluation, with `eval.tasks`",
+    ),
+    Metric(
         "perf/step_s",
         "seconds",
         "Mean time of a step since the record before, without evaluations and saves.",
@@ -243,6 +256,7 @@ CHARTS = (
     ("loss", ("train/loss", "eval/loss")),
     ("reward", ("rollout/reward",)),
     ("loss of sources", ("source/NAME/loss", "source/NAME/eval_loss")),
+    ("accuracy of tasks", ("eval/NAME/accuracy",)),
     ("margin of rewards", ("train/margin", "eval/margin")),
     ("accuracy of rewards", ("train/accuracy", "eval/accuracy")),
     ("throughput", ("perf/tokens_per_s",)),

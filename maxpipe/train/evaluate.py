@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,12 +29,16 @@ class Totals:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`eval/loss` in nats per target token and `eval/nats_per_byte` of the text."""
-        found = {"eval/loss": self.loss / max(self.targets, 1.0)}
+        """`eval/loss` in nats per target token and `eval/nats_per_byte` of the text.
+
+        NaN where there is none, as of conversations without an answer: 0 would be the best loss.
+        """
+        found = {"eval/loss": self.loss / self.targets if self.targets else math.nan}
         if self.of_text:
-            found["eval/nats_per_byte"] = self.loss / max(self.bytes, 1.0)
+            per_byte = self.loss / max(self.bytes, 1.0) if self.targets else math.nan
+            found["eval/nats_per_byte"] = per_byte
         for name, report in self.reports.items():
-            found[f"eval/{name}"] = report / max(self.targets, 1.0)
+            found[f"eval/{name}"] = report / self.targets if self.targets else math.nan
         for name, each in self.of_sources.items():
             if each.targets:
                 found[of_source(name, "eval_loss")] = each.loss / each.targets

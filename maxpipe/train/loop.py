@@ -79,9 +79,13 @@ def _run_loop(run: Run) -> None:
 
 def _train_on(run: Run) -> None:
     """The loop."""
-    config, first, last = run.config, run.first, run.total_steps
+    config, first = run.config, run.first
     meter = Meter(run)
     evaluated: dict[str, float] = {}
+    if run.patience.lacks(first) and first:  # the run was asked to stop meanwhile
+        with meter.paused(EVAL):
+            evaluated = run.evaluate(first)
+    last = run.total_steps
     checked = config.guard.replica_check_every
     run.console.begin(first, last)
     if run.link.stops_here() and first < last:
@@ -102,6 +106,7 @@ def _train_on(run: Run) -> None:
             if config.eval.every and step % config.eval.every == 0:
                 with meter.paused(EVAL):
                     evaluated = run.evaluate(step)
+                last = step if run.patience.is_over else last
             if config.eval.sample_every and step % config.eval.sample_every == 0:
                 with meter.paused(EVAL):
                     run.sample(step)
@@ -115,6 +120,8 @@ def _train_on(run: Run) -> None:
                         run.save(step)
                 if run.link.stops_here():
                     _leave(run, step)
+            if step == last:
+                break
     run.watch.settle()
     if not (config.eval.every and last % config.eval.every == 0 and evaluated):
         with meter.paused(EVAL):
@@ -145,7 +152,9 @@ def _save_and_wait(run: Run, step: int) -> None:
 
 def _closing_words(run: Run, evaluated: dict[str, float]) -> str:
     lines = [f"done: {counted(run.total_steps, 'step')}, files in {run_folder(run.config.run)}"]
-    if run.total_steps < run.length:
+    if run.patience.is_over:
+        lines.append(run.patience.words())
+    elif run.total_steps < run.length:
         lines.append(f"all documents were read: the run has ended before step {run.length}")
     if "eval/nats_per_byte" in evaluated:
         lines.append(f"final validation loss {evaluated['eval/nats_per_byte']:.4f} nats per byte")
@@ -250,6 +259,7 @@ class Meter:
             metrics |= self._sources.take()
         seconds = time.perf_counter() - self._start
         rate, run = self._rows * self._row / seconds, self._run  # tokens per second
+        run.slow_data.stepped(self._waited, seconds)
         seconds /= self._steps
         metrics |= {
             "train/tokens": float(run.watch.rows_done(step) * self._row),

@@ -13,7 +13,7 @@ from maxpipe.pipeline.objective import CrossEntropy, Objective
 def objective_of(config: Config) -> Objective:
     """What training minimises."""
     match config.train.objective:
-        case "pretrain":
+        case "pretrain" | "sft":
             return CrossEntropy()
         case "preference":
             return preference.of_config(config.preference, config.data.pairs_per_row)

@@ -43,6 +43,7 @@ from maxpipe.model.frozen import trained
 from maxpipe.telemetry.console import Console
 from maxpipe.train.adapters import check_adapter, read_base, said_of
 from maxpipe.train.guard import initial
+from maxpipe.train.patience import Waited
 from maxpipe.train.reference import Reference
 from maxpipe.train.start import (
     NEW_START,
@@ -104,6 +105,7 @@ class Position(TypedDict):
     guard: NotRequired[Guarded | None]
     teacher: NotRequired[TeacherEntry]
     reference: NotRequired[str]
+    patience: NotRequired[Waited | None]
 
 
 class Start(NamedTuple):
@@ -121,6 +123,8 @@ class Start(NamedTuple):
     """Whether these parameters are other ones than those."""
     base: Base | None = None
     """Of adapters."""
+    waited: Mapping[str, Any] | None = None
+    """What `Patience` has counted."""
 
 
 def restore_or_init(
@@ -158,6 +162,8 @@ def restore_or_init(
         _check_trained(frozen, loaded, facts.step, own=own)
         _check_optimizer(facts, loaded, own=own)
         _check_teacher(data.get("teacher"), teacher, loaded, facts.step, own=own)
+        if not own:
+            _check_objective(facts, loaded)
         if own and facts.step == total_steps(config.train):
             _check_finished(facts, loaded)
         others = compare(data["fingerprint"], datasets.train.fingerprint(), data["step"])
@@ -174,8 +180,7 @@ def restore_or_init(
                 console.note(f"config: {name} was {before} {words} and is {now}")
 
     found = checkpoints.restore_newest(steps.abstract_saved, accept)
-    goes_on = found is not None
-    if found is not None:
+    if goes_on := found is not None:
         words = f"resuming {run_folder(config.run)} after step {found.step}"
         if found.folder.parent != checkpoints.durable.path:
             words += f", from {found.folder}"
@@ -198,9 +203,10 @@ def restore_or_init(
     if config.adapter.rank:
         params, base = read_base(found.facts, loaded, steps, console)
     state = steps.from_saved(found.state, initial(config.guard, guarded), params)
-    reference = data.get("reference") if goes_on else None
     offset = data["step"] - found.step
-    return Start(state, words, offset, guarded, reference, goes_on, base)
+    # Another run may have had enough, and this one has not; nor is its reference that one's.
+    waited, reference = (data.get("patience"), data.get("reference")) if goes_on else (None, None)
+    return Start(state, words, offset, guarded, reference, goes_on, base, waited)
 
 
 def reference_of(
@@ -377,6 +383,24 @@ def _check_teacher(
         "other parameters.",
         f"Bring that one back, or set {_from_weights(loaded, own=own)}.",
     )
+
+
+def _check_objective(facts: Facts, loaded: Loaded) -> None:
+    """A run that goes on where another one was learns the same.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    key, now = "train.objective", loaded.config.train.objective
+    then = facts.config.get("train", {}).get("objective", before_of(key))
+    if then != now:
+        raise ConfigError.one(
+            where("checkpoint.restore", loaded.origins),
+            "all",
+            f"goes on with optimizer state, step and data position of a run with {key}={then}, and "
+            f"this one has {key}={now}.",
+            f"Set {_from_weights(loaded, own=False)}.",
+        )
 
 
 def _from_weights(loaded: Loaded, *, own: bool) -> str:

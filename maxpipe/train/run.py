@@ -40,10 +40,12 @@ from maxpipe.config.paths import (
     SAMPLES_FILE,
 )
 from maxpipe.config.schema import Config, DataConfig
+from maxpipe.data.chat import spoken
 from maxpipe.data.loader import Datasets, Loader
 from maxpipe.data.packing import efficiency_of
 from maxpipe.data.prompts import PromptRows
 from maxpipe.data.stream import Part
+from maxpipe.data.turns import held_out
 from maxpipe.errors import ConfigError, ExitCode, Preempted, ReplicaError, StorageError
 from maxpipe.model import choice
 from maxpipe.model.count import active_params, num_params, num_trained
@@ -62,15 +64,18 @@ from maxpipe.train import attention_check, data_end, pair_references, pictures
 from maxpipe.train.build import batches, steps_of
 from maxpipe.train.datasets import check_overlap, datasets_of
 from maxpipe.train.distill import Taught, taught_by
-from maxpipe.train.evaluate import Totals, evaluate
+from maxpipe.train.evaluations import Evaluations
+from maxpipe.train.patience import Patience
 from maxpipe.train.reference import Reference
 from maxpipe.train.replicas import explain
 from maxpipe.train.resume import Start, may_differ, reference_of, restore_or_init
 from maxpipe.train.rollouts import Rollouts
 from maxpipe.train.room import check_forecast, check_program
 from maxpipe.train.samples import Samples
+from maxpipe.train.slow_data import SlowData
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
+from maxpipe.train.tasks import Task, tasks_of
 from maxpipe.train.teacher import devices_of
 from maxpipe.train.watch import Watch
 from maxpipe.words import counted
@@ -103,8 +108,9 @@ class Run:
     state: TrainState
     train_steps: Mapping[int, Any]
     """Compiled, by the rows of a batch."""
-    eval_step: Any
+    evaluations: Evaluations
     watch: Watch
+    patience: Patience
     restore: Callable[[], Start]
     samples: Samples | None
     taught: Taught
@@ -114,6 +120,7 @@ class Run:
     reference: Reference | None
     base: Base | None
     """Of adapters."""
+    slow_data: SlowData
     compared: int = -1
     """The last step after which replicas were compared."""
     evaluated: tuple[int, dict[str, float]] = (0, {})
@@ -121,7 +128,9 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        """The last step: where the data ends if that comes first."""
+        """The last step: where the data or the patience with the run ends if that comes first."""
+        if self.patience.is_over:
+            return self.first
         train, offset = self.datasets.train, self.watch.offset
         return data_end.last_step(train, self.length, offset, self.first)
 
@@ -145,10 +154,10 @@ class Run:
             return contextlib.closing(rollouts.batch(each) for each in range(start, stop))
         lessons = self.taught.lessons
         if lessons is None:
-            return self._batches(self.datasets.train, start, stop)
+            return self.batches(self.datasets.train, start, stop)
         return lessons.batches(self.datasets.train, start, stop)
 
-    def _batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
+    def batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
         return batches(self.steps.batch_sharding, loader, start, stop)
 
     def can_stop_behind(self, step: int) -> bool:
@@ -167,6 +176,7 @@ class Run:
             data["reference"] = self.reference.digest
         if self.base is not None:
             data[BASE] = self.base
+        data |= self.patience.facts()
         self.checkpoints.save(
             step,
             lambda: self.steps.to_saved(self.state),
@@ -178,26 +188,12 @@ class Run:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Validation metrics after `step`; empty when evaluation is off."""
-        found: dict[str, Totals] = {}
-        loaders = self.datasets.evaluated() if self.config.eval.batches else {}
-        for name, loader in loaders.items():
-            count = min(self.config.eval.batches, loader.num_batches)
-            with self._batches(loader, 0, count) as batches:
-                stops = self.link.stops_here
-                totals = evaluate(self.eval_step, self.state.params, batches, stops, loader.sources)
-            if totals is None:
-                return {}
-            found[name] = totals
-        if not found:
-            return {}
-        # Without documents that are held out, the whole is that of all sets.
-        found = {"": sum(found.values(), start=Totals(0.0, 0.0, 0.0)), **found}
-        metrics = {tag: value for name in found for tag, value in found[name].named(name).items()}
-        self.evaluated = (step, metrics)
-        self.writer.write(step, metrics)
-        for name, totals in found.items():
-            of = f" on {name}" if name else ""
-            self.console.note(f"validation{of} after step {step}: {totals.words}")
+        metrics = self.evaluations.metrics(step, self.state.params, self.batches)
+        if metrics:
+            self.evaluated = (step, metrics)
+            self.writer.write(step, metrics)
+            if self.patience.is_over_with(step, metrics):
+                self.events.write("early_stop", step=step, **self.patience.event())
         return metrics
 
     def sample(self, step: int) -> None:
@@ -236,6 +232,7 @@ class Run:
             start = self.restore()
         self.state, first = start.state, int(start.state.step)
         self.watch.went_back(bad_step, first, start.offset, start.facts)
+        self.patience = Patience(self.config.eval, self.config.checkpoint, start.waited)
         data_end.must_suffice(self.datasets.train, self.length, self.watch.offset)
         self.compared = -1
         self.writer.close()
@@ -267,24 +264,20 @@ def set_up(
     run_dir, process, length = run_folder(config.run), link.index, total_steps(config.train)
     check_forecast(config, console.warn)
     check_writable(run_dir, WRITTEN_FILES)
-    locks = _locks(config, stack) if process == 0 else []
-    for note in filter(None, (lock.note for lock in locks)):
-        console.warn(note)
+    locks = _locks(config, stack, console) if process == 0 else []
     ours = locks[0].held if locks else lambda: False  # process 0 alone writes records
     events = _ledger(config, link, phases, stack, ours)
     checkpoints = stack.enter_context(
         Checkpoints(run_dir, config.checkpoint, record=events.write, locks=locks)
     )
-    with phases.enter(DATA_SET_UP), console.stage("reading data"):
-        datasets = datasets_of(config, phases.progress)
-    stack.callback(datasets.close)
+    datasets, slow_data = _datasets(config, console, phases, stack)
     steps = _steps(config, datasets)
     with phases.enter(RESTORE):
         taught = taught_by(loaded, datasets, steps, phases, console.stage)
     console.banner([*_facts(config, steps, datasets, length), *taught.words])
     if process == 0:
         _warn(loaded, datasets, console, phases)
-    _check_same_data(link, datasets)
+    evaluations = _evaluations(config, datasets, console, link, phases)
     samples = _samples(config, steps, datasets)
     restore = partial(
         restore_or_init, loaded, steps, checkpoints, datasets, console, taught.teacher
@@ -294,8 +287,8 @@ def set_up(
     # All leaves: on CPUs, waiting for one array of a state that failed to allocate never ends.
     jax.block_until_ready(begin.state)
     phases.progress(first := int(begin.state.step))
-    last = data_end.checked(loaded, datasets.train, begin.offset, first, console)
-    console.note(begin.words)
+    patience = Patience(config.eval, config.checkpoint, begin.waited)
+    last = _last_step(loaded, datasets, begin, patience, console)
     reference = reference_of(loaded, steps, datasets, console, begin)
     rollouts = None
     if config.train.objective == "grpo":
@@ -308,8 +301,9 @@ def set_up(
         found = pair_references.PairReferences(run_dir, steps, loaders, console, link, phases)
         found.attach(begin.state.params, is_new=not begin.goes_on)
     with phases.enter(COMPILE):
-        train_steps, eval_step = _programs(config, steps, datasets, console, begin, last)
+        train_steps = _programs(config, steps, datasets, console, begin, last)
         taught.compile(train_steps, console.stage)
+        evaluations.compile(steps)
     events.write("start", step=first, **_begun(datasets, phases))
     open_writer = partial(
         MetricWriter, run_dir, config.log.tensorboard, process_index=process, ours=ours
@@ -332,14 +326,16 @@ def set_up(
         steps=steps,
         state=begin.state,
         train_steps=train_steps,
-        eval_step=eval_step,
+        evaluations=evaluations,
         watch=_watch(config, datasets, events, console, begin),
+        patience=patience,
         restore=restore,
         samples=samples,
         taught=taught,
         rollouts=rollouts,
         reference=reference,
         base=begin.base,
+        slow_data=slow_data,
     )
     stack.callback(lambda: run.writer.close())  # a roll back opens another one
     return run
@@ -365,6 +361,30 @@ def _watch(
     )
 
 
+def _datasets(
+    config: Config, console: Console, phases: Phases, stack: contextlib.ExitStack
+) -> tuple[Datasets, SlowData]:
+    """What is read, and what says so if that is slow."""
+    slow_data = stack.enter_context(SlowData(phases, console.warn, config.data.threads))
+    with phases.enter(DATA_SET_UP), console.stage("reading data"):
+        datasets = datasets_of(config, phases.progress)
+    stack.callback(datasets.close)
+    return datasets, slow_data
+
+
+def _last_step(
+    loaded: Loaded, datasets: Datasets, begin: Start, patience: Patience, console: Console
+) -> int:
+    """Of a run that begins so; says how it begins, and whether it has ended already."""
+    first = int(begin.state.step)
+    last = data_end.checked(loaded, datasets.train, begin.offset, first, console)
+    console.note(begin.words)
+    if not patience.is_over:
+        return last
+    console.note(f"{patience.words()}. Set eval.patience to more, or to 0, to go on")
+    return first
+
+
 def _warn(loaded: Loaded, datasets: Datasets, console: Console, phases: Phases) -> None:
     for each in (*loaded.cautions, *cautions(loaded.config)):
         console.warn(each.line)
@@ -379,15 +399,27 @@ def _begun(datasets: Datasets, phases: Phases) -> dict[str, Any]:
     return {"devices": jax.device_count(), "seconds": phases.take(), **datasets.train.mixed()}
 
 
+def _evaluations(
+    config: Config, datasets: Datasets, console: Console, link: Link, phases: Phases
+) -> Evaluations:
+    """What an evaluation does, of documents and questions that all processes have."""
+    tasks = tasks_of(config, datasets.tokenizer)
+    _check_same_data(link, datasets, tasks)
+    return Evaluations(config.eval, datasets, tasks, console, link.stops_here, phases.progress)
+
+
 def _samples(config: Config, steps: Steps, datasets: Datasets) -> Samples | None:
     """What samples are taken with, if any are."""
     if not config.eval.sample_every or config.train.objective == "grpo":
         return None
-    room, seed = config.train.sequence_length, config.run.seed
-    return Samples(config.eval, steps.partition, datasets.tokenizer, room=room, seed=seed)
+    room, tokenizer = config.train.sequence_length, datasets.tokenizer
+    turns = held_out(datasets, config.data.validation_fraction, config.eval.sample_documents, room)
+    chat = spoken(config.data, tokenizer)
+    given = config.eval, steps.partition, tokenizer, turns, chat
+    return Samples(*given, room=room, seed=config.run.seed)
 
 
-def _locks(config: Config, stack: contextlib.ExitStack) -> list[RunLock]:
+def _locks(config: Config, stack: contextlib.ExitStack, console: Console) -> list[RunLock]:
     """Locks of the run's folder, and of the folder of its checkpoints if that is elsewhere."""
     run_dir = run_folder(config.run)
     locks = [RunLock(run_dir)]
@@ -398,17 +430,19 @@ def _locks(config: Config, stack: contextlib.ExitStack) -> list[RunLock]:
         locks.append(RunLock(local_folder(local_dir, run_dir), key="checkpoint.local_dir"))
     held = [stack.enter_context(lock) for lock in locks]
     secret.sweep(run_dir)
+    for note in filter(None, (lock.note for lock in held)):
+        console.warn(note)
     return held
 
 
 def _programs(
     config: Config, steps: Steps, datasets: Datasets, console: Console, begin: Start, last: int
-) -> tuple[dict[int, Any], Any]:
-    """The compiled train steps by rows, and the eval step; none that the run does not need.
+) -> dict[int, Any]:
+    """The compiled train steps by rows; none that the run does not need.
 
     Those of all sizes that are still to come: none of them fails or waits in the middle of a run.
     """
-    train_steps, eval_step = {}, None
+    train_steps = {}
     first = int(begin.state.step)
     if first >= last:
         console.note(f"all {last} steps are done: nothing is left to train")
@@ -423,10 +457,7 @@ def _programs(
             with console.stage(f"compiling train step{words}"):
                 train_steps[rows] = steps.of_rows(rows).compile_train()
             check_program(config, train_steps[rows], console.warn)
-    if config.eval.batches and datasets.evaluated():
-        with console.stage("compiling eval step"):
-            eval_step = steps.compile_eval(config.eval.batch_size)
-    return train_steps, eval_step
+    return train_steps
 
 
 def _ledger(
@@ -467,9 +498,10 @@ def shared_facts(config: Config) -> dict[str, str]:
     return facts
 
 
-def _check_same_data(link: Link, datasets: Datasets) -> None:
-    """Checks that all processes have the same documents."""
-    fingerprint = json.dumps(datasets.fingerprint(), sort_keys=True)
+def _check_same_data(link: Link, datasets: Datasets, tasks: Sequence[Task]) -> None:
+    """Checks that all processes have the same documents and questions."""
+    facts = datasets.fingerprint() | {each.name: each.digest() for each in tasks}
+    fingerprint = json.dumps(facts, sort_keys=True)
     seen = link.same("data", hashlib.sha256(fingerprint.encode()).hexdigest())
     if len(seen) > 1:
         groups = " and ".join(f"processes {', '.join(map(str, each))}" for each in seen.values())

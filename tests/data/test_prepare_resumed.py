@@ -247,12 +247,16 @@ class Here:
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGTERM, ExitCode.PREEMPTED), (signal.SIGINT, ExitCode.INTERRUPTED)],
+    [
+        (signal.SIGTERM, ExitCode.PREEMPTED),
+        (signal.SIGHUP, ExitCode.PREEMPTED),
+        (signal.SIGINT, ExitCode.INTERRUPTED),
+    ],
 )
 def test_stopped_while_it_opens_and_starts(
     number: signal.Signals, code: ExitCode, tmp_path: Path
 ) -> None:
-    """A terminal sends Ctrl-C to all processes: those that start say nothing."""
+    """A terminal sends Ctrl-C, and its end, to all processes: those that start say nothing."""
     write(tmp_path / "a.jsonl", ["abc " * 200] * 30_000)
     (tmp_path / "slow").mkdir()
     # Processes take a while to start, and tell that they do.
@@ -282,3 +286,47 @@ def test_stopped_while_it_opens_and_starts(
     _, words = running.communicate(timeout=60)
     assert running.returncode == code, words
     assert "Run the same command again" in words and "Traceback" not in words
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_stopped_before_it_has_begun(number: signal.Signals, tmp_path: Path) -> None:
+    """Among its imports: the code says to start it again."""
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "sitecustomize.py").write_text(
+        "import importlib.abc, pathlib, sys, time\n"
+        "class Slow(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'maxpipe.data.prepared.prepare':\n"
+        f"            pathlib.Path({str(tmp_path / 'importing')!r}).touch()\n"
+        "            time.sleep(60)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+    )
+    write(tmp_path / "a.jsonl", TEXTS)
+    command = [sys.executable, "-m", "maxpipe", "data", "prepare", "data.source=jsonl"]
+    command += [f"data.path={tmp_path / 'a.jsonl'}", "--out", str(tmp_path / "out")]
+    paths = f"{tmp_path / 'slow'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "PYTHONPATH": paths}
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    while not (tmp_path / "importing").exists():
+        assert running.poll() is None
+        time.sleep(0.01)
+    running.send_signal(number)
+    _, words = running.communicate(timeout=30)
+    assert running.returncode == ExitCode.PREEMPTED
+    assert "Run the same command again" in words and "Traceback" not in words
+
+
+def test_a_closed_terminal_ends_nothing_below_nohup(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", TEXTS * 40)
+    command = [sys.executable, "-m", "maxpipe", "data", "prepare", "data.source=jsonl"]
+    command += [f"data.path={tmp_path / 'a.jsonl'}", "--out", str(tmp_path / "out")]
+    command += ["--workers", "1", "--shard-tokens", "1000"]
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    signal.signal(signal.SIGHUP, before)
+    while not (tmp_path / "out" / JOURNAL).exists():
+        assert running.poll() is None
+        time.sleep(0.01)
+    os.killpg(running.pid, signal.SIGHUP)
+    _, words = running.communicate(timeout=60)
+    assert running.returncode == 0, words

@@ -103,7 +103,10 @@ def stops(folder: Path) -> Iterator[None]:
 
     before = {}
     if threading.current_thread() is threading.main_thread():
-        before = {each: signal.signal(each, stop) for each in (signal.SIGTERM, signal.SIGHUP)}
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            # An ignored signal stays ignored: that of a closed terminal, by `nohup`.
+            if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, stop)
     try:
         yield
     except _Terminated:

@@ -26,7 +26,7 @@ from maxpipe.boundary import files
 from maxpipe.boundary.signed import opened, signed
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.data.documents import digest_of
+from maxpipe.data.chat import nothing_trained
 from maxpipe.data.prepared import encode
 from maxpipe.data.prepared.folder import (
     OUT,
@@ -48,6 +48,7 @@ from maxpipe.data.prepared.manifest import (
     ShardEntry,
     Spec,
     differences,
+    has_masks,
     read_manifest,
     shard_name,
     spec_of,
@@ -59,6 +60,8 @@ from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.errors import AbsentError, ConfigError, StorageError
 from maxpipe.words import counted
 
+_DOCUMENTS = ("name", "fingerprint", "documents", "chat")
+"""Entries of a source that say which documents it has."""
 _PIECE = 64
 """The most documents that a process encodes at a time."""
 _COMPARED = 256
@@ -113,13 +116,6 @@ def prepare(plan: Plan, report: Report) -> str:
         Preempted: the process was asked to stop.
         AbsentError: a process that encodes is gone.
     """
-    if plan.data.chat != "off":
-        raise ConfigError.one(
-            "data.chat",
-            plan.data.chat,
-            "must be off: files of ids do not say which tokens are trained on.",
-            "Train from the records themselves, without `maxpipe data prepare`.",
-        )
     with stops(plan.folder):
         report("opening the documents", 0, 0, "")
         source = open_source(
@@ -129,10 +125,13 @@ def prepare(plan: Plan, report: Report) -> str:
             cache_dir=plan.cache_dir,
         )
         tokenizer = open_tokenizer(plan.tokenizer)
-        spec = spec_of(plan.data, plan.seed, source, plan.tokenizer, tokenizer, plan.shard_tokens)
+        talks = encode.conversations_of(plan.data, source, tokenizer)
+        chat = "" if talks is None else talks.fingerprint()
+        parts = plan.data, plan.seed, source, plan.tokenizer, tokenizer, plan.shard_tokens
+        spec, encoder = spec_of(*parts, chat), encode.encoder_of(source, tokenizer, talks)
         try:
             check_folder(plan.folder, FILE)
-            return _complete(plan, spec) or _prepared(plan, source, spec, report)
+            return _complete(plan, spec) or _prepared(plan, source, encoder, spec, report)
         except OSError as error:
             action = "Free space, or name a folder that can be written with --out."
             where = error.filename or plan.folder
@@ -151,7 +150,9 @@ def _complete(plan: Plan, spec: Spec) -> str:
     return f"{plan.folder} is complete: {_counts(found)}"
 
 
-def _prepared(plan: Plan, source: Source, spec: Spec, report: Report) -> str:
+def _prepared(
+    plan: Plan, source: Source, encoder: encode.Encoder, spec: Spec, report: Report
+) -> str:
     """Writes what is missing; as `prepare`."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     with locked(plan.folder) as journal:
@@ -159,7 +160,7 @@ def _prepared(plan: Plan, source: Source, spec: Spec, report: Report) -> str:
             return found
         done = _resumed(plan.folder, journal, spec)
         _check_skipped(plan.data, done.unreadable, done.documents)
-        _check_unchanged(plan.folder, source, done)
+        _check_unchanged(plan.folder, source, encoder, done)
         start, begun = time.monotonic(), done.tokens
         pieces = _encoded(plan, encode.sendable(source), done.documents, len(source))
         with contextlib.closing(pieces):
@@ -188,7 +189,7 @@ def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
         {
             "format": each["format"],
             # Documents and a tokenizer are their content, wherever they are.
-            "source": {key: each["source"][key] for key in ("name", "fingerprint", "documents")},
+            "source": {key: each["source"].get(key) for key in _DOCUMENTS},
             "tokenizer": each["tokenizer"]["fingerprint"],
             "shard_tokens": each["shard_tokens"],
         }
@@ -214,7 +215,7 @@ def _resumed(folder: Path, journal: BinaryIO, spec: Spec) -> _Done:
     return done
 
 
-def _check_unchanged(folder: Path, source: Source, done: _Done) -> None:
+def _check_unchanged(folder: Path, source: Source, encoder: encode.Encoder, done: _Done) -> None:
     """Compares some of the documents that are done with those of the source.
 
     What identifies a source are names, sizes and edges of files, and not all that is in them.
@@ -231,9 +232,8 @@ def _check_unchanged(folder: Path, source: Source, done: _Done) -> None:
         here = numbers[(numbers >= first) & (numbers < ends[shard])].tolist()
         documents = Shard(str(folder), shard, entry, None)
         for number in here:
-            raw = source[number].encode()
             meta = documents.meta(number - first, number - first + 1)[0]
-            if (len(raw), digest_of(raw)) != (meta["text_bytes"], meta["digest"]):
+            if encoder.identity(number) != (meta["text_bytes"], meta["digest"]):
                 raise ConfigError.one(
                     source.where(number),
                     None,
@@ -275,12 +275,13 @@ def _encoded(
 ) -> Generator[Piece, None, None]:
     """The documents from `first` on, in order, as processes encode them."""
     workers = plan.workers or len(os.sched_getaffinity(0))
-    pool = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=encode.start,
-        initargs=(plan.data, plan.tokenizer, plan.seed, source),
-    )
+    with _held():  # it starts Python's tracker of semaphores, which SIGHUP would end
+        pool = ProcessPoolExecutor(
+            workers,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=encode.start,
+            initargs=(plan.data, plan.tokenizer, plan.seed, source),
+        )
     waiting: deque[tuple[range, Future[Any]]] = deque()
     size = _PIECE
 
@@ -337,7 +338,8 @@ def _write(
             text_bytes += int(piece.meta["text_bytes"].sum(dtype=np.int64))
             while len(piece.lengths):
                 if writer is None:
-                    writer = ShardWriter(plan.folder, len(done.shards), piece.ids.dtype)
+                    number, has_mask = len(done.shards), piece.trained is not None
+                    writer = ShardWriter(plan.folder, number, piece.ids.dtype, has_mask=has_mask)
                 ends = writer.tokens + np.cumsum(piece.lengths)
                 count = min(int(np.searchsorted(ends, plan.shard_tokens)) + 1, len(ends))
                 writer.add(piece.part(0, count))
@@ -379,6 +381,9 @@ def _check_skipped(data: SourceConfig, unreadable: int, documents: int) -> None:
 
 def _finish(folder: Path, spec: Spec, done: _Done) -> Manifest:
     """Writes the sums over spans, and the manifest."""
+    if has_masks(spec) and not sum(shard.get("trained", 0) for shard in done.shards):
+        template = spec["source"]["data"]["chat_template"] or spec["tokenizer"]["path"]
+        raise nothing_trained(template, done.documents)
     if not done.text_bytes:
         rule = f"must hold text: {counted(done.documents, 'document')} with nothing inside."
         action = "Set data.path to documents with text, or data.field to the field that holds it."

@@ -65,6 +65,7 @@ class ChatProcess:
             [sys.executable, "-P", render_chat.__file__],
             {"PYTHONPATH": paths},
             most_answer_bytes=_MOST_ANSWER_BYTES,
+            own_session=True,  # Ctrl-C is for the one that asks, which saves and ends it
         )
         self.close = self._process.close
         """Ends the process; also when nothing refers to this any more."""
