@@ -73,7 +73,7 @@ def stopped(path: Path, folder: Path, shards: int, monkeypatch: pytest.MonkeyPat
     """Prepares a part of the folder."""
     entered = 0
 
-    def enter(journal: Any, line: Any, before: Any = prepare_module._enter) -> None:
+    def enter(journal: Any, line: Any, before: Any = prepare_module.enter) -> None:
         nonlocal entered
         before(journal, line)
         entered += 1
@@ -81,7 +81,7 @@ def stopped(path: Path, folder: Path, shards: int, monkeypatch: pytest.MonkeyPat
             raise Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_enter", enter)
+        patch.setattr(prepare_module, "enter", enter)
         with pytest.raises(Stopped):
             prepare(plan(str(path), folder), silent)
 

@@ -132,7 +132,7 @@ def test_files_do_not_depend_on_processes_nor_on_a_stop(
 
     entered = 0
 
-    def enter(journal: Any, line: Any, before: Any = prepare_module._enter) -> None:
+    def enter(journal: Any, line: Any, before: Any = prepare_module.enter) -> None:
         nonlocal entered
         before(journal, line)
         entered += 1
@@ -140,7 +140,7 @@ def test_files_do_not_depend_on_processes_nor_on_a_stop(
             raise Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_enter", enter)
+        patch.setattr(prepare_module, "enter", enter)
         with pytest.raises(Stopped):
             prepare(plan(data, tmp_path / "again"), silent)
     assert not (tmp_path / "again" / FILE).exists()
