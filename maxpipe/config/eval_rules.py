@@ -56,10 +56,10 @@ def beside_training(config: Config) -> Iterator[Finding]:
     No rules of a config: `maxpipe eval` reads the same section with other documents.
     """
     given, best = config.eval, config.checkpoint
-    if given.patience and not given.every:
+    if given.patience > 0 and not given.every:
         rule = f"must be more than 0 with eval.patience={given.patience}, which counts evaluations."
         yield Finding("eval.every", rule, "Set eval.every=100, or eval.patience=0.")
-    if given.patience or (best.best_metric, best.best_is) != (LOSS, "smallest"):
+    if given.patience > 0 or (best.best_metric, best.best_is) != (LOSS, "smallest"):
         yield from _compared(config)
     chats = [each for each in all_sources(config.data).values() if each.chat != "off"]
     if given.sample_documents and not chats:

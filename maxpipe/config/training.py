@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from maxpipe.config.check import DEFAULT, where
-from maxpipe.config.data import is_synthetic, paths_of, section_of
+from maxpipe.config.data import COLUMNS, is_synthetic, paths_of, section_of
 from maxpipe.config.data_rules import named_sources
 from maxpipe.config.eval_rules import beside_training
 from maxpipe.config.mixture import sources
@@ -60,10 +60,10 @@ def _answers_to_learn(config: Config, origins: Mapping[str, str]) -> list[Proble
             rule += (
                 f"documents of {section}.source={each.source} do not say which tokens those are."
             )
-            action = f"Set {section}.source=jsonl, {section}.path=chats.jsonl (your own) and "
-            action += (
-                f"{section}.chat=messages, or train.objective=pretrain to train on all tokens."
-            )
+            records = f"{section}.source=jsonl, {section}.path=chats.jsonl (your own) and "
+            records = "" if each.source in COLUMNS else records
+            action = f"Set {records}{section}.chat=messages, or train.objective=pretrain to train "
+            action += "on all tokens."
             problems.append(Problem(where(f"{section}.chat", origins), "off", rule, action))
     return problems
 

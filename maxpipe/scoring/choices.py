@@ -140,16 +140,18 @@ class Model(Protocol):
         ...
 
 
-def as_chats(questions: Sequence[Question], chat: ChatTemplate | None, key: str) -> list[Question]:
+def as_chats(
+    questions: Sequence[Question], chat: ChatTemplate | None, where: str, remedy: str
+) -> list[Question]:
     """The questions with contexts that are what a user says, as a chat template writes them.
 
     Raises:
-        ConfigError: there is no template, as `key` of the config needs; or it refuses one.
+        ConfigError: there is no template, as `where` asks for; or it refuses one.
     """
     if chat is None:
         rule = "needs a chat template: the tokenizer's folder has none."
-        action = f"Set {key}=false, or put chat_template.jinja into the folder of tokenizer.path."
-        raise ConfigError.one(key, "true", rule, action)
+        action = f"{remedy}, or put chat_template.jinja into the folder of tokenizer.path."
+        raise ConfigError.one(where, None, rule, action)
     texts = chat.render([[{"role": "user", "content": each.context}] for each in questions])
     return [each._replace(context=text) for each, text in zip(questions, texts, strict=True)]
 

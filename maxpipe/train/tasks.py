@@ -48,7 +48,9 @@ class Task:
         )
         questions: Sequence[Question] = self._questions
         if task.chat:
-            questions = as_chats(questions, spoken(config.data, tokenizer), f"{key}.chat")
+            questions = as_chats(
+                questions, spoken(config.data, tokenizer), f"{key}.chat", f"Set {key}.chat=false"
+            )
         self._exam = Exam(questions, "" if task.chat else task.separator)
         self._exam.check(self._texts, task.path)
         shards, _ = batch_shards(config.mesh)

@@ -144,6 +144,7 @@ def test_the_example_of_conversations(tmp_path: Path) -> None:
     [stop] = ledger(chat, "early_stop")
     assert accuracy[stop["best_step"]] == 1 and stop["evaluations"] == 3
     said = done.outputs[-1]
+    assert re.search(r"^accuracy +1\.0000", said, re.M)
     assert "3 plus 4 is 7." in said and "9 plus 8 is 17." in said
     sampled = [json.loads(line) for line in (chat / "samples.jsonl").read_text().splitlines()]
     assert all(each["text"] == each["answer"] for each in sampled[-1]["samples"])

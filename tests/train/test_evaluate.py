@@ -177,7 +177,8 @@ def test_batches_weigh_as_many_as_their_targets():
 
 def test_nothing_to_evaluate():
     found = evaluate(lambda params, batch: sums(*batch), None, [(0.0, 0.0, 0.0)])
-    assert found is not None and found.metrics == {"eval/loss": 0.0, "eval/nats_per_byte": 0.0}
+    assert found is not None and found.metrics.keys() == {"eval/loss", "eval/nats_per_byte"}
+    assert all(np.isnan(value) for value in found.metrics.values())  # 0 would be the best loss
     assert evaluate(lambda params, batch: sums(*batch), None, []) == found
 
 

@@ -93,14 +93,14 @@ def logprob(decoder: Any, params: Any, context: str, choice: str) -> float:
 def test_choices_are_as_likely_as_the_plain_loop_says(
     layout: str, model: dict[str, Any], questions: Path
 ) -> None:
-    task, plain, params = made(questions, model, LAYOUTS[layout])
+    task, (decoder, plain), params = made(questions, model, LAYOUTS[layout])
     assert task._scoring.shape == (8, 16)  # no longer than questions need
     pairs = [("the sea", " is wet"), ("2 + 2 =", " five"), ("", "Yes"), *[("a ", "h")] * 9]
     task._params = params
     found = [score.logprob for score in task.loglikelihood(pairs)]
-    wanted = [logprob(*plain, context, choice) for context, choice in pairs]
+    wanted = [logprob(decoder, plain, context, choice) for context, choice in pairs]
     assert found == pytest.approx(wanted, rel=TOLERANCE)
-    moved = []
+    moved: list[int] = []
     answered = task.answered(params, lambda: False, lambda: moved.append(1))
     assert answered is not None and answered["questions"] == 4 and moved
     assert task.answered(params, lambda: True, lambda: None) is None
@@ -121,7 +121,7 @@ def test_files_that_are_none_are_named(tmp_path: Path, questions: Path) -> None:
 
 
 def test_what_users_say_needs_a_template(questions: Path) -> None:
-    with pytest.raises(ConfigError, match=r"eval.tasks.q.chat = true\n  needs a chat template"):
+    with pytest.raises(ConfigError, match=r"eval.tasks.q.chat\n  needs a chat template"):
         made(questions, MODEL, ["eval.tasks.q.chat=true"])
 
 
