@@ -215,22 +215,22 @@ def _arriving(sizes: Sizes, schedule: Schedule) -> float:
 def _copies(sizes: Sizes) -> float:
     """Shards in compute type, which XLA for TPU keeps throughout the step.
 
-    Frozen ones that are stored in that type are read where they are.
+    None of what is stored in that type: it is read where it is.
     """
     pipeline, model = sizes.config.pipeline, sizes.config.model
-    size, same = BYTES[model.compute_dtype], model.compute_dtype == model.param_dtype
-    ends = sizes.trained if same else sizes
-    elements = ends.embedding_elements()
+    if model.compute_dtype == model.param_dtype:
+        return 0.0
+    elements = sizes.embedding_elements()
     if pipeline.remat != "chunk" and pipeline.weight_gather != "step":
         elements += sum(
             count * sizes.elements(param.dims)
             for kind, count in sizes.layer_slots.items()
             for param in sizes.model.kinds[kind].params.values()
-            if not param.exact and (param.trainable or not same)
+            if not param.exact
         )
         if pipeline.weight_gather == "iteration":
-            elements += ends.head_elements()
-    return float(size * elements)
+            elements += sizes.head_elements()
+    return float(BYTES[model.compute_dtype] * elements)
 
 
 WORKSPACE = 32.0 * 2**20
