@@ -32,10 +32,11 @@ RUNS = {
 PREAMBLE = f"""\
 # Adapters of Llama 3 8B
 
-`python benchmarks/adapters.py --write`. Nothing ran on a TPU: `maxpipe compile llama3-8b --topology v5e:2x4` with
-`{LAYOUT}`, libtpu ahead of time. Adapters have rank 16, on all projections of attention and MLPs. In GiB on a
-device: state is parameters and what the optimizer keeps, gradients their sums in float32, both by `maxpipe plan`;
-arguments (the state and a batch) and peak are the compiler's own. Operations are those of its program, of one device.
+`python benchmarks/adapters.py --write`. Nothing ran on a TPU: `maxpipe compile llama3-8b --topology
+v5e:2x4` with `{LAYOUT}`, libtpu ahead of time. Adapters have rank 16, on all projections of
+attention and MLPs. In GiB on a device: state is parameters and what the optimizer keeps, gradients
+their sums in float32, both by `maxpipe plan`; arguments (the state and a batch) and peak are the
+compiler's own. Operations are those of its program, of one device.
 
 """
 

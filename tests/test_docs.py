@@ -19,6 +19,8 @@ from maxpipe.cli import main
 from maxpipe.config.schema import Config
 from maxpipe.model.families.registry import summaries
 from maxpipe.model.spec import Ahead
+from maxpipe.objectives.distill import Distill
+from maxpipe.objectives.policy import PolicyNearReference
 from maxpipe.objectives.preference import Preference
 from maxpipe.plan.advice import TERMS
 from maxpipe.telemetry import metrics
@@ -128,19 +130,23 @@ def test_every_metric_is_explained(update_golden: bool) -> None:
 
 
 def test_every_metric_that_is_written_is_declared() -> None:
-    """By the tags in the code: `train/`, `eval/`, `perf/`, `pipe/`, `memory/` and `source/`."""
+    """By the tags in the code: `train/`, `eval/`, `perf/` and so on, and `source/`."""
     declared = [metric.tag for metric in metrics.METRICS]
     assert len(declared) == len(set(declared))
     written: set[str] = set()
-    for name in ("train/step.py", "train/loop.py", "train/evaluate.py", "train/by_source.py"):
+    modules = ("step", "loop", "evaluate", "by_source", "distill", "rollouts")
+    for name in (f"train/{module}.py" for module in modules):
         code = (TESTS.parent / "maxpipe" / name).read_text(encoding="utf-8")
-        written |= set(re.findall(r'"((?:train|eval|perf|pipe|memory)/\w+)"', code))
+        groups = "train|eval|perf|pipe|memory|distill|rollout"
+        written |= set(re.findall(rf'"((?:{groups})/\w+)"', code))
         of_sources = re.findall(r'of_source\(name, "(\w+)"\)', code)
         written |= {f"source/NAME/{each}" for each in of_sources}
     written -= set(BY_SOURCE)  # of which losses are made
+    written |= {f"train/{name}" for name in Distill.reported}
     written |= {f"train/loss_{name}" for name in Ahead(1, 1, 1.0).losses}
     written |= set(Totals(1.0, 1.0, 1.0).named("NAME"))
     written |= {f"{when}/{name}" for when in ("train", "eval") for name in Preference.reported}
+    written |= {f"train/{name}" for name in PolicyNearReference.reported}
     accuracies: Any = {"accuracy": 1.0, "accuracy_by_bytes": 1.0}
     written |= set(metrics_of("NAME", accuracies))
     assert written | {tag for tag, *_ in summaries()} == set(declared)
