@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from maxpipe.model.choice import loss_block
+from maxpipe.model.low_rank import is_held
 from maxpipe.model.spec import Kind, Part
 from maxpipe.plan.gathered import gathered_bytes
 from maxpipe.plan.optimizer import optimizer_bytes, optimizer_bytes_of
@@ -212,8 +213,13 @@ def _arriving(sizes: Sizes, schedule: Schedule) -> float:
 
 
 def _copies(sizes: Sizes) -> float:
-    """Shards in compute type, which XLA for TPU keeps throughout the step."""
-    pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
+    """Shards in compute type, which XLA for TPU keeps throughout the step.
+
+    None of what is stored in that type: it is read where it is.
+    """
+    pipeline, model = sizes.config.pipeline, sizes.config.model
+    if model.compute_dtype == model.param_dtype:
+        return 0.0
     elements = sizes.embedding_elements()
     if pipeline.remat != "chunk" and pipeline.weight_gather != "step":
         elements += sum(
@@ -224,7 +230,7 @@ def _copies(sizes: Sizes) -> float:
         )
         if pipeline.weight_gather == "iteration":
             elements += sizes.head_elements()
-    return float(size * elements)
+    return float(BYTES[model.compute_dtype] * elements)
 
 
 WORKSPACE = 32.0 * 2**20
@@ -289,13 +295,20 @@ def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
     mode = "step" if _by_step(sizes, schedule) else sizes.config.pipeline.weight_gather
 
     def needed(name: str, kind: Kind) -> float:
-        weights = WEIGHTS[mode] * gathered_bytes(sizes, {name: 1})
+        weights = WEIGHTS[mode] * (gathered_bytes(sizes, {name: 1}) + _restored(sizes, kind))
         return weights + max(_part_on_tpu(sizes, part) for part in kind.parts.values())
 
     ring = max(needed(*kind) for kind in sizes.model.kinds.items()) + _chunk_inputs(sizes)
     kinds, waiting = sizes.model.kinds, size * (AHEAD_WAITS + 2 * sizes.heads_ahead)
     behind = [needed(name, kinds[name]) for name in sizes.layers_ahead]
     return max([ring, *(each + waiting * sizes.activation for each in behind)])
+
+
+def _restored(sizes: Sizes, kind: Kind) -> float:
+    """Matrices of a layer that are held in few bits, in compute type."""
+    held = [param for key, param in kind.declared.items() if is_held(kind, key)]
+    size = BYTES[sizes.config.model.compute_dtype]
+    return float(size * sum(sizes.elements(each.dims, whole=True) for each in held))
 
 
 def _part_on_tpu(sizes: Sizes, part: Part) -> float:
