@@ -20,6 +20,7 @@ from maxpipe.config.schema import Config
 from maxpipe.model.families.registry import summaries
 from maxpipe.model.spec import Ahead
 from maxpipe.objectives.distill import Distill
+from maxpipe.objectives.policy import PolicyNearReference
 from maxpipe.objectives.preference import Preference
 from maxpipe.plan.advice import TERMS
 from maxpipe.telemetry import metrics
@@ -32,7 +33,7 @@ ROOT = TESTS.parent
 DOCS = ROOT / "docs"
 PICTURES = [
     picture
-    for page in ("engine.md", "plan.md")
+    for page in ("engine.md", "plan.md", "adapters.md")
     for picture in re.findall(
         r"<!-- maxpipe (.*?) -->\n!\[\w+\]\((.*?)\)", (DOCS / page).read_text(encoding="utf-8")
     )
@@ -133,10 +134,11 @@ def test_every_metric_that_is_written_is_declared() -> None:
     declared = [metric.tag for metric in metrics.METRICS]
     assert len(declared) == len(set(declared))
     written: set[str] = set()
-    modules = ("step", "loop", "evaluate", "by_source", "distill")
+    modules = ("step", "loop", "evaluate", "by_source", "distill", "rollouts")
     for name in (f"train/{module}.py" for module in modules):
         code = (TESTS.parent / "maxpipe" / name).read_text(encoding="utf-8")
-        written |= set(re.findall(r'"((?:train|eval|perf|pipe|memory|distill)/\w+)"', code))
+        groups = "train|eval|perf|pipe|memory|distill|rollout"
+        written |= set(re.findall(rf'"((?:{groups})/\w+)"', code))
         of_sources = re.findall(r'of_source\(name, "(\w+)"\)', code)
         written |= {f"source/NAME/{each}" for each in of_sources}
     written -= set(BY_SOURCE)  # of which losses are made
@@ -144,6 +146,7 @@ def test_every_metric_that_is_written_is_declared() -> None:
     written |= {f"train/loss_{name}" for name in Ahead(1, 1, 1.0).losses}
     written |= set(Totals(1.0, 1.0, 1.0).named("NAME"))
     written |= {f"{when}/{name}" for when in ("train", "eval") for name in Preference.reported}
+    written |= {f"train/{name}" for name in PolicyNearReference.reported}
     accuracies: Any = {"accuracy": 1.0, "accuracy_by_bytes": 1.0}
     written |= set(metrics_of("NAME", accuracies))
     assert written | {tag for tag, *_ in summaries()} == set(declared)

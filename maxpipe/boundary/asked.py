@@ -1,6 +1,6 @@
 """A process of its own that is asked by lines: one on its stdin, one back on its stdout.
 
-One that takes too long, writes too much or ends is known at once, and whoever asks never hangs.
+One that takes too long, writes too much or ends is known at once, and its asker never hangs.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxpipe.data.corpus import Corpus, Split
 from maxpipe.data.documents import Encoded
 from maxpipe.data.loader import Datasets
 from maxpipe.data.tokenizer import Tokenizer
@@ -59,9 +58,8 @@ def _documents(datasets: Datasets, fraction: float) -> Iterator[Encoded]:
     if datasets.corpora is None:
         return
     train, sets = datasets.corpora
-    splits: list[tuple[Corpus, Split]] = [(train, "validation")]
-    splits += [(each, "all") for each in sets.values()]
-    for corpus, split in splits:
+    for corpus in (train, *sets.values()):
+        split, share = ("validation", fraction) if corpus is train else ("all", 0.0)
         for indexed in corpus.indexed:
-            for numbers in indexed.numbers(split, fraction if corpus is train else 0.0):
+            for numbers in indexed.numbers(split, share):
                 yield from (indexed.documents[number] for number in numbers.tolist())

@@ -160,9 +160,8 @@ def _choose(address: Address) -> _Chosen:
         with answering(path):
             facts = folder.facts(step)
         address.check_average(facts.config.get("optim"))
-        saved = {name: facts.config[name] for name in ("model", "tokenizer")}
-        rows = ("steps", "tokens", "batch_size", "sequence_length")
-        saved["train"] = {key: facts.config["train"][key] for key in rows}
+        saved = {name: facts.config[name] for name in ("model", "tokenizer", "train")}
+        saved["train"] = {**saved["train"], "objective": "pretrain"}  # others need their documents
         saved["adapter"] = facts.config.get("adapter", {})
         config = load([], saved, address.at(step)).config
         prefix = _AVERAGES if address.average else _PARAMS

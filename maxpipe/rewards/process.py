@@ -35,13 +35,10 @@ class _Answer(TypedDict, total=False):
 
 
 class Rewards:
-    """What completions are worth, by the function that the config names.
-
-    Raises:
-        ConfigError: its file cannot be loaded.
-    """
+    """What completions are worth, by the function that the config names."""
 
     def __init__(self, config: GrpoConfig):
+        assert config.allow_code or not config.reward_file, "a rule of the config asks for this"
         self._config = config
         self._path, _, self._function = config.reward_file.rpartition(":")
         self._process: AskedProcess | None = None
@@ -64,7 +61,7 @@ class Rewards:
             ConfigError: the function raises, takes too long, ends its process, or returns anything
                 but a finite number.
         """
-        process = self._process or self._started()
+        process = self.start()
         request = {"completion": completion, "record": record}
         try:
             return self._asked(process, request, self._config.reward_seconds)["reward"]
@@ -82,7 +79,14 @@ class Rewards:
             self._process.close()
             self._process = None
 
-    def _started(self) -> AskedProcess:
+    def start(self) -> AskedProcess:
+        """The process, started if it is not yet.
+
+        Raises:
+            ConfigError: the file with the function cannot be loaded.
+        """
+        if self._process is not None:
+            return self._process
         paths = os.pathsep.join(path for path in sys.path if path)
         process = self._process = AskedProcess(
             [sys.executable, "-P", "-m", worker.__name__],

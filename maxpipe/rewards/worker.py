@@ -20,7 +20,7 @@ from maxpipe.rewards import builtin
 _SHOWN = 80
 _LARGEST = 3.4e38
 _MARGIN_SECONDS = 10.0
-"""Whoever asks ends this process first; it ends itself where nobody is left."""
+"""The process that asks ends this one first; where it is gone, this one ends itself."""
 
 
 def main() -> None:

@@ -157,10 +157,16 @@ def _choose_checkpoint(
     return Chosen(name, load(inputs, saved, name), step, fingerprint, params)
 
 
+_TEACHING = ("distill", "grpo")
+"""Sections, each with the objective of its name, that evaluation and generation do not read."""
+
+
 def _untaught(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a run without its teacher: what a model has learned from does not matter."""
-    found = {section: keys for section, keys in config.items() if section != "distill"}
-    if isinstance(train := found.get("train"), Mapping) and train.get("objective") == "distill":
+    """The config of a run without its teacher or rewards: what a model has learned from does not
+    matter.
+    """
+    found = {section: keys for section, keys in config.items() if section not in _TEACHING}
+    if isinstance(train := found.get("train"), Mapping) and train.get("objective") in _TEACHING:
         found["train"] = {key: value for key, value in train.items() if key != "objective"}
     return found
 

@@ -76,6 +76,7 @@ class Rollouts:
         assert isinstance(rows, PromptRows)
         self._prompts = rows.prompts
         self._rewards = Rewards(grpo_config)
+        self._rewards.start()  # before anything is compiled
         self.close = self._rewards.close
         num_rows, self._length = steps.shape
         longest = int(rows.lengths.max())

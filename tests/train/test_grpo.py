@@ -59,9 +59,9 @@ def plain(
 
 
 CASES = [
-    (Case(2, 1, 2, fsdp=2), "sequence"),
-    (Case(2, 2, 4, schedule="interleaved", tensor=2), "token"),
-    (Case(1, 1, 1, context=2, loss_block=3), "sequence"),
+    (Case(2, 1, 2, fsdp=2, layers=2), "sequence"),
+    (Case(2, 2, 4, tensor=2, layers=4), "token"),
+    (Case(1, 1, 1, context=2, loss_block=3, layers=2), "sequence"),
 ]
 
 
@@ -101,8 +101,8 @@ def test_value_and_gradients_equal_the_plain_loop(case: Case, average: Any) -> N
 
 
 def test_scores_of_the_same_weights_make_no_difference() -> None:
-    """The log-probabilities of a step are those of a forward alone: a ratio of 1, up to rounding."""
-    case = Case(2, 1, 2, fsdp=2)
+    """Log-probabilities of a step are those of a forward alone: a ratio of 1, up to rounding."""
+    case = Case(2, 1, 2, fsdp=2, layers=2)
     steps = steps_of(case, case.rows, objective=policy_of(GrpoConfig(kl=KL)))
     batch = assembled(drawn_for(case), case.tokens, 0, "token")
     batch["reference_logp"] = np.zeros_like(batch["old_logp"])
