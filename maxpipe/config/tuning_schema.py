@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistillConfig:
-    """A teacher, of which this run's model is the student. Read with `train.objective=distill`."""
+    """A teacher of this run's model, the student. Read with `train.objective=distill`."""
 
     teacher: str = ""
     """The model that teaches, as `checkpoint.restore_from` names one: `RUN@STEP`, `RUN@newest`,
