@@ -96,7 +96,7 @@ def page(found: dict[str, list[float]]) -> str:
         "",
         "`python benchmarks/distill.py --write`: loss on documents that are held out, in nats per",
         f"byte, after {STEPS} steps of 8 x 64 tokens of the quickstart's text, for three seeds.",
-        f"The teacher has 12 times the parameters and 800 steps of 16 x 64; its loss is "
+        f"The teacher has 11 times the parameters and 800 steps of 16 x 64; its loss is "
         f"{found['teacher'][0]:.3f}.",
         "",
         "| student | seed 0 | seed 1 | seed 2 | mean | less than alone |",

@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistillConfig:
-    """A teacher, of which this run's model is the student. Read with `train.objective=distill`."""
+    """A teacher of this run's model, the student. Read with `train.objective=distill`."""
 
     teacher: str = ""
     """The model that teaches, as `checkpoint.restore_from` names one: `RUN@STEP`, `RUN@newest`,
@@ -30,8 +30,8 @@ class DistillConfig:
     weight: float = 0.5
     """What the divergence counts in the loss; the cross entropy of the text has the rest of 1."""
     devices: int = 0
-    """How many devices are the teacher's, the last ones of each process; the student has the
-    others. 0: both have all devices, in turn."""
+    """How many devices are the teacher's, the last ones; the student has the others. 0: both have
+    all devices, in turn."""
     layout: list[str] = field(default_factory=list)
     """Mesh and pipeline of the teacher: keys of these two sections, such as `[mesh.ici_stage=2,
     mesh.ici_fsdp=2, pipeline.microbatches=4]`. Of its pipeline only forward slots run. Empty: the

@@ -119,30 +119,19 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
 
 
 def divided(devices: Sequence[Device], count: int, key: str) -> tuple[list[Device], list[Device]]:
-    """All devices but `count`, and these: the last ones of each process. Of 0: all, twice.
+    """All devices but the last `count`, and these. Of 0: all, twice.
 
     Raises:
-        ConfigError: none would be left, or processes would not have as many; `key` gave the count.
+        ConfigError: none would be left; `key` gave the count.
     """
     if not count:
         return list(devices), list(devices)
-    of_process: dict[int, list[Device]] = {}
-    for device in devices:
-        of_process.setdefault(device.process_index, []).append(device)
-    sizes, processes = {len(each) for each in of_process.values()}, len(of_process)
-    mine, rest = divmod(count, processes)
-    if rest or len(sizes) > 1 or mine >= min(sizes):
-        most = min(sizes) - 1
-        among = f" in {processes} processes" if processes > 1 else ""
-        rule = f"must leave devices to the rest of the run: there are {len(devices)}{among}"
-        rule += ", and each process gives as many." if processes > 1 else "."
-        action = f"Set {key}={processes * max(most, 0)} or less, or 0 to take turns on all."
-        if devices[0].platform == "cpu":
-            action = f"{action[:-1]}, or mesh.cpu_devices={mine + bool(rest) + max(1, mine)}."
+    if (most := len(devices) - 1) < count:
+        rule = f"must leave devices to the rest of the run: there are {len(devices)}."
+        more = f", or mesh.cpu_devices={2 * count}" if devices[0].platform == "cpu" else ""
+        action = f"Set {key}={most} or less, 0 to take turns on all{more}."
         raise ConfigError.one(key, count, rule, action)
-    first = [device for each in of_process.values() for device in each[: len(each) - mine]]
-    last = [device for each in of_process.values() for device in each[len(each) - mine :]]
-    return first, last
+    return list(devices[:-count]), list(devices[-count:])
 
 
 def _type_of(axis: str, size: int, config: MeshConfig) -> AxisType:

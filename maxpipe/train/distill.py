@@ -19,10 +19,10 @@ from maxpipe.data.loader import Datasets, Loader
 from maxpipe.data.prepared.logits import StoredAnswers, TeacherEntry, open_stored
 from maxpipe.data.stream import Arrays
 from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
-from maxpipe.parallel.sharding import local_rows, place_rows
+from maxpipe.parallel.sharding import place_rows
 from maxpipe.processes.phases import STEP, Phases
 from maxpipe.train.step import Steps
-from maxpipe.train.teacher import Answer, Teacher, open_teacher, sent_to
+from maxpipe.train.teacher import Answer, Teacher, open_teacher
 
 Stage = Callable[[str], contextlib.AbstractContextManager[object]]
 """Shows, by these words, what takes a while."""
@@ -41,11 +41,7 @@ class Lessons:
 
     def batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
         """Global batches of the steps from `start` to before `stop`, read ahead."""
-        rows = {
-            count: np.union1d(local_rows(self._sharding, count), self.teacher.rows(count))
-            for count in loader.ramp.sizes(start)
-        }
-        source = loader.batches(start, rows.__getitem__, stop_step=stop)
+        source = loader.batches(start, stop_step=stop)
 
         def taught() -> Generator[Any]:
             asked: tuple[Any, Answer, int] | None = None
@@ -53,8 +49,8 @@ class Lessons:
                 with source:
                     for step, host in enumerate(source, start):
                         _, count = loader.ramp.place(step)
-                        answer, sent = self.teacher.ask(host, rows[count], count)
-                        batch = place_rows(host, rows[count], count, self._sharding)
+                        answer, sent = self.teacher.ask(host, count)
+                        batch = place_rows(host, np.arange(count), count, self._sharding)
                         before, asked = asked, (batch, answer, sent)
                         if before is not None:
                             yield self._answered(*before)
@@ -73,7 +69,7 @@ class Lessons:
         self._waited += time.perf_counter() - begin
         self._count += 1
         self._bytes += sent + sum(each.nbytes for each in answer.values())
-        return batch | sent_to(answer, self._sharding)
+        return batch | jax.device_put(answer, dict.fromkeys(answer, self._sharding))
 
     def take(self) -> dict[str, float]:
         """Metrics of a step, means since the last call."""

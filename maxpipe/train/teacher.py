@@ -7,8 +7,6 @@ follows from the batch.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property, partial
@@ -16,11 +14,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
 
-from maxpipe.checkpoint.copies import local_sums
 from maxpipe.config.check import check, where
+from maxpipe.config.distill_rules import ONE_PROCESS, STORED_INSTEAD
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.schema import Config, TokenizerConfig
 from maxpipe.config.training import asks_teacher
@@ -32,7 +28,7 @@ from maxpipe.exchange.named import named
 from maxpipe.exchange.source import folder_of
 from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
 from maxpipe.parallel.mesh import Device, build_mesh, describe, divided, resolve
-from maxpipe.parallel.sharding import local_rows, place_rows
+from maxpipe.parallel.sharding import place_rows
 from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.train.build import steps_of
 from maxpipe.train.chosen import Chosen, choose
@@ -74,37 +70,22 @@ class Teacher:
     def _reads(self) -> list[str]:
         return list(self.steps.abstract_batch())
 
-    def rows(self, count: int) -> np.ndarray:
-        """Numbers of the rows of a batch that this process has to have for it."""
-        return local_rows(self.steps.batch_sharding, count)
-
     def compile(self, count: int) -> None:
         """Compiles it for batches of this number of rows."""
         if count not in self._programs:
-            # Processes exchange no parts of arrays of two meshes: each gets all.
-            everywhere = jax.process_count() > 1
             ask = partial(LossHead.top, count=self.top_k, temperature=self.temperature)
-            self._programs[count] = self.steps.compile_rows(ask, count, everywhere=everywhere)
+            self._programs[count] = self.steps.compile_rows(ask, count)
 
-    def ask(self, host: Batch, rows: np.ndarray, count: int) -> tuple[Answer, int]:
-        """Begins to compute what it says of a batch, of which this process has these rows.
+    def ask(self, host: Batch, count: int) -> tuple[Answer, int]:
+        """Begins to compute what it says of a batch of this number of rows.
 
         Returns that, on its own mesh, and the bytes of the batch that were sent to its devices.
         """
         given = {name: host[name] for name in self._reads}
-        batch = place_rows(given, rows, count, self.steps.batch_sharding)
+        batch = place_rows(given, np.arange(count), count, self.steps.batch_sharding)
         logprobs, ids = self._programs[count](self.params, batch)
         sent = sum(array.nbytes for array in batch.values())
         return {TEACHER_IDS: ids, TEACHER_LOGPROBS: logprobs}, sent
-
-
-def sent_to(answer: Answer, sharding: NamedSharding) -> Answer:
-    """An answer on the mesh of the student."""
-    if jax.process_count() == 1:
-        return jax.device_put(answer, dict.fromkeys(answer, sharding))
-    host = {name: np.asarray(each.addressable_data(0)) for name, each in answer.items()}
-    count = len(host[TEACHER_IDS])
-    return place_rows(host, np.arange(count), count, sharding)
 
 
 # Opening one.
@@ -114,8 +95,10 @@ def devices_of(config: Config) -> tuple[list[Device], list[Device]]:
     """Those of the student, and those of its teacher: the same, or others.
 
     Raises:
-        ConfigError: there are not enough, or each process would not have as many.
+        ConfigError: there are not enough, or other processes have some.
     """
+    if asks_teacher(config) and jax.process_count() > 1:
+        raise ConfigError.one(KEY, config.distill.teacher, ONE_PROCESS, STORED_INSTEAD)
     count = config.distill.devices if asks_teacher(config) else 0
     return divided(jax.devices(), count, "distill.devices")
 
@@ -134,10 +117,8 @@ def open_teacher(loaded: Loaded, tokenizer: Tokenizer) -> Teacher:
     _check_vocabulary(loaded, chosen, tokenizer)
     with_mesh = _fitted(chosen.loaded, devices)
     steps = steps_of(with_mesh, build_mesh(with_mesh.mesh, devices), tokenizer.byte_lengths)
-    saved = chosen.params(steps)
-    digest = _digest(saved)
-    params = jax.block_until_ready(steps.stack_params(saved))
-    own = config.distill
+    params = jax.block_until_ready(steps.stack_params(chosen.params(steps)))
+    own, digest = config.distill, steps.digest(params)
     return Teacher(chosen.name, steps, params, digest, own.top_k, own.temperature)
 
 
@@ -148,7 +129,8 @@ def _chosen(loaded: Loaded, key: str, *, same: bool) -> Chosen:
     def section(saved: Mapping[str, Any]) -> dict[str, Any]:
         rows = {"batch_size": config.train.batch_size}
         rows["sequence_length"] = config.train.sequence_length
-        found = {"model": saved["model"], "train": {"steps": 1, **rows}}
+        found = {name: saved[name] for name in ("model", "adapter") if name in saved}
+        found["train"] = {"steps": 1, **rows}
         found["tokenizer"] = to_dict(config)["tokenizer"]
         return {**found, **_layout(config, same=same)}
 
@@ -226,14 +208,3 @@ def _check_vocabulary(loaded: Loaded, chosen: Chosen, own: Tokenizer) -> None:
             "must have the tokenizer of the student: the one in its folder gives other ids.",
             f"Set tokenizer.kind=auto and tokenizer.path={folder}, or name another teacher.",
         )
-
-
-def _digest(params: Any) -> str:
-    """Of the parameters in the form of checkpoints, the same on every mesh."""
-    total = hashlib.sha256()
-    for name, mine in sorted(local_sums(params).items()):
-        words = np.array([mine.value & 0xFFFFFFFF, mine.value >> 32], np.uint32)
-        parts = multihost_utils.process_allgather(words).reshape(-1, 2).astype(object)
-        value = sum(int(low) + (int(high) << 32) for low, high in parts) % 2**64
-        total.update(json.dumps([name, mine.dtype, list(mine.shape), value]).encode())
-    return total.hexdigest()

@@ -209,6 +209,7 @@ def test_sources_of_a_mixture_find_their_rows(asked: Place) -> None:
         for name in ("a", "b")
         for key, value in {"source": "text", "path": asked.folder / name}.items()
     )
+    mixed = ("data.path=", "data.source=corpus", *mixed)
     asked.prepare(out, *mixed, "data.mixture.a.weight=1", "data.mixture.b.weight=1")
     shares = ("data.mixture.a.weight=1", "data.mixture.b.weight=3", "train.batch_size=4")
     asked.train("mixed", *mixed, *shares)
@@ -219,7 +220,7 @@ def test_sources_of_a_mixture_find_their_rows(asked: Place) -> None:
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("model.vocab_size=300",), "must have the vocabulary of the student: it has 259 ids"),
     (("distill.top_k=260",), "must be at most model.vocab_size (259)"),
-    (("distill.devices=8",), "Set distill.devices=7 or less, or 0 to take turns"),
+    (("distill.devices=8",), "Set distill.devices=7 or less, 0 to take turns"),
     (("distill.devices=2", "distill.layout=[mesh.ici_stage=3]"), "distill.layout: mesh = stage 3"),
     (
         ("distill.devices=2", "distill.layout=[mesh.ici_fsdp=2,pipeline.microbatches=3]"),
@@ -229,6 +230,10 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("distill.layout=[train.steps=2]",), "must hold keys of the sections mesh and pipeline"),
     (("distill.teacher=absent",), "distill.teacher = absent"),
     (("distill.teacher=hf:absent",), "absent"),
+    (
+        ("runtime.num_processes=2", "runtime.coordinator=localhost:1234"),
+        "is asked by runs of one process",
+    ),
     (("distill.stored=answers",), "must be empty with distill.teacher"),
 ]
 
@@ -369,10 +374,10 @@ def content(folder: Path) -> bytes:
 
 @pytest.mark.layouts
 @pytest.mark.multihost
-def test_several_processes_train_the_same(asked: Place, start: Start) -> None:
-    """Each with devices of both meshes."""
-    keys = asked.keys("pair", *STAGED, "mesh.cpu_devices=2", "distill.devices=2", LAYOUT)
-    with pair(start, *keys) as processes:
+def test_several_processes_read_stored_answers(asked: Place, answers: Path, start: Start) -> None:
+    """Each of them those of its rows."""
+    keys = asked.keys("pair", *STAGED, "mesh.cpu_devices=2", "mesh.ici_stage=2", "mesh.ici_fsdp=2")
+    with pair(start, *keys, *asked.stored(answers)) as processes:
         said = ends(processes)
     assert [each.returncode for each in processes] == [0, 0], said
     same(asked.losses("pair"), asked.losses("asked"))

@@ -26,10 +26,7 @@ class Asked:
         self.log: list[str] = []
         self.device = jax.devices()[-1]
 
-    def rows(self, count: int) -> np.ndarray:
-        return np.arange(count)
-
-    def ask(self, host: Any, rows: np.ndarray, count: int) -> tuple[dict[str, jax.Array], int]:
+    def ask(self, host: Any, count: int) -> tuple[dict[str, jax.Array], int]:
         self.log.append(f"asked {len([each for each in self.log if each[0] == 'a'])}")
         ids = np.repeat(host["tokens"][..., None], COUNT, axis=-1)
         found = {TEACHER_IDS: ids, TEACHER_LOGPROBS: ids.astype(np.float32)}
