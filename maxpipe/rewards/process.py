@@ -64,7 +64,8 @@ class Rewards:
         process = self.start()
         request = {"completion": completion, "record": record}
         try:
-            return self._asked(process, request, self._config.reward_seconds)["reward"]
+            answer = self._asked(process, request, self._config.reward_seconds)
+            return answer.get("reward", 0.0)
         except _FailedError as error:
             shown = completion if len(completion) <= _SHOWN else f"{completion[:_SHOWN]}..."
             rule = (
