@@ -65,7 +65,9 @@ class Rewards:
         request = {"completion": completion, "record": record}
         try:
             answer = self._asked(process, request, self._config.reward_seconds)
-            return answer.get("reward", 0.0)
+            if "reward" not in answer:
+                raise _FailedError("it gave none")
+            return answer["reward"]
         except _FailedError as error:
             shown = completion if len(completion) <= _SHOWN else f"{completion[:_SHOWN]}..."
             rule = (
