@@ -45,14 +45,12 @@ TAUGHT = "train.objective=distill distill.teacher=teacher@newest distill.top_k=3
 RUNS = {
     "alone": "",
     "taught": TAUGHT + "distill.weight=0.9",
-    "half": TAUGHT + "distill.weight=0.5",
     "warm": TAUGHT + "distill.weight=0.9 distill.temperature=2",
     "reverse": TAUGHT + "distill.weight=0.9 distill.direction=reverse",
 }
 WORDS = {
     "alone": "cross entropy alone",
     "taught": "forward, weight 0.9",
-    "half": "forward, weight 0.5",
     "warm": "forward, weight 0.9, temperature 2",
     "reverse": "reverse, weight 0.9",
 }
@@ -127,7 +125,7 @@ def main() -> None:
         if options.write:
             PAGE.write_text(text)
             runs = ("alone-0", "taught-0")
-            maxpipe(folder, "curves", *runs, "--tag", "eval/loss", "--svg", str(PICTURE))
+            maxpipe(folder, "curves", *runs, "--tags", "eval/loss", "--out", str(PICTURE))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from maxpipe.cli import main
 from maxpipe.config.schema import Config
 from maxpipe.model.families.registry import summaries
 from maxpipe.model.spec import Ahead
+from maxpipe.objectives.distill import Distill
 from maxpipe.objectives.policy import PolicyNearReference
 from maxpipe.objectives.preference import Preference
 from maxpipe.plan.advice import TERMS
@@ -32,7 +33,7 @@ ROOT = TESTS.parent
 DOCS = ROOT / "docs"
 PICTURES = [
     picture
-    for page in ("engine.md", "plan.md")
+    for page in ("engine.md", "plan.md", "adapters.md")
     for picture in re.findall(
         r"<!-- maxpipe (.*?) -->\n!\[\w+\]\((.*?)\)", (DOCS / page).read_text(encoding="utf-8")
     )
@@ -129,7 +130,7 @@ def test_every_metric_is_explained(update_golden: bool) -> None:
 
 
 def test_every_metric_that_is_written_is_declared() -> None:
-    """By the tags in the code: `train/`, `eval/`, `perf/`, `pipe/`, `memory/` and `source/`."""
+    """By the tags in the code: `train/`, `eval/`, `perf/` and so on, and `source/`."""
     declared = [metric.tag for metric in metrics.METRICS]
     assert len(declared) == len(set(declared))
     written: set[str] = set()
@@ -141,6 +142,7 @@ def test_every_metric_that_is_written_is_declared() -> None:
         of_sources = re.findall(r'of_source\(name, "(\w+)"\)', code)
         written |= {f"source/NAME/{each}" for each in of_sources}
     written -= set(BY_SOURCE)  # of which losses are made
+    written |= {f"train/{name}" for name in Distill.reported}
     written |= {f"train/loss_{name}" for name in Ahead(1, 1, 1.0).losses}
     written |= set(Totals(1.0, 1.0, 1.0).named("NAME"))
     written |= {f"{when}/{name}" for when in ("train", "eval") for name in Preference.reported}

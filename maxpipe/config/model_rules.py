@@ -36,7 +36,15 @@ def _frozen_parameters_exist(config: Config) -> Iterator[Finding]:
 def _something_is_trained(config: Config) -> Iterator[Finding]:
     model = describe(config.model)
     wanted = config.adapter.rank and not any(kind.adapters for kind in model.kinds.values())
-    if not trained(model) and not wanted:
+    if trained(model) or wanted:
+        return
+    if config.adapter.rank:
+        yield Finding(
+            _KEY,
+            "freezes all adapters; their base is frozen anyway.",
+            f"Set {_KEY}=[], or {_KEY}=['*_lora_a'] to train the second factor of each alone.",
+        )
+    else:
         yield Finding(
             _KEY,
             "freezes every parameter: nothing would be trained.",

@@ -19,6 +19,11 @@ LARGEST_FOR_BYTES = 4096
 be even. Vocabularies of public models begin at 30,000."""
 
 
+def asks_teacher(config: Config) -> bool:
+    """Whether a run has a teacher beside it, and not what one has said."""
+    return config.train.objective == "distill" and bool(config.distill.teacher)
+
+
 def check_training(
     config: Config, origins: Mapping[str, str], skip: Collection[str] = ()
 ) -> list[Problem]:

@@ -130,13 +130,13 @@ def column(record: Mapping[str, Any], name: str, key: str) -> Any:
     )
 
 
-def listed(value: object, key: str) -> list[Message]:
+def listed(value: object, key: str, what: str = "a list") -> list[Message]:
     """The messages in a field. Raises BadRecord if it has something else."""
     if isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value):
         return [dict(each) for each in value]
     raise BadRecord(
         shortened(str(value)),
-        f"must have a list of objects in {key}; it is of type {type(value).__name__}.",
+        f"must have {what} of objects in {key}; it is of type {type(value).__name__}.",
         'Write it as [{"role": "user", "content": "..."}, ...].',
     )
 

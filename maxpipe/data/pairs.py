@@ -158,7 +158,7 @@ def pair_of(record: object, config: SourceConfig) -> tuple[Text, Text, Text]:
         roles = ("user", "assistant", "assistant")
         keys = ("data.prompt_field", *keys)
         found = [
-            said(value, role) if isinstance(value, str) else listed(value, key)
+            said(value, role) if isinstance(value, str) else listed(value, key, "a text or a list")
             for value, role, key in zip(found, roles, keys, strict=True)
         ]
         for name, messages in zip(("prompt", *HALVES), found, strict=True):

@@ -40,7 +40,7 @@ from maxpipe.config.data_schema import SourceConfig
 from maxpipe.config.load import Loaded, load, to_dict
 from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import Config, MeshConfig, RunConfig, RuntimeConfig
-from maxpipe.config.training import check_training
+from maxpipe.config.training import asks_teacher, check_training
 from maxpipe.data.corpus import chat_records
 from maxpipe.data.prepared.open import IDS, open_documents
 from maxpipe.data.sections import in_section
@@ -89,12 +89,15 @@ class Target:
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
+    teacher_devices: int = 0
+    """Devices that are not the mesh's."""
 
     @classmethod
     def of(cls, loaded: Loaded) -> Target:
         """The target of a loaded config."""
         config = loaded.config
-        return cls(config, config.run, config.mesh, config.runtime)
+        others = config.distill.devices if asks_teacher(config) else 0
+        return cls(config, config.run, config.mesh, config.runtime, others)
 
 
 def examine(inputs: Sequence[str]) -> Iterator[Check]:
@@ -427,7 +430,9 @@ def devices(target: Target) -> Iterator[Check]:
     # The doctor's programs are of no use to a run.
     runtime = dataclasses.replace(target.runtime, compilation_cache="")
     folder = os.path.join(target.run.dir, target.run.name)
-    (records,) = environment.probe([_spec(runtime, target.mesh, folder)], seconds)
+    (records,) = environment.probe(
+        [_spec(runtime, target.mesh, folder, target.teacher_devices)], seconds
+    )
     for record in records:
         found = Check(**{name: record.get(name, "") for name in Check.__slots__})
         if found.status == "FAILED" and not found.action:
@@ -482,7 +487,9 @@ def loopback() -> Check:
     return Check(name, "ok", words)
 
 
-def _spec(runtime: RuntimeConfig, mesh: MeshConfig, folder: str = ".") -> dict[str, Any]:
+def _spec(
+    runtime: RuntimeConfig, mesh: MeshConfig, folder: str = ".", teacher_devices: int = 0
+) -> dict[str, Any]:
     """`folder` is the run's, in which several processes find their secret."""
     found = {"runtime": dataclasses.asdict(runtime), "mesh": dataclasses.asdict(mesh)}
-    return found | {"folder": folder}
+    return found | {"folder": folder, "teacher_devices": teacher_devices}

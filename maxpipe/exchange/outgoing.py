@@ -161,6 +161,7 @@ def _choose(address: Address) -> _Chosen:
             facts = folder.facts(step)
         address.check_average(facts.config.get("optim"))
         saved = {name: facts.config[name] for name in ("model", "tokenizer", "train")}
+        saved["train"] = {**saved["train"], "objective": "pretrain"}  # others need their documents
         saved["adapter"] = facts.config.get("adapter", {})
         config = load([], saved, address.at(step)).config
         prefix = _AVERAGES if address.average else _PARAMS

@@ -18,7 +18,7 @@ from maxpipe.parallel.adapted import Adapted, column_norms
 
 Params = dict[str, Any]
 _STREAM = np.uint32(2**32 - 1)
-"""Of dropout's randomness, beside the numbers of examples, of which no batch has so many."""
+"""Of dropout's randomness, beside the numbers of examples, which are far smaller."""
 
 
 def completed(kind: Kind, found: Mapping[Key, Array]) -> dict[Key, Array]:

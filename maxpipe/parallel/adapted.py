@@ -82,9 +82,7 @@ class Adapted:
     ) -> Float[Array, "B T *N"]:
         """The result, from products with the weight and with its change's factors."""
         found = product + (change * self.scale).astype(product.dtype)
-        if self.lengths is None:
-            return found
-        return (found * self._stretch()).astype(product.dtype)
+        return found if self.lengths is None else _stretched(found, self._stretch())
 
     def _stretch(self) -> Float[Array, "*N"]:
         assert self.lengths is not None
@@ -101,6 +99,27 @@ class Adapted:
         found = self._sum()
         found = found if self.lengths is None else found * self._stretch()
         return found.astype(self.weight.dtype)
+
+
+@jax.custom_vjp
+def _stretched(x: Float[Array, "B T *N"], by: Float[Array, "*N"]) -> Float[Array, "B T *N"]:
+    return (x * by).astype(x.dtype)
+
+
+def _stretched_backward(
+    saved: tuple[Array, Array], cotangent: Float[Array, "B T *N"]
+) -> tuple[Array, Array]:
+    """Both gradients at once, so that a split backward makes the lengths' where `x` is at hand.
+
+    Made later it would multiply with the weight once more, which would wait for that.
+    """
+    x, by = saved
+    both = cotangent * by, cotangent.astype(jnp.float32) * x
+    d_x, d_by = both[0].astype(x.dtype), both[1].sum((0, 1))
+    return jax.lax.optimization_barrier((d_x, d_by))
+
+
+_stretched.defvjp(lambda x, by: (_stretched(x, by), (x, by)), _stretched_backward)
 
 
 def column_norms(weight: Float[Array, "*K *N"], summed: int) -> Float[Array, "*N"]:

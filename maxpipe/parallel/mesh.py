@@ -119,11 +119,13 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
 
 
 def divided(devices: Sequence[Device], count: int, key: str) -> tuple[list[Device], list[Device]]:
-    """All devices but `count`, and these: the last ones of each process.
+    """All devices but `count`, and these: the last ones of each process. Of 0: all, twice.
 
     Raises:
         ConfigError: none would be left, or processes would not have as many; `key` gave the count.
     """
+    if not count:
+        return list(devices), list(devices)
     of_process: dict[int, list[Device]] = {}
     for device in devices:
         of_process.setdefault(device.process_index, []).append(device)
@@ -176,7 +178,10 @@ def _check_slices(dcn: list[int], slices: int, kind: str) -> None:
 
 def _arrange(devices: list[Device], ici: list[int], dcn: list[int]) -> np.ndarray:
     if math.prod(dcn) == 1:
-        return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+        try:
+            return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+        except AssertionError:  # devices of a part of a slice that are not next to each other
+            return np.asarray(devices).reshape(ici)
     processes = {device.process_index for device in devices}
     by_process = _num_slices(devices) == 1 and len(processes) == math.prod(dcn)
     if _num_slices(devices) > 1 or by_process:

@@ -10,7 +10,7 @@ from maxpipe.plan.sizes import BYTES, Sizes
 
 def gathered_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
     """Of this number of layers of each kind, gathered."""
-    if sizes.config.model.matmul == "default" and sizes.config.adapter.base == "default":
+    if sizes.config.model.matmul == "default" and not sizes.config.adapter.rank:
         elements = sum(
             count * sizes.layer_elements(kind, whole=True) for kind, count in layers.items()
         )

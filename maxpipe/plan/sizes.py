@@ -572,11 +572,10 @@ class Sizes:
                     found += size * self.activation  # cotangent of a norm's output
             if recomputed and trained:
                 found += (size * kind.num_streams + kind.num_masks) * self.activation
-            # Sums over tokens may be smaller than what they are made of.
-            sums = sum(
-                self.elements(p.dims, whole=True) for p in kind.params.values() if p.trainable
-            )
-            return min(found, size * sums) if kind.adapters else found
+            if kind.adapters:  # of some the gradients themselves
+                params = filter(self.trained.counts, kind.params.values())
+                found += size * sum(self.elements(each.dims, whole=True) for each in params)
+            return found
 
         return {name: waiting(kind) for name, kind in self._kinds}
 

@@ -52,7 +52,8 @@ METRICS = (
         "Cross-entropy of the step's batch, before its update, over all tokens that are predicted. "
         "Losses that layers and heads ahead add to the objective are not in it. Of preferences it "
         "is what `preference.loss` says, the mean over pairs, and so in evaluations; with "
-        "`train.objective=grpo` the loss of the policy, in no unit.",
+        "`train.objective=grpo` the loss of the policy, in no unit, and with "
+        "`train.objective=distill` the mean with the divergence from the teacher.",
     ),
     Metric(
         "train/loss_ahead_1",
@@ -81,13 +82,13 @@ METRICS = (
     Metric(
         "train/cross_entropy",
         "nats per token",
-        "Cross-entropy of the step's batch; `train/loss` is its mean with the divergence.",
+        "Cross-entropy of the step's batch, a part of `train/loss`.",
         _DISTILLED,
     ),
     Metric(
         "train/divergence",
         "nats per token",
-        "Divergence of student and teacher, times `distill.temperature` squared.",
+        "Divergence of student and teacher, times `distill.temperature` squared: the other part.",
         _DISTILLED,
     ),
     Metric(
@@ -254,6 +255,7 @@ METRICS = (
 
 CHARTS = (
     ("loss", ("train/loss", "eval/loss")),
+    ("distillation", ("train/cross_entropy", "train/divergence")),
     ("reward", ("rollout/reward",)),
     ("loss of sources", ("source/NAME/loss", "source/NAME/eval_loss")),
     ("accuracy of tasks", ("eval/NAME/accuracy",)),

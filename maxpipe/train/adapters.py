@@ -33,10 +33,13 @@ def said_of(found: Weights, given: str) -> Base:
     return {"address": found.address, "given": given, "digest": content_digest(found.params)}
 
 
-def read_base(facts: Facts, loaded: Loaded, steps: Steps, console: Says) -> tuple[Any, Base]:
+def read_base(
+    facts: Facts, loaded: Loaded, steps: Steps, console: Says, *, own: bool = True
+) -> tuple[Any, Base]:
     """The base of a checkpoint's adapters in the form of checkpoints, and what is said of it.
 
-    It is read from where `checkpoint.restore_from` says if that has changed.
+    Of a run's `own` checkpoint it is read from where `checkpoint.restore_from` says if that has
+    changed; else that key names the checkpoint.
 
     Raises:
         ConfigError: there is no such base, or its weights have changed.
@@ -50,9 +53,9 @@ def read_base(facts: Facts, loaded: Loaded, steps: Steps, console: Says) -> tupl
             f"  {error}.\n  Take another step."
         ) from error
     given = loaded.config.checkpoint.restore_from
-    moved = given not in ("", said["given"])
+    moved = own and given not in ("", said["given"])
     found = read_weights(given if moved else said["address"], loaded, steps, console)
-    now = said_of(found, given if moved else said["given"])
+    now = said_of(found, said["given"] if own and not moved else given)
     if now["digest"] != said["digest"]:
         raise ConfigError.one(
             where(KEY, loaded.origins),

@@ -49,21 +49,24 @@ class Lessons:
 
         def taught() -> Generator[Any]:
             asked: tuple[Any, Answer, int] | None = None
-            with source:
-                for step, host in enumerate(source, start):
-                    _, count = loader.ramp.place(step)
-                    answer, sent = self.teacher.ask(host, rows[count], count)
-                    batch = place_rows(host, rows[count], count, self._sharding)
-                    if asked is not None:
-                        yield self._answered(*asked)
-                    asked = batch, answer, sent
-            if asked is not None:
-                yield self._answered(*asked)
+            try:
+                with source:
+                    for step, host in enumerate(source, start):
+                        _, count = loader.ramp.place(step)
+                        answer, sent = self.teacher.ask(host, rows[count], count)
+                        batch = place_rows(host, rows[count], count, self._sharding)
+                        before, asked = asked, (batch, answer, sent)
+                        if before is not None:
+                            yield self._answered(*before)
+                if asked is not None:
+                    yield self._answered(*asked)
+            finally:  # Python that ends while devices compute may crash
+                jax.block_until_ready(asked and asked[1])
 
         return contextlib.closing(taught())
 
     def _answered(self, batch: Any, answer: Answer, sent: int) -> Any:
-        """The batch with the answer, for which so many bytes were sent."""
+        """The batch with the answer; `sent` are the bytes that went to the teacher."""
         begin = time.perf_counter()
         with self._phases.enter(STEP):
             jax.block_until_ready(answer)
@@ -99,7 +102,7 @@ class Taught:
         return {} if self.teacher is None else {"teacher": self.teacher}
 
     def compile(self, sizes: Iterable[int], stage: Stage) -> None:
-        """Makes the teacher ready for batches of so many rows."""
+        """Compiles the teacher for batches of these sizes."""
         if self.lessons is not None:
             with stage("compiling the teacher"):
                 for rows in sizes:

@@ -109,7 +109,7 @@ class PairReferences:
         stored = self._stored(is_new)
         self._weights = self._steps.digest(params) if is_new else ""
         if is_new and stored is not None and stored.weights != self._weights:
-            self._console.note(f"{self._path}: is of other weights, and is written anew")
+            self._console.note(f"{self._path}: is of other weights, and is written again")
             stored = None
         for name, documents in self._documents.items():
             known = None if stored is None else stored.of(name, documents)
@@ -130,7 +130,7 @@ class PairReferences:
         except (OSError, ValueError) as error:
             if not is_new:
                 raise self._gone(self._missing(), f"{error}; ") from error
-            self._console.warn(f"{self._path} cannot be used ({error}): it is written anew")
+            self._console.warn(f"{self._path} cannot be used ({error}): it is written again")
             return None
 
     def _missing(self) -> int:
@@ -160,7 +160,7 @@ class PairReferences:
     # The search.
 
     def _find(self, params: Any, missing: int) -> None:
-        total = sum(len(each) for each in self._values.values())
+        total = sum(int((each.lengths > 0).sum()) for each in self._documents.values())
         with self._phases.enter(COMPILE), self._console.stage("compiling the reference pass"):
             step = self._steps.compile_rows(
                 LossHead.scores, self._loaders[0].ramp.rows, everywhere=True

@@ -201,7 +201,7 @@ def restore_or_init(
     guarded = data.get("guard")
     params, base = None, None
     if config.adapter.rank:
-        params, base = read_base(found.facts, loaded, steps, console)
+        params, base = read_base(found.facts, loaded, steps, console, own=goes_on)
     state = steps.from_saved(found.state, initial(config.guard, guarded), params)
     offset = data["step"] - found.step
     # Another run may have had enough, and this one has not; nor is its reference that one's.

@@ -513,7 +513,7 @@ def _check_same_data(link: Link, datasets: Datasets, tasks: Sequence[Task]) -> N
         )
 
 
-_HYPERPARAMETERS = ("model", "mesh", "pipeline", "train", "optim", "data", "tokenizer")
+_HYPERPARAMETERS = ("model", "mesh", "pipeline", "train", "optim", "data", "tokenizer", "distill")
 
 
 def _show(

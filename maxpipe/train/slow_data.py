@@ -70,7 +70,7 @@ class SlowData:
         )
 
     def stepped(self, waited: float, seconds: float) -> None:
-        """Some steps have taken so many seconds, and have waited for data for so many of them."""
+        """Steps have taken these `seconds`, and have waited for data in `waited` of them."""
         if not self._has_begun:  # the first batches take longer
             self._has_begun = True
             reads.take()

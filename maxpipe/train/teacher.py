@@ -23,6 +23,7 @@ from maxpipe.checkpoint.copies import local_sums
 from maxpipe.config.check import check, where
 from maxpipe.config.load import Loaded, to_dict
 from maxpipe.config.schema import Config, TokenizerConfig
+from maxpipe.config.training import asks_teacher
 from maxpipe.data.loader import Batch
 from maxpipe.data.prepared.logits import TeacherEntry
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
@@ -78,7 +79,7 @@ class Teacher:
         return local_rows(self.steps.batch_sharding, count)
 
     def compile(self, count: int) -> None:
-        """Makes it ready for batches of so many rows."""
+        """Compiles it for batches of this number of rows."""
         if count not in self._programs:
             # Processes exchange no parts of arrays of two meshes: each gets all.
             everywhere = jax.process_count() > 1
@@ -115,10 +116,8 @@ def devices_of(config: Config) -> tuple[list[Device], list[Device]]:
     Raises:
         ConfigError: there are not enough, or each process would not have as many.
     """
-    everything, count = jax.devices(), config.distill.devices
-    if not (config.train.objective == "distill" and config.distill.teacher and count):
-        return everything, everything
-    return divided(everything, count, "distill.devices")
+    count = config.distill.devices if asks_teacher(config) else 0
+    return divided(jax.devices(), count, "distill.devices")
 
 
 def open_teacher(loaded: Loaded, tokenizer: Tokenizer) -> Teacher:

@@ -212,9 +212,10 @@ def test_large_documents_come_one_by_one(tmp_path: Path, monkeypatch: pytest.Mon
     prepare(plan(str(tmp_path / "a.jsonl"), tmp_path / "expected"), silent)
     monkeypatch.setattr(encode, "_MOST_CHARACTERS", 1000)
     source = open_source(DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl")), 0)
+    encoder = encode.encoder_of(source, ByteTokenizer(), None)
     counts, first = [], 0
     while first < len(texts):
-        found = encode.encoded(source, ByteTokenizer(), first, min(first + 64, len(texts)))
+        found = encoder.piece(first, min(first + 64, len(texts)))
         counts.append(len(found.lengths))
         held = found.lengths - 2
         assert held.sum() < 1000 + 2000 and held[:-1].sum() < 1000
@@ -231,7 +232,7 @@ class Here:
     """Pieces in this process, when they are asked for."""
 
     def __init__(self, workers: int, *, initargs: tuple[Any, ...], **_: Any):
-        encode._Worker.source, encode._Worker.tokenizer = initargs[3], ByteTokenizer()
+        encode._Worker.encoder = encode.encoder_of(initargs[3], ByteTokenizer(), None)
 
     def submit(self, call: Any, *args: Any) -> Any:
         class Done:

@@ -136,6 +136,14 @@ def test_a_run_goes_on_beside_its_base_wherever_that_is(base: Path, tmp_path: Pa
     found = jax.device_get(parts.by_kind(jax.jit(parts.to_saved)(start.state.params)))
     for name, wanted in named(run.params).items():
         np.testing.assert_array_equal(named(found)[name], wanted, err_msg=name)
+    other = (*again, f"checkpoint.restore_from={run.folder}", "run.name=next")
+    with pytest.raises(ConfigError, match="must be a folder"):  # of the base, which was moved
+        begun(base, tmp_path, *other)
+    (tmp_path / "moved").rename(own)
+    _, _, start = begun(base, tmp_path, *other)
+    assert int(start.state.step) == 1 and start.base is not None
+    assert start.base["given"] == str(run.folder) and start.base["address"] == f"hf:{own}"
+    own.rename(tmp_path / "moved")
     config, tensors = maker.llama("F32")
     tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1e-3
     maker.write(tmp_path / "other", config, tensors)

@@ -1,4 +1,4 @@
-"""Losses of pairs: TRL's formulas and the papers', on numbers of their own."""
+"""Losses of pairs: what TRL's own functions return, and the papers' formulas by hand."""
 
 from __future__ import annotations
 
@@ -26,28 +26,53 @@ PAIRS = np.array(
 )
 
 
-def log_sigmoid(x: np.ndarray) -> np.ndarray:
-    return -np.logaddexp(0, -x)
-
-
-def trl(pairs: np.ndarray, loss: str, *, beta: float, smoothing: float = 0.0, mean: bool = False):
-    """`DPOTrainer.dpo_loss` and `ORPOTrainer.odds_ratio_loss`, as TRL has published them."""
-    chosen, rejected, reference_chosen, reference_rejected, *tokens = pairs.T
-    if mean or loss in ("ipo", "orpo"):
-        chosen, rejected = chosen / tokens[0], rejected / tokens[1]
-        reference_chosen, reference_rejected = (
-            reference_chosen / tokens[0],
-            reference_rejected / tokens[1],
-        )
-    if loss == "orpo":
-        odds = (chosen - rejected) - (np.log1p(-np.exp(chosen)) - np.log1p(-np.exp(rejected)))
-        return -chosen - beta * log_sigmoid(odds), beta * chosen, beta * rejected
-    logits = (chosen - rejected) - (reference_chosen - reference_rejected)
-    rewards = beta * (chosen - reference_chosen), beta * (rejected - reference_rejected)
-    if loss == "ipo":
-        return (logits - 1 / (2 * beta)) ** 2, *rewards
-    lost = -log_sigmoid(beta * logits) * (1 - smoothing) - log_sigmoid(-beta * logits) * smoothing
-    return lost, *rewards
+# Keys of `preference`, then losses and rewards of the chosen and the rejected responses: what TRL
+# 0.23.0's own `DPOTrainer.dpo_loss` and `ORPOTrainer.odds_ratio_loss` return for these numbers in
+# float64, of `ipo` and `orpo` for means over tokens. The cross-entropy is added to the latter.
+TRL = [
+    (
+        {},
+        [0.63259904, 1.4250806, 0.028319821, 0.69314718, 1.7839007],
+        [0.05, -1, 0.15, 0, -1],
+        [-0.075, 0.15, -3.4, 0, 0.6],
+    ),
+    (
+        {"beta": 0.5},
+        [0.42870068, 5.7531777, 1.9555681e-08, 0.69314718, 8.0003354],
+        [0.25, -5, 0.75, 0, -5],
+        [-0.375, 0.75, -17, 0, 3],
+    ),
+    (
+        {"label_smoothing": 0.2},
+        [0.65759904, 1.1950806, 0.73831982, 0.69314718, 1.4639007],
+        [0.05, -1, 0.15, 0, -1],
+        [-0.075, 0.15, -3.4, 0, 0.6],
+    ),
+    (
+        {"loss": "ipo"},
+        [23.131519, 41.076446, 9.4715369, 25, 26.359812],
+        [0.00833333, -0.0909091, 0.075, 0, -0.00833333],
+        [-0.0107143, 0.05, -0.117241, 0, 0.00508475],
+    ),
+    (
+        {"loss": "ipo", "beta": 0.7},
+        [0.27437642, 4.5087283, 1.4595735, 0.51020408, 0.71989541],
+        [0.0583333, -0.636364, 0.525, 0, -0.0583333],
+        [-0.075, 0.35, -0.82069, 0, 0.0355932],
+    ),
+    (
+        {"loss": "orpo"},
+        [2.1554143, 2.7998896, 0.38272816, 1.3193147, 3.4896277],
+        [-0.20833333, -0.27272727, -0.0375, -0.125, -0.34166667],
+        [-0.20357143, -0.26666667, -0.18965517, -0.125, -0.33474576],
+    ),
+    (
+        {"loss": "orpo", "odds_weight": 1.5, "beta": 9.0},
+        [3.1645473, 3.816526, 0.49092246, 2.2897208, 4.5110825],
+        [-3.125, -4.09090909, -0.5625, -1.875, -5.125],
+        [-3.05357143, -4.0, -2.84482759, -1.875, -5.02118644],
+    ),
+]
 
 
 def called(objective: Preference, pairs: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -65,30 +90,18 @@ def called(objective: Preference, pairs: np.ndarray) -> tuple[np.ndarray, dict[s
     return flat[0], dict(zip(objective.reported, flat[1:], strict=True))
 
 
-@pytest.mark.parametrize(
-    ("keys", "formula"),
-    [
-        ({}, {"loss": "dpo", "beta": 0.1}),
-        ({"beta": 0.5}, {"loss": "dpo", "beta": 0.5}),
-        ({"label_smoothing": 0.2}, {"loss": "dpo", "beta": 0.1, "smoothing": 0.2}),
-        ({"length_normalised": "on"}, {"loss": "dpo", "beta": 0.1, "mean": True}),
-        ({"loss": "ipo"}, {"loss": "ipo", "beta": 0.1}),
-        ({"loss": "ipo", "beta": 0.7}, {"loss": "ipo", "beta": 0.7}),
-        ({"loss": "orpo"}, {"loss": "orpo", "beta": 0.1}),
-        ({"loss": "orpo", "odds_weight": 1.5, "beta": 9.0}, {"loss": "orpo", "beta": 1.5}),
-    ],
-    ids=str,
-)
-def test_losses_are_those_of_trl(keys: dict[str, Any], formula: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("keys", "wanted", "chosen", "rejected"), TRL, ids=str)
+def test_losses_are_those_of_trl(
+    keys: dict[str, Any], wanted: list[float], chosen: list[float], rejected: list[float]
+) -> None:
     objective = of_config(PreferenceConfig(**keys), most_pairs=2)
     lost, reports = called(objective, PAIRS)
-    wanted, chosen, rejected = trl(PAIRS, **formula)
     np.testing.assert_allclose(lost, wanted, rtol=1e-5)
     near = {"rtol": 1e-5, "atol": 1e-5}
     np.testing.assert_allclose(reports["reward_chosen"], chosen, **near)
     np.testing.assert_allclose(reports["reward_rejected"], rejected, **near)
-    np.testing.assert_allclose(reports["margin"], chosen - rejected, **near)
-    np.testing.assert_array_equal(reports["accuracy"], chosen > rejected)
+    np.testing.assert_allclose(reports["margin"], np.subtract(chosen, rejected), **near)
+    np.testing.assert_array_equal(reports["accuracy"], np.greater(chosen, rejected))
     np.testing.assert_allclose(reports["nats_chosen"], -PAIRS[:, 0] / PAIRS[:, 4], **near)
     np.testing.assert_allclose(reports["nats_rejected"], -PAIRS[:, 1] / PAIRS[:, 5], **near)
 
@@ -105,6 +118,15 @@ def test_by_hand() -> None:
     odds = [p / (1 - p) for p in (np.exp(-12.5 / 6), np.exp(-14.25 / 7))]
     ratio = np.log(odds[0] / odds[1])
     np.testing.assert_allclose(orpo, 12.5 / 6 + 0.1 * np.log(1 + np.exp(-ratio)), rtol=1e-6)
+
+
+def test_means_in_place_of_sums() -> None:
+    """Of the same pair: a response counts by its tokens' mean."""
+    objective = of_config(PreferenceConfig(length_normalised="on", beta=2.0), most_pairs=2)
+    [found], reports = called(objective, PAIRS[:1])
+    gap = 0.5 / 6 + 0.75 / 7
+    np.testing.assert_allclose(found, np.log(1 + np.exp(-2 * gap)), rtol=1e-6)
+    np.testing.assert_allclose(reports["margin"], 2 * gap, rtol=1e-6)
 
 
 def test_a_pair_that_did_not_move_costs_log_two() -> None:

@@ -118,7 +118,7 @@ def test_the_plain_loop_equals_a_merged_model(own: Any, adapter: AdapterConfig) 
 PLANS: list[tuple[AdapterConfig, dict[str, int], dict[str, Any]]] = [
     (LORA, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
     (INT8, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4, "weight_gather": "step"}),
-    (NF4, {"ici_stage": 2, "ici_tensor": 2}, {"microbatches": 4, "layers_outside": 2}),
+    (NF4, {"ici_stage": 2, "ici_data": 2}, {"microbatches": 4, "layers_outside": 2}),
     (
         DORA,
         {"ici_stage": 2, "ici_fsdp": 2},

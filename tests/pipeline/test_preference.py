@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 from maxpipe.data.documents import Encoded
 from maxpipe.data.sequences import Packer
 from maxpipe.objectives.preference import Dpo, Ipo, Orpo, Preference
+from maxpipe.pipeline.objective import CrossEntropy
 from tests.cases import TOLERANCE, Case, steps_of, thinned
+from tests.pipeline.test_families import GROUPED
 
 TOKENS, MOST = 24, 3
 
@@ -170,3 +173,30 @@ def test_segments_are_what_pairs_alone_say() -> None:
         wanted = jax.jit(partial(sums_of, decoder))(unpacked, rows)
         np.testing.assert_allclose(found[is_half], wanted.ravel(), rtol=TOLERANCE)
     assert len(digests) == 1
+
+
+@pytest.mark.layouts
+def test_losses_of_layers_count_by_token() -> None:
+    """A balance loss weighs as beside cross entropy, however many pairs there are."""
+    found = {}
+    for objective in (LOSSES[0], CrossEntropy()):
+        for weight in (0.0, 0.5):
+            own = replace(GROUPED, num_experts=6, balance_weight=weight)
+            case = Case(2, 1, 2, own=own, length=TOKENS, layers=4)
+            steps = steps_of(case, case.rows, objective=objective)
+            batch = {name: packed(case)[0][name] for name in steps.abstract_batch()}
+            run = steps.engine.value_and_grad(steps.train_schedule)
+            with jax.set_mesh(steps.partition.mesh):
+                placed = jax.device_put(batch, steps.batch_sharding)
+                each = jax.jit(run)(steps.init().params, placed, None)
+            is_plain = isinstance(objective, CrossEntropy)
+            found[is_plain, weight] = each.gradients, each.losses["balance"]
+    np.testing.assert_allclose(found[True, 0.5][1], found[False, 0.5][1], rtol=TOLERANCE)
+    of_balance = [
+        jax.tree.map(jnp.subtract, found[plain, 0.5][0], found[plain, 0.0][0])
+        for plain in (True, False)
+    ]
+    router = [each["layers"]["experts"]["experts"]["router"] for each in of_balance]
+    largest = np.abs(router[0]).max()
+    assert largest > 0
+    np.testing.assert_allclose(router[1], router[0], atol=1e-4 * largest)

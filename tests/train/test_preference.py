@@ -14,6 +14,7 @@ import pytest
 
 from maxpipe.config.paths import REFERENCE_FILE
 from maxpipe.train.pair_references import load, save
+from tests.cases import thinned
 from tests.data.conversations import write_records
 from tests.train.runs import (
     SAME,
@@ -76,7 +77,7 @@ def test_the_margin_rises(whole: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["orpo", "ipo"])
+@pytest.mark.parametrize("loss", thinned(["orpo", "ipo"], 2))
 def test_other_losses_learn_likewise(given: list[str], loss: str, run: Run, tmp_path: Path) -> None:
     """IPO wants a margin of beta / (2 beta) and no more."""
     keys = [f"preference.loss={loss}", "checkpoint.every=0"]
@@ -182,7 +183,7 @@ def test_a_run_does_not_go_on_without_its_references(
 
 @pytest.mark.slow
 @pytest.mark.layouts
-def test_references_of_other_weights_are_found_anew(
+def test_references_of_other_weights_are_found_again(
     given: list[str], whole: Path, run: Run, tmp_path: Path
 ) -> None:
     """Before the first checkpoint a run may start from others."""
@@ -194,7 +195,7 @@ def test_references_of_other_weights_are_found_anew(
     path = tmp_path / "run" / REFERENCE_FILE
     save(path, type(stored)("0" * 64, stored.digests, marked))
     output = run("train", *given, *keys)
-    assert "is of other weights, and is written anew" in output
+    assert "is of other weights, and is written again" in output
     found = load(path)
     assert found and (found.values[""] == stored.values[""]).all()
     assert found.weights == stored.weights

@@ -72,7 +72,10 @@ def row_of(table: Any, row: int) -> Mapping[str, Any]:
 
 def _value_bytes(array: Any) -> int:
     """The bytes of an array's values, about, written out: texts that repeat are held once in it."""
-    from pyarrow import compute, types
+    import pyarrow.compute as pc
+    from pyarrow import types
+
+    compute: Any = pc  # its functions are made when it is imported
 
     kind = array.type
     if types.is_dictionary(kind):

@@ -195,7 +195,7 @@ def _rows_at_once(schema: Any, group: Any, columns: list[str] | None) -> int:
 
 
 def _in_parts(found: Any, where: str, group: int, columns: list[str] | None, rows: int) -> Any:
-    """The table of a row group, read by parts of so many rows until they take too much."""
+    """The table of a row group, read by parts of this number of rows until they take too much."""
     import pyarrow
 
     parts, size = [], 0

@@ -36,7 +36,8 @@ class reading:
         traceback: TracebackType | None,
     ) -> None:
         seconds = time.monotonic() - self.begun
-        _SPENT.add(_read(self._reads), seconds)
+        if seconds > _SPENT.slowest or isinstance(self.what, str):  # else it is forgotten
+            _SPENT.add(_read(self._reads), seconds)
         self._reads.pop()
         if not self._reads:
             del _NOW[threading.get_ident()]  # the next thread may have this number
@@ -102,6 +103,11 @@ class _Sums:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._now = Spent({}, None, 0.0)
+
+    @property
+    def slowest(self) -> float:
+        """Seconds of the slowest read of a document."""
+        return self._now.seconds
 
     def add(self, read: Read, seconds: float) -> None:
         """A read has ended."""

@@ -50,7 +50,8 @@ class Piece(NamedTuple):
         ends = np.concatenate([[0], np.cumsum(self.lengths)])
         here, tokens = slice(first, stop), slice(ends[first], ends[stop])
         trained = None if self.trained is None else self.trained[tokens]
-        return Piece(self.ids[tokens], *(each[here] for each in self[1:5]), trained)
+        parts = self.lengths, self.meta, self.byte_counts, self.unreadable
+        return Piece(self.ids[tokens], *(each[here] for each in parts), trained=trained)
 
 
 class Finished(TypedDict):
