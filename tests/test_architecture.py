@@ -157,6 +157,7 @@ ROOT_CONFIG = (
     "maxpipe.train.objectives",
     "maxpipe.train.room",
     "maxpipe.train.run",
+    "maxpipe.train.shown",
     "maxpipe.train.resume",
     "maxpipe.train.start",
     "maxpipe.train.adapters",

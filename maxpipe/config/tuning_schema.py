@@ -41,8 +41,9 @@ class DistillConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrpoConfig:
-    """Reinforcement learning with verifiable rewards: completions are drawn, rewarded, and compared
-    within groups. Read with `train.objective=grpo`.
+    """Reinforcement learning with rewards that a function gives.
+
+    Completions are drawn, rewarded, and compared within groups. Read with `train.objective=grpo`.
     """
 
     prompts: str = ""

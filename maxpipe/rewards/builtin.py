@@ -24,7 +24,7 @@ _MOST_CHARACTERS = 1000
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(/\d+)?", re.ASCII)
 _IN_EXPRESSION = re.compile(r"\d+(\.\d*)?", re.ASCII)
 """No exponents: `1e999999999` has a billion digits."""
-_OPERATORS: dict[type, Callable[..., Fraction]] = {
+_OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,

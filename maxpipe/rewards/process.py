@@ -64,7 +64,10 @@ class Rewards:
         process = self.start()
         request = {"completion": completion, "record": record}
         try:
-            return self._asked(process, request, self._config.reward_seconds)["reward"]
+            answer = self._asked(process, request, self._config.reward_seconds)
+            if "reward" not in answer:
+                raise _FailedError("it gave none")
+            return answer["reward"]
         except _FailedError as error:
             shown = completion if len(completion) <= _SHOWN else f"{completion[:_SHOWN]}..."
             rule = (

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import platform
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,12 +54,9 @@ from maxpipe.parallel.mesh import build_mesh, describe, resolve
 from maxpipe.processes import secret
 from maxpipe.processes.link import Link
 from maxpipe.processes.phases import COMPILE, DATA_SET_UP, RESTORE, Phases
-from maxpipe.schedule.pictures import drawing as timeline
-from maxpipe.schedule.table import Schedule
-from maxpipe.telemetry import board
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.records import EventLog, MetricWriter
-from maxpipe.train import attention_check, data_end, pair_references, pictures
+from maxpipe.train import attention_check, data_end, pair_references
 from maxpipe.train.build import batches, steps_of
 from maxpipe.train.datasets import check_overlap, datasets_of
 from maxpipe.train.distill import Taught, taught_by
@@ -72,6 +68,7 @@ from maxpipe.train.resume import Start, may_differ, reference_of, restore_or_ini
 from maxpipe.train.rollouts import Rollouts
 from maxpipe.train.room import check_forecast, check_program
 from maxpipe.train.samples import Samples
+from maxpipe.train.shown import show
 from maxpipe.train.slow_data import SlowData
 from maxpipe.train.state import TrainState
 from maxpipe.train.step import Steps
@@ -81,8 +78,6 @@ from maxpipe.train.watch import Watch
 from maxpipe.words import counted
 
 _log = logging.getLogger("maxpipe")
-_MOST_TICKS = 160
-"""Of the timeline that TensorBoard shows."""
 
 _RECORDS = (METRICS_FILE, f"{METRICS_FILE}.new", SAMPLES_FILE, f"{SAMPLES_FILE}.new", EVENTS_FILE)
 WRITTEN_FILES = (CONFIG_FILE, REFERENCE_FILE, *_RECORDS)
@@ -309,7 +304,7 @@ def set_up(
         MetricWriter, run_dir, config.log.tensorboard, process_index=process, ours=ours
     )
     writer = open_writer(resume_step=first)
-    _show(writer, config, steps, begin.state, train_steps.get(steps.shape[0]), stack)
+    show(writer, config, steps, begin.state, train_steps.get(steps.shape[0]), stack)
     if process == 0:
         _write_config(run_dir / CONFIG_FILE, config, locks)
     run = Run(
@@ -511,60 +506,6 @@ def _check_same_data(link: Link, datasets: Datasets, tasks: Sequence[Task]) -> N
             f"must hold the same documents for every process; {groups} see different ones.",
             "Copy the same files to every host, or name a folder that all share.",
         )
-
-
-_HYPERPARAMETERS = ("model", "mesh", "pipeline", "train", "optim", "data", "tokenizer", "distill")
-
-
-def _show(
-    writer: MetricWriter,
-    config: Config,
-    steps: Steps,
-    state: TrainState,
-    program: Any,
-    stack: contextlib.ExitStack,
-) -> None:
-    """Starts writing TensorBoard's charts, settings and pictures of a run, once per start.
-
-    In a thread of its own: the first pictures take a second.
-    """
-    writer.text("config", f"```yaml\n{to_yaml(redact.within(config))}```")
-    if jax.process_index() == 0 and config.log.tensorboard:
-        shapes = jax.tree.map(_shape, state.params)
-        arguments = (writer, config, steps.train_schedule, shapes, program)
-        drawing = threading.Thread(target=_draw, args=arguments, name="drawing")
-        drawing.start()
-        stack.callback(drawing.join)
-
-
-def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-
-
-def _draw(
-    writer: MetricWriter, config: Config, schedule: Schedule, params: Any, program: Any
-) -> None:
-    """Charts, settings and pictures."""
-    values = flat(to_dict(redact.within(config)))
-    chosen = {
-        key: value if isinstance(value, bool | int | float | str) else str(value)
-        for key, value in values.items()
-        if key.partition(".")[0] in _HYPERPARAMETERS
-    }
-    try:
-        writer.show(board.charts)
-        writer.show(lambda: board.hyperparameters(chosen, config.run.name))
-        if schedule.num_ticks <= _MOST_TICKS:
-            writer.show(lambda: board.image("run/timeline", timeline(schedule)))
-        else:
-            words = f"The step has {counted(schedule.num_ticks, 'tick')}, too many to draw here: "
-            words += "`maxpipe schedule CONFIG --perfetto FILE` writes all of them."
-            writer.text("run/timeline", words)
-        if program is not None:
-            writer.show(lambda: board.image("run/memory", pictures.memory(program)))
-        writer.show(lambda: board.image("run/sharding", pictures.sharding(params)))
-    except Exception as error:  # a failed picture must not stop the run
-        _log.warning("TensorBoard lacks a picture of this run: %s", error)
 
 
 def _parameters(model: Model) -> str:

@@ -202,7 +202,11 @@ BROKEN: list[tuple[str, str, str]] = [
     (f"{GRPO} grpo.group_size=3", "grpo.group_size", "must divide train.batch_size (8)"),
     (f"{GRPO} grpo.group_size=2 train.batch_size=1", "grpo.group_size", "train.batch_size (1)"),
     (f"{GRPO} grpo.max_tokens=1024", "grpo.max_tokens", "less than train.sequence_length (1024)"),
-    (f"{GRPO} grpo.reward_file=a.txt", "grpo.reward_file", "a Python file and a function"),
+    (
+        f"{GRPO} grpo.allow_code=true grpo.reward_file=a.txt",
+        "grpo.reward_file",
+        "a Python file and a function",
+    ),
     (
         f"{GRPO} grpo.reward_file=a.py:b grpo.allow_code=false",
         "grpo.reward_file",

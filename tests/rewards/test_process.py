@@ -14,7 +14,7 @@ from maxpipe.config.tuning_schema import GrpoConfig
 from maxpipe.errors import ConfigError
 from maxpipe.rewards.process import Rewards
 
-Opened = Callable[[str], Rewards]
+Opened = Callable[..., Rewards]
 
 
 @pytest.fixture

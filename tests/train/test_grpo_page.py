@@ -20,6 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "grpo.md"
 def test_the_reward_rises_as_the_page_says(tmp_path: Path) -> None:
     blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    output = ""
     for block in blocks:
         ran = subprocess.run(
             ["bash", "-euc", block],
@@ -29,10 +30,11 @@ def test_the_reward_rises_as_the_page_says(tmp_path: Path) -> None:
             cwd=tmp_path,
             env=os.environ | {"PATH": path},
         )
-        assert not ran.returncode, ran.stdout
+        output = ran.stdout
+        assert not ran.returncode, output
     rewards = [*losses(tmp_path / "runs" / "rewarded", "rollout/reward").values()]
     assert max(rewards[:2]) < 0.3 and sum(rewards[-4:]) / 4 > 0.9, rewards
-    assert "mesh       stage 2" in ran.stdout and (tmp_path / "grpo.svg").stat().st_size
+    assert "mesh       stage 2" in output and (tmp_path / "grpo.svg").stat().st_size
     drawn = map(json.loads, (tmp_path / "runs/rewarded/samples.jsonl").read_text().splitlines())
     last = [each["samples"] for each in drawn][-1]
     assert len(last) == 16 and sum(each["reward"] for each in last) > 8
