@@ -21,7 +21,8 @@ from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.objective import CrossEntropy, Objective
-from maxpipe.train.step import Steps, partition
+from maxpipe.train.partition import partition
+from maxpipe.train.step import Steps
 
 TOLERANCE = 1e-5  # float32; of a gradient leaf's largest entry, relative for losses
 MODEL = ModelConfig(

@@ -66,6 +66,7 @@ ROWS = (
     ),
     (
         *("maxpipe.train.loop", "maxpipe.train.run", "maxpipe.train.resume"),
+        *("maxpipe.train.set_up", "maxpipe.train.beginning"),
         *("maxpipe.train.start", "maxpipe.train.adapters"),
         *("maxpipe.train.room", "maxpipe.train.evaluation", "maxpipe.train.chosen"),
         *("maxpipe.train.weights", "maxpipe.train.decoders", "maxpipe.train.samples"),
@@ -157,6 +158,8 @@ ROOT_CONFIG = (
     "maxpipe.train.objectives",
     "maxpipe.train.room",
     "maxpipe.train.run",
+    "maxpipe.train.set_up",
+    "maxpipe.train.beginning",
     "maxpipe.train.shown",
     "maxpipe.train.resume",
     "maxpipe.train.start",

@@ -157,7 +157,8 @@ class Corpus:
 
     def fingerprint(self) -> dict[str, Any]:
         """JSON values that decide which sequences there are."""
-        facts, more = self.indexed[0].facts, dict[str, Any]()
+        facts = self.indexed[0].facts
+        more: dict[str, Any] = {}
         if self.data.mixture:
             all_facts = {each.name: each.facts for each in self.indexed}
             digest = hashlib.sha256(json.dumps(all_facts, sort_keys=True).encode()).hexdigest()

@@ -36,7 +36,7 @@ from maxpipe.train.decoders import (
     prepared,
     prepared_shardings,
 )
-from maxpipe.train.run import fit_to_devices
+from maxpipe.train.set_up import fit_to_devices
 from maxpipe.train.state import Partition
 from maxpipe.train.step import Steps
 from maxpipe.words import counted

@@ -14,7 +14,8 @@ from maxpipe.config.schema import Config
 from maxpipe.data.loader import Loader
 from maxpipe.parallel.sharding import AxisRules, local_rows, place_rows
 from maxpipe.train.objectives import objective_of
-from maxpipe.train.step import Steps, partition
+from maxpipe.train.partition import partition
+from maxpipe.train.step import Steps
 
 
 def steps_of(

@@ -34,7 +34,7 @@ from maxpipe.train import pair_references
 from maxpipe.train.build import batches, steps_of
 from maxpipe.train.chosen import Chosen, choose, deferred, interrupts
 from maxpipe.train.evaluate import Totals, evaluate
-from maxpipe.train.run import fit_to_devices, shared_facts
+from maxpipe.train.set_up import fit_to_devices, shared_facts
 from maxpipe.words import counted
 
 Say = Callable[[str], None]

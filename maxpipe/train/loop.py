@@ -29,7 +29,8 @@ from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.metrics import of_source
 from maxpipe.train.by_source import SourceSums
 from maxpipe.train.room import explained
-from maxpipe.train.run import Run, fit_to_devices, set_up, shared_facts
+from maxpipe.train.run import Run
+from maxpipe.train.set_up import fit_to_devices, set_up, shared_facts
 from maxpipe.train.step import BY_SOURCE
 from maxpipe.train.watch import RollBack
 from maxpipe.words import counted

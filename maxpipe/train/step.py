@@ -1,10 +1,4 @@
-"""Train and eval steps: the only place where model, pipeline and sharding meet.
-
-`partition` takes the config sections of a model and a mesh and returns the compiled
-steps together with the shardings of what goes in and out.
-
-Source: the idea of one call that partitions a model is Pax's.
-"""
+"""Train and eval steps: the only place where model, pipeline and sharding meet."""
 
 from __future__ import annotations
 
@@ -22,39 +16,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, Key
 
-from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import (
     GuardConfig,
-    ModelConfig,
-    OptimConfig,
-    PipelineConfig,
-    TrainConfig,
 )
-from maxpipe.model.choice import Divided, loss_block, resolved
-from maxpipe.model.count import layer_costs
-from maxpipe.model.decoder import Decoder
 from maxpipe.optim.outcome import outcome
-from maxpipe.optim.schedule import learning_rate
 from maxpipe.optim.update import Optimizer, OptState
 from maxpipe.parallel.explicit import left_to_compiler, on_mesh, placed, with_shardings
-from maxpipe.parallel.low_precision import LowPrecision
-from maxpipe.parallel.mesh import BATCH_AXES, CONTEXT, STAGE, TENSOR
-from maxpipe.parallel.sharding import BATCH_SPEC, AxisRules
+from maxpipe.parallel.mesh import BATCH_AXES
+from maxpipe.parallel.sharding import BATCH_SPEC
 from maxpipe.pipeline import ahead, scopes
 from maxpipe.pipeline.executor import Engine
-from maxpipe.pipeline.layout import Layout
 from maxpipe.pipeline.loss_head import by_source
-from maxpipe.pipeline.network import Network
-from maxpipe.pipeline.objective import CrossEntropy, Objective
+from maxpipe.pipeline.objective import Objective
 from maxpipe.pipeline.program import Reader
-from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.trainable import joined
 from maxpipe.processes.runtime import compiler_options
-from maxpipe.schedule.balance import balanced_cut
-from maxpipe.schedule.catalog import build, forward_only
+from maxpipe.schedule.catalog import forward_only
 from maxpipe.schedule.table import Schedule
 from maxpipe.train import executable
 from maxpipe.train.follow import followed
@@ -64,13 +44,15 @@ from maxpipe.train.state import VOCABULARY, Partition, TrainState
 from maxpipe.train.summaries import summarised
 
 Tree = Any
+
+
 Metrics = dict[str, Float[Array, "*sources"] | Int[Array, ""]]
 """By tag; losses in nats per token, in an evaluation in nats. Of a mixture there are sums of each
 source: `[sources]` under `BY_SOURCE` in training, and all of an evaluation."""
 
+
 BY_SOURCE = ("train/nats_by_source", "train/targets_by_source")
 """Tags of the sums `[sources]` of a mixture's step; see `BySource`."""
-
 # One stream of keys for each use of randomness.
 _PARAMETERS, _DROPOUT = 0, 1
 
@@ -497,124 +479,6 @@ class Steps:
         return found | {"targets": targets, "bytes": summed(size, batch["source_ids"])}
 
 
-def partition(
-    mesh: Mesh,
-    *,
-    model: ModelConfig,
-    pipeline: PipelineConfig,
-    optim: OptimConfig,
-    train: TrainConfig,
-    total_steps: int,
-    rules: AxisRules,
-    seed: int,
-    byte_lengths: np.ndarray,
-    guard: GuardConfig = GuardConfig(),  # noqa: B008  frozen
-    num_sources: int = 0,
-    objective: Objective = CrossEntropy(),  # noqa: B008
-) -> Steps:
-    """Everything that training this model on this mesh needs, by default for cross entropy.
-
-    Batches of a mixture have `num_sources`, and losses of each are summed apart.
-
-    Raises:
-        ConfigError: the axis rules put two dims of a tensor on one mesh axis, or the schedule
-            does not allow these sizes.
-    """
-    platform, tokens = mesh.devices.flat[0].platform, train.sequence_length
-    divided = Divided(mesh.shape[CONTEXT], mesh.shape[TENSOR], rules.context)
-    model = resolved(model, platform, tokens, divided)
-    decoder = Decoder(model, rules.on(platform))
-
-    scheduled = partial(_schedule, pipeline, mesh.shape[STAGE])
-    schedule = scheduled(pipeline.microbatches)
-    ring = schedule.ring
-    # Embedding and loss head are spread over all stages: only layers weigh on the cut.
-    outside, costs = pipeline.layers_outside, layer_costs(decoder.model, train.sequence_length)
-    cut = pipeline.cut or balanced_cut(costs[outside:], ring.num_chunks)
-    layout = Layout(ring, tuple(cut), outside, decoder.model.layers)
-    parts = Partition(decoder, layout, mesh)
-    ends = decoder.model.ends
-    network = Network(
-        {kind: decoder.layer(kind) for kind in decoder.model.kinds},
-        decoder.norm,
-        model.vocab_size,
-        jnp.dtype(model.compute_dtype),
-        dict(decoder.model.losses),
-        ends.embed_scale,
-        ends.logit_scale,
-        ends.logit_cap,
-        _loss_block(mesh, model, pipeline, train),
-        _heads_ahead(decoder),
-        num_sources,
-        objective,
-    )
-    rate, targets = learning_rate(optim, total_steps), parts.targets(optim)
-    optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
-    lengths = np.zeros(model.vocab_size, np.int32)
-    lengths[: len(byte_lengths)] = byte_lengths
-    return Steps(
-        partition=parts,
-        optimizer=optimizer,
-        train_schedule=schedule,
-        engine=Engine(
-            network,
-            layout,
-            mesh,
-            parts.specs,
-            weight_gather=pipeline.weight_gather,
-            keep=keep_of(pipeline, model),
-            idle=pipeline.idle,
-            trainable=parts.trainable,
-            exact=parts.exact,
-            summed=parts.summed,
-            low=LowPrecision.of(model),
-            gradients=optimizer.target_specs,
-            reduced=optim.reduce_dtype,
-        ),
-        shape=(train.batch_size, train.sequence_length),
-        schedules=scheduled,
-        seed=seed,
-        byte_lengths=lengths,
-        guard=guard,
-    )
-
-
 def _on_device(tree: Tree) -> Tree:
     """Arrays that may be in host memory, where they can be computed with."""
     return jax.device_put(tree, jax.memory.Space.Device)
-
-
-def _schedule(pipeline: PipelineConfig, stages: int, microbatches: int) -> Schedule:
-    return build(
-        pipeline.schedule,
-        stages=stages,
-        repeats=pipeline.repeats,
-        microbatches=microbatches,
-        group=pipeline.group,
-        delayed=pipeline.delayed_forwarding,
-    )
-
-
-def _loss_block(
-    mesh: Mesh, model: ModelConfig, pipeline: PipelineConfig, train: TrainConfig
-) -> int:
-    shape = mesh.shape
-    rows = train.batch_size // math.prod(shape[axis] for axis in BATCH_AXES)
-    tokens = rows // pipeline.microbatches * (train.sequence_length // shape[CONTEXT])
-    vocabulary = -(-model.vocab_size // (shape[STAGE] * shape[TENSOR]))
-    return loss_block(pipeline.loss_block_tokens, tokens, vocabulary)
-
-
-def _heads_ahead(decoder: Decoder) -> ahead.Heads | None:
-    ends = decoder.model.ends
-    if ends.layers_ahead is not None:
-        return ahead.Layers(decoder.layer_ahead, dict(ends.losses))
-    return None if ends.ahead is None else ahead.Projections(decoder.ahead, dict(ends.losses))
-
-
-def keep_of(pipeline: PipelineConfig, model: ModelConfig) -> RematPolicy:
-    """What the engine keeps for backward slots, as the config says."""
-    if pipeline.remat != "names":
-        return RematPolicy(pipeline.remat)
-    saved, offloaded = pipeline.saved_names, pipeline.offloaded_names
-    return RematPolicy("names", activations(saved, model), activations(offloaded, model))

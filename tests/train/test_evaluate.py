@@ -25,7 +25,8 @@ from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.train.evaluate import evaluate
 from maxpipe.train.evaluation import _on_one_axis
-from maxpipe.train.step import Steps, partition
+from maxpipe.train.partition import partition
+from maxpipe.train.step import Steps
 
 SAME = 1e-5  # float32, relative
 ROWS, TOKENS = 8, 16
