@@ -32,7 +32,7 @@ def _frozen_parameters_exist(config: Config) -> Iterator[Finding]:
         )
 
 
-@rule(*_MODEL_KEYS)
+@rule(*_MODEL_KEYS, "adapter.rank")
 def _something_is_trained(config: Config) -> Iterator[Finding]:
     model = describe(config.model)
     wanted = config.adapter.rank and not any(kind.adapters for kind in model.kinds.values())

@@ -70,7 +70,7 @@ _SAME_KEY = {
     "adapter.alpha": "lora_alpha",
     "adapter.dropout": "lora_dropout",
     "adapter.targets": "target_modules lora_target_modules lora_target",
-    "adapter.base": "load_in_4bit load_in_8bit bnb_4bit_quant_type quantization_bit",
+    "adapter.base": "bnb_4bit_quant_type quantization_bit",
     "mesh.ici_stage": "pp pp_size pipeline_parallel pipeline_parallel_size stages num_stages "
     "pipeline_model_parallel_size pipeline_parallel_degree ici_pipeline_parallelism",
     "mesh.ici_tensor": "tp tp_size tensor_parallel tensor_parallel_size mp model_parallel_size "
@@ -100,7 +100,7 @@ _SAME_KEY = {
     "checkpoint_activations remat_policy recompute recompute_granularity",
     "train.steps": "max_steps num_steps train_steps total_steps max_train_steps "
     "num_train_steps train_iters iterations max_iters num_iters iters",
-    "train.tokens": "max_tokens total_tokens num_tokens train_tokens token_budget",
+    "train.tokens": "total_tokens num_tokens train_tokens token_budget",
     "train.batch_size": "global_batch_size global_train_batch_size total_batch_size "
     "train_batch_size batch bsz",
     "train.sequence_length": "seq_len seq_length max_seq_len max_seq_length sequence_len "
@@ -115,7 +115,7 @@ _SAME_KEY = {
     "optim.beta2": "adam_beta2 adam_b2 b2",
     "optim.epsilon": "adam_epsilon adam_eps eps",
     "optim.weight_decay": "wd adam_weight_decay",
-    "optim.clip_norm": "grad_clip max_grad_norm clip_grad clip gradient_clipping max_norm "
+    "optim.clip_norm": "grad_clip max_grad_norm clip_grad gradient_clipping max_norm "
     "gradient_clip gradient_clip_val gradient_clipping_threshold clip_grad_norm",
     "data.source": "dataset_type dataset_format data_type",
     "data.path": "data_path data_dir data_files dataset dataset_name dataset_path train_data "
@@ -149,7 +149,7 @@ _SAME_KEY = {
     "log.progress": "progress_bar disable_tqdm",
     "runtime.platform": "device accelerator backend",
     "runtime.num_processes": "world_size nnodes num_nodes num_hosts nproc",
-    "runtime.process_id": "rank process_index node_rank",
+    "runtime.process_id": "process_index node_rank",
     "distill.teacher": "teacher_model teacher_path teacher_model_name_or_path distillation_teacher",
     "distill.temperature": "distillation_temperature distill_temperature kd_temperature",
     "distill.weight": "distillation_weight distill_weight distill_alpha kd_weight kd_ratio",
@@ -214,8 +214,8 @@ _NOT_SAME_KEY = {
         "Set model.compute_dtype=bfloat16, which needs no loss scale.",
     ),
     "load_in_8bit load_in_4bit": (
-        "parameters are stored in 16 or 32 bits.",
-        "Set model.param_dtype=bfloat16.",
+        "8 and 4 bits hold the frozen base of adapters.",
+        "Set adapter.base=int8 or nf4, with adapter.rank=16.",
     ),
     "loss_scale": (
         "bfloat16 and float32 need no loss scale.",
@@ -260,7 +260,7 @@ _NOT_SAME_KEY = {
         "a run whose folder has a checkpoint resumes by itself.",
         "Leave it out, or set run.name to a new name for a new run.",
     ),
-    "num_gpus gpus devices ngpu n_gpus gpus_per_node num_devices": (
+    "num_gpus gpus ngpu n_gpus gpus_per_node num_devices": (
         "a run takes every device that jax finds.",
         "Leave it out; CUDA_VISIBLE_DEVICES hides GPUs, mesh.cpu_devices makes virtual devices of "
         "a CPU.",
@@ -279,8 +279,10 @@ _NOT_SAME_KEY = {
         "Leave it out; `maxpipe goodput` says where its time went, `maxpipe compile` what a step "
         "does.",
     ),
-    "ema ema_decay label_smoothing z_loss z_loss_weight early_stopping "
-    "early_stopping_patience muon_lr": ("is not supported.", "Leave it out."),
+    "ema ema_decay z_loss z_loss_weight early_stopping early_stopping_patience muon_lr": (
+        "is not supported.",
+        "Leave it out.",
+    ),
 }
 """Names to the reason that there is no such key here, and the action."""
 

@@ -359,8 +359,8 @@ def test_a_message_names_the_file_or_says_that_the_value_is_a_default(tmp_path: 
     assert second[0].where == "default: train.batch_size"
 
 
-_FAMILY = {"model.family", "model.own"}
-"""Which keys there are, not a value."""
+_FAMILY = {"model.family", "model.own", "model.adapter"}
+"""Which keys there are, not a value; and what is filled from other sections."""
 
 
 class _Spy:
