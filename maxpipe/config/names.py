@@ -115,6 +115,8 @@ _SAME_KEY = {
     "optim.beta2": "adam_beta2 adam_b2 b2",
     "optim.epsilon": "adam_epsilon adam_eps eps",
     "optim.weight_decay": "wd adam_weight_decay",
+    "optim.average_decay": "ema_decay",
+    "eval.patience": "early_stopping_patience",
     "optim.clip_norm": "grad_clip max_grad_norm clip_grad gradient_clipping max_norm "
     "gradient_clip gradient_clip_val gradient_clipping_threshold clip_grad_norm",
     "data.source": "dataset_type dataset_format data_type",
