@@ -281,9 +281,11 @@ _NOT_SAME_KEY = {
         "Leave it out; `maxpipe goodput` says where its time went, `maxpipe compile` what a step "
         "does.",
     ),
-    "ema ema_decay z_loss z_loss_weight early_stopping early_stopping_patience muon_lr": (
-        "is not supported.",
-        "Leave it out.",
+    "z_loss z_loss_weight muon_lr": ("is not supported.", "Leave it out."),
+    "ema": ("an average is kept by its decay.", "Set optim.average_decay=0.999."),
+    "early_stopping": (
+        "a run ends early after evaluations in a row without a better one.",
+        "Set eval.patience=5 for five of them.",
     ),
 }
 """Names to the reason that there is no such key here, and the action."""
