@@ -156,6 +156,19 @@ def test_a_step_reports_what_its_objective_does() -> None:
     assert metrics["train/nats"] > 0 and 0 < metrics["train/likely"] < COUNT
 
 
+@pytest.mark.parametrize("objective", [Mixed(), Better()], ids=lambda each: type(each).__name__)
+def test_explicit_types_give_the_same(objective: Objective) -> None:
+    found = []
+    for mode in ("auto", "explicit"):
+        case = Case(2, 1, 2, fsdp=2, tensor=2, loss_block=5, shard_mode=mode)
+        steps = steps_of(case, case.rows, objective=objective)
+        batch = {name: batch_for(case)[name] for name in steps.abstract_batch()}
+        placed = jax.device_put(batch, steps.batch_sharding)
+        metrics = steps.compile_train()(steps.init(), placed)[1]
+        found.append([float(metrics[f"train/{n}"]) for n in ("loss", "grad_norm")])
+    np.testing.assert_allclose(*found, rtol=TOLERANCE)
+
+
 ROWS = [
     Case(1, 1, 2, fsdp=2, data=2),
     Case(2, 2, 3, context=2, loss_block=5),

@@ -121,7 +121,6 @@ CASES = [
     (Case(2, 2, 4, schedule="zb_v", loss_block=5, length=TOKENS), LOSSES[0]),
     (Case(1, 1, 1, data=2, loss_block=11, tied=True, length=TOKENS), LOSSES[2]),
     (Case(2, 1, 2, split="sequence", tensor=2, data=2, length=TOKENS), LOSSES[1]),
-    (Case(2, 1, 2, shard_mode="explicit", fsdp=2, length=TOKENS), LOSSES[0]),
 ]
 
 

@@ -20,7 +20,7 @@ from maxpipe.model.modules.attention import rotary_frequencies, rotate
 from maxpipe.model.modules.norm import rms_normed
 from maxpipe.model.modules.part import Context, Output, PartModule
 from maxpipe.model.parts import latent
-from maxpipe.parallel.adapted import by_columns, whole
+from maxpipe.parallel.adapted import Adapted, by_columns, whole
 from maxpipe.parallel.sequence import TokenSplit
 from maxpipe.parallel.sharding import AxisRules, constrain
 
@@ -97,8 +97,8 @@ class LatentAttention(PartModule):
         weight = by_columns(turned_first, self.query_up[...].astype(x.dtype))
         return split.into(normed, [weight], [part.params["query_up"].axes])[0]
 
-    def _up(self, dtype: jnp.dtype) -> tuple[Float[Array, "r N h"], Float[Array, "r N v"]]:
-        """From latents to keys without what turns, and to values."""
+    def _up(self, dtype: jnp.dtype) -> tuple[Array | Adapted, Array | Adapted]:
+        """From latents to keys without what turns `[r, N, h]`, and to values `[r, N, v]`."""
         weight, rest = self.key_value_up[...].astype(dtype), self.part.rest_size
         return weight[..., :rest], weight[..., rest:]
 
@@ -155,7 +155,7 @@ def _halves(weight: Float[Array, "*dims h"]) -> Float[Array, "*dims h"]:
     return pairs.swapaxes(-1, -2).reshape(weight.shape)
 
 
-def _turning_first(weight: Float[Array, "r N H"], turned: int) -> Float[Array, "r N H"]:
+def _turning_first(weight: Float[Array, "*dims H"], turned: int) -> Float[Array, "*dims H"]:
     """The last entries of a head, which turn, in front of the others."""
     rest, last = jnp.split(weight, (weight.shape[-1] - turned,), axis=-1)
     return jnp.concatenate([_halves(last), rest], axis=-1)
