@@ -460,6 +460,8 @@ def same_key(path: Sequence[str], keys: Collection[str]) -> Answer | None:
         if squashed(key) == full:
             return Answer(key)
     if found := [key for key in keys if squashed(key.rpartition(".")[2]) == tail]:
+        # A key of the section that was meant comes before those of others.
+        found = [key for key in found if key.startswith(f"{path[0]}.")] or found
         if len(found) == 1 or found[0].count(".") == 1:
             return Answer(found[0])
         return Answer(action=f"Write it in full: {' or '.join(found)}.")  # of several families

@@ -7,7 +7,6 @@ from typing import Any
 
 from maxpipe.boundary import files
 from maxpipe.boundary.typed import parse
-from maxpipe.data.prompts import messages_of
 from maxpipe.data.tokenizers.chat_process import Message
 from maxpipe.errors import ConfigError
 
@@ -47,6 +46,8 @@ def _messages(line: bytes, where: str) -> list[Message]:
         found = parse(line, dict[str, Any])
         if "messages" not in found and isinstance(found.get("prompt"), str):
             return said(found["prompt"])
+        from maxpipe.data.prompts import messages_of  # numpy: not for every command line
+
         return messages_of(found)
     except ValueError as error:
         raise ConfigError.one(

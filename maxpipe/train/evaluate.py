@@ -109,7 +109,7 @@ def evaluate(
             add(before)
     finally:
         jax.block_until_ready(before)
-    loss, targets, of_text = total.pop("loss"), total.pop("targets"), "bytes" in total
+    loss, targets, of_text = total.pop("loss"), total.pop("targets"), "bytes" in total or not total
     num_bytes = total.pop("bytes", np.zeros_like(loss))
     of_sources = {
         name: Totals(float(loss[number]), float(targets[number]), float(num_bytes[number]))

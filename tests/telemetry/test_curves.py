@@ -45,9 +45,10 @@ def test_tags_that_end_alike_share_a_panel(runs: Path) -> None:
     assert titles == ["loss", "accuracy"]
     names = {label.text for label in canvas.labels if "  " in label.text}
     assert {"one  train/loss", "two  eval/loss"} <= names
-    # Two lines of two pieces; two points alone in each panel.
-    assert len(canvas.areas) == 2 * 2 + 2 + 2
-    assert all(0 <= y <= canvas.height for area in canvas.areas for _, y in area.points)
+    # Two lines, and two points alone in each panel.
+    assert [len(curve.points) for curve in canvas.curves].count(1) == 4
+    assert len(canvas.curves) == 2 + 2 + 2
+    assert all(0 <= y <= canvas.height for curve in canvas.curves for _, y in curve.points)
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])

@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import socket
 import time
 from collections.abc import Iterator
 from io import FileIO
@@ -54,7 +53,7 @@ def locked(path: str, task: str, moved: Moved | None, *, removes: bool = False) 
             stack.callback(_remove, path)
         with contextlib.suppress(OSError):  # a name for people
             stream.truncate(0)
-            os.pwrite(stream.fileno(), f"{socket.gethostname()} {os.getpid()} {task}".encode(), 0)
+            os.pwrite(stream.fileno(), f"{os.uname().nodename} {os.getpid()} {task}".encode(), 0)
         signed = 0.0
 
         def sign() -> None:
